@@ -1,0 +1,77 @@
+"""Every error that this project raises on purpose.
+
+    DisaggError
+    ├── ConfigError             before serving: the command line, YAML, or two workers that do not fit together
+    ├── InvalidRequestError     400  the caller's fault; final, never retried
+    │   └── HandoffRefusedError 400  a handoff that is malformed, foreign, or of another prompt
+    ├── OverloadedError         503  full; try again later
+    ├── PeerUnavailableError    503  the other stage is gone; may be retried elsewhere
+    │   └── KvTransferError     503  the KV did not arrive: lease over, sender gone, read failed
+    ├── StageTimeoutError       504  a stage took too long
+    ├── RequestCancelledError   499  the client left
+    └── EngineError             500  the engine failed this request
+
+`category` is the word under which an error crosses the wire between two workers (`runtime.py` maps it to and
+from Dynamo's exceptions), `status` the HTTP status that the client sees.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DisaggError(Exception):
+    category: ClassVar[str] = "Internal"
+    status: ClassVar[int] = 500
+
+
+class ConfigError(DisaggError):
+    """A setting is wrong. The message names the key, the value and what is allowed."""
+
+    category = "InvalidRequest"
+    status = 400
+
+    @classmethod
+    def bad_value(cls, key: str, value: object, allowed: str) -> ConfigError:
+        return cls(f"{key}: {value!r} is not allowed; expected {allowed}")
+
+
+class InvalidRequestError(DisaggError):
+    """The caller asked for something that no worker can do."""
+
+    category = "InvalidRequest"
+    status = 400
+
+
+class HandoffRefusedError(InvalidRequestError):
+    """A handoff that does not belong to this prompt, model, layout or sender."""
+
+
+class OverloadedError(DisaggError):
+    category = "RateLimited"
+    status = 503
+
+
+class PeerUnavailableError(DisaggError):
+    """The other stage cannot be reached, or died while it was answering."""
+
+    category = "Unavailable"
+    status = 503
+
+
+class KvTransferError(PeerUnavailableError):
+    """KV blocks did not arrive whole. Nothing of them is used."""
+
+
+class StageTimeoutError(DisaggError):
+    category = "DeadlineExceeded"
+    status = 504
+
+
+class RequestCancelledError(DisaggError):
+    category = "Cancelled"
+    status = 499
+
+
+class EngineError(DisaggError):
+    """The engine failed while it was running a request."""
