@@ -1,0 +1,73 @@
+"""Tiny random checkpoints of each family, written as Hugging Face directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCAB = 258
+EOS = 1
+
+
+def write_checkpoint(directory: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
+    """A 4-layer model with large random weights, so that its greedy answers vary."""
+    import torch
+    import transformers
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        # A multiple of the vector width: element-wise kernels treat the odd rest differently.
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.06,
+        "bos_token_id": 0,
+        "eos_token_id": EOS,
+        "pad_token_id": None,
+    }
+    if family == "mistral":
+        settings["sliding_window"] = 40
+    if family == "qwen3":
+        settings["head_dim"] = 16
+    settings |= overrides
+    config_class = {
+        "llama": transformers.LlamaConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "mistral": transformers.MistralConfig,
+    }[family]
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**settings), dtype=torch.float32)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Bytes as tokens: token id = byte + 2, after bos (0) and eos (1)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, "</s>": 1} | {char: i + 2 for i, char in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = (
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "model_max_length": 2048,
+        "chat_template": template,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,0 +1,194 @@
+"""The command line and the environment of a worker."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.args import (
+    FLAGS,
+    WorkerArgumentParser,
+    add_worker_arguments,
+    config_from_namespace,
+    parse_worker_args,
+)
+from trtllm_disagg.config import SETTINGS, Role, Strategy, WorkerConfig, flag_of
+from trtllm_disagg.errors import ConfigError
+
+
+def parse(*argv: str, **environ: str) -> WorkerConfig:
+    return parse_worker_args(["--model", "m", *argv], environ)
+
+
+#: One value of each setting that differs from its default.
+OTHER_VALUES: dict[str, Any] = {
+    "model": "org/model",
+    "served_model_name": "name",
+    "role": Role.DECODE,
+    "strategy": Strategy.ROUTER,
+    "engine": "embedded",
+    "namespace": "ns",
+    "endpoint": "dyn://dynamo.c.e",
+    "next_endpoint": "dyn://dynamo.c.n",
+    "extra_engine_args": "a.yaml",
+    "override_engine_args": "{}",
+    "discovery_backend": "etcd",
+    "request_plane": "nats",
+    "event_plane": "nats",
+    "load_format": "dummy",
+    "guided_decoding_backend": "xgrammar",
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
+    "expert_parallel_size": 2,
+    "enable_attention_dp": True,
+    "gpus_per_node": 8,
+    "kv_block_size": 64,
+    "max_batch_size": 3,
+    "max_num_tokens": 4,
+    "max_seq_len": 5,
+    "max_beam_width": 2,
+    "free_gpu_memory_fraction": 0.5,
+    "publish_kv_events": True,
+    "publish_metrics": True,
+    "endpoint_types": "completions",
+    "custom_jinja_template": __file__,
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
+}
+#: next_endpoint is only allowed on a worker that calls another one.
+NEEDS_DECODE = ("--disaggregation-mode", "decode")
+
+
+def test_every_setting_has_a_flag_and_a_test() -> None:
+    assert set(FLAGS) == set(SETTINGS) == set(OTHER_VALUES)
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_every_flag_is_read(name: str) -> None:
+    value = OTHER_VALUES[name]
+    argv = [flag_of(name)] if value is True else [flag_of(name), str(value)]
+    config = parse(*(NEEDS_DECODE if name == "next_endpoint" else ()), *argv)
+    assert getattr(config, name) == value
+    assert name in config.explicit
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"), [(name, variable) for name, flag in FLAGS.items() for variable in flag.variables]
+)
+def test_every_variable_is_read(name: str, variable: str) -> None:
+    value = OTHER_VALUES[name]
+    model = [] if name == "model" else ["--model", "m"]
+    argv = [*model, *(NEEDS_DECODE if name == "next_endpoint" else ())]
+    config = parse_worker_args(argv, {variable: str(value)})
+    assert getattr(config, name) == value
+    assert name in config.explicit
+
+
+def test_flag_then_our_variable_then_dynamos_then_default() -> None:
+    dynamo = {"DYN_TRTLLM_MAX_BATCH_SIZE": "3"}
+    ours = {**dynamo, "TRTLLM_DISAGG_MAX_BATCH_SIZE": "2"}
+    assert parse("--max-batch-size", "1", **ours).max_batch_size == 1
+    assert parse(**ours).max_batch_size == 2
+    assert parse(**dynamo).max_batch_size == 3
+    assert parse().max_batch_size == WorkerConfig(model="m").max_batch_size
+
+
+def test_no_flags_give_the_defaults_of_the_dataclass() -> None:
+    assert dataclasses.replace(parse(), explicit=frozenset()) == WorkerConfig(model="m")
+
+
+def test_one_machine_needs_no_etcd_and_no_nats() -> None:
+    config = parse()
+    assert (config.discovery_backend, config.request_plane, config.event_plane) == ("file", "tcp", "zmq")
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    assert parse(TRTLLM_DISAGG_MAX_SEQ_LEN="", DYN_NAMESPACE="").namespace == "dynamo"
+
+
+def test_names_that_dynamo_has_or_had() -> None:
+    assert parse_worker_args(["--model-path", "p"], {}).model == "p"
+    for word in ("agg", "pd", "prefill_and_decode"):
+        assert parse("--disaggregation-mode", word).role is Role.AGG
+    assert parse("--dyn-endpoint-types", "chat").endpoint_types == "chat"
+    assert parse("--no-publish-kv-events", DYN_TRTLLM_PUBLISH_KV_EVENTS="1").publish_kv_events is False
+
+
+def test_the_old_publish_flag_stands_for_both() -> None:
+    config = parse("--publish-events-and-metrics")
+    assert config.publish_kv_events
+    assert config.publish_metrics
+    later = parse("--publish-events-and-metrics", "--no-publish-metrics")
+    assert (later.publish_kv_events, later.publish_metrics) == (True, False)
+    off = parse("--no-publish-events-and-metrics", DYN_TRTLLM_PUBLISH_EVENTS_AND_METRICS="true")
+    assert (off.publish_kv_events, off.publish_metrics) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "parts"),
+    [
+        (["--max-batch-size", "many"], {}, ["--max-batch-size", "'many'", "a whole number"]),
+        (["--kv-block-size", "3"], {}, ["--kv-block-size", "3", "a power of two"]),
+        (["--engine", "x"], {}, ["--engine", "'x'", "auto, tensorrt_llm, embedded"]),
+        (["--disaggregation-mode", "encode"], {}, ["--disaggregation-mode", "agg, prefill, decode"]),
+        ([], {"DYN_TRTLLM_KV_BLOCK_SIZE": "3"}, ["DYN_TRTLLM_KV_BLOCK_SIZE", "3", "a power of two"]),
+        ([], {"TRTLLM_DISAGG_PUBLISH_METRICS": "maybe"}, ["TRTLLM_DISAGG_PUBLISH_METRICS", "'maybe'"]),
+        ([], {"DYN_TRTLLM_FREE_GPU_MEMORY_FRACTION": "x"}, ["FREE_GPU_MEMORY_FRACTION", "a number"]),
+        ([], {"DYN_ENDPOINT": "nowhere"}, ["DYN_ENDPOINT", "'nowhere'", "dyn://"]),
+        (["--max-bach-size", "1"], {}, ["--max-bach-size", "did you mean --max-batch-size?"]),
+        (["--max-batch", "1"], {}, ["--max-batch", "did you mean --max-batch-size?"]),
+        (["--xyzzy"], {}, ["--xyzzy", "--help"]),
+        (["stray"], {}, ["unknown argument stray"]),
+        (["--trtllm.kv_cache_config.dtype", "fp8"], {}, ["--override-engine-args"]),
+        (["--model"], {}, ["--model"]),
+        (["--custom-jinja-template", "/no/such"], {}, ["--custom-jinja-template", "'/no/such'"]),
+    ],
+)
+def test_a_bad_argument_is_named(argv: list[str], environ: dict[str, str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv, **environ)
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_a_missing_model_says_how_to_give_one() -> None:
+    with pytest.raises(ConfigError, match=r"--model.*TRTLLM_DISAGG_MODEL"):
+        parse_worker_args([], {})
+
+
+def test_a_whole_endpoint_names_its_namespace() -> None:
+    config = parse("--endpoint", "dyn://ns.c.e", DYN_NAMESPACE="other", DYN_NAMESPACE_WORKER_SUFFIX="x")
+    assert config.namespace == "ns"
+    with pytest.raises(ConfigError, match="--endpoint"):
+        parse("--endpoint", "dyn://ns.c.e", "--namespace", "other")
+
+
+def test_a_suffix_tells_worker_pools_apart() -> None:
+    assert parse(DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "dynamo-blue"
+    assert parse("--namespace", "ns", DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "ns-blue"
+
+
+def test_a_template_in_the_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "chat.jinja").touch()
+    template = parse("--custom-jinja-template", "~/chat.jinja").custom_jinja_template
+    assert template == str(tmp_path / "chat.jinja")
+
+
+def test_help_lists_groups_defaults_and_variables() -> None:
+    parser = WorkerArgumentParser(prog="x")
+    add_worker_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    for part in ("disaggregation:", "(default: decode_first)", "DYN_TRTLLM_MODEL", "{agg,prefill,decode}"):
+        assert part in text
+
+
+def test_a_larger_command_line_can_hold_the_flags() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--verbose", action="store_true")
+    add_worker_arguments(parser)
+    namespace = parser.parse_args(["--verbose", "--model", "m"])
+    assert config_from_namespace(namespace, {}).model == "m"

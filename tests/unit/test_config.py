@@ -1,0 +1,148 @@
+"""WorkerConfig: which stage a worker is, where it is reached, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.config import Role, Strategy, WorkerConfig, flag_of, parse_endpoint_id
+from trtllm_disagg.embedded.llm_args import KvCacheConfig, LlmArgs
+from trtllm_disagg.errors import ConfigError
+
+
+def config(**values: Any) -> WorkerConfig:
+    return WorkerConfig(model="m", **values)
+
+
+FIRST = "dyn://dynamo.tensorrt_llm.generate"
+SECOND = "dyn://dynamo.tensorrt_llm_next.generate"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "role", "first", "calls", "endpoint", "next_endpoint"),
+    [
+        (Strategy.DECODE_FIRST, Role.AGG, True, False, FIRST, None),
+        (Strategy.DECODE_FIRST, Role.DECODE, True, True, FIRST, SECOND),
+        (Strategy.DECODE_FIRST, Role.PREFILL, False, False, SECOND, None),
+        (Strategy.PREFILL_FIRST, Role.AGG, True, False, FIRST, None),
+        (Strategy.PREFILL_FIRST, Role.PREFILL, True, True, FIRST, SECOND),
+        (Strategy.PREFILL_FIRST, Role.DECODE, False, False, SECOND, None),
+        (Strategy.ROUTER, Role.AGG, True, False, FIRST, None),
+        (Strategy.ROUTER, Role.PREFILL, True, False, "dyn://dynamo.prefill.generate", None),
+        (Strategy.ROUTER, Role.DECODE, True, False, FIRST, None),
+    ],
+)
+def test_a_stage_follows_from_strategy_and_role(
+    strategy: Strategy, role: Role, first: bool, calls: bool, endpoint: str, next_endpoint: str | None
+) -> None:
+    worker = config(strategy=strategy, role=role)
+    assert worker.is_first_stage is first
+    assert worker.calls_second_stage is calls
+    assert worker.endpoint_id == endpoint
+    assert worker.next_endpoint_id == next_endpoint
+
+
+def test_the_two_workers_of_a_pair_find_each_other() -> None:
+    for strategy in (Strategy.DECODE_FIRST, Strategy.PREFILL_FIRST):
+        pair = [config(strategy=strategy, role=role, namespace="ns") for role in (Role.PREFILL, Role.DECODE)]
+        first, second = sorted(pair, key=lambda worker: not worker.is_first_stage)
+        assert first.next_endpoint_id == second.endpoint_id == "dyn://ns.tensorrt_llm_next.generate"
+
+
+def test_given_endpoints_win_over_the_derived_ones() -> None:
+    worker = config(role="decode", endpoint="dyn://dynamo.a.b", next_endpoint="dyn://other.c.d")
+    assert worker.endpoint_id == "dyn://dynamo.a.b"
+    assert worker.next_endpoint_id == "dyn://other.c.d"
+
+
+def test_plain_strings_become_members() -> None:
+    assert config(role="prefill").role is Role.PREFILL
+    assert config(strategy="router").strategy is Strategy.ROUTER
+
+
+def test_the_model_is_served_under_its_own_name_unless_told() -> None:
+    assert config().model_name == "m"
+    assert config(served_model_name="n").model_name == "n"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"role": "encode"}, "--disaggregation-mode: 'encode' is not allowed; expected one of agg"),
+        ({"strategy": "both"}, "--disaggregation-strategy: 'both'"),
+        ({"engine": "vllm"}, "--engine: 'vllm' is not allowed; expected one of auto, tensorrt_llm, embedded"),
+        ({"served_model_name": ""}, "--served-model-name: ''"),
+        ({"namespace": "a.b"}, "--namespace: 'a.b'"),
+        ({"endpoint": "dynamo.a.b"}, "--endpoint: 'dynamo.a.b'"),
+        ({"endpoint": "dyn://dynamo.a"}, "expected dyn://namespace.component.endpoint"),
+        ({"endpoint": "dyn://other.a.b"}, "expected an endpoint in the namespace 'dynamo'"),
+        ({"next_endpoint": "dyn://dynamo.a.b"}, "--next-endpoint: 'dyn://dynamo.a.b'"),
+        ({"role": "decode", "next_endpoint": FIRST}, "another endpoint than this worker's own"),
+        ({"role": "prefill", "next_endpoint": SECOND}, "in mode prefill under decode_first"),
+        ({"strategy": "router", "role": "decode", "next_endpoint": SECOND}, "under router"),
+        ({"role": "decode", "max_beam_width": 2}, "--max-beam-width: 2"),
+        ({"kv_block_size": 48}, "--kv-block-size: 48 is not allowed; expected a power of two"),
+        ({"kv_block_size": 0}, "--kv-block-size: 0"),
+        ({"max_batch_size": 0}, "--max-batch-size: 0"),
+        ({"max_num_tokens": -1}, "--max-num-tokens: -1"),
+        ({"max_seq_len": 0}, "--max-seq-len: 0"),
+        ({"tensor_parallel_size": True}, "--tensor-parallel-size: True"),
+        ({"gpus_per_node": 0}, "--gpus-per-node: 0"),
+        ({"free_gpu_memory_fraction": 1.5}, "--free-gpu-memory-fraction: 1.5"),
+        ({"load_format": "fast"}, "--load-format: 'fast'"),
+        ({"guided_decoding_backend": "outlines"}, "--guided-decoding-backend: 'outlines'"),
+        ({"discovery_backend": "dns"}, "--discovery-backend: 'dns'"),
+        ({"endpoint_types": "chat,images"}, "--endpoint-types: 'chat,images'"),
+        ({"endpoint_types": "none,chat"}, "--endpoint-types: 'none,chat'"),
+    ],
+)
+def test_a_bad_value_names_the_flag_the_value_and_what_is_allowed(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**values)
+    assert message in str(caught.value)
+
+
+def test_an_empty_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--model"):
+        WorkerConfig(model=" ")
+
+
+def test_one_worker_alone_may_search_with_beams() -> None:
+    assert config(max_beam_width=4).max_beam_width == 4
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().role = Role.DECODE  # type: ignore[misc]
+
+
+def test_explicit_means_given_or_not_the_default() -> None:
+    assert not config().is_explicit("max_batch_size")
+    assert config(max_batch_size=8).is_explicit("max_batch_size")
+    assert config(explicit=frozenset({"max_batch_size"})).is_explicit("max_batch_size")
+
+
+def test_sizes_start_where_tensorrt_llm_starts() -> None:
+    worker, llm, kv = config(), LlmArgs(model="m"), KvCacheConfig()
+    for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_beam_width", "tensor_parallel_size"):
+        assert getattr(worker, name) == getattr(llm, name)
+    assert worker.kv_block_size == kv.tokens_per_block
+    assert worker.free_gpu_memory_fraction == kv.free_gpu_memory_fraction
+
+
+def test_an_endpoint_splits_into_its_parts() -> None:
+    parts = parse_endpoint_id("dyn://ns.comp.ep")
+    assert parts == ("ns", "comp", "ep")
+    assert parts.dotted == "ns.comp.ep"
+    assert parts.url == "dyn://ns.comp.ep"
+    with pytest.raises(ConfigError, match="DYN_ENDPOINT"):
+        parse_endpoint_id("ns.comp.ep", "DYN_ENDPOINT")
+
+
+def test_flags_are_named_after_fields_unless_dynamo_has_another_name() -> None:
+    assert flag_of("max_seq_len") == "--max-seq-len"
+    assert flag_of("role") == "--disaggregation-mode"

@@ -1,0 +1,248 @@
+"""Which processes a deployment has, and with which command lines: decided before anything starts."""
+
+import argparse
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.deployment.cli import add_arguments, config_from, default_name, run
+from trtllm_disagg.deployment.plan import (
+    STOP_ORDER,
+    STRATEGIES,
+    WORKER_ROLES,
+    DeploymentConfig,
+    ProcessSpec,
+    Strategy,
+    plan,
+    worker_total,
+)
+from trtllm_disagg.errors import ConfigError
+
+DISAGGREGATED: tuple[Strategy, ...] = ("prefill_first", "decode_first", "router")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DeploymentConfig:
+    return DeploymentConfig(
+        strategy="decode_first", model="models/toy", served_model_name="toy", run_dir=tmp_path, http_port=8123
+    )
+
+
+def specs_of(config: DeploymentConfig, **environ: str) -> dict[str, ProcessSpec]:
+    specs = plan(config, system_ports=itertools.count(20001), environ=environ)
+    return {spec.name: spec for spec in specs}
+
+
+def flag(spec: ProcessSpec, name: str) -> str | None:
+    return spec.argv[spec.argv.index(name) + 1] if name in spec.argv else None
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["--model", "models/toy", *argv])
+
+
+@pytest.mark.parametrize("strategy", DISAGGREGATED)
+def test_disaggregated_deployment_has_a_frontend_and_workers_of_both_stages(
+    config: DeploymentConfig, strategy: Strategy
+) -> None:
+    config = replace(config, strategy=strategy, prefill_workers=2, decode_workers=1)
+
+    specs = specs_of(config)
+
+    assert list(specs) == ["frontend", "prefill-0", "prefill-1", "decode-0"]
+    assert worker_total(config) == 3
+    assert {flag(spec, "--disaggregation-strategy") for spec in specs.values()} == {None, strategy}
+    assert flag(specs["prefill-1"], "--disaggregation-mode") == "prefill"
+    assert flag(specs["decode-0"], "--disaggregation-mode") == "decode"
+
+
+def test_agg_has_only_aggregated_workers_and_no_strategy_flag(config: DeploymentConfig) -> None:
+    specs = specs_of(replace(config, strategy="agg", agg_workers=2))
+
+    assert list(specs) == ["frontend", "agg-0", "agg-1"]
+    assert flag(specs["agg-0"], "--disaggregation-mode") == "agg"
+    assert flag(specs["agg-0"], "--disaggregation-strategy") is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "publishers"),
+    [
+        ("agg", {"agg-0"}),
+        ("prefill_first", {"prefill-0"}),
+        ("decode_first", {"decode-0"}),
+        ("router", {"prefill-0", "decode-0"}),
+    ],
+)
+def test_whoever_the_frontend_routes_to_publishes_kv_events(
+    config: DeploymentConfig, strategy: Strategy, publishers: set[str]
+) -> None:
+    specs = specs_of(replace(config, strategy=strategy))
+
+    assert {name for name, spec in specs.items() if "--publish-kv-events" in spec.argv} == publishers
+
+
+def test_all_processes_share_discovery_and_planes(config: DeploymentConfig) -> None:
+    specs = specs_of(config).values()
+
+    for name in (
+        "DYN_FILE_KV",
+        "DYN_DISCOVERY_BACKEND",
+        "DYN_REQUEST_PLANE",
+        "DYN_EVENT_PLANE",
+        "DYN_NAMESPACE",
+    ):
+        assert len({spec.env[name] for spec in specs}) == 1
+    assert {spec.env["DYN_FILE_KV"] for spec in specs} == {str(config.run_dir / "discovery")}
+
+
+def test_every_worker_has_its_own_system_port_on_loopback(config: DeploymentConfig) -> None:
+    specs = specs_of(replace(config, decode_workers=3))
+    workers = [spec for spec in specs.values() if spec.role != "frontend"]
+
+    assert [spec.system_port for spec in workers] == [20001, 20002, 20003, 20004]
+    assert all(spec.env["DYN_SYSTEM_PORT"] == str(spec.system_port) for spec in workers)
+    assert all(spec.ports == {"system": spec.system_port} for spec in workers)
+    assert {spec.env["DYN_SYSTEM_HOST"] for spec in workers} == {"127.0.0.1"}
+    assert specs["frontend"].ports == {"http": 8123}
+
+
+def test_users_environment_overrides_tunables_but_not_the_wiring(config: DeploymentConfig) -> None:
+    frontend = specs_of(config, OMP_NUM_THREADS="4", DYN_EVENT_PLANE="nats")["frontend"]
+
+    assert frontend.env["OMP_NUM_THREADS"] == "4"
+    assert frontend.env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] == "1"
+    assert frontend.env["DYN_EVENT_PLANE"] == "zmq"
+
+
+def test_settings_reach_the_command_lines(config: DeploymentConfig) -> None:
+    config = replace(
+        config,
+        engine="embedded",
+        engine_configs={"decode": Path("decode.yaml")},
+        kv_block_size=16,
+        worker_args=("--seed", "1"),
+        frontend_args=("--migration-limit", "2"),
+        http_host="0.0.0.0",
+    )
+
+    specs = specs_of(config)
+
+    assert flag(specs["decode-0"], "--extra-engine-args") == "decode.yaml"
+    assert flag(specs["prefill-0"], "--extra-engine-args") is None
+    assert flag(specs["prefill-0"], "--engine") == "embedded"
+    assert flag(specs["prefill-0"], "--kv-block-size") == "16"
+    assert flag(specs["frontend"], "--kv-cache-block-size") == "16"
+    assert flag(specs["frontend"], "--http-host") == "0.0.0.0"
+    assert specs["prefill-0"].argv[-2:] == ("--seed", "1")
+    assert specs["frontend"].argv[-2:] == ("--migration-limit", "2")
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8123"),
+        ("0.0.0.0", "http://127.0.0.1:8123"),
+        ("::1", "http://[::1]:8123"),
+        ("::", "http://[::1]:8123"),
+    ],
+)
+def test_base_url_can_be_used_by_a_client_on_this_machine(
+    config: DeploymentConfig, host: str, url: str
+) -> None:
+    config = replace(config, http_host=host)
+
+    assert config.base_url == url
+    assert config.ready_line == f"ready {url} model=toy strategy=decode_first"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_stop_order_covers_every_role_once_and_ends_with_the_frontend(strategy: Strategy) -> None:
+    roles = [role for wave in STOP_ORDER[strategy] for role in wave]
+
+    assert sorted(roles) == sorted(["frontend", *WORKER_ROLES[strategy]])
+    assert roles[-1] == "frontend"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prefill_workers": 0}, "--prefill-workers: 0 is not allowed; expected at least 1"),
+        ({"http_port": 65536}, "--http-port: 65536"),
+        ({"strategy": "both"}, "--strategy: 'both'"),
+        ({"startup_timeout": 0.0}, "--startup-timeout: 0.0"),
+        ({"stop_timeout": -1.0}, "--stop-timeout: -1.0"),
+    ],
+)
+def test_bad_values_name_flag_and_value(
+    config: DeploymentConfig, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(config, **change)  # type: ignore[arg-type]
+
+
+def test_flags_become_a_config(tmp_path: Path) -> None:
+    args = parsed(
+        *("--strategy", "router"),
+        *("--prefill-workers", "2"),
+        *("--run-dir", str(tmp_path)),
+        *("--served-model-name", "toy"),
+        *("--worker-args", "--seed 1 --name 'a b'"),
+        *("--startup-timeout", "7"),
+    )
+
+    config = config_from(args)
+
+    assert (config.strategy, config.prefill_workers, config.decode_workers) == ("router", 2, 1)
+    assert config.worker_args == ("--seed", "1", "--name", "a b")
+    assert config.startup_timeout == 7
+    assert config.run_dir == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--strategy", "agg", "--prefill-workers", "2"), "--prefill-workers: 2 .* not agg"),
+        (("--strategy", "router", "--agg-workers", "1"), "--agg-workers: 1 .* --strategy agg, not router"),
+    ],
+)
+def test_contradictory_flags_are_refused(argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from(parsed(*argv))
+
+
+def test_engine_configs_are_found_by_role(tmp_path: Path) -> None:
+    for role in ("prefill", "decode"):
+        (tmp_path / f"{role}.yaml").touch()
+
+    config = config_from(parsed("--strategy", "decode_first", "--engine-configs", str(tmp_path)))
+
+    assert config.engine_configs == {
+        "prefill": tmp_path / "prefill.yaml",
+        "decode": tmp_path / "decode.yaml",
+    }
+
+
+def test_missing_engine_config_is_named_and_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prefill.yaml").touch()
+
+    code = run(parsed("--strategy", "decode_first", "--engine-configs", str(tmp_path)))
+
+    assert code == 2
+    assert "a directory with decode.yaml" in capsys.readouterr().err
+
+
+def test_default_model_name_is_the_directory_or_the_whole_hub_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy").mkdir()
+    monkeypatch.chdir(tmp_path / "toy")
+
+    assert default_name(f"{tmp_path}/toy/") == "toy"
+    assert default_name(".") == "toy"
+    assert default_name("org/toy") == "org/toy"

@@ -1,0 +1,107 @@
+"""The run directory belongs to one living deployment at a time, and names its processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.deployment.errors import RunDirInUseError
+from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, birth, is_alive, read_processes
+from trtllm_disagg.errors import ConfigError
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives until its stdin is closed."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def record_of(pid: int) -> ProcessRecord:
+    return ProcessRecord("decode-0", "decode", pid, {"system": 20001}, "decode-0.log", "ready", birth(pid))
+
+
+def test_claim_makes_an_empty_process_list_and_a_fresh_discovery_store(tmp_path: Path) -> None:
+    stale = tmp_path / "run" / "discovery" / "stale"
+    stale.mkdir(parents=True)
+
+    run_dir = RunDir.claim(tmp_path / "run")
+
+    assert run_dir.discovery.is_dir()
+    assert not stale.exists()
+    assert json.loads(run_dir.processes_file.read_text()) == []
+
+
+def test_claim_makes_the_path_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert RunDir.claim(Path("run")).path == tmp_path / "run"
+
+
+def test_claim_keeps_what_it_does_not_know(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+
+    RunDir.claim(tmp_path)
+
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_records_survive_the_round_trip(tmp_path: Path) -> None:
+    run_dir = RunDir.claim(tmp_path)
+    record = record_of(os.getpid())
+
+    run_dir.write([record])
+
+    assert read_processes(tmp_path) == [record]
+    assert [path.name for path in tmp_path.glob("*.new")] == []
+
+
+def test_a_live_process_keeps_the_directory(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    RunDir.claim(tmp_path).write([record_of(sleeper.pid)])
+
+    with pytest.raises(RunDirInUseError, match=rf"--run-dir.*decode-0 \(pid {sleeper.pid}\)"):
+        RunDir.claim(tmp_path)
+
+
+def test_a_dead_process_does_not(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    RunDir.claim(tmp_path).write([record_of(sleeper.pid)])
+    sleeper.kill()
+    sleeper.wait()
+
+    assert read_processes(RunDir.claim(tmp_path).path) == []
+
+
+def test_a_zombie_is_not_alive(sleeper: subprocess.Popen[bytes]) -> None:
+    record = record_of(sleeper.pid)
+    assert is_alive(record)
+
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+
+    assert not is_alive(record)
+
+
+def test_another_process_with_the_same_pid_is_not_the_recorded_one(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    record = record_of(sleeper.pid)
+    RunDir.claim(tmp_path).write([replace(record, born=record.born - 1)])
+
+    RunDir.claim(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["not json", '{"name": 1}', '[{"name": "x"}]'])
+def test_a_foreign_process_list_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "processes.json").write_text(content)
+
+    with pytest.raises(ConfigError, match=r"--run-dir.*processes\.json"):
+        RunDir.claim(tmp_path)
+
+    assert (tmp_path / "processes.json").read_text() == content

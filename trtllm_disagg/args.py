@@ -1,0 +1,288 @@
+"""Command line and environment -> WorkerConfig. Nothing else in the project reads either of them.
+
+A value is taken from the flag, else from TRTLLM_DISAGG_<FLAG>, else from the variable that Dynamo has for the
+same flag, else it is the default of WorkerConfig. A variable that is set but empty counts as not set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple, NoReturn, get_args, get_type_hints
+
+from trtllm_disagg.config import (
+    SETTINGS,
+    Role,
+    Strategy,
+    WorkerConfig,
+    check_value,
+    flag_of,
+    parse_endpoint_id,
+    rule_of,
+)
+from trtllm_disagg.errors import ConfigError
+
+ENV_PREFIX = "TRTLLM_DISAGG_"
+_NAMESPACE_SUFFIX = "DYN_NAMESPACE_WORKER_SUFFIX"
+# One flag of Dynamo's that stands for two.
+_BOTH_PUBLISHERS_FLAG = "--publish-events-and-metrics"
+_BOTH_PUBLISHERS = ("publish_kv_events", "publish_metrics")
+_BOTH_PUBLISHERS_VARIABLE = "DYN_TRTLLM_PUBLISH_EVENTS_AND_METRICS"
+# Other names of one worker that runs both phases, from older and newer Dynamo.
+_ROLE_ALIASES = {"prefill_and_decode": Role.AGG.value, "pd": Role.AGG.value}
+
+
+# Where Dynamo reads the same setting: a variable of its TensorRT-LLM worker, of its runtime, or nowhere.
+_WORKER = "DYN_TRTLLM_"
+_RUNTIME = "DYN_"
+_OURS_ONLY = ""
+
+
+class Flag(NamedTuple):
+    """One flag: the field it fills, its help, and the names by which Dynamo knows it."""
+
+    field: str
+    help: str
+    dynamo_prefix: str = _WORKER
+    aliases: tuple[str, ...] = ()
+    more_variables: tuple[str, ...] = ()
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables of this setting, the strongest first."""
+        name = flag_of(self.field).removeprefix("--").replace("-", "_").upper()
+        dynamo = (self.dynamo_prefix + name.removeprefix("DYN_"),) if self.dynamo_prefix else ()
+        return (ENV_PREFIX + name, *dynamo, *self.more_variables)
+
+
+FLAG_GROUPS: dict[str, tuple[Flag, ...]] = {
+    "model": (
+        Flag("model", "path, or name on the Hugging Face hub", aliases=("--model-path",)),
+        Flag("served_model_name", "name for clients (default: the value of --model)"),
+        Flag("load_format", "how weights are loaded"),
+    ),
+    "disaggregation": (
+        Flag("role", "the part of a request that this worker runs"),
+        Flag("strategy", "the stage that takes requests and calls the other one", _OURS_ONLY),
+        Flag("engine", "auto: tensorrt_llm where it is installed, else embedded", _OURS_ONLY),
+    ),
+    "endpoints and planes": (
+        Flag("namespace", "Dynamo namespace", _RUNTIME),
+        Flag("endpoint", "where this worker is reached, dyn://ns.component.endpoint", _RUNTIME),
+        Flag("next_endpoint", "where the second stage is reached; first stage only", _OURS_ONLY),
+        Flag("discovery_backend", "how workers find each other", _RUNTIME),
+        Flag("request_plane", "how requests travel", _RUNTIME),
+        Flag("event_plane", "how KV events travel", _RUNTIME),
+    ),
+    "engine arguments": (
+        Flag("extra_engine_args", "YAML file of engine arguments; a flag below wins over it"),
+        Flag("override_engine_args", "JSON object laid over the YAML file and every flag"),
+        Flag("tensor_parallel_size", "GPUs that share each layer"),
+        Flag("pipeline_parallel_size", "groups of GPUs that share the layers"),
+        Flag("expert_parallel_size", "GPUs that share the experts"),
+        Flag("enable_attention_dp", "attention runs data-parallel instead of tensor-parallel"),
+        Flag("gpus_per_node", "GPUs of one node (default: as found)"),
+        Flag("kv_block_size", "tokens in one KV block"),
+        Flag("max_batch_size", "requests in one step"),
+        Flag("max_num_tokens", "tokens in one step"),
+        Flag("max_seq_len", "tokens of one request, prompt and answer (default: the model's)"),
+        Flag("max_beam_width", "beams of one request"),
+        Flag("free_gpu_memory_fraction", "share of the free GPU memory that KV takes"),
+        Flag("guided_decoding_backend", "library behind structured output"),
+    ),
+    "publishing": (
+        Flag(
+            "publish_kv_events",
+            "tell the KV router which blocks this worker holds",
+            more_variables=(_BOTH_PUBLISHERS_VARIABLE,),
+        ),
+        Flag(
+            "publish_metrics",
+            "publish load and engine metrics",
+            more_variables=(_BOTH_PUBLISHERS_VARIABLE,),
+        ),
+    ),
+    "API": (
+        Flag(
+            "endpoint_types",
+            "chat, completions, both with a comma, or none",
+            _RUNTIME,
+            aliases=("--dyn-endpoint-types",),
+        ),
+        Flag("custom_jinja_template", "file of a chat template", _RUNTIME),
+        Flag("tool_call_parser", "parser of tool calls", _RUNTIME),
+        Flag("reasoning_parser", "parser of reasoning", _RUNTIME),
+    ),
+}
+FLAGS = {flag.field: flag for group in FLAG_GROUPS.values() for flag in group}
+_TYPES = get_type_hints(WorkerConfig)
+
+
+class WorkerArgumentParser(argparse.ArgumentParser):
+    """Reports a bad command line as ConfigError, like every other bad setting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+class _SetBothPublishers(argparse.BooleanOptionalAction):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        for name in _BOTH_PUBLISHERS:
+            setattr(namespace, name, not (option_string or "").startswith("--no-"))
+
+
+def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of a worker. A flag that is not given leaves no attribute in the namespace."""
+    for title, flags in FLAG_GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            _add_flag(group, flag)
+        if title == "publishing":
+            group.add_argument(
+                _BOTH_PUBLISHERS_FLAG,
+                action=_SetBothPublishers,
+                dest=argparse.SUPPRESS,
+                default=argparse.SUPPRESS,
+                help="both of the above (Dynamo's old name)",
+            )
+
+
+def parse_worker_args(argv: Sequence[str], environ: Mapping[str, str]) -> WorkerConfig:
+    """The configuration of one worker. Raises ConfigError for anything that is unknown or not allowed."""
+    parser = WorkerArgumentParser(prog="trtllm-disagg worker", allow_abbrev=False)
+    add_worker_arguments(parser)
+    namespace, unknown = parser.parse_known_args(list(argv))
+    refuse_unknown_arguments(parser, unknown)
+    return config_from_namespace(namespace, environ)
+
+
+def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, str]) -> WorkerConfig:
+    """Fill up what the command line left open; other attributes of the namespace are ignored."""
+    given = {name: getattr(namespace, name) for name in FLAGS if hasattr(namespace, name)}
+    values = _from_environment(environ) | given
+    if "model" not in values:
+        raise ConfigError(f"--model is missing; give it, or set {FLAGS['model'].variables[0]}")
+    _resolve_namespace(values, environ, by_flag="namespace" in given)
+    _resolve_template(values)
+    return WorkerConfig(**values, explicit=frozenset(values))
+
+
+def refuse_unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    """Raise ConfigError for the first argument that the parser does not know, with the closest flag."""
+    if not unknown:
+        return
+    name = unknown[0].split("=", 1)[0]
+    if name.startswith("--trtllm."):
+        raise ConfigError(f"unknown flag {name}; engine arguments go into --override-engine-args as JSON")
+    known = [option for action in parser._actions for option in action.option_strings]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else "; --help lists the flags"
+    kind = "flag" if name.startswith("-") else "argument"
+    raise ConfigError(f"unknown {kind} {name}{hint}")
+
+
+def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    names = (flag_of(flag.field), *flag.aliases)
+    options: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS, "help": _help(flag)}
+    if _value_type(flag.field) is bool:
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
+        return
+    rule = rule_of(flag.field)
+    metavar = "{" + ",".join(rule.choices) + "}" if rule and rule.choices else None
+    group.add_argument(*names, type=_argument_parser_of(flag.field), metavar=metavar, **options)
+
+
+def _help(flag: Flag) -> str:
+    default = SETTINGS[flag.field].default
+    shown = f" (default: {default})" if isinstance(default, (str, int, float)) and default != "" else ""
+    # argparse expands % in help texts.
+    return f"{flag.help}{shown} [{', '.join(flag.variables)}]".replace("%", "%%")
+
+
+def _value_type(name: str) -> type:
+    hint = _TYPES[name]
+    options = [option for option in get_args(hint) if option is not NoneType]
+    chosen: type = options[0] if options else hint
+    return chosen
+
+
+def _argument_parser_of(name: str) -> Callable[[str], Any]:
+    return lambda text: _parse(name, text, key=flag_of(name))
+
+
+def _parse(name: str, text: str, key: str) -> Any:
+    value = _PARSERS[_value_type(name)](text, key)
+    check_value(name, value, key)
+    return value
+
+
+def _parse_bool(text: str, key: str) -> bool:
+    word = text.strip().lower()
+    if word in ("1", "true", "on", "yes"):
+        return True
+    if word in ("0", "false", "off", "no"):
+        return False
+    raise ConfigError.bad_value(key, text, "true or false (also 1/0, on/off, yes/no)")
+
+
+def _parse_int(text: str, key: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError.bad_value(key, text, "a whole number") from None
+
+
+def _parse_float(text: str, key: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError.bad_value(key, text, "a number") from None
+
+
+_PARSERS: dict[type, Callable[[str, str], Any]] = {
+    bool: _parse_bool,
+    int: _parse_int,
+    float: _parse_float,
+    str: lambda text, _: text,
+    Role: lambda text, _: _ROLE_ALIASES.get(text, text),
+    Strategy: lambda text, _: text,
+}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, flag in FLAGS.items():
+        variable = next((variable for variable in flag.variables if environ.get(variable)), None)
+        if variable is not None:
+            values[name] = _parse(name, environ[variable], key=variable)
+    return values
+
+
+def _resolve_namespace(values: dict[str, Any], environ: Mapping[str, str], *, by_flag: bool) -> None:
+    """As Dynamo does: a whole endpoint names its namespace, otherwise a suffix tells worker pools apart."""
+    suffix = environ.get(_NAMESPACE_SUFFIX)
+    if "endpoint" in values:
+        # With --namespace as well, WorkerConfig checks that the two agree.
+        if not by_flag:
+            values["namespace"] = parse_endpoint_id(values["endpoint"]).namespace
+    elif suffix:
+        values["namespace"] = f"{values.get('namespace', SETTINGS['namespace'].default)}-{suffix}"
+
+
+def _resolve_template(values: dict[str, Any]) -> None:
+    name = "custom_jinja_template"
+    if name not in values:
+        return
+    path = Path(values[name]).expanduser()
+    if not path.is_file():
+        raise ConfigError.bad_value(flag_of(name), values[name], "a file that exists")
+    values[name] = str(path)

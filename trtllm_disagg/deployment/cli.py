@@ -1,0 +1,146 @@
+"""`trtllm-disagg up`: flags to `DeploymentConfig`, and the run itself."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trtllm_disagg.deployment.plan import STRATEGIES, WORKER_ROLES, DeploymentConfig, Role, Strategy
+from trtllm_disagg.deployment.serve import serve
+from trtllm_disagg.deployment.status import status_for
+from trtllm_disagg.errors import ConfigError
+
+COUNT_FLAGS: Mapping[Role, str] = {
+    "agg": "--agg-workers",
+    "prefill": "--prefill-workers",
+    "decode": "--decode-workers",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = DeploymentConfig
+    add = parser.add_argument
+    add("--strategy", required=True, choices=STRATEGIES, help="which stage takes the request first")
+    add("--model", required=True, help="model directory or Hugging Face name")
+    add("--served-model-name", help="name for clients (default: the name of the model directory)")
+    add("--prefill-workers", type=int, metavar="N", help=f"(default: {default.prefill_workers})")
+    add("--decode-workers", type=int, metavar="N", help=f"(default: {default.decode_workers})")
+    add("--agg-workers", type=int, metavar="N", help=f"only with agg (default: {default.agg_workers})")
+    add("--http-host", default=default.http_host, help="(default: %(default)s)")
+    add(
+        "--http-port",
+        type=int,
+        default=default.http_port,
+        metavar="PORT",
+        help="0 takes any free port (default: %(default)s)",
+    )
+    add("--namespace", default=default.namespace, help="Dynamo namespace (default: %(default)s)")
+    add(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="logs and processes.json (default: a fresh temporary directory)",
+    )
+    add("--engine", help="which module offers the LLM API (default: the worker's)")
+    add(
+        "--engine-configs",
+        type=Path,
+        metavar="DIR",
+        help="directory with agg.yaml, or prefill.yaml and decode.yaml (default: none)",
+    )
+    add(
+        "--kv-block-size",
+        type=int,
+        metavar="TOKENS",
+        help="for all workers and the router (default: the engine's)",
+    )
+    add(
+        "--startup-timeout",
+        type=float,
+        default=default.startup_timeout,
+        metavar="SECONDS",
+        help="(default: %(default)g)",
+    )
+    add(
+        "--stop-timeout",
+        type=float,
+        default=default.stop_timeout,
+        metavar="SECONDS",
+        help="how long requests in flight may take to end (default: %(default)g)",
+    )
+    add(
+        "--worker-args", type=shlex.split, default=[], metavar="'...'", help="more arguments for every worker"
+    )
+    add(
+        "--frontend-args",
+        type=shlex.split,
+        default=[],
+        metavar="'...'",
+        help="more arguments for dynamo.frontend",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code: 0 after a clean stop, 1 when the deployment failed, 2 when a setting is wrong."""
+    try:
+        config = config_from(args)
+        print(f"run directory: {config.run_dir}", file=sys.stderr, flush=True)
+        return asyncio.run(serve(config, status_for(sys.stderr)))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def config_from(args: argparse.Namespace) -> DeploymentConfig:
+    return DeploymentConfig(
+        strategy=args.strategy,
+        model=args.model,
+        served_model_name=args.served_model_name or default_name(args.model),
+        run_dir=args.run_dir or Path(tempfile.mkdtemp(prefix="trtllm-disagg-")),
+        http_host=args.http_host,
+        http_port=args.http_port,
+        namespace=args.namespace,
+        engine=args.engine,
+        engine_configs=engine_configs_in(args.engine_configs, args.strategy) if args.engine_configs else {},
+        kv_block_size=args.kv_block_size,
+        worker_args=tuple(args.worker_args),
+        frontend_args=tuple(args.frontend_args),
+        startup_timeout=args.startup_timeout,
+        stop_timeout=args.stop_timeout,
+        **_worker_counts(args),
+    )
+
+
+def default_name(model: str) -> str:
+    """The name of the directory; a Hugging Face name is kept whole."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def engine_configs_in(directory: Path, strategy: Strategy) -> dict[Role, Path]:
+    """The YAML file of every role that `strategy` needs."""
+    files = {role: (directory / f"{role}.yaml").absolute() for role in WORKER_ROLES[strategy]}
+    missing = [file.name for file in files.values() if not file.is_file()]
+    if missing:
+        raise ConfigError.bad_value(
+            "--engine-configs", str(directory), f"a directory with {' and '.join(missing)}"
+        )
+    return files
+
+
+def _worker_counts(args: argparse.Namespace) -> dict[str, Any]:
+    counts: dict[str, Any] = {}
+    for role, flag in COUNT_FLAGS.items():
+        count = getattr(args, f"{role}_workers")
+        if count is None:
+            continue
+        if role not in WORKER_ROLES[args.strategy]:
+            fitting = ", ".join(name for name in STRATEGIES if role in WORKER_ROLES[name])
+            raise ConfigError.bad_value(flag, count, f"--strategy {fitting}, not {args.strategy}")
+        counts[f"{role}_workers"] = count
+    return counts

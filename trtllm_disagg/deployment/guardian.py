@@ -1,0 +1,77 @@
+"""No orphans: whoever carries the mark of a deployment dies with it, even after `kill -9` of `up`.
+
+Every process of a deployment, and whatever it starts itself, inherits an environment variable with the
+deployment's mark. The guardian is a tiny process beside `up`. When its parent is gone, it kills everything
+that carries the mark. It runs this file alone, so only the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MARK_VARIABLE = "TRTLLM_DISAGG_DEPLOYMENT"
+POLL_SECONDS = 0.1
+SWEEP_SECONDS = 0.05
+# One clean look is not enough: a process may just be between fork and exec.
+CLEAN_SWEEPS = 4
+
+
+def start_guardian(mark: str) -> subprocess.Popen[bytes]:
+    """Watches over this process from now on; `stop_guardian` dismisses it."""
+    environment = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, mark, str(os.getpid())],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def stop_guardian(guardian: subprocess.Popen[bytes]) -> None:
+    guardian.kill()
+    guardian.wait()
+
+
+def marked_processes(mark: str) -> list[int]:
+    entry = f"{MARK_VARIABLE}={mark}".encode()
+    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    return [pid for pid in pids if pid != os.getpid() and entry in _environment(pid)]
+
+
+def kill_marked(mark: str) -> int:
+    """SIGKILLs everything that carries `mark`; returns how many there were."""
+    pids = marked_processes(mark)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return len(pids)
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _watch(mark: str, parent: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    clean = 0
+    while clean < CLEAN_SWEEPS:
+        clean = 0 if kill_marked(mark) else clean + 1
+        time.sleep(SWEEP_SECONDS)
+
+
+if __name__ == "__main__":
+    _watch(sys.argv[1], int(sys.argv[2]))

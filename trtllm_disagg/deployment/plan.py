@@ -1,0 +1,217 @@
+"""What runs: from a `DeploymentConfig` to the argv and environment of every process. Nothing starts here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from trtllm_disagg.errors import ConfigError
+
+Strategy = Literal["agg", "prefill_first", "decode_first", "router"]
+Role = Literal["frontend", "agg", "prefill", "decode"]
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+LOOPBACK = "127.0.0.1"
+DISCOVERY_DIR = "discovery"
+
+WORKER_ROLES: Mapping[Strategy, tuple[Role, ...]] = {
+    "agg": ("agg",),
+    "prefill_first": ("prefill", "decode"),
+    "decode_first": ("prefill", "decode"),
+    "router": ("prefill", "decode"),
+}
+
+# The frontend picks among these by what their KV caches hold.
+KV_ROUTED_ROLES: Mapping[Strategy, tuple[Role, ...]] = {
+    "agg": ("agg",),
+    "prefill_first": ("prefill",),
+    "decode_first": ("decode",),
+    "router": ("prefill", "decode"),
+}
+
+# Whoever is called by others stops after its callers, so that a request in flight still finds its next stage.
+STOP_ORDER: Mapping[Strategy, tuple[tuple[Role, ...], ...]] = {
+    "agg": (("agg",), ("frontend",)),
+    "prefill_first": (("prefill",), ("decode",), ("frontend",)),
+    "decode_first": (("decode",), ("prefill",), ("frontend",)),
+    "router": (("prefill",), ("decode",), ("frontend",)),
+}
+
+# Settings that the user's environment may override.
+TUNABLE_ENV: Mapping[str, str] = {
+    "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",
+    "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+# A fixed port can be held by one process only, so none of these may be inherited from the user's environment.
+PER_PROCESS_ENV = ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT", "DYN_TCP_RESPONSE_STREAM_PORT")
+
+
+@dataclass(frozen=True)
+class DeploymentConfig:
+    """A whole deployment on this machine. `http_port` 0 means: any free port."""
+
+    strategy: Strategy
+    model: str
+    served_model_name: str
+    run_dir: Path
+    prefill_workers: int = 1
+    decode_workers: int = 1
+    agg_workers: int = 1
+    http_host: str = LOOPBACK
+    http_port: int = 8000
+    namespace: str = "dynamo"
+    engine: str | None = None
+    engine_configs: Mapping[Role, Path] = field(default_factory=dict)
+    kv_block_size: int | None = None
+    worker_args: tuple[str, ...] = ()
+    frontend_args: tuple[str, ...] = ()
+    startup_timeout: float = 120.0
+    stop_timeout: float = 20.0
+    worker_command: tuple[str, ...] = (sys.executable, "-m", "trtllm_disagg", "worker")
+    frontend_command: tuple[str, ...] = (sys.executable, "-m", "dynamo.frontend")
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ConfigError.bad_value("--strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+        for flag, count in self._worker_flags():
+            if count < 1:
+                raise ConfigError.bad_value(flag, count, "at least 1")
+        if not 0 <= self.http_port <= 65535:
+            raise ConfigError.bad_value("--http-port", self.http_port, "0 (any free port) to 65535")
+        if self.startup_timeout <= 0:
+            raise ConfigError.bad_value("--startup-timeout", self.startup_timeout, "more than 0 seconds")
+        if self.stop_timeout < 0:
+            raise ConfigError.bad_value("--stop-timeout", self.stop_timeout, "0 seconds or more")
+
+    @property
+    def base_url(self) -> str:
+        host = f"[{self.client_host}]" if ":" in self.client_host else self.client_host
+        return f"http://{host}:{self.http_port}"
+
+    @property
+    def client_host(self) -> str:
+        """Where a client on this machine finds the frontend."""
+        return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.http_host, self.http_host)
+
+    @property
+    def ready_line(self) -> str:
+        return f"ready {self.base_url} model={self.served_model_name} strategy={self.strategy}"
+
+    def worker_count(self, role: Role) -> int:
+        return {"agg": self.agg_workers, "prefill": self.prefill_workers, "decode": self.decode_workers}[role]
+
+    def _worker_flags(self) -> Iterator[tuple[str, int]]:
+        yield "--prefill-workers", self.prefill_workers
+        yield "--decode-workers", self.decode_workers
+        yield "--agg-workers", self.agg_workers
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process to start. `env` is what it gets on top of the environment of `up`."""
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    system_port: int | None = None
+    http_port: int | None = None
+
+    @property
+    def ports(self) -> dict[str, int]:
+        named = {"http": self.http_port, "system": self.system_port}
+        return {name: port for name, port in named.items() if port is not None}
+
+
+def plan(
+    config: DeploymentConfig, *, system_ports: Iterable[int], environ: Mapping[str, str]
+) -> tuple[ProcessSpec, ...]:
+    """The frontend and every worker of `config`; each worker takes one of `system_ports`."""
+    env = shared_env(config, environ)
+    ports = iter(system_ports)
+    workers = [
+        _worker(config, role, index, env, next(ports))
+        for role in WORKER_ROLES[config.strategy]
+        for index in range(config.worker_count(role))
+    ]
+    return (_frontend(config, env), *workers)
+
+
+def worker_total(config: DeploymentConfig) -> int:
+    return sum(config.worker_count(role) for role in WORKER_ROLES[config.strategy])
+
+
+def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """Discovery and planes: equal in all processes, and on loopback as far as Dynamo can be told so.
+
+    Direct ZMQ publishers bind every interface whatever they are told; `DYN_EVENT_PLANE_HOST` sets only the
+    address that they advertise.
+    """
+    return {
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_FILE_KV": str(config.run_dir / DISCOVERY_DIR),
+        "DYN_REQUEST_PLANE": "tcp",
+        "DYN_EVENT_PLANE": "zmq",
+        "DYN_NAMESPACE": config.namespace,
+        "DYN_SYSTEM_HOST": LOOPBACK,
+        "DYN_TCP_RPC_HOST": LOOPBACK,
+        "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK,
+        "DYN_EVENT_PLANE_HOST": LOOPBACK,
+        **{name: environ.get(name, default) for name, default in TUNABLE_ENV.items()},
+    }
+
+
+def _frontend(config: DeploymentConfig, env: Mapping[str, str]) -> ProcessSpec:
+    argv = [
+        *config.frontend_command,
+        *("--router-mode", "kv"),
+        *("--http-host", config.http_host),
+        *("--http-port", str(config.http_port)),
+        *("--discovery-backend", "file"),
+        *("--request-plane", "tcp"),
+        *("--event-plane", "zmq"),
+        *_flag("--kv-cache-block-size", config.kv_block_size),
+        *config.frontend_args,
+    ]
+    # No system port: the frontend opens no system server, its health is on the HTTP port.
+    return ProcessSpec("frontend", "frontend", tuple(argv), env, http_port=config.http_port)
+
+
+def _worker(
+    config: DeploymentConfig, role: Role, index: int, env: Mapping[str, str], system_port: int
+) -> ProcessSpec:
+    argv = [
+        *config.worker_command,
+        *("--model", config.model),
+        *("--served-model-name", config.served_model_name),
+        *("--namespace", config.namespace),
+        *_stage_flags(config.strategy, role),
+        *_flag("--engine", config.engine),
+        *_flag("--extra-engine-args", config.engine_configs.get(role)),
+        *_flag("--kv-block-size", config.kv_block_size),
+        *config.worker_args,
+    ]
+    return ProcessSpec(
+        name=f"{role}-{index}",
+        role=role,
+        argv=tuple(argv),
+        env={**env, "DYN_SYSTEM_PORT": str(system_port)},
+        system_port=system_port,
+    )
+
+
+def _stage_flags(strategy: Strategy, role: Role) -> Iterator[str]:
+    yield from ("--disaggregation-mode", role)
+    if role != "agg":
+        yield from ("--disaggregation-strategy", strategy)
+    if role in KV_ROUTED_ROLES[strategy]:
+        yield "--publish-kv-events"
+
+
+def _flag(name: str, value: object | None) -> tuple[str, ...]:
+    return () if value is None else (name, str(value))

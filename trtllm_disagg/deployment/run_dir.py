@@ -1,0 +1,105 @@
+"""The run directory: one log per process, the discovery store, and `processes.json` for other tools."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trtllm_disagg.deployment.errors import RunDirInUseError
+from trtllm_disagg.deployment.plan import DISCOVERY_DIR
+from trtllm_disagg.errors import ConfigError
+
+PROCESSES_FILE = "processes.json"
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """One entry of `processes.json`. `born` tells a process from a later one with the same pid."""
+
+    name: str
+    role: str
+    pid: int
+    ports: dict[str, int]
+    log: str
+    state: str
+    born: int
+
+
+@dataclass(frozen=True)
+class RunDir:
+    path: Path
+
+    @classmethod
+    def claim(cls, path: Path) -> RunDir:
+        """Takes `path` for a new deployment: empty process list, fresh discovery store."""
+        run_dir = cls(path.absolute())
+        run_dir._refuse_if_alive()
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(run_dir.discovery, ignore_errors=True)
+        run_dir.discovery.mkdir()
+        run_dir.write([])
+        return run_dir
+
+    @property
+    def discovery(self) -> Path:
+        return self.path / DISCOVERY_DIR
+
+    @property
+    def processes_file(self) -> Path:
+        return self.path / PROCESSES_FILE
+
+    def log(self, name: str) -> Path:
+        return self.path / f"{name}.log"
+
+    def write(self, records: Iterable[ProcessRecord]) -> None:
+        """Replaces `processes.json` in one step, so that a reader never sees half of it."""
+        draft = self.processes_file.with_suffix(".json.new")
+        draft.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
+        draft.replace(self.processes_file)
+
+    def _refuse_if_alive(self) -> None:
+        alive = [record for record in read_processes(self.path) if is_alive(record)]
+        if alive:
+            names = ", ".join(f"{record.name} (pid {record.pid})" for record in alive)
+            raise RunDirInUseError.bad_value(
+                "--run-dir",
+                str(self.path),
+                f"a directory that no deployment uses; still running there: {names}",
+            )
+
+
+def read_processes(run_dir: Path) -> list[ProcessRecord]:
+    """What `processes.json` says; nothing when there is none."""
+    file = run_dir / PROCESSES_FILE
+    try:
+        entries = json.loads(file.read_text())
+        return [_record(entry) for entry in entries]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError.bad_value(
+            "--run-dir", str(run_dir), f"a directory whose {PROCESSES_FILE} this tool wrote ({error})"
+        ) from error
+
+
+def is_alive(record: ProcessRecord) -> bool:
+    return record.born == birth(record.pid) != 0
+
+
+def birth(pid: int) -> int:
+    """When `pid` started, in clock ticks since boot; 0 when it is gone or only a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    # The command name, in parentheses, may itself contain spaces and parentheses.
+    state, *fields = stat[stat.rindex(")") + 2 :].split()
+    return 0 if state in "ZX" else int(fields[18])
+
+
+def _record(entry: dict[str, Any]) -> ProcessRecord:
+    return ProcessRecord(**entry)

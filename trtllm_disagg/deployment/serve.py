@@ -1,0 +1,88 @@
+"""`up` from start to end: load, say that it is ready, serve until asked to stop, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from trtllm_disagg.deployment.errors import DeploymentFailedError
+from trtllm_disagg.deployment.plan import DeploymentConfig, plan, worker_total
+from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
+from trtllm_disagg.deployment.run_dir import RunDir
+from trtllm_disagg.deployment.status import Status
+from trtllm_disagg.deployment.supervisor import Supervisor
+
+
+def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
+    """Checks the port, claims the run directory, plans the processes. Nothing runs yet."""
+    http_port = free_http_port(config.http_host, config.http_port)
+    run_dir = RunDir.claim(config.run_dir)
+    config = replace(config, http_port=http_port, run_dir=run_dir.path)
+    specs = plan(config, system_ports=free_system_ports(worker_total(config)), environ=os.environ)
+    return Supervisor(config, specs, run_dir, status)
+
+
+async def serve(config: DeploymentConfig, status: Status) -> int:
+    """The exit code: 0 after a clean stop, 1 when the deployment failed or somebody had to be killed."""
+    supervisor = prepare(config, status)
+    with Interrupts().listening() as interrupts:
+        try:
+            await supervisor.start()
+            if await interrupts.allow(supervisor.wait_until_ready()):
+                print(supervisor.config.ready_line, flush=True)
+                await interrupts.allow(supervisor.watch())
+            status.note("stopping; interrupt again to kill at once")
+            return 0 if await supervisor.drain(interrupts.hurry) else 1
+        except DeploymentFailedError as error:
+            status.note(f"\n{error}\n")
+            await supervisor.abandon(interrupts.hurry)
+            return 1
+        finally:
+            await supervisor.kill()
+
+
+class Interrupts:
+    """The first SIGINT, SIGTERM or SIGHUP asks to stop, the next one to hurry."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+
+    @contextmanager
+    def listening(self) -> Iterator[Interrupts]:
+        loop = asyncio.get_running_loop()
+        numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _wanted(number)]
+        for number in numbers:
+            loop.add_signal_handler(number, self._interrupted)
+        try:
+            yield self
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    async def allow(self, work: Coroutine[None, None, None]) -> bool:
+        """Does `work` until its end or the first interrupt. Whether it came to its end."""
+        task = asyncio.create_task(work)
+        stopped = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            finished = task.done()
+            task.cancel()
+            stopped.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
+        if finished:
+            task.result()
+        return finished
+
+    def _interrupted(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+def _wanted(number: signal.Signals) -> bool:
+    # nohup ignores SIGHUP on purpose.
+    return number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN

@@ -1,0 +1,161 @@
+"""Starts the processes of a deployment, watches them, and brings all of them to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+
+from trtllm_disagg.deployment.errors import DeploymentFailedError
+from trtllm_disagg.deployment.guardian import MARK_VARIABLE, kill_marked, start_guardian, stop_guardian
+from trtllm_disagg.deployment.plan import PER_PROCESS_ENV, STOP_ORDER, DeploymentConfig, ProcessSpec, Role
+from trtllm_disagg.deployment.probe import is_ready
+from trtllm_disagg.deployment.process import ManagedProcess, State
+from trtllm_disagg.deployment.report import death_report, late_report, leftovers_report
+from trtllm_disagg.deployment.run_dir import RunDir
+from trtllm_disagg.deployment.status import Status
+
+PROBE_SECONDS = 0.1
+ABANDON_SECONDS = 5.0
+KILL_SWEEPS = 50
+
+
+class Supervisor:
+    """Owns the processes from `start` to `kill`; whoever calls `start` calls `kill` too, whatever happens."""
+
+    def __init__(
+        self, config: DeploymentConfig, specs: Sequence[ProcessSpec], run_dir: RunDir, status: Status
+    ) -> None:
+        self.config = config
+        self.processes = tuple(ManagedProcess(spec, run_dir.log(spec.name)) for spec in specs)
+        self._run_dir = run_dir
+        self._status = status
+        self._mark = uuid.uuid4().hex
+        self._guardian: subprocess.Popen[bytes] | None = None
+        self._watchers: dict[ManagedProcess, asyncio.Task[None]] = {}
+        self._deaths: asyncio.Queue[ManagedProcess] = asyncio.Queue()
+        self._stopping = False
+
+    async def start(self) -> None:
+        """All processes, without waiting in between: they wait for one another themselves."""
+        self._guardian = start_guardian(self._mark)
+        for process in self.processes:
+            await self._start(process)
+
+    async def wait_until_ready(self) -> None:
+        """Until a request can be served. A death or the startup timeout is a `DeploymentFailedError`."""
+        ready = asyncio.gather(*(self._becomes_ready(process) for process in self.processes))
+        death = asyncio.create_task(self._deaths.get())
+        try:
+            with self._status.loading(self.processes):
+                await asyncio.wait(
+                    (ready, death), timeout=self.config.startup_timeout, return_when=asyncio.FIRST_COMPLETED
+                )
+        finally:
+            finished = ready.done()
+            ready.cancel()
+            death.cancel()
+            await asyncio.gather(ready, death, return_exceptions=True)
+        if not death.cancelled():
+            raise DeploymentFailedError(death_report(death.result(), "before the deployment was ready"))
+        if not finished:
+            raise DeploymentFailedError(late_report(self.processes, self.config.startup_timeout))
+        ready.result()
+
+    async def watch(self) -> None:
+        """Reports workers that die and goes on without them. Returns never; without frontend it fails."""
+        while True:
+            process = await self._deaths.get()
+            report = death_report(process, "while serving")
+            if process.role == "frontend":
+                raise DeploymentFailedError(report)
+            self._status.note(f"\n!!! {report}\nthe other processes keep running\n")
+
+    async def drain(self, hurry: asyncio.Event | None = None) -> bool:
+        """Stops in the order of the request path, so that requests in flight can end. Whether all obeyed."""
+        return await self._stop(STOP_ORDER[self.config.strategy], self.config.stop_timeout, hurry)
+
+    async def abandon(self, hurry: asyncio.Event | None = None) -> bool:
+        """Stops everything together: there is no request to wait for."""
+        together = [tuple(process.role for process in self.processes)]
+        return await self._stop(together, min(ABANDON_SECONDS, self.config.stop_timeout), hurry)
+
+    async def kill(self) -> None:
+        """Ends whatever still runs, at once, with all that it started. Harmless when nothing does."""
+        self._stopping = True
+        for process in self.processes:
+            process.kill()
+        try:
+            await asyncio.gather(*self._watchers.values())
+            await self._kill_descendants()
+        finally:
+            if self._guardian is not None:
+                stop_guardian(self._guardian)
+
+    async def _kill_descendants(self) -> None:
+        for _ in range(KILL_SWEEPS):
+            if not kill_marked(self._mark):
+                return
+            await asyncio.sleep(PROBE_SECONDS)
+
+    async def _start(self, process: ManagedProcess) -> None:
+        try:
+            await process.start(self._environment(process.spec))
+        except OSError as error:
+            raise DeploymentFailedError(f"{process.name} cannot be started: {error}") from error
+        self._watchers[process] = asyncio.create_task(self._reap(process))
+        self._changed(process)
+
+    def _environment(self, spec: ProcessSpec) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if name not in PER_PROCESS_ENV}
+        return {**inherited, **spec.env, MARK_VARIABLE: self._mark}
+
+    async def _reap(self, process: ManagedProcess) -> None:
+        await process.wait()
+        self._changed(process)
+        if not self._stopping:
+            self._deaths.put_nowait(process)
+
+    async def _becomes_ready(self, process: ManagedProcess) -> None:
+        while True:
+            if await is_ready(process.spec, self.config):
+                return self._change(process, "ready")
+            await asyncio.sleep(PROBE_SECONDS)
+
+    async def _stop(
+        self, waves: Iterable[Sequence[Role]], timeout: float, hurry: asyncio.Event | None
+    ) -> bool:
+        self._stopping = True
+        began = time.monotonic()
+        running = [process for process in self.processes if process.is_running]
+        for roles in waves:
+            wave = [process for process in running if process.role in roles]
+            await self._stop_wave(wave, began + timeout - time.monotonic(), hurry or asyncio.Event())
+        leftovers = [process.name for process in running if process.is_running]
+        if leftovers:
+            self._status.note(leftovers_report(leftovers, time.monotonic() - began))
+        await self.kill()
+        return all(process.ended_well for process in running)
+
+    async def _stop_wave(self, wave: Sequence[ManagedProcess], timeout: float, hurry: asyncio.Event) -> None:
+        for process in wave:
+            process.terminate()
+            self._changed(process)
+        gone = asyncio.gather(*(asyncio.shield(self._watchers[process]) for process in wave))
+        hurried = asyncio.create_task(hurry.wait())
+        await asyncio.wait((gone, hurried), timeout=max(0, timeout), return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        hurried.cancel()
+        await asyncio.gather(gone, hurried, return_exceptions=True)
+
+    def _change(self, process: ManagedProcess, state: State) -> None:
+        if process.is_running:
+            process.state = state
+            self._changed(process)
+
+    def _changed(self, process: ManagedProcess) -> None:
+        self._run_dir.write(known.record() for known in self.processes if known.pid)
+        self._status.changed(process)

@@ -1,0 +1,57 @@
+"""The embedded engine: TensorRT-LLM's LLM API on torch, CPU by default.
+
+Same names, fields, defaults and errors as `tensorrt_llm`, for the subset that text workers use. Importing this
+does not import torch; the model runs in a process of its own.
+"""
+
+from trtllm_disagg.embedded.disaggregated_params import (
+    DisaggregatedParams,
+    DisaggScheduleStyle,
+    get_global_disagg_request_id,
+)
+from trtllm_disagg.embedded.llm import DEFAULT_REQUEST_PRIORITY, LLM
+from trtllm_disagg.embedded.llm_args import (
+    CacheTransceiverConfig,
+    CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
+    CudaGraphConfig,
+    DynamicBatchConfig,
+    KvCacheConfig,
+    LlmArgs,
+    LoadFormat,
+    SchedulerConfig,
+)
+from trtllm_disagg.embedded.result import (
+    CompletionOutput,
+    GenerationResult,
+    Logprob,
+    RequestError,
+    RequestOutput,
+)
+from trtllm_disagg.embedded.sampling_params import GuidedDecodingParams, SamplingParams
+from trtllm_disagg.embedded.scheduling_params import SchedulingParams
+
+__all__ = [
+    "DEFAULT_REQUEST_PRIORITY",
+    "LLM",
+    "CacheTransceiverConfig",
+    "CapacitySchedulerPolicy",
+    "CompletionOutput",
+    "ContextChunkingPolicy",
+    "CudaGraphConfig",
+    "DisaggScheduleStyle",
+    "DisaggregatedParams",
+    "DynamicBatchConfig",
+    "GenerationResult",
+    "GuidedDecodingParams",
+    "KvCacheConfig",
+    "LlmArgs",
+    "LoadFormat",
+    "Logprob",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "SchedulerConfig",
+    "SchedulingParams",
+    "get_global_disagg_request_id",
+]

@@ -1,0 +1,212 @@
+"""Paged attention behind transformers' AttentionInterface: any model of theirs, unmodified, over our KV pool.
+
+A step packs all rows into one (1, tokens) batch. `StepLayout` says which tokens belong to which row and where its
+KV lives; it is built once a step and travels through the model's forward as the plain keyword `paged`.
+
+Bitwise reproducibility (facts: engine.md section 1b): prefill queries are cut into tiles aligned to the ABSOLUTE
+position, each attending to the keys up to its own end. So a token's attention is the same sum in the same order
+however its prompt was chunked, batched or found in the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from trtllm_disagg.embedded.scheduler import Row
+
+NAME = "trtllm_disagg_paged"
+TILE = 32
+
+#: What transformers passes along besides what we use; anything else might change the answer, so it raises.
+_HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "is_causal", "cache_position"}
+
+
+class KvPool:
+    """The KV memory `kv[layer, k|v, block, slot, head, dim]`: a run of blocks is a view, not a gather."""
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self.kv = kv
+        num_layers, _, num_blocks, self.tokens_per_block, num_heads, head_dim = kv.shape
+        slots = (num_blocks * self.tokens_per_block, num_heads, head_dim)
+        self.keys = [kv[layer, 0].view(slots) for layer in range(num_layers)]
+        self.values = [kv[layer, 1].view(slots) for layer in range(num_layers)]
+
+
+@dataclass(slots=True)
+class _Span:
+    """One row: its queries in the packed batch and its keys in the pool."""
+
+    start: int
+    num_queries: int
+    context: int  # keys that its last query sees
+    first_slot: int
+    slots: torch.Tensor | None  # None: the keys are the run that starts at first_slot
+    is_prefill: bool
+
+    def keys_and_values(
+        self, keys: torch.Tensor, values: torch.Tensor, begin: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(context - begin, heads, dim) each: views of the pool when the blocks are one run."""
+        if self.slots is None:
+            run = slice(self.first_slot + begin, self.first_slot + self.context)
+            return keys[run], values[run]
+        wanted = self.slots[begin : self.context]
+        return keys.index_select(0, wanted), values.index_select(0, wanted)
+
+
+class StepLayout:
+    """Positions, write slots and key locations of one step's rows."""
+
+    def __init__(self, rows: Seq[Row], pool: KvPool) -> None:
+        self.pool = pool
+        size = pool.tokens_per_block
+        positions: list[np.ndarray] = []
+        slots: list[np.ndarray] = []
+        self._spans: list[_Span] = []
+        last: list[int] = []
+        start = 0
+        for row in rows:
+            sequence, count = row.sequence, row.num_tokens
+            begin, end = sequence.num_computed, sequence.num_computed + count
+            blocks = np.asarray(sequence.blocks[: -(-end // size)], np.int64)
+            span_positions = np.arange(begin, end)
+            positions.append(span_positions)
+            slots.append(blocks[span_positions // size] * size + span_positions % size)
+            is_run = bool((np.diff(blocks) == 1).all())
+            every = None if is_run else torch.from_numpy((blocks[:, None] * size + np.arange(size)).ravel())
+            if every is not None:
+                every = every.to(pool.kv.device)
+            self._spans.append(_Span(start, count, end, int(blocks[0]) * size, every, sequence.in_prefill))
+            start += count
+            if row.samples:
+                last.append(start - 1)
+        device = pool.kv.device
+        self.positions = torch.from_numpy(np.concatenate(positions))[None].to(device)
+        self.slots = torch.from_numpy(np.concatenate(slots)).to(device)
+        #: Packed index of each sampling row's last token.
+        self.last = torch.tensor(last, dtype=torch.long, device=device)
+        self._masks: dict[tuple[int, int, int, int], torch.Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """query (tokens, heads, dim), key and value (tokens, kv heads, dim) -> (tokens, heads, dim)."""
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        keys.index_copy_(0, self.slots, key)
+        values.index_copy_(0, self.slots, value)
+        out = torch.empty_like(query)
+        for span in self._spans:
+            if span.is_prefill:
+                self._attend_prefill(span, query, keys, values, out, scale, window)
+            else:
+                self._attend_decode(span, query, keys, values, out, scale, window)
+        return out
+
+    def _attend_decode(
+        self,
+        span: _Span,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        """One query: the heads of a KV group become the query length, so that K and V are not repeated."""
+        begin = max(0, span.context - window) if window else 0
+        k, v = span.keys_and_values(keys, values, begin)
+        num_heads, dim = query.shape[1], query.shape[2]
+        kv_heads = k.shape[1]
+        grouped = query[span.start].view(1, kv_heads, num_heads // kv_heads, dim)
+        attended = scaled_dot_product_attention(
+            grouped, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale
+        )
+        out[span.start] = attended.view(num_heads, dim)
+
+    def _attend_prefill(
+        self,
+        span: _Span,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        k, v = span.keys_and_values(keys, values, 0)
+        k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+        grouped = query.shape[1] != k.shape[1]
+        offset = span.start - (span.context - span.num_queries)  # packed index = position + offset
+        begin = span.context - span.num_queries
+        while begin < span.context:
+            end = min(span.context, begin - begin % TILE + TILE)
+            rows = slice(begin + offset, end + offset)
+            # A windowed tile starts at an absolute multiple as well, for the same sums in the same order.
+            first = max(0, begin - begin % TILE - window + 1) // TILE * TILE if window else 0
+            tile, mask = query[rows], self._mask(begin, end, first, window or 0)
+            if len(tile) == 1:
+                # One query alone takes another kernel, with other bits; two do not.
+                tile, mask = tile.expand(2, -1, -1), mask.expand(2, -1)
+            attended = scaled_dot_product_attention(
+                tile.transpose(0, 1)[None],
+                k[:, :, first:end],
+                v[:, :, first:end],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=grouped,
+            )
+            out[rows] = attended[0].transpose(0, 1)[: end - begin]
+            begin = end
+
+    def _mask(self, begin: int, end: int, first: int, window: int) -> torch.Tensor:
+        """(end - begin, end - first), True where a query may look; the same for every layer of the step."""
+        key = (begin, end, first, window)
+        if key not in self._masks:
+            device = self.pool.kv.device
+            queries = torch.arange(begin, end, device=device)[:, None]
+            positions = torch.arange(first, end, device=device)[None]
+            mask = positions <= queries
+            if window:
+                mask &= positions > queries - window
+            self._masks[key] = mask
+        return self._masks[key]
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: StepLayout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query (1, heads, tokens, dim) -> (1, tokens, heads, dim)."""
+    if unknown := {name for name, given in others.items() if given is not None} - _HARMLESS:
+        raise NotImplementedError(f"attention options {sorted(unknown)} are not served by the embedded engine")
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    out = paged.attend(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scaling if scaling is not None else query.shape[-1] ** -0.5,
+        sliding_window,
+    )
+    return out[None], None

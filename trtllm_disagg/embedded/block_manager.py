@@ -1,0 +1,212 @@
+"""Paged KV accounting: which block belongs to whom, which ones hold a reusable prefix, what the router is told.
+
+A block is free, in use (reference count > 0), cached (no user, but its content is a known prefix: reusable until
+evicted, oldest first) or quarantined (a late write may still land in it). Every block is in exactly one of these
+states; `check()` proves it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from trtllm_disagg.errors import EngineError
+
+ROOT = b""
+
+
+def block_key(parent: bytes, tokens: Seq[int], salt: bytes = b"") -> bytes:
+    """Names a full block by its content and all that comes before it (16 bytes; its first 8 are the event's hash)."""
+    hasher = hashlib.blake2b(parent or salt, digest_size=16)
+    hasher.update(array("I", tokens).tobytes())
+    return hasher.digest()
+
+
+class BlockManager:
+    def __init__(self, num_blocks: int, tokens_per_block: int, *, enable_reuse: bool, events: KvEventLog) -> None:
+        self.num_blocks = num_blocks
+        self.tokens_per_block = tokens_per_block
+        self._enable_reuse = enable_reuse
+        self._events = events
+        # popitem() takes from the end: low ids first.
+        self._free: dict[int, None] = dict.fromkeys(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._refs = [0] * num_blocks
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._quarantined: set[int] = set()
+        self.reused_blocks = 0
+        self.missed_blocks = 0
+        self.allocated_blocks = 0
+        events.created(num_blocks)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be allocated now: free ones, and cached ones that would be evicted."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    # -- prefix reuse
+
+    def prompt_keys(self, prompt: Seq[int], salt: bytes) -> list[bytes]:
+        """Keys of the prompt's full blocks, first to last."""
+        size, keys, parent = self.tokens_per_block, [], ROOT
+        for start in range(0, len(prompt) - size + 1, size):
+            parent = block_key(parent, prompt[start : start + size], salt)
+            keys.append(parent)
+        return keys
+
+    def match(self, keys: Seq[bytes]) -> list[int]:
+        """The longest run of known blocks from the start. Not acquired yet."""
+        blocks: list[int] = []
+        if self._enable_reuse:
+            for key in keys:
+                block = self._block_of.get(key)
+                if block is None:
+                    break
+                blocks.append(block)
+        return blocks
+
+    def acquire(self, blocks: Seq[int]) -> None:
+        """Become a user of known blocks."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._cached[block]
+            self._refs[block] += 1
+        self.reused_blocks += len(blocks)
+
+    def commit(self, blocks: Seq[int], keys: Seq[bytes], tokens: Seq[Seq[int]], parent: bytes) -> None:
+        """These consecutive blocks now hold these tokens' KV. Content that is known already stays where it was."""
+        if not self._enable_reuse:
+            return
+        new: list[tuple[bytes, Seq[int]]] = []
+        for block, key, content in zip(blocks, keys, tokens, strict=True):
+            if key not in self._block_of and block not in self._key_of:
+                self._block_of[key], self._key_of[block] = block, key
+                new.append((key, content))
+            else:
+                self._events.stored(parent, new)
+                parent, new = key, []
+        self._events.stored(parent, new)
+
+    # -- allocation
+
+    def can_allocate(self, count: int) -> bool:
+        return count <= self.num_available
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks in ascending order, so that neighbours are merged into runs by whoever moves them.
+
+        Raises EngineError when there are not enough; callers ask `can_allocate` first.
+        """
+        if not self.can_allocate(count):
+            raise EngineError(f"{count} KV blocks wanted, {self.num_available} available")
+        blocks = sorted(self._take() for _ in range(count))
+        for block in blocks:
+            self._refs[block] = 1
+        self.allocated_blocks += count
+        self.missed_blocks += count
+        return blocks
+
+    def release(self, blocks: Seq[int]) -> None:
+        """Stop using blocks. Last ones first, so that the end of a prefix is evicted before its start."""
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if block in self._key_of:
+                    self._cached[block] = None
+                else:
+                    self._free[block] = None
+
+    def quarantine(self, blocks: Seq[int]) -> None:
+        """Take blocks out of circulation for good: a late write may still land in them."""
+        for block in blocks:
+            self._refs[block] = 0
+            self._quarantined.add(block)
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.popitem()[0]
+        block, _ = self._cached.popitem(last=False)
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        self._events.removed(key)
+        return block
+
+    # -- invariants
+
+    def known_keys(self) -> set[bytes]:
+        return set(self._block_of)
+
+    def check(self) -> None:
+        """Raise EngineError unless every block is in exactly one state and the prefix index fits."""
+        used = {block for block, refs in enumerate(self._refs) if refs > 0}
+        states = [set(self._free), set(self._cached), used, self._quarantined]
+        if sum(map(len, states)) != self.num_blocks or len(set().union(*states)) != self.num_blocks:
+            counts = dict(zip(("free", "cached", "used", "quarantined"), map(len, states), strict=True))
+            raise EngineError(f"KV block accounting is broken: {counts} of {self.num_blocks}")
+        if {block: key for key, block in self._block_of.items()} != self._key_of or set(self._free) & set(self._key_of):
+            raise EngineError("KV prefix index is broken")
+
+
+class KvEventLog:
+    """KV cache events in TensorRT-LLM's format (facts: trtllm.md section 4); the oldest are dropped when full."""
+
+    def __init__(self, max_size: int, window_size: int) -> None:
+        self._max_size = max_size
+        self._window_size = window_size
+        self._next_id = 0
+        self._events: list[dict[str, Any]] = []
+
+    def created(self, num_blocks: int) -> None:
+        self._add({"type": "created", "num_blocks_per_cache_level": [num_blocks, 0]})
+
+    def stored(self, parent: bytes, blocks: Seq[tuple[bytes, Seq[int]]]) -> None:
+        if blocks and self._max_size:
+            self._add(
+                {
+                    "type": "stored",
+                    "parent_hash": event_hash(parent) if parent else None,
+                    "blocks": [_stored_block(key, tokens) for key, tokens in blocks],
+                }
+            )
+
+    def removed(self, key: bytes) -> None:
+        self._add({"type": "removed", "block_hashes": [event_hash(key)]})
+
+    def take(self) -> list[dict[str, Any]]:
+        events, self._events = self._events, []
+        return events
+
+    def _add(self, data: dict[str, Any]) -> None:
+        if not self._max_size:
+            return
+        self._events.append({"event_id": self._next_id, "data": data, "window_size": self._window_size})
+        self._next_id += 1
+        if len(self._events) > self._max_size:
+            del self._events[0]
+
+
+def event_hash(key: bytes) -> int:
+    """A block's hash in events: unsigned 64 bits."""
+    return int.from_bytes(key[:8], "little")
+
+
+def _stored_block(key: bytes, tokens: Seq[int]) -> dict[str, Any]:
+    return {
+        "type": "stored_block",
+        "block_hash": event_hash(key),
+        "tokens": [{"type": "unique_token", "token_id": int(t), "token_extra_id": 0} for t in tokens],
+        "cache_level": 0,
+        "priority": 35,
+    }

@@ -1,0 +1,298 @@
+"""The engine core: requests in, steps, token outputs out. No sockets, no processes; `core_process.py` has those."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from trtllm_disagg.embedded.attention import TILE, KvPool
+from trtllm_disagg.embedded.block_manager import ROOT, BlockManager, KvEventLog, block_key
+from trtllm_disagg.embedded.iteration_stats import IterationStats
+from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.messages import (
+    AddRequest,
+    LogprobEntry,
+    MadeHandoff,
+    Ready,
+    StepReport,
+    TokenOutput,
+)
+from trtllm_disagg.embedded.model_loader import ModelShape, load_model, read_shape
+from trtllm_disagg.embedded.model_runner import ModelRunner
+from trtllm_disagg.embedded.sampler import sample
+from trtllm_disagg.embedded.scheduler import Row, Scheduler
+from trtllm_disagg.embedded.sequence import Sequence, Status
+from trtllm_disagg.embedded.sizing import max_seq_len, num_kv_blocks
+from trtllm_disagg.embedded.stopping import Verdict, judge
+from trtllm_disagg.embedded.transfers import KvTransfers, NullTransfers, create_transfers
+from trtllm_disagg.errors import ConfigError, DisaggError, EngineError, InvalidRequestError
+from trtllm_disagg.kv_transfer.base import KvTransport
+from trtllm_disagg.kv_transfer.exchange import Pull
+from trtllm_disagg.kv_transfer.layout import KvLayout
+
+log = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """`add` and `abort` requests, call `step` while `has_work`. Used by one thread."""
+
+    def __init__(self, args: LlmArgs, wake: Callable[[], None]) -> None:
+        """`wake` is called from other threads when a transfer ended and `step` has something to do."""
+        device = _device(args.embedded.device)
+        self.shape: ModelShape = read_shape(Path(args.model), args.dtype)
+        kv_config = args.kv_cache_config
+        size = kv_config.tokens_per_block
+        self.max_seq_len = max_seq_len(args, self.shape)
+        num_blocks = num_kv_blocks(args, self.shape)
+        self._events = KvEventLog(kv_config.event_buffer_max_size, self.max_seq_len)
+        self.blocks = BlockManager(
+            num_blocks, size, enable_reuse=kv_config.enable_block_reuse, events=self._events
+        )
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_batch_size=args.max_batch_size,
+            max_num_tokens=args.max_num_tokens,
+            chunk_alignment=TILE,
+            chunked=args.enable_chunked_prefill,
+        )
+        if args.max_num_tokens < TILE:
+            raise ConfigError.bad_value("max_num_tokens", args.max_num_tokens, f"at least {TILE}")
+        layout = KvLayout(
+            model=self.shape.fingerprint,
+            num_layers=self.shape.num_layers,
+            tokens_per_block=size,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_dim=self.shape.head_dim,
+            dtype=str(self.shape.dtype).removeprefix("torch."),
+        )
+        pool_shape = (
+            self.shape.num_layers,
+            2,
+            num_blocks,
+            size,
+            self.shape.num_kv_heads,
+            self.shape.head_dim,
+        )
+
+        def allocate(transport: KvTransport | None) -> torch.Tensor:
+            if transport is None:
+                return torch.zeros(pool_shape, dtype=self.shape.dtype, device=device)
+            return transport.allocate(pool_shape, self.shape.dtype, device)
+
+        self.transfers: KvTransfers | NullTransfers
+        self.transfers, kv = create_transfers(args, layout, num_blocks, allocate, wake)
+        self._runner = ModelRunner(load_model(Path(args.model), self.shape, device), KvPool(kv))
+        self._stats = IterationStats(enabled=args.enable_iter_perf_stats, max_batch_size=args.max_batch_size)
+        self._receiving: dict[int, Sequence] = {}
+        self._outputs: list[TokenOutput] = []
+
+    def ready(self) -> Ready:
+        return Ready(
+            num_blocks=self.blocks.num_blocks,
+            tokens_per_block=self.blocks.tokens_per_block,
+            vocab_size=self.shape.vocab_size,
+            max_seq_len=self.max_seq_len,
+            transport=self.transfers.description,
+            end_ids=self.shape.end_ids,
+        )
+
+    # -- commands
+
+    def add(self, request: AddRequest) -> None:
+        """A request that cannot run is answered with an error output; it never raises."""
+        try:
+            handle = None
+            if request.request_type == "generation_only":
+                handle = self.transfers.accept(request)
+            sequences = [Sequence.from_request(request, i, handle) for i in range(request.num_choices)]
+            for sequence in sequences:
+                self._require_fits(sequence)
+        except DisaggError as error:
+            self._fail(request.request_id, error)
+            return
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+
+    def abort(self, request_id: int) -> None:
+        """End the request at once. Blocks that a read is still filling are freed when the read has ended."""
+        found = self.scheduler.find(request_id)
+        if not found:
+            self.transfers.release_request(request_id)
+        for sequence in found:
+            self._outputs.append(TokenOutput(request_id, sequence.index, finish_reason="cancelled"))
+            if sequence.status is Status.RECEIVING:
+                sequence.aborted = True
+            elif sequence.status is Status.WAITING:
+                self.scheduler.waiting.remove(sequence)
+                sequence.status = Status.FINISHED
+                if sequence.handle is not None:
+                    self.transfers.decline(sequence.handle)
+            else:
+                self._retire(sequence)
+
+    # -- one step
+
+    @property
+    def has_work(self) -> bool:
+        """False when only a new command or a finished transfer can change anything."""
+        return self.scheduler.has_runnable or bool(self._outputs)
+
+    def step(self) -> StepReport:
+        """Admit, run one fused forward, and report every token that came out of it."""
+        started = time.perf_counter()
+        for pull in self.transfers.take_finished_pulls():
+            self._finish_pull(pull)
+        for blocks in self.transfers.take_ended_leases():
+            self.blocks.release(blocks)
+        for sequence in self.scheduler.admit():
+            self._start_pull(sequence)
+        rows = self.scheduler.schedule()
+        if rows:
+            self._run(rows)
+        stats = self._stats.of_step(rows, self.scheduler, self.blocks, time.perf_counter() - started)
+        outputs, self._outputs = self._outputs, []
+        return StepReport(outputs, self._events.take(), stats)
+
+    def seconds_to_deadline(self) -> float | None:
+        """Until a lease ends by itself; None when none is held."""
+        return self.transfers.seconds_to_deadline()
+
+    def check(self) -> None:
+        """Invariants; when idle, no block is used but by leases."""
+        self.blocks.check()
+
+    def close(self) -> None:
+        self.transfers.close()
+
+    # -- internals
+
+    def _run(self, rows: list[Row]) -> None:
+        try:
+            logits = self._runner.run(rows)
+        except RuntimeError as error:
+            # Out of memory, a bad kernel: these requests fail, the engine goes on.
+            log.exception("a step of %d rows failed", len(rows))
+            for row in rows:
+                self._retire(row.sequence)
+                self._fail(row.sequence.request_id, EngineError(f"the forward pass failed: {error}"))
+            return
+        sampling = [row.sequence for row in rows if row.samples]
+        sampled = sample(logits, sampling) if sampling else []
+        for row in rows:
+            row.sequence.num_computed += row.num_tokens
+            self._commit(row.sequence)
+        for sequence, choice in zip(sampling, sampled, strict=True):
+            self._accept(sequence, choice.token, choice.logprobs)
+
+    def _accept(self, sequence: Sequence, token: int, logprobs: LogprobEntry | None) -> None:
+        """Append one token, tell the client, and finish the sequence if that token ends it."""
+        sequence.tokens.append(token)
+        verdict = judge(sequence)
+        output = TokenOutput(
+            sequence.request_id,
+            sequence.index,
+            token_ids=[token] if verdict.emit else [],
+            logprobs=[logprobs] if verdict.emit and logprobs is not None else None,
+            trim=verdict.trim,
+            finish_reason=verdict.finish_reason,
+            stop_reason=verdict.stop_reason,
+            cached_tokens=sequence.num_cached,
+        )
+        if verdict.finish_reason is not None:
+            if sequence.is_context_only and verdict.finish_reason == "length":
+                output.handoff = self._hand_off(sequence, verdict)
+            else:
+                self._retire(sequence)
+        self._outputs.append(output)
+
+    def _hand_off(self, sequence: Sequence, verdict: Verdict) -> MadeHandoff:
+        """The prompt's blocks go to the lease; the sequence is done here."""
+        self.scheduler.finish(sequence)
+        opaque_state = self.transfers.lease(sequence)
+        return MadeHandoff(
+            opaque_state=opaque_state,
+            first_gen_tokens=sequence.output,
+            ctx_request_id=sequence.request_id,
+            ctx_info_endpoint=self.transfers.endpoint,
+        )
+
+    def _retire(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        self.blocks.release(sequence.blocks)
+        sequence.blocks = []
+
+    def _commit(self, sequence: Sequence) -> None:
+        """Make every block that is full now known to the prefix cache."""
+        size = self.blocks.tokens_per_block
+        first, full = len(sequence.keys), sequence.num_computed // size
+        if full <= first:
+            return
+        contents = [sequence.tokens[i * size : (i + 1) * size] for i in range(first, full)]
+        parent = sequence.keys[-1] if sequence.keys else ROOT
+        keys: list[bytes] = []
+        for content in contents:
+            keys.append(block_key(keys[-1] if keys else parent, content, sequence.salt))
+        self.blocks.commit(sequence.blocks[first:full], keys, contents, parent)
+        sequence.keys += keys
+
+    def _start_pull(self, sequence: Sequence) -> None:
+        self._receiving[id(sequence)] = sequence
+        self.transfers.start_pull(id(sequence), sequence, len(sequence.keys))
+
+    def _finish_pull(self, pull: Pull) -> None:
+        sequence = self._receiving.pop(pull.request_id)
+        if pull.error is not None:
+            self.scheduler.finish(sequence)
+            if pull.may_land_later:
+                self._quarantine(sequence, pull)
+            self._retire(sequence)
+            if not sequence.aborted:
+                self._fail(sequence.request_id, pull.error)
+            return
+        if sequence.aborted:
+            self._retire(sequence)
+            return
+        assert sequence.handle is not None
+        assert sequence.handoff is not None
+        self._stats.received(pull)
+        sequence.num_computed = sequence.num_prompt
+        sequence.num_cached = sequence.handle.cached_tokens
+        self._commit(sequence)
+        self.scheduler.received(sequence)
+        first_logprobs = (sequence.handoff.first_logprobs or [None])[0]
+        self._accept(sequence, sequence.handoff.first_gen_tokens[0], first_logprobs)
+
+    def _quarantine(self, sequence: Sequence, pull: Pull) -> None:
+        log.error("%d KV blocks are lost until restart: a late read of %s may land", len(pull.local), pull.handle.sender)
+        self.blocks.quarantine(pull.local)
+        lost = set(pull.local)
+        sequence.blocks = [block for block in sequence.blocks if block not in lost]
+
+    def _fail(self, request_id: int, error: DisaggError) -> None:
+        self._outputs.append(TokenOutput(request_id, error=str(error), error_category=error.category))
+
+    def _require_fits(self, sequence: Sequence) -> None:
+        size = self.blocks.tokens_per_block
+        wanted = -(-sequence.max_kv_tokens // size)
+        possible = self.blocks.num_blocks - self.blocks.num_quarantined
+        if wanted > possible:
+            raise _too_big(sequence, wanted, possible, size)
+
+
+def _too_big(sequence: Sequence, wanted: int, possible: int, size: int) -> DisaggError:
+    return InvalidRequestError(
+        f"the prompt ({sequence.num_prompt} tokens) and max_tokens ({sequence.sampling.max_tokens}) need {wanted} KV "
+        f"blocks of {size} tokens; the pool has {possible} (kv_cache_config.max_tokens)"
+    )
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError.bad_value("embedded.device", wanted, "cpu; torch sees no CUDA device here")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)

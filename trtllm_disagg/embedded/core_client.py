@@ -1,0 +1,158 @@
+"""The worker's end of the engine core process: start it, talk to it, notice its death."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from trtllm_disagg import errors
+from trtllm_disagg.embedded.messages import Command, Failed, Ready, Report, Shutdown, StepReport
+
+_reports = msgspec.msgpack.Decoder(Report)
+_encoder = msgspec.msgpack.Encoder()
+_POLL_MS = 200
+
+
+class CoreClient:
+    """`on_report` and `on_death` are called on this client's receiver thread; `send` is thread-safe."""
+
+    def __init__(
+        self,
+        args: dict[str, Any],
+        *,
+        num_threads: int,
+        on_report: Callable[[StepReport], None],
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._on_report = on_report
+        self._on_death = on_death
+        self._lock = threading.Lock()
+        self._closing = False
+        self._directory = Path(tempfile.mkdtemp(prefix="trtllm-disagg-"))
+        self._context = zmq.Context()
+        self._commands = self._socket(zmq.PUSH, "commands")
+        self._incoming = self._socket(zmq.PULL, "reports")
+        self._process = self._spawn(args, num_threads)
+        try:
+            self.ready = self._wait_ready()
+        except BaseException:
+            self._cleanup()
+            raise
+        self._receiver = threading.Thread(target=self._receive, name="engine-receiver", daemon=True)
+        self._receiver.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return not self._closing and self._process.poll() is None
+
+    def send(self, command: Command) -> None:
+        with self._lock:
+            if not self._closing:
+                self._commands.send(_encoder.encode(command))
+
+    def close(self) -> None:
+        """Ask the core to end, and end it if it does not."""
+        if self._closing:
+            return
+        with contextlib.suppress(zmq.ZMQError):
+            self.send(Shutdown())
+        with self._lock:
+            self._closing = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        self._receiver.join(timeout=5)
+        self._cleanup()
+
+    # -- internals
+
+    def _socket(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        # No bound: a slow reader must not stall the engine, nor a busy engine the event loop.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.bind(self._address(name))
+        return socket
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._directory / name}"
+
+    def _spawn(self, args: dict[str, Any], num_threads: int) -> subprocess.Popen[bytes]:
+        # Thread pools read these once, when they are loaded. Spinning threads would starve the other workers.
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(num_threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trtllm_disagg.embedded.core_process"],
+            stdin=subprocess.PIPE,
+            env=environment,
+        )
+        start = {
+            "args": args,
+            "command_address": self._address("commands"),
+            "report_address": self._address("reports"),
+        }
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(start) + b"\n")
+        process.stdin.flush()
+        return process
+
+    def _wait_ready(self) -> Ready:
+        while True:
+            if self._incoming.poll(_POLL_MS):
+                report = _reports.decode(self._incoming.recv())
+                if isinstance(report, Ready):
+                    return report
+                if isinstance(report, Failed):
+                    raise _start_error(report)
+            elif self._process.poll() is not None:
+                raise errors.EngineError(
+                    f"the engine process ended with exit code {self._process.returncode} while starting"
+                )
+
+    def _receive(self) -> None:
+        while not self._closing:
+            if self._incoming.poll(_POLL_MS):
+                report = _reports.decode(self._incoming.recv())
+                if isinstance(report, StepReport):
+                    self._on_report(report)
+            elif self._process.poll() is not None and not self._closing:
+                self._on_death(f"the engine process ended with exit code {self._process.returncode}")
+                return
+
+    def _cleanup(self) -> None:
+        self._closing = True
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _start_error(report: Failed) -> Exception:
+    """The core's own exception where it is one of ours, else an EngineError that names it."""
+    kind = getattr(errors, report.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.DisaggError):
+        return kind(report.message)
+    return errors.EngineError(f"the engine cannot start: {report.kind}: {report.message}")

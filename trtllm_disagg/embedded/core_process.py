@@ -1,0 +1,157 @@
+"""The engine core as a process of its own: commands in, one report a step out, over ZeroMQ ipc.
+
+Started by core_client.py. Standard input carries the start message and then stays open: when it closes, the
+worker is gone, and so is this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import msgspec
+import zmq
+
+from trtllm_disagg.embedded.messages import Command, Failed, Report, Shutdown, StepReport
+
+log = logging.getLogger("trtllm_disagg.embedded")
+
+_commands = msgspec.msgpack.Decoder(Command)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Start(msgspec.Struct):
+    """The first line of standard input, JSON."""
+
+    args: dict[str, Any]
+    command_address: str
+    report_address: str
+    log_level: str = "INFO"
+
+
+class CoreProcess:
+    def __init__(self, start: Start) -> None:
+        context = zmq.Context.instance()
+        self._commands = context.socket(zmq.PULL)
+        self._commands.connect(start.command_address)
+        self._reports = context.socket(zmq.PUSH)
+        self._reports.setsockopt(zmq.LINGER, 1000)
+        self._reports.connect(start.report_address)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._commands, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+
+    def wake(self) -> None:
+        """From any thread: there is something to do."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def report(self, message: Report) -> None:
+        self._reports.send(_encoder.encode(message))
+
+    def serve(self, core: Any) -> None:
+        """Until Shutdown. Sleeps whenever the core has nothing to do."""
+        self.report(core.ready())
+        while True:
+            timeout = 0.0 if core.has_work else core.seconds_to_deadline()
+            for command in self._receive(timeout):
+                match command:
+                    case Shutdown():
+                        return
+                    case _:
+                        _apply(core, command)
+            report: StepReport = core.step()
+            if report.outputs or report.events or report.stats:
+                self.report(report)
+
+    def close(self) -> None:
+        self._commands.close(linger=0)
+        self._reports.close()
+        zmq.Context.instance().term()
+
+    def _receive(self, timeout: float | None) -> list[Command]:
+        ready = dict(self._poller.poll(None if timeout is None else int(timeout * 1000) + (timeout > 0)))
+        if self._wake_fd in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+        commands: list[Command] = []
+        if self._commands in ready:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    commands.append(_commands.decode(self._commands.recv(zmq.NOBLOCK)))
+        return commands
+
+
+def _apply(core: Any, command: Command) -> None:
+    from trtllm_disagg.embedded.messages import AddRequest
+
+    if isinstance(command, AddRequest):
+        core.add(command)
+    else:
+        core.abort(command.request_id)  # type: ignore[union-attr]
+
+
+def _exit_with_parent() -> None:
+    """Ends this process when the worker is gone, however it went."""
+
+    def watch() -> None:
+        # Not sys.stdin: its lock would block the interpreter's shutdown.
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> int:
+    # Ctrl-C reaches the whole process group; the worker decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    start = msgspec.json.decode(_read_line(), type=Start)
+    logging.basicConfig(level=start.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    _exit_with_parent()
+    process = CoreProcess(start)
+    try:
+        core = _build(start, process)
+    except Exception as error:  # whatever it is, the worker must hear of it
+        log.debug("engine start failed", exc_info=True)
+        process.report(Failed(type(error).__name__, str(error)))
+        process.close()
+        return 1
+    try:
+        process.serve(core)
+    finally:
+        core.close()
+        process.close()
+    return 0
+
+
+def _read_line() -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        if not (part := os.read(0, 65536)):
+            raise SystemExit("the worker went away before it said what to run")
+        line += part
+    return bytes(line)
+
+
+def _build(start: Start, process: CoreProcess) -> Any:
+    import torch
+
+    from trtllm_disagg.embedded.core import EngineCore
+    from trtllm_disagg.embedded.llm_args import LlmArgs
+
+    args = LlmArgs.model_validate(start.args)
+    torch.set_num_threads(args.embedded.num_threads)
+    if args.embedded.cpu_affinity is not None:
+        os.sched_setaffinity(0, args.embedded.cpu_affinity)
+    return EngineCore(args, process.wake)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

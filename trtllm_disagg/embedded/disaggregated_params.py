@@ -1,0 +1,68 @@
+"""DisaggregatedParams as TensorRT-LLM's LLM API has it (facts: trtllm.md section 3)."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+REQUEST_TYPES = ("context_only", "generation_only", "context_and_generation")
+
+
+class DisaggScheduleStyle(IntEnum):
+    CONTEXT_FIRST = 0
+    GENERATION_FIRST = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class DisaggregatedParams:
+    """What one phase tells the other.
+
+    `opaque_state` belongs to the engine: who holds the KV and which blocks. `first_gen_log_probs` has one dict
+    (token id -> Logprob) for the first token.
+    """
+
+    request_type: str | None = None
+    first_gen_tokens: list[int] | None = None
+    first_gen_log_probs: list[Any] | None = None
+    first_gen_logits: list[Any] | None = None
+    ctx_request_id: int | None = None
+    opaque_state: bytes | None = None
+    draft_tokens: list[int] | None = None
+    disagg_request_id: int | None = None
+    ctx_dp_rank: int | None = None
+    ctx_info_endpoint: str | list[str] | None = None
+    schedule_style: DisaggScheduleStyle | None = None
+    multimodal_embedding_handles: list[dict[str, Any]] | None = None
+    multimodal_hashes: list[list[int]] | None = None
+    multimodal_item_runs: list[Any] | None = None
+    mrope_position_ids_handle: dict[str, Any] | None = None
+    mrope_position_deltas_handle: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.request_type is not None:
+            self.request_type = self.request_type.lower()
+            if self.request_type not in REQUEST_TYPES:
+                raise ValueError(
+                    f"Unknown request type: {self.request_type}. Must be one of {', '.join(REQUEST_TYPES)}"
+                )
+
+
+MIN_GLOBAL_ID = 1 << 40
+_counter = itertools.count()
+
+
+def get_global_disagg_request_id(node_id: int, process_id: int = 0) -> int:
+    """A request id that no other process makes: ms clock (39 bits), node (8), process (6), counter (10).
+
+    Raises ValueError for a node_id outside [0, 256) or a process_id outside [0, 64).
+    """
+    if not 0 <= node_id < 1 << 8:
+        raise ValueError(f"node_id must be in [0, 256), got {node_id}")
+    if not 0 <= process_id < 1 << 6:
+        raise ValueError(f"process_id must be in [0, 64), got {process_id}")
+    timestamp_ms = int(time.monotonic() * 1000) & ((1 << 39) - 1)
+    raw = timestamp_ms << 24 | node_id << 16 | process_id << 10 | next(_counter) & 0x3FF
+    return raw % ((1 << 63) - 1 - MIN_GLOBAL_ID) + MIN_GLOBAL_ID

@@ -1,0 +1,84 @@
+"""Per-iteration statistics in TensorRT-LLM's format (facts: trtllm.md section 4)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from trtllm_disagg.embedded.block_manager import BlockManager
+from trtllm_disagg.embedded.scheduler import Row, Scheduler
+from trtllm_disagg.kv_transfer.exchange import Pull
+
+
+class IterationStats:
+    def __init__(self, *, enabled: bool, max_batch_size: int) -> None:
+        self._enabled = enabled
+        self._max_batch_size = max_batch_size
+        self._iteration = 0
+        self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._pulls = 0
+        self._pulled_bytes = 0
+
+    def received(self, pull: Pull) -> None:
+        self._pulls += 1
+        self._pulled_bytes += pull.bytes_moved
+
+    def of_step(
+        self, rows: Seq[Row], scheduler: Scheduler, blocks: BlockManager, seconds: float
+    ) -> list[dict[str, Any]]:
+        """One dict for a step that ran; none when statistics are off or nothing ran."""
+        if not self._enabled or not rows:
+            return []
+        # Rows have been computed by now, so "in prefill" is asked of where they started.
+        context = [r for r in rows if r.sequence.num_computed - r.num_tokens < r.sequence.num_prompt]
+        context_tokens = sum(r.num_tokens for r in context)
+        self._iteration += 1
+        self._prefill_tokens += context_tokens
+        self._decode_tokens += len(rows) - len(context)
+        reused, missed = blocks.reused_blocks, blocks.missed_blocks
+        return [
+            {
+                "timestamp": time.strftime("%m-%d-%Y %H:%M:%S"),
+                "iter": self._iteration,
+                "iterLatencyMS": seconds * 1000,
+                "numActiveRequests": scheduler.num_active,
+                "numQueuedRequests": len(scheduler.waiting),
+                "maxNumActiveRequests": self._max_batch_size,
+                "kvCacheStats": {
+                    "maxNumBlocks": blocks.num_blocks,
+                    "freeNumBlocks": blocks.num_available,
+                    "usedNumBlocks": blocks.num_used,
+                    "tokensPerBlock": blocks.tokens_per_block,
+                    "allocTotalBlocks": blocks.allocated_blocks,
+                    "allocNewBlocks": blocks.allocated_blocks,
+                    "reusedBlocks": reused,
+                    "missedBlocks": missed,
+                    "cacheHitRate": reused / (reused + missed) if reused + missed else 0.0,
+                },
+                "inflightBatchingStats": {
+                    "numScheduledRequests": len(rows),
+                    "numContextRequests": len(context),
+                    "numGenRequests": len(rows) - len(context),
+                    "numPausedRequests": 0,
+                    "numCtxTokens": context_tokens,
+                    "microBatchId": 0,
+                    "avgNumDecodedTokensPerIter": 1.0,
+                    "numCtxKvTokens": sum(r.sequence.num_computed for r in context),
+                    "numGenKvTokens": sum(r.sequence.num_computed for r in rows) - sum(r.sequence.num_computed for r in context),
+                    "numQueuedContextRequests": sum(s.handle is None for s in scheduler.waiting),
+                    "numQueuedCtxTokens": sum(s.num_prompt for s in scheduler.waiting if s.handle is None),
+                    "numQueuedGenRequests": sum(s.handle is not None for s in scheduler.waiting),
+                    "numQueuedGenKvTokens": sum(s.num_prompt for s in scheduler.waiting if s.handle is not None),
+                    "numPausedKvTokens": 0,
+                },
+                # Ours: running totals that prove who prefilled and who decoded.
+                "totals": {
+                    "prefillTokens": self._prefill_tokens,
+                    "decodeTokens": self._decode_tokens,
+                    "kvPulls": self._pulls,
+                    "kvBytesPulled": self._pulled_bytes,
+                },
+            }
+        ]

@@ -1,0 +1,305 @@
+"""LLM: TensorRT-LLM's LLM API on the embedded engine (facts: trtllm.md sections 1-5).
+
+The model runs in a process of its own; this object validates, sends, and hands tokens to whoever iterates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from trtllm_disagg.embedded import request as checks
+from trtllm_disagg.embedded.core_client import CoreClient
+from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
+from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.messages import AbortRequest, AddRequest, StepReport, TokenOutput
+from trtllm_disagg.embedded.result import RequestError, RequestOutput
+from trtllm_disagg.embedded.sampling_params import SamplingParams
+from trtllm_disagg.embedded.scheduling_params import SchedulingParams
+from trtllm_disagg.embedded.supported_args import refuse_unsupported
+from trtllm_disagg.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+DEFAULT_REQUEST_PRIORITY = 0.5
+
+
+class LLM:
+    """Loads the checkpoint directory `model`. Raises pydantic's ValidationError for unknown or wrong arguments,
+    ConfigError for what the embedded engine does not serve or cannot read.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        tokenizer: Any = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.args = LlmArgs(
+            model=model,
+            tokenizer=tokenizer,
+            tokenizer_mode=tokenizer_mode,
+            skip_tokenizer_init=skip_tokenizer_init,
+            trust_remote_code=trust_remote_code,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            revision=revision,
+            tokenizer_revision=tokenizer_revision,
+            **{name: _plain(value) for name, value in kwargs.items()},
+        )
+        if ignored := refuse_unsupported(self.args):
+            log.info("these settings have no effect on the embedded engine: %s", ", ".join(ignored))
+        if not (Path(self.args.model) / "config.json").is_file():
+            raise ConfigError.bad_value("model", str(self.args.model), "a directory with a config.json")
+        self._results: dict[int, RequestOutput] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._events: deque[dict[str, Any]] = deque(maxlen=self.args.kv_cache_config.event_buffer_max_size)
+        self._stats: deque[dict[str, Any]] = deque(maxlen=_bound(self.args.max_stats_len))
+        self._fatal_error: BaseException | None = None
+        self._shut_down = False
+        self._core = CoreClient(
+            # What is excluded has one allowed value, or stays on this side.
+            self.args.model_dump(mode="json", exclude={"tokenizer", "load_format"}),
+            num_threads=self.args.embedded.num_threads,
+            on_report=self._on_report,
+            on_death=self._on_death,
+        )
+
+    # -- what clients call
+
+    def generate_async(
+        self,
+        inputs: Any,
+        sampling_params: SamplingParams | None = None,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        streaming: bool = False,
+        kv_cache_retention_config: Any = None,
+        disaggregated_params: DisaggregatedParams | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        _postproc_params: Any = None,
+        scheduling_params: SchedulingParams | None = None,
+        conversation_params: Any = None,
+        cache_salt: str | None = None,
+        priority: float = DEFAULT_REQUEST_PRIORITY,
+    ) -> RequestOutput:
+        """Start a request; returns at once. Invalid arguments raise ValueError, TypeError or NotImplementedError
+        here; a request that fails later raises RequestError out of the iteration.
+        """
+        if self._shut_down or self._fatal_error is not None:
+            raise RuntimeError("LLM is shutting down")
+        for name, given in (("lora_request", lora_request), ("prompt_adapter_request", prompt_adapter_request)):
+            if given is not None:
+                raise NotImplementedError(f"{name} is not served by the embedded engine")
+        if not 0.0 <= priority <= 1.0:
+            raise ValueError(f"priority must be in [0, 1], got {priority}")
+        sampling = sampling_params or SamplingParams()
+        text, prompt = checks.prompt_of(inputs, self._tokenize)
+        checks.check_prompt(prompt, self._core.ready)
+        kind = checks.request_type_of(disaggregated_params, self._core.ready.transport != "off")
+        if sampling.n > self.args.max_batch_size:
+            raise ValueError(f"SamplingParams.n={sampling.n} is more than max_batch_size {self.args.max_batch_size}")
+        if kind != "context_and_generation" and sampling.n != 1:
+            raise ValueError(f"SamplingParams.n={sampling.n}: a {kind} request has exactly one choice")
+        spec = checks.sampling_spec(
+            sampling, num_prompt=len(prompt), request_type=kind, ready=self._core.ready, tokenize=self._tokenize
+        )
+        handoff = None
+        if kind == "generation_only":
+            assert disaggregated_params is not None
+            handoff = checks.handoff_of(disaggregated_params, self._core.ready)
+        result = RequestOutput(
+            request_id=next(self._ids),
+            prompt=text,
+            prompt_token_ids=prompt,
+            num_choices=sampling.n,
+            streaming=streaming,
+            abort=self._abort,
+            detokenize=self._detokenizer(sampling),
+        )
+        with self._lock:
+            self._results[result.request_id] = result
+        self._core.send(
+            AddRequest(
+                request_id=result.request_id,
+                prompt=prompt,
+                sampling=spec,
+                request_type=kind,
+                num_choices=sampling.n,
+                priority=priority,
+                cache_salt=cache_salt or "",
+                handoff=handoff,
+            )
+        )
+        if self._fatal_error is not None:  # it died in between
+            self._fail_all(str(self._fatal_error))
+        return result
+
+    def generate(
+        self, inputs: Any, sampling_params: SamplingParams | None = None, use_tqdm: bool = True, **kwargs: Any
+    ) -> Any:
+        """Blocking: one result for one prompt, a list for a list of prompts."""
+        several = isinstance(inputs, list) and not all(isinstance(t, int) for t in inputs)
+        prompts = inputs if several else [inputs]
+        results = [self.generate_async(prompt, sampling_params, **kwargs) for prompt in prompts]
+        finished = [result.result() for result in results]
+        return finished if several else finished[0]
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """Events since the last call; empty unless kv_cache_config.event_buffer_max_size is set."""
+        return _drain(self._events)
+
+    async def get_kv_cache_events_async(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        return await self._poll(self._events, timeout)
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """One dict per engine step since the last call; empty unless enable_iter_perf_stats is set."""
+        return _drain(self._stats)
+
+    async def get_stats_async(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        return await self._poll(self._stats, timeout)
+
+    def get_kv_cache_capacity(self) -> dict[str, int]:
+        return {
+            "maxNumBlocks": self._core.ready.num_blocks,
+            "tokensPerBlock": self._core.ready.tokens_per_block,
+        }
+
+    def shutdown(self) -> None:
+        """End the engine process. Requests that still run fail."""
+        if not self._shut_down:
+            self._shut_down = True
+            self._core.close()
+            self._fail_all("LLM is shutting down")
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer of the model; None with skip_tokenizer_init."""
+        if self.args.skip_tokenizer_init:
+            return None
+        if self.args.tokenizer is not None and not isinstance(self.args.tokenizer, (str, Path)):
+            return self.args.tokenizer
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.args.tokenizer or self.args.model, local_files_only=True)
+
+    def _check_health(self) -> bool:
+        """What Dynamo's engine monitor asks."""
+        return self._fatal_error is None and self._core.alive
+
+    @property
+    def engine_pid(self) -> int:
+        """Process id of the engine core (embedded engine only)."""
+        return self._core.pid
+
+    @property
+    def kv_transport(self) -> str:
+        """How KV leaves this engine, for one line in the log (embedded engine only)."""
+        return self._core.ready.transport
+
+    # -- internals
+
+    def _tokenize(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("text needs a tokenizer, but skip_tokenizer_init is set; pass token ids")
+        return [int(t) for t in self.tokenizer.encode(text, add_special_tokens=False)]
+
+    def _detokenizer(self, sampling: SamplingParams) -> Any:
+        if not sampling.detokenize or self.args.skip_tokenizer_init:
+            return None
+        tokenizer = self.tokenizer
+        return lambda ids: tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens)
+
+    def _abort(self, request_id: int) -> None:
+        self._core.send(AbortRequest(request_id))
+
+    def _on_report(self, report: StepReport) -> None:
+        """Receiver thread. One wake-up of each event loop per step, however many requests got tokens."""
+        self._events.extend(report.events)
+        self._stats.extend(report.stats)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestOutput, TokenOutput]]] = {}
+        for output in report.outputs:
+            result = self._results.get(output.request_id)
+            if result is None:
+                continue
+            if output.finish_reason is not None or output.error is not None:
+                self._forget_when_done(result, output)
+            if result.loop is None:
+                result.deliver(output)
+            else:
+                by_loop.setdefault(result.loop, []).append((result, output))
+        for loop, deliveries in by_loop.items():
+            _call(loop, deliveries)
+
+    def _forget_when_done(self, result: RequestOutput, output: TokenOutput) -> None:
+        result.choices_left -= 1
+        if result.choices_left == 0 or output.error is not None:
+            self._results.pop(output.request_id, None)
+
+    def _on_death(self, reason: str) -> None:
+        self._fatal_error = RuntimeError(reason)
+        log.error("%s", reason)
+        self._fail_all(reason)
+
+    def _fail_all(self, reason: str) -> None:
+        with self._lock:
+            results, self._results = list(self._results.values()), {}
+        for result in results:
+            failure = RequestError(reason, "Unavailable")
+            if result.loop is None:
+                result.deliver(failure)
+            elif not result.loop.is_closed():
+                result.loop.call_soon_threadsafe(result.deliver, failure)
+
+    async def _poll(self, source: deque[dict[str, Any]], timeout: float | None) -> list[dict[str, Any]]:
+        """What is there; or, when nothing is, what came within `timeout` seconds."""
+        if not source and timeout:
+            await asyncio.sleep(min(timeout, 0.01))
+        return _drain(source)
+
+
+def _call(
+    loop: asyncio.AbstractEventLoop, deliveries: list[tuple[RequestOutput, TokenOutput]]
+) -> None:
+    def deliver() -> None:
+        for result, output in deliveries:
+            result.deliver(output)
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(deliver)
+
+
+def _drain(source: deque[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [source.popleft() for _ in range(len(source))]
+
+
+def _bound(size: int) -> int | None:
+    return None if size < 0 else size
+
+
+def _plain(value: Any) -> Any:
+    """pydantic models of TensorRT-LLM's names come as objects; LlmArgs takes those and plain dicts alike."""
+    return value.model_dump() if isinstance(value, pydantic.BaseModel) else value

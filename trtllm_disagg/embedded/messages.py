@@ -1,0 +1,125 @@
+"""The messages between the LLM object (in the worker) and the engine core (its own process): msgpack, typed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+#: One generated token's logprobs: (token id, logprob, rank), the chosen token first.
+LogprobEntry = list[tuple[int, float, int]]
+
+
+class SamplingSpec(msgspec.Struct, frozen=True):
+    """SamplingParams after validation: no None, nothing left to decide in the hot loop."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    greedy: bool = True
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None
+    #: Ends the output silently: never returned, never counted.
+    end_ids: tuple[int, ...] = ()
+    #: End the output and name themselves in stop_reason.
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    #: stop_reason of each stop word: the id for a stop token id, the text for a stop string.
+    stop_reasons: tuple[int | str, ...] = ()
+    include_stop: bool = False
+    bad_token_ids: tuple[int, ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+
+class ReceivedHandoff(msgspec.Struct, frozen=True):
+    """What a generation_only request brings along."""
+
+    opaque_state: bytes
+    first_gen_tokens: list[int]
+    first_logprobs: list[LogprobEntry] | None = None
+
+
+class AddRequest(msgspec.Struct, tag="add"):
+    request_id: int
+    prompt: list[int]
+    sampling: SamplingSpec
+    request_type: str
+    num_choices: int = 1
+    priority: float = 0.5
+    cache_salt: str = ""
+    handoff: ReceivedHandoff | None = None
+
+
+class AbortRequest(msgspec.Struct, tag="abort"):
+    request_id: int
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    pass
+
+
+Command = AddRequest | AbortRequest | Shutdown
+
+
+class MadeHandoff(msgspec.Struct):
+    """What a context_only request leaves behind."""
+
+    opaque_state: bytes
+    first_gen_tokens: list[int]
+    ctx_request_id: int
+    ctx_info_endpoint: str
+
+
+class TokenOutput(msgspec.Struct):
+    """New tokens of one choice of one request."""
+
+    request_id: int
+    index: int = 0
+    token_ids: list[int] = []
+    logprobs: list[LogprobEntry] | None = None
+    #: Tokens to cut from the end of what was already returned (a multi-token stop word).
+    trim: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    #: Whose fault an error is (trtllm_disagg.errors: DisaggError.category).
+    error_category: str = "Internal"
+    cached_tokens: int = 0
+    handoff: MadeHandoff | None = None
+
+
+class StepReport(msgspec.Struct, tag="step"):
+    """All that one step of the engine has to say; one message a step, however many requests ran."""
+
+    outputs: list[TokenOutput]
+    events: list[dict[str, Any]] = []
+    stats: list[dict[str, Any]] = []
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    num_blocks: int
+    tokens_per_block: int
+    vocab_size: int
+    max_seq_len: int
+    transport: str
+    end_ids: list[int]
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The core cannot start, or cannot go on."""
+
+    kind: str
+    message: str
+
+
+Report = Ready | Failed | StepReport

@@ -1,0 +1,222 @@
+"""What generate_async returns: RequestOutput, CompletionOutput, Logprob (facts: trtllm.md section 2)."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
+from trtllm_disagg.embedded.messages import TokenOutput
+
+
+class RequestError(RuntimeError):
+    """This request failed; the engine goes on. `category` says whose fault it is (errors.DisaggError.category)."""
+
+    def __init__(self, message: str, category: str = "Internal") -> None:
+        super().__init__(message)
+        self.category = category
+
+
+@dataclass(slots=True)
+class Logprob:
+    logprob: float
+    rank: int | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. `token_ids` and `logprobs` are cumulative: they only grow between two iterations."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    generation_logits: Any | None = None
+    additional_context_outputs: dict[str, Any] | None = None
+    additional_generation_outputs: dict[str, Any] | None = None
+    disaggregated_params: DisaggregatedParams | None = None
+    request_perf_metrics: Any | None = None
+    _seen_tokens: int = 0
+    _seen_logprobs: int = 0
+    _seen_text: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def token_ids_diff(self) -> list[int]:
+        return self.token_ids[self._seen_tokens :]
+
+    @property
+    def logprobs_diff(self) -> list[dict[int, Logprob]]:
+        return self.logprobs[self._seen_logprobs :]
+
+    @property
+    def text_diff(self) -> str:
+        return self.text[self._seen_text :]
+
+    def _mark_seen(self) -> None:
+        self._seen_tokens, self._seen_logprobs = len(self.token_ids), len(self.logprobs)
+        self._seen_text = len(self.text)
+
+
+#: What the engine's receiver thread hands over: token outputs of one step, or the reason the engine died.
+Delivery = TokenOutput | RequestError
+
+
+class GenerationResult:
+    """A running request: iterate it (async or not), await `aresult()`, or `abort()` it."""
+
+    def __init__(
+        self,
+        *,
+        request_id: int,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        num_choices: int,
+        streaming: bool,
+        abort: Callable[[int], None],
+        detokenize: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.outputs = [CompletionOutput(index=i) for i in range(num_choices)]
+        self.context_logits: Any | None = None
+        self.cached_tokens = 0
+        self.decoding_iter = 0
+        self.metrics_dict: dict[str, Any] = {}
+        self.finished = False
+        self.disaggregated_params: DisaggregatedParams | None = None
+        self._streaming = streaming
+        self._abort = abort
+        self._detokenize = detokenize
+        self._unfinished = num_choices
+        #: The receiver thread counts down how many choices it still owes.
+        self.choices_left = num_choices
+        try:
+            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
+        self.queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self.aqueue: asyncio.Queue[Delivery] | None = asyncio.Queue() if self._loop else None
+
+    # -- the receiver thread's side
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop that reads this result, or None when a plain thread does."""
+        return self._loop
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Called in `loop`'s thread when there is one, else from any thread."""
+        if self.aqueue is not None:
+            self.aqueue.put_nowait(delivery)
+        else:
+            self.queue.put(delivery)
+
+    # -- the caller's side
+
+    def abort(self) -> None:
+        """Stop the request. On a context_only request whose KV is still held for a decode: let it go."""
+        self._abort(self.request_id)
+
+    def __aiter__(self) -> AsyncIterator[GenerationResult]:
+        return self
+
+    async def __anext__(self) -> GenerationResult:
+        if self.finished:
+            raise StopAsyncIteration
+        if self.aqueue is None:
+            raise RuntimeError("this request was made outside of an event loop; iterate it synchronously")
+        self._mark_seen()
+        self._apply(await self.aqueue.get())
+        while not self.aqueue.empty() and not self.finished:
+            self._apply(self.aqueue.get_nowait())
+        while not self._streaming and not self.finished:
+            self._apply(await self.aqueue.get())
+        return self
+
+    def __iter__(self) -> Iterator[GenerationResult]:
+        return self
+
+    def __next__(self) -> GenerationResult:
+        if self.finished:
+            raise StopIteration
+        self._mark_seen()
+        self._apply(self.queue.get())
+        while not self._streaming and not self.finished:
+            self._apply(self.queue.get())
+        return self
+
+    async def aresult(self) -> GenerationResult:
+        async for _ in self:
+            pass
+        return self
+
+    def result(self, timeout: float | None = None) -> GenerationResult:
+        """Block until finished. Raises queue.Empty when no token came for `timeout` seconds."""
+        while not self.finished:
+            self._apply(self.queue.get(timeout=timeout))
+        return self
+
+    def __await__(self) -> Any:
+        return self.aresult().__await__()
+
+    # -- growing the outputs
+
+    def _mark_seen(self) -> None:
+        for output in self.outputs:
+            output._mark_seen()
+
+    def _apply(self, delivery: Delivery) -> None:
+        if isinstance(delivery, RequestError):
+            self.finished = True
+            raise delivery
+        if delivery.error is not None:
+            self.finished = True
+            raise RequestError(delivery.error, delivery.error_category)
+        output = self.outputs[delivery.index]
+        output.token_ids.extend(delivery.token_ids)
+        if delivery.trim:
+            del output.token_ids[-delivery.trim :]
+        for entry in delivery.logprobs or ():
+            output.logprobs.append({token: Logprob(lp, rank) for token, lp, rank in entry})
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry[0][1]
+        if delivery.trim:
+            del output.logprobs[len(output.token_ids) :]
+        self.cached_tokens = delivery.cached_tokens
+        self.decoding_iter += 1
+        if delivery.handoff is not None:
+            output.disaggregated_params = self.disaggregated_params = DisaggregatedParams(
+                request_type="context_only",
+                first_gen_tokens=delivery.handoff.first_gen_tokens,
+                first_gen_log_probs=list(output.logprobs) or None,
+                ctx_request_id=delivery.handoff.ctx_request_id,
+                opaque_state=delivery.handoff.opaque_state,
+                ctx_info_endpoint=delivery.handoff.ctx_info_endpoint,
+            )
+        if delivery.finish_reason is not None:
+            output.finish_reason, output.stop_reason = delivery.finish_reason, delivery.stop_reason
+            self._unfinished -= 1
+            self.finished = self._unfinished == 0
+        if self._detokenize is not None and (self._streaming or output.finish_reason):
+            output.text = self._detokenize(output.token_ids)
+
+
+class RequestOutput(GenerationResult):
+    """The public name of a running request."""
+
+    def __repr__(self) -> str:
+        return (
+            f"RequestOutput(request_id={self.request_id}, prompt={self.prompt!r}, "
+            f"prompt_token_ids={self.prompt_token_ids}, outputs={self.outputs}, finished={self.finished})"
+        )

@@ -1,0 +1,126 @@
+"""Who runs in the next step: every decode row first, then prefill chunks with what is left of the token budget.
+
+GUARANTEED_NO_EVICT: a sequence is admitted when the KV blocks of its longest possible answer are available, and
+keeps them to its end; so running sequences never wait for blocks, and there is no deadlock when KV is full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trtllm_disagg.embedded.block_manager import BlockManager
+from trtllm_disagg.embedded.sequence import Sequence, Status
+
+
+@dataclass(slots=True)
+class Row:
+    """`num_tokens` of this sequence go through the model in this step."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Only a row that reaches the end of what is known yields a token; a partial prefill does not."""
+        return self.sequence.num_computed + self.num_tokens == len(self.sequence.tokens)
+
+
+class Scheduler:
+    def __init__(
+        self, blocks: BlockManager, *, max_batch_size: int, max_num_tokens: int, chunk_alignment: int, chunked: bool
+    ) -> None:
+        """`chunk_alignment`: a prefill chunk that does not finish its prompt ends on a multiple of it (tokens)."""
+        self._blocks = blocks
+        self._max_batch_size = max_batch_size
+        self._max_num_tokens = max_num_tokens
+        self._alignment = chunk_alignment
+        self._chunked = chunked
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.receiving: set[Sequence] = set()
+
+    @property
+    def has_runnable(self) -> bool:
+        return bool(self.running)
+
+    @property
+    def num_active(self) -> int:
+        return len(self.running) + len(self.receiving)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def admit(self) -> Iterator[Sequence]:
+        """Move waiting sequences in, first come first served, while there is room. Yields those that want KV pulled."""
+        while self.waiting and self.num_active < self._max_batch_size:
+            sequence = self.waiting[0]
+            if not self._reserve(sequence):
+                return
+            self.waiting.popleft()
+            if sequence.handle is not None:
+                sequence.status = Status.RECEIVING
+                self.receiving.add(sequence)
+                yield sequence
+            else:
+                sequence.status = Status.RUNNING
+                self.running.append(sequence)
+
+    def received(self, sequence: Sequence) -> None:
+        """The KV of a generation_only sequence is here: it decodes from token two on."""
+        self.receiving.discard(sequence)
+        sequence.status = Status.RUNNING
+        self.running.append(sequence)
+
+    def schedule(self) -> list[Row]:
+        decode = [s for s in self.running if not s.in_prefill]
+        rows = [Row(s, 1) for s in decode]
+        budget = self._max_num_tokens - len(rows)
+        for sequence in self.running:
+            if sequence.in_prefill and budget > 0 and (tokens := self._chunk(sequence, budget)):
+                rows.append(Row(sequence, tokens))
+                budget -= tokens
+        return rows
+
+    def finish(self, sequence: Sequence) -> None:
+        """Out of the running; its blocks stay with the caller."""
+        sequence.status = Status.FINISHED
+        if sequence in self.running:
+            self.running.remove(sequence)
+        self.receiving.discard(sequence)
+
+    def find(self, request_id: int) -> list[Sequence]:
+        everyone = (*self.waiting, *self.running, *self.receiving)
+        return [s for s in everyone if s.request_id == request_id]
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        left = sequence.num_prompt - sequence.num_computed
+        if left <= budget:
+            return left
+        if not self._chunked:
+            return 0
+        end = sequence.num_computed + budget
+        return max(0, end - end % self._alignment - sequence.num_computed)
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        size = self._blocks.tokens_per_block
+        if sequence.prompt_keys is None:
+            prompt = sequence.tokens[: sequence.num_prompt]
+            sequence.prompt_keys = self._blocks.prompt_keys(prompt, sequence.salt)
+        keys = sequence.prompt_keys
+        # At least one prompt token must be computed to have logits, unless prefill did it elsewhere.
+        usable = keys if sequence.handle is not None else keys[: (sequence.num_prompt - 1) // size]
+        known = self._blocks.match(usable)
+        # Acquire first: otherwise a known block might be counted as available twice.
+        self._blocks.acquire(known)
+        wanted = -(-sequence.max_kv_tokens // size) - len(known)
+        if not self._blocks.can_allocate(wanted):
+            self._blocks.release(known)
+            self._blocks.reused_blocks -= len(known)
+            return False
+        sequence.blocks = known + self._blocks.allocate(wanted)
+        sequence.keys = keys[: len(known)]
+        sequence.num_computed = len(known) * size
+        sequence.num_cached = sequence.num_computed
+        return True

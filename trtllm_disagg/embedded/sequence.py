@@ -1,0 +1,91 @@
+"""One choice of one request while the engine works on it."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from trtllm_disagg.embedded.messages import AddRequest, ReceivedHandoff, SamplingSpec
+from trtllm_disagg.kv_transfer.handle import KvHandle
+
+
+class Status(Enum):
+    WAITING = auto()  # no blocks yet
+    RECEIVING = auto()  # generation_only: its KV is on the way
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` is prompt + output; the KV of the first `num_computed` of them is in `blocks`."""
+
+    request_id: int
+    index: int
+    request_type: str
+    tokens: list[int]
+    num_prompt: int
+    sampling: SamplingSpec
+    seed: int
+    cache_salt: str = ""
+    priority: float = 0.5
+    handoff: ReceivedHandoff | None = None
+    handle: KvHandle | None = None
+
+    status: Status = Status.WAITING
+    aborted: bool = False
+    blocks: list[int] = field(default_factory=list)
+    #: Keys of the prompt's full blocks, once asked for.
+    prompt_keys: list[bytes] | None = None
+    #: Keys of the full blocks whose content is committed; a prefix of `blocks`.
+    keys: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    #: Prompt tokens whose KV was found in the cache (of the prefill side, when there was one).
+    num_cached: int = 0
+
+    @classmethod
+    def from_request(cls, request: AddRequest, index: int, handle: KvHandle | None) -> Sequence:
+        seed = request.sampling.seed
+        if seed is None:
+            seed = handle.seed if handle is not None else secrets.randbits(63)
+        return cls(
+            request_id=request.request_id,
+            index=index,
+            request_type=request.request_type,
+            tokens=list(request.prompt),
+            num_prompt=len(request.prompt),
+            sampling=request.sampling,
+            seed=seed & (2**63 - 1),
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            handoff=request.handoff,
+            handle=handle,
+        )
+
+    @property
+    def salt(self) -> bytes:
+        return self.cache_salt.encode()
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.num_computed < self.num_prompt
+
+    @property
+    def is_context_only(self) -> bool:
+        return self.request_type == "context_only"
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Tokens whose KV this sequence can ever need: the last output token's is never computed."""
+        if self.is_context_only:
+            return self.num_prompt
+        return self.num_prompt + self.sampling.max_tokens - 1

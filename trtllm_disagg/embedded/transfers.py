@@ -1,0 +1,163 @@
+"""KV handoffs as the engine core uses them: check, lease, pull; or a null object when disaggregation is off."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.messages import AddRequest
+from trtllm_disagg.embedded.sequence import Sequence
+from trtllm_disagg.errors import ConfigError, HandoffRefusedError, InvalidRequestError
+from trtllm_disagg.kv_transfer.base import KvTransport
+from trtllm_disagg.kv_transfer.choose import create_transport
+from trtllm_disagg.kv_transfer.exchange import KvReceiver, KvSender, Pull
+from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
+from trtllm_disagg.kv_transfer.layout import KvLayout, prompt_digest
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_TIMEOUT_MS = 60_000
+
+
+class KvTransfers:
+    """One engine's sender and receiver over one transport."""
+
+    def __init__(
+        self, transport: KvTransport, layout: KvLayout, num_blocks: int, args: LlmArgs, wake: Callable[[], None]
+    ) -> None:
+        config = args.cache_transceiver_config
+        assert config is not None
+        seconds = (config.kv_transfer_timeout_ms or _DEFAULT_TIMEOUT_MS) / 1000
+        self._transport = transport
+        self._layout = layout
+        self._sender = KvSender(
+            transport,
+            layout,
+            num_blocks,
+            host=args.embedded.transfer_host,
+            lease_seconds=seconds,
+            on_lease_ended=wake,
+        )
+        self._receiver = KvReceiver(transport, layout, timeout_seconds=seconds, on_finished=wake)
+        self.description = f"{transport.name} (leases and reads end after {seconds:g} s)"
+        log.info("KV transfer by %s as %s, control channel %s", self.description, self._sender.name, self.endpoint)
+
+    @property
+    def endpoint(self) -> str:
+        return self._sender.endpoint
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._sender.leases)
+
+    def accept(self, request: AddRequest) -> KvHandle:
+        """Raise HandoffRefusedError unless the handoff is of this prompt and fits this engine."""
+        if request.handoff is None:
+            raise HandoffRefusedError("a generation_only request needs opaque_state and first_gen_tokens")
+        handle = decode_handle(request.handoff.opaque_state)
+        if handle.prompt != prompt_digest(request.prompt, request.cache_salt):
+            raise HandoffRefusedError("the handoff belongs to another prompt")
+        expected = -(-len(request.prompt) // self._layout.tokens_per_block)
+        if handle.layout == self._layout.fingerprint() and (
+            handle.num_tokens != len(request.prompt) or len(handle.blocks) != expected
+        ):
+            raise HandoffRefusedError(
+                f"the handoff holds {len(handle.blocks)} blocks for {handle.num_tokens} tokens; "
+                f"this prompt of {len(request.prompt)} tokens has {expected}"
+            )
+        return handle
+
+    def lease(self, sequence: Sequence) -> bytes:
+        blocks = sequence.blocks
+        sequence.blocks = []
+        return self._sender.lease(
+            sequence.request_id,
+            blocks,
+            prompt_digest=prompt_digest(sequence.tokens[: sequence.num_prompt], sequence.cache_salt),
+            num_tokens=sequence.num_prompt,
+            seed=sequence.seed,
+            cached_tokens=sequence.num_cached,
+        )
+
+    def release_request(self, request_id: int) -> None:
+        self._sender.leases.release_request(request_id)
+
+    def decline(self, handle: KvHandle) -> None:
+        self._receiver.release(handle)
+
+    def start_pull(self, pull_id: int, sequence: Sequence, num_known: int) -> None:
+        """Fetch the prompt's blocks, except the first `num_known`, which are in this engine's prefix cache."""
+        assert sequence.handle is not None
+        remote = sequence.handle.blocks[num_known:]
+        local = sequence.blocks[num_known : len(sequence.handle.blocks)]
+        self._receiver.start(Pull(request_id=pull_id, handle=sequence.handle, remote=remote, local=local))
+
+    def take_finished_pulls(self) -> list[Pull]:
+        return self._receiver.take_finished()
+
+    def take_ended_leases(self) -> list[list[int]]:
+        return [lease.blocks for lease in self._sender.take_ended()]
+
+    def seconds_to_deadline(self) -> float | None:
+        deadline = self._sender.leases.next_deadline()
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+        self._transport.close()
+
+
+class NullTransfers:
+    """Disaggregation is off: no cache_transceiver_config, no handoffs."""
+
+    description = "off"
+    endpoint = ""
+    num_leases = 0
+
+    def accept(self, request: AddRequest) -> KvHandle:
+        raise InvalidRequestError("this engine has no cache_transceiver_config, so it takes no handoffs")
+
+    def lease(self, sequence: Sequence) -> bytes:
+        raise ConfigError("this engine has no cache_transceiver_config, so it makes no handoffs")
+
+    def release_request(self, request_id: int) -> None:
+        """Nothing is held."""
+
+    def decline(self, handle: KvHandle) -> None:
+        """Nothing was accepted."""
+
+    def start_pull(self, pull_id: int, sequence: Sequence, num_known: int) -> None:
+        raise AssertionError("no handoff was accepted")
+
+    def take_finished_pulls(self) -> list[Pull]:
+        return []
+
+    def take_ended_leases(self) -> list[list[int]]:
+        return []
+
+    def seconds_to_deadline(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def create_transfers(
+    args: LlmArgs,
+    layout: KvLayout,
+    num_blocks: int,
+    allocate: Callable[[KvTransport | None], torch.Tensor],
+    wake: Callable[[], None],
+) -> tuple[KvTransfers | NullTransfers, torch.Tensor]:
+    """The transfers and the pool, which must live in memory that the transport can serve."""
+    config = args.cache_transceiver_config
+    if config is None or config.backend is None:
+        return NullTransfers(), allocate(None)
+    transport = create_transport(config.backend)
+    pool = allocate(transport)
+    return KvTransfers(transport, layout, num_blocks, args, wake), pool

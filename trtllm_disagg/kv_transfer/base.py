@@ -1,0 +1,68 @@
+"""The interface of a KV transport: one way for a receiver to read a sender's blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+
+from trtllm_disagg.kv_transfer.layout import KvLayout
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PeerCard(msgspec.Struct, frozen=True):
+    """What a receiver needs to know of a sender, fetched once over the control channel and then kept."""
+
+    sender: str
+    transport: str
+    layout: KvLayout
+    num_blocks: int
+    #: Only the transport understands it.
+    address: bytes
+
+
+class ReadTimeoutError(TimeoutError):
+    """A read did not end in time. `may_land_later`: the destination must not be used again while the peer lives."""
+
+    def __init__(self, message: str, *, may_land_later: bool) -> None:
+        super().__init__(message)
+        self.may_land_later = may_land_later
+
+
+class KvTransport(Protocol):
+    """`read` blocks and runs on the receiver's transfer thread; all else is called by the engine core's thread.
+
+    The pool is `kv[layer, k|v, block, slot, head, dim]`, so one block is `2 * num_layers` segments.
+    """
+
+    name: str
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the pool that this transport can serve to peers. Zeroed."""
+        ...
+
+    def serve(self, sender: str) -> bytes:
+        """Make the pool readable under this name; return `PeerCard.address`."""
+        ...
+
+    def read(
+        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        """Copy remote blocks (int32 ids) into local ones, in order. Returns bytes moved.
+
+        Raises ReadTimeoutError, or KvTransferError when the peer is gone or the read failed.
+        """
+        ...
+
+    def forget(self, peer: PeerCard) -> None:
+        """Drop what is cached of a peer."""
+        ...
+
+    def progress(self) -> None:
+        """Give the sender's side a slice of time while a receiver may be connecting."""
+        ...
+
+    def close(self) -> None: ...

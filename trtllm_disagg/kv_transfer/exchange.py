@@ -1,0 +1,208 @@
+"""Both ends of the KV handoff, as the engine core sees them: `KvSender` leases, `KvReceiver` pulls."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
+from trtllm_disagg.kv_transfer.base import KvTransport, PeerCard, ReadTimeoutError
+from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer
+from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
+from trtllm_disagg.kv_transfer.layout import KvLayout
+from trtllm_disagg.kv_transfer.lease import Lease, LeaseTable
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 0.001
+_CONTROL_SECONDS = 5.0
+
+
+class KvSender:
+    """Keeps the blocks of finished context_only requests until a receiver has read them."""
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        layout: KvLayout,
+        num_blocks: int,
+        *,
+        host: str,
+        lease_seconds: float,
+        on_lease_ended: Callable[[], None],
+    ) -> None:
+        self._transport = transport
+        self._layout = layout
+        # The random part tells this process from an earlier one with the same pid on the same host.
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.leases = LeaseTable(lease_seconds)
+        self._control = ControlServer(host, self.leases, on_lease_ended)
+        self.endpoint = self._control.endpoint
+        card = PeerCard(self.name, transport.name, layout, num_blocks, transport.serve(self.name))
+        self._control.start(card)
+        self._outstanding = threading.Event()
+        self._closed = False
+        self._pump = threading.Thread(target=self._progress_while_leased, name="kv-progress", daemon=True)
+        self._pump.start()
+
+    def lease(
+        self,
+        request_id: int,
+        blocks: list[int],
+        *,
+        prompt_digest: bytes,
+        num_tokens: int,
+        seed: int,
+        cached_tokens: int,
+    ) -> bytes:
+        """Hold the blocks; return the `opaque_state` that lets a receiver read them."""
+        lease = self.leases.grant(request_id, blocks)
+        handle = KvHandle(
+            version=VERSION,
+            sender=self.name,
+            endpoint=self.endpoint,
+            lease=lease.id,
+            layout=self._layout.fingerprint(),
+            prompt=prompt_digest,
+            num_tokens=num_tokens,
+            blocks=blocks,
+            seed=seed,
+            cached_tokens=cached_tokens,
+        )
+        lease.digest = handle.digest()
+        self._outstanding.set()
+        return handle.encode()
+
+    def take_ended(self) -> list[Lease]:
+        ended = self.leases.take_ended()
+        if not len(self.leases):
+            self._outstanding.clear()
+        return ended
+
+    def close(self) -> None:
+        self._closed = True
+        self._outstanding.set()
+        self._pump.join(timeout=5)
+        self._control.close()
+
+    def _progress_while_leased(self) -> None:
+        """Receivers connect through our agent, which runs no thread of its own; idle costs nothing."""
+        while not self._closed:
+            self._outstanding.wait()
+            if not self._closed:
+                self._transport.progress()
+                time.sleep(_PROGRESS_SECONDS)
+
+
+@dataclass(slots=True, kw_only=True)
+class Pull:
+    """One request's blocks on their way here. `remote` and `local` pair up; equal lengths."""
+
+    request_id: int
+    handle: KvHandle
+    remote: list[int]
+    local: list[int]
+    bytes_moved: int = 0
+    error: DisaggError | None = None
+    #: The read may still write into `local`: those blocks are not to be used again.
+    may_land_later: bool = False
+    seconds: float = field(default=0.0)
+
+
+class KvReceiver:
+    """Pulls on a thread of its own, so the engine steps on; finished pulls wait in `take_finished`."""
+
+    def __init__(
+        self, transport: KvTransport, layout: KvLayout, *, timeout_seconds: float, on_finished: Callable[[], None]
+    ) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._timeout = timeout_seconds
+        self._on_finished = on_finished
+        self._client = ControlClient()
+        self._cards: dict[str, PeerCard] = {}
+        self._finished: queue.SimpleQueue[Pull] = queue.SimpleQueue()
+        self._executor = ThreadPoolExecutor(1, "kv-pull")
+        self.in_flight = 0
+        self.card_loads = 0
+
+    def start(self, pull: Pull) -> None:
+        self.in_flight += 1
+        self._executor.submit(self._run, pull)
+
+    def release(self, handle: KvHandle) -> None:
+        """Tell the sender that nobody will read; best effort, its lease ends by itself."""
+        self._executor.submit(self._release, handle)
+
+    def take_finished(self) -> list[Pull]:
+        pulls: list[Pull] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                pulls.append(self._finished.get_nowait())
+                self.in_flight -= 1
+        return pulls
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._client.close()
+
+    def _run(self, pull: Pull) -> None:
+        started = time.monotonic()
+        try:
+            self._pull(pull)
+        except ReadTimeoutError as error:
+            pull.may_land_later = error.may_land_later
+            pull.error = KvTransferError(str(error))
+        except DisaggError as error:
+            pull.error = error
+        except Exception as error:
+            log.exception("KV pull of request %d failed unexpectedly", pull.request_id)
+            pull.error = KvTransferError(f"{type(error).__name__}: {error}")
+        if pull.error is not None:
+            self._cards.pop(pull.handle.sender, None)
+            if not isinstance(pull.error, HandoffRefusedError):
+                self._release(pull.handle)
+        pull.seconds = time.monotonic() - started
+        self._finished.put(pull)
+        self._on_finished()
+
+    def _pull(self, pull: Pull) -> None:
+        handle = pull.handle
+        card = self._cards.get(handle.sender) or self._load_card(handle)
+        if pull.local:
+            pull.bytes_moved = self._transport.read(
+                card, np.asarray(pull.remote, np.int32), np.asarray(pull.local, np.int32), self._timeout
+            )
+        if not self._client.confirm(handle, _CONTROL_SECONDS):
+            raise HandoffRefusedError(
+                f"prefill worker {handle.sender} does not hold this handoff (stale, used before, or forged)"
+            )
+
+    def _load_card(self, handle: KvHandle) -> PeerCard:
+        card = self._client.card(handle, _CONTROL_SECONDS)
+        if card.sender != handle.sender:
+            raise HandoffRefusedError(f"handoff is from {handle.sender}, but {card.sender} is at {handle.endpoint} now")
+        self._layout.require_same(card.layout)
+        if card.transport != self._transport.name:
+            raise HandoffRefusedError(
+                f"prefill sends KV by {card.transport}, decode reads by {self._transport.name}; "
+                "set the same cache_transceiver_config.backend on both"
+            )
+        self.card_loads += 1
+        self._cards[handle.sender] = card
+        return card
+
+    def _release(self, handle: KvHandle) -> None:
+        with contextlib.suppress(KvTransferError):
+            self._client.release(handle, _CONTROL_SECONDS)

@@ -1,0 +1,88 @@
+"""Blocks that a sender keeps for a receiver: until "done", an explicit release, or the end of the lease."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Lease:
+    id: bytes
+    request_id: int
+    blocks: list[int]
+    deadline: float  # time.monotonic() seconds
+    digest: bytes = b""  # KvHandle.digest(), set when the handle is made
+
+
+class LeaseTable:
+    """Thread-safe. A lease leaves the table exactly once, whoever comes first; only then may its blocks go.
+
+    So when `finish` answers True, the blocks were untouched during everything that the receiver read before.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._by_id: dict[bytes, Lease] = {}
+        self._by_request: dict[int, bytes] = {}
+        self._ended: list[Lease] = []
+        self.expired_total = 0
+
+    def grant(self, request_id: int, blocks: list[int]) -> Lease:
+        lease = Lease(secrets.token_bytes(16), request_id, blocks, self._clock() + self.seconds)
+        with self._lock:
+            self._by_id[lease.id] = lease
+            self._by_request[request_id] = lease.id
+        return lease
+
+    def finish(self, lease_id: bytes, digest: bytes) -> bool:
+        """The receiver has read: True when the lease was still held and is the one that the receiver means."""
+        with self._lock:
+            lease = self._by_id.get(lease_id)
+            if lease is None or not secrets.compare_digest(lease.digest, digest):
+                return False
+            in_time = self._clock() < lease.deadline
+            self._end(lease)
+            return in_time
+
+    def release(self, lease_id: bytes) -> None:
+        """The receiver does not want the blocks."""
+        with self._lock:
+            if lease := self._by_id.get(lease_id):
+                self._end(lease)
+
+    def release_request(self, request_id: int) -> bool:
+        with self._lock:
+            lease_id = self._by_request.get(request_id)
+            if lease_id is None:
+                return False
+            self._end(self._by_id[lease_id])
+            return True
+
+    def take_ended(self) -> list[Lease]:
+        """Leases that ended since the last call, expired ones included. Their blocks are the caller's to free."""
+        now = self._clock()
+        with self._lock:
+            for lease in [lease for lease in self._by_id.values() if lease.deadline <= now]:
+                self.expired_total += 1
+                self._end(lease)
+            ended, self._ended = self._ended, []
+        return ended
+
+    def next_deadline(self) -> float | None:
+        with self._lock:
+            return min((lease.deadline for lease in self._by_id.values()), default=None)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._by_id)
+
+    def _end(self, lease: Lease) -> None:
+        del self._by_id[lease.id]
+        del self._by_request[lease.request_id]
+        self._ended.append(lease)

@@ -1,0 +1,173 @@
+"""NIXL transport: the receiver READs the sender's registered memory (UCX: cma on one host, tcp between hosts).
+
+The rules here are measured, not taste (facts: nixl.md): progress thread off (it spins), strict locking, reads
+never on an event loop, metadata added once per peer, re-added only after the old one was removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
+
+_POLL_SECONDS = 0.0002
+
+
+@dataclass(slots=True)
+class _Remote:
+    agent: str
+    table: Any  # NIXL prepared descriptor list of the peer's whole pool
+
+
+class NixlTransport:
+    name = "NIXL"
+
+    def __init__(self) -> None:
+        # UCX reads these when the first agent is made.
+        os.environ.setdefault("UCX_TLS", "cma,tcp")
+        os.environ.setdefault("UCX_LOG_LEVEL", "error")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        # Import errors are the caller's to handle: DEFAULT falls back to shared memory, NIXL does not.
+        from nixl_cu12 import _api
+
+        self._api = _api
+        self._agent: Any = None
+        self._registration: Any = None
+        self._pool: torch.Tensor | None = None
+        self._local: Any = None
+        self._remotes: dict[str, _Remote] = {}
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self._pool = torch.zeros(shape, dtype=dtype, device=device)
+        return self._pool
+
+    def serve(self, sender: str) -> bytes:
+        assert self._pool is not None
+        config = self._api.nixl_agent_config(
+            enable_prog_thread=False,
+            backends=["UCX"],
+            sync_mode=self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        self._agent = self._api.nixl_agent(sender, config)
+        base, nbytes = self._pool.data_ptr(), self._pool.nbytes
+        self._registration = self._agent.register_memory([(base, nbytes, self._device, "")], self._memory)
+        self._local = self._agent.prep_xfer_dlist(
+            "NIXL_INIT_AGENT", self._segments(base, self._pool.shape[2]), self._memory
+        )
+        return base.to_bytes(8, "little") + bytes(self._agent.get_agent_metadata())
+
+    def read(
+        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        assert self._pool is not None
+        try:
+            remote = self._remotes.get(peer.sender) or self._connect(peer)
+            self._transfer(peer, remote, remote_blocks, local_blocks, timeout)
+        except ReadTimeoutError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the bindings raise a dozen unrelated types
+            self.forget(peer)
+            raise KvTransferError(f"reading KV from {peer.sender} failed: {error}") from error
+        return len(local_blocks) * self._num_segments * self._segment_bytes
+
+    def forget(self, peer: PeerCard) -> None:
+        if remote := self._remotes.pop(peer.sender, None):
+            # The peer may be dead already; its handles are of no use either way.
+            with contextlib.suppress(Exception):
+                remote.table.release()
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(remote.agent)
+
+    def progress(self) -> None:
+        self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        if self._agent is None:
+            return
+        for remote in self._remotes.values():
+            with contextlib.suppress(Exception):
+                remote.table.release()
+        self._remotes.clear()
+        with contextlib.suppress(Exception):
+            self._local.release()
+            self._agent.deregister_memory(self._registration)
+        self._agent = None
+
+    # -- internals
+
+    @property
+    def _memory(self) -> str:
+        assert self._pool is not None
+        return "VRAM" if self._pool.is_cuda else "DRAM"
+
+    @property
+    def _device(self) -> int:
+        assert self._pool is not None
+        return self._pool.get_device() if self._pool.is_cuda else 0
+
+    @property
+    def _num_segments(self) -> int:
+        assert self._pool is not None
+        return int(self._pool.shape[0] * self._pool.shape[1])
+
+    @property
+    def _segment_bytes(self) -> int:
+        """Bytes of one block in one layer's K or V."""
+        assert self._pool is not None
+        return int(self._pool[0, 0, 0].nbytes)
+
+    def _segments(self, base: int, num_blocks: int) -> np.ndarray:
+        """Descriptor table [segment * num_blocks + block] -> (address, bytes, device)."""
+        count = self._num_segments * num_blocks
+        table = np.zeros((count, 3), np.uint64)
+        table[:, 0] = np.uint64(base) + np.arange(count, dtype=np.uint64) * np.uint64(self._segment_bytes)
+        table[:, 1] = self._segment_bytes
+        table[:, 2] = self._device
+        return table
+
+    def _connect(self, peer: PeerCard) -> _Remote:
+        base, metadata = int.from_bytes(peer.address[:8], "little"), peer.address[8:]
+        added = self._agent.add_remote_agent(metadata)
+        name = added.decode() if isinstance(added, bytes) else str(added)
+        if name != peer.sender:
+            self._agent.remove_remote_agent(name)
+            raise KvTransferError(f"the card of {peer.sender} carries the metadata of {name}")
+        table = self._agent.prep_xfer_dlist(name, self._segments(base, peer.num_blocks), self._memory)
+        self._remotes[peer.sender] = _Remote(name, table)
+        return self._remotes[peer.sender]
+
+    def _transfer(
+        self, peer: PeerCard, remote: _Remote, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> None:
+        assert self._pool is not None
+        # NIXL merges neighbours where both id lists grow by one.
+        order = np.argsort(remote_blocks, kind="stable")
+        local_ids = self._descriptor_ids(local_blocks[order], self._pool.shape[2])
+        remote_ids = self._descriptor_ids(remote_blocks[order], peer.num_blocks)
+        handle = self._agent.make_prepped_xfer("READ", self._local, local_ids, remote.table, remote_ids)
+        state = self._agent.transfer(handle)
+        deadline = time.monotonic() + timeout
+        while state == "PROC":
+            if time.monotonic() > deadline:
+                with contextlib.suppress(Exception):
+                    handle.release()
+                raise ReadTimeoutError(
+                    f"reading KV from {peer.sender} took longer than {timeout:.1f} s", may_land_later=True
+                )
+            time.sleep(_POLL_SECONDS)
+            state = self._agent.check_xfer_state(handle)
+        handle.release()
+        if state != "DONE":
+            raise KvTransferError(f"NIXL read ended in state {state}")
+
+    def _descriptor_ids(self, blocks: np.ndarray, num_blocks: int) -> np.ndarray:
+        segments = np.arange(self._num_segments, dtype=np.int32)[:, None] * np.int32(num_blocks)
+        return np.ascontiguousarray((segments + blocks[None, :]).ravel().astype(np.int32))

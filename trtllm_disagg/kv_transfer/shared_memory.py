@@ -1,0 +1,123 @@
+"""Same-host transport: the pool lives in an anonymous shared memory file that peers map read-only.
+
+memfd rather than /dev/shm: nothing is left behind by `kill -9`. Peers open it through /proc, which needs the
+same user and pid namespace; that is what "same host" means here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.kv_transfer.base import PeerCard
+
+
+class _Address(msgspec.Struct, frozen=True):
+    pid: int
+    fd: int
+    nbytes: int
+    #: Start time of the process in clock ticks: tells a reused pid from the real one.
+    started: int
+
+
+@dataclass(slots=True)
+class _Mapping:
+    memory: mmap.mmap
+    segments: np.ndarray  # [2 * num_layers, num_blocks, block_bytes] uint8
+
+
+class SharedMemoryTransport:
+    name = "SHARED_MEMORY"
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._memory: mmap.mmap | None = None
+        self._segments = np.empty((0, 0, 0), np.uint8)
+        self._peers: dict[str, _Mapping] = {}
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type != "cpu":
+            raise ConfigError.bad_value(
+                "cache_transceiver_config.backend", self.name, "NIXL on a CUDA device; shared memory is for the CPU"
+            )
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._fd = os.memfd_create("trtllm-disagg-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, nbytes)
+        self._memory = mmap.mmap(self._fd, nbytes)
+        pool = torch.frombuffer(self._memory, dtype=dtype).view(shape)
+        self._segments = pool.view(torch.uint8).numpy().reshape(shape[0] * shape[1], shape[2], -1)
+        return pool
+
+    def serve(self, sender: str) -> bytes:
+        address = _Address(os.getpid(), self._fd, self._segments.nbytes, _start_time(os.getpid()))
+        return msgspec.msgpack.encode(address)
+
+    def read(
+        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        source = self._mapping(peer).segments
+        for mine, theirs in zip(self._segments, source, strict=True):
+            for start, length in _common_runs(remote_blocks, local_blocks):
+                remote, local = remote_blocks[start], local_blocks[start]
+                mine[local : local + length] = theirs[remote : remote + length]
+        return int(len(local_blocks)) * self._segments.shape[0] * self._segments.shape[2]
+
+    def forget(self, peer: PeerCard) -> None:
+        if mapping := self._peers.pop(peer.sender, None):
+            mapping.segments = np.empty((0, 0, 0), np.uint8)
+            mapping.memory.close()
+
+    def progress(self) -> None:
+        """Nothing to do: readers map the memory themselves."""
+
+    def close(self) -> None:
+        for mapping in self._peers.values():
+            mapping.segments = np.empty((0, 0, 0), np.uint8)
+            with contextlib.suppress(BufferError):
+                mapping.memory.close()
+        self._peers.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _mapping(self, peer: PeerCard) -> _Mapping:
+        """The peer's pool, mapped once. A dead peer's memory outlives it here, so its process is asked for first."""
+        try:
+            address = msgspec.msgpack.decode(peer.address, type=_Address)
+            if _start_time(address.pid) != address.started:
+                raise KvTransferError(f"{peer.sender} is gone (its pid {address.pid} belongs to another process)")
+            if peer.sender not in self._peers:
+                self._peers[peer.sender] = self._map(peer, address)
+        except (OSError, msgspec.DecodeError, ValueError) as error:
+            raise KvTransferError(f"cannot map the KV pool of {peer.sender}: {error}") from error
+        return self._peers[peer.sender]
+
+    def _map(self, peer: PeerCard, address: _Address) -> _Mapping:
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(fd, address.nbytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        shape = (self._segments.shape[0], peer.num_blocks, self._segments.shape[2])
+        return _Mapping(memory, np.frombuffer(memory, np.uint8).reshape(shape))
+
+
+def _start_time(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[19])
+
+
+def _common_runs(remote: np.ndarray, local: np.ndarray) -> list[tuple[int, int]]:
+    """(start, length) of stretches where both id lists grow by one: one copy each."""
+    breaks = np.flatnonzero((np.diff(remote) != 1) | (np.diff(local) != 1)) + 1
+    starts = np.concatenate(([0], breaks)) if len(remote) else np.empty(0, np.int64)
+    ends = np.concatenate((breaks, [len(remote)])) if len(remote) else starts
+    return [(int(start), int(end - start)) for start, end in zip(starts, ends, strict=True)]
