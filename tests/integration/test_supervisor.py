@@ -1,4 +1,4 @@
-"""`up` with small stand-ins for frontend and workers: it loads, reports, drains, and leaves nothing behind."""
+"""`up` with small stand-ins for frontend and workers: it loads, reports, drains, and leaves nothing."""
 
 import argparse
 import asyncio
@@ -40,6 +40,7 @@ parser.add_argument("--disaggregation-mode")
 parser.add_argument("--crash-role")
 parser.add_argument("--unready-role")
 parser.add_argument("--stubborn-role")
+parser.add_argument("--detach-child", action="store_true")
 args, _ = parser.parse_known_args()
 role = args.disaggregation_mode or "frontend"
 
@@ -52,7 +53,8 @@ if role == args.stubborn_role:
 else:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 if role != "frontend":
-    child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+    pause = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+    child = subprocess.Popen(pause, start_new_session=args.detach_child)
     print("child", child.pid, flush=True)
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -266,10 +268,10 @@ async def test_a_command_that_does_not_exist_is_reported(start_up: StartUp) -> N
 
 
 async def test_the_startup_timeout_names_who_is_late(start_up: StartUp) -> None:
-    up = await start_up(worker_args=("--unready-role", "prefill"), startup_timeout=2.0)
+    up = await start_up(worker_args=("--unready-role", "prefill"), startup_timeout=3.0)
 
     assert await up.ends() == 1
-    assert "not ready after 2 s: prefill-0\n" in up.errors
+    assert "not ready after 3 s: prefill-0\n" in up.errors
     assert f"{up.run_dir}/prefill-0.log): child" in up.errors
     assert nothing_runs(up.run_dir)
 
@@ -317,7 +319,7 @@ async def test_a_dead_frontend_ends_everything(start_up: StartUp) -> None:
 
 
 async def test_who_ignores_the_order_to_stop_is_killed_and_named(start_up: StartUp) -> None:
-    up = await start_up(worker_args=("--stubborn-role", "prefill"), stop_timeout=1.0)
+    up = await start_up(worker_args=("--stubborn-role", "prefill"), stop_timeout=2.0)
     await up.ready_line()
     exits = Exits(up.all_pids())
 
@@ -325,7 +327,9 @@ async def test_who_ignores_the_order_to_stop_is_killed_and_named(start_up: Start
 
     assert await up.ends() == 1
     await exits.all_seen()
-    assert "after the order to stop, killed: prefill-0" in up.errors
+    assert "after the order to stop, killed: prefill-0\n" in up.errors
+    assert "frontend pid" in up.errors
+    assert up.errors.count("exited (exit code 0)") == 2
 
 
 async def test_the_second_interrupt_kills_at_once(start_up: StartUp) -> None:
@@ -334,15 +338,27 @@ async def test_the_second_interrupt_kills_at_once(start_up: StartUp) -> None:
     exits = Exits(up.all_pids())
 
     up.process.send_signal(signal.SIGINT)
-    await up.says("decode-0 pid")
+    await up.says("interrupt again to kill at once")
     up.process.send_signal(signal.SIGINT)
 
     assert await up.ends() == 1
     await exits.all_seen()
 
 
-async def test_kill_9_of_up_leaves_no_orphan(start_up: StartUp) -> None:
-    up = await start_up(worker_args=("--stubborn-role", "prefill"))
+async def test_a_clean_stop_takes_children_in_other_sessions_along(start_up: StartUp) -> None:
+    up = await start_up(worker_args=("--detach-child",))
+    await up.ready_line()
+    exits = Exits(up.all_pids())
+
+    up.process.terminate()
+
+    assert await up.ends() == 0
+    await exits.all_seen()
+
+
+@pytest.mark.parametrize("worker_args", [("--stubborn-role", "prefill"), ("--detach-child",)])
+async def test_kill_9_of_up_leaves_no_orphan(start_up: StartUp, worker_args: tuple[str, ...]) -> None:
+    up = await start_up(worker_args=worker_args)
     await up.ready_line()
     exits = Exits(up.all_pids())
 

@@ -13,7 +13,7 @@ import inspect
 import random
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 # One conversation: (role, text) in the order in which they were said.
@@ -27,11 +27,9 @@ REMARKS = ("Note:", "New in", "Changed in", "Deprecated since")
 SIGNATURE = re.compile(r"^[\w.]+\(.*\)( -> .*)?$")
 CODE_LINES = 12
 ANSWER_CHARS = 600
+PASSAGE_CHARS = 1500
 
-MODULES = """
-asyncio bisect collections contextlib copy csv dataclasses datetime enum functools glob heapq itertools json math
-os.path pathlib pickle queue random re secrets shutil string subprocess tempfile textwrap threading time zlib
-""".split()
+MODULES = ["asyncio", "bisect", "collections", "contextlib", "copy", "csv", "dataclasses", "datetime", "enum", "functools", "glob", "heapq", "itertools", "json", "math", "os.path", "pathlib", "pickle", "queue", "random", "re", "secrets", "shutil", "string", "subprocess", "tempfile", "textwrap", "threading", "time", "zlib"]
 TYPES = (str, list, dict, set, tuple, int, float, bytes)
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer questions about Python.", "Be brief.")
@@ -90,19 +88,41 @@ class Article:
 
     @property
     def passage(self) -> str:
-        return "\n\n".join((self.title, *self.paragraphs))
+        return "\n\n".join((self.title, *opening(self.paragraphs, PASSAGE_CHARS)))
+
+    @property
+    def is_longer_than_its_answer(self) -> bool:
+        return len(self.passage) > len(self.title) + len(self.answer) + 2
 
     @property
     def answer(self) -> str:
-        """The opening paragraphs, whole, as many as fit."""
-        chosen = [self.paragraphs[0]]
-        for paragraph in self.paragraphs[1:]:
-            if sum(map(len, chosen)) + len(paragraph) > ANSWER_CHARS:
-                break
-            chosen.append(paragraph)
+        """Opens with the title: copying it from the question is what ties the two together early in training."""
+        chosen = opening(self.paragraphs, ANSWER_CHARS)
+        while len(chosen) > 1 and chosen[-1].endswith(":"):
+            chosen.pop()
+        return f"{self.title}: " + "\n\n".join(chosen)
+
+    @property
+    def is_longer_than_its_answer(self) -> bool:
+        return len(self.passage) > len(self.title) + len(self.answer) + 2
+
+    @property
+    def answer(self) -> str:
+        chosen = opening(self.paragraphs, ANSWER_CHARS)
         while len(chosen) > 1 and chosen[-1].endswith(":"):
             chosen.pop()
         return "\n\n".join(chosen)
+
+
+def opening(paragraphs: Sequence[str], limit: int) -> list[str]:
+    """The first paragraphs, whole, as many as fit into `limit` characters, but at least one."""
+    chosen, room = [paragraphs[0]], limit - len(paragraphs[0])
+    for paragraph in paragraphs[1:]:
+        room -= len(paragraph)
+        if room < 0:
+            break
+        chosen.append(paragraph)
+    return chosen
 
 
 def articles() -> list[Article]:
@@ -143,7 +163,9 @@ def drop_announcement(section: list[str]) -> None:
 
 def spoken(title: str) -> tuple[str, ...]:
     """A heading as it would stand inside a question, without and with its quotation marks."""
-    words = [word.lower() if word.istitle() and not hasattr(builtins, word) else word for word in title.split()]
+    words = [
+        word.lower() if word.istitle() and not hasattr(builtins, word) else word for word in title.split()
+    ]
     quoted = " ".join(words)
     return quoted.replace('"', ""), quoted
 

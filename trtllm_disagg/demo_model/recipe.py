@@ -27,9 +27,10 @@ class Recipe:
     head_dim: int = 64
     max_positions: int = 4096
     window: int = 256
-    batch: int = 8
-    steps: int = 220
+    batch: int = 4
+    steps: int = 300
     long_share: float = 0.15
+    matrix_learning_rate: float = 2e-2
     learning_rate: float = 3e-3
     warmup_steps: int = 20
     weight_decay: float = 0.1

@@ -13,7 +13,13 @@ from trtllm_disagg.demo_model.recipe import Recipe
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BOS, EOS, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>")
+BOS, EOS, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = (
+    "<|bos|>",
+    "<|eos|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+)
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"

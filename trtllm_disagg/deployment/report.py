@@ -30,5 +30,6 @@ def late_report(processes: Iterable[ManagedProcess], timeout: float) -> str:
     return "\n".join(lines)
 
 
-def leftovers_report(names: Iterable[str], waited: float) -> str:
-    return f"still running {waited:.1f} s after the order to stop, killed: {', '.join(names)}"
+def leftovers_report(processes: Iterable[ManagedProcess], waited: float) -> str:
+    names = ", ".join(process.name for process in processes)
+    return f"still running {waited:.1f} s after the order to stop, killed: {names}"

@@ -47,7 +47,7 @@ async def running_deployment(
     """
     supervisor = prepare(config, status or SilentStatus())
     try:
-        await _start(supervisor)
+        await _load(supervisor)
         try:
             yield Deployment(supervisor)
         finally:
@@ -72,10 +72,9 @@ def deployment_in_background(config: DeploymentConfig, status: Status | None = N
         loop.close()
 
 
-async def _start(supervisor: Supervisor) -> None:
+async def _load(supervisor: Supervisor) -> None:
     try:
-        await supervisor.start()
-        await supervisor.wait_until_ready()
+        await supervisor.load()
     except DeploymentFailedError:
         await supervisor.abandon()
         raise

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from trtllm_disagg.deployment.errors import DeploymentFailedError
+from trtllm_disagg.deployment.first_of import first_of
 from trtllm_disagg.deployment.plan import DeploymentConfig, plan, worker_total
 from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
 from trtllm_disagg.deployment.run_dir import RunDir
@@ -31,8 +32,7 @@ async def serve(config: DeploymentConfig, status: Status) -> int:
     supervisor = prepare(config, status)
     with Interrupts().listening() as interrupts:
         try:
-            await supervisor.start()
-            if await interrupts.allow(supervisor.wait_until_ready()):
+            if await interrupts.allow(supervisor.load()):
                 print(supervisor.config.ready_line, flush=True)
                 await interrupts.allow(supervisor.watch())
             status.note("stopping; interrupt again to kill at once")
@@ -65,19 +65,9 @@ class Interrupts:
                 loop.remove_signal_handler(number)
 
     async def allow(self, work: Coroutine[None, None, None]) -> bool:
-        """Does `work` until its end or the first interrupt. Whether it came to its end."""
-        task = asyncio.create_task(work)
-        stopped = asyncio.create_task(self.stop.wait())
-        try:
-            await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            finished = task.done()
-            task.cancel()
-            stopped.cancel()
-            await asyncio.gather(task, stopped, return_exceptions=True)
-        if finished:
-            task.result()
-        return finished
+        """Does `work` until its end or the first interrupt. Whether nobody interrupted."""
+        interrupted = await first_of(work, self.stop.wait())
+        return not interrupted
 
     def _interrupted(self) -> None:
         (self.hurry if self.stop.is_set() else self.stop).set()

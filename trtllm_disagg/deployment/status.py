@@ -68,16 +68,18 @@ class TableStatus:
     def loading(self, processes: Sequence[ManagedProcess]) -> Iterator[None]:
         from rich.live import Live
 
-        with Live(console=self.console, get_renderable=lambda: process_table(processes)) as self._live:
-            yield
-        self._live = None
+        try:
+            with Live(console=self.console, get_renderable=lambda: process_table(processes)) as self._live:
+                yield
+        finally:
+            self._live = None
 
     def changed(self, process: ManagedProcess) -> None:
         if self._live is None:
             self._plain.changed(process)
 
     def note(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def status_for(stream: TextIO = sys.stderr) -> Status:
@@ -88,7 +90,7 @@ def process_table(processes: Sequence[ManagedProcess]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, expand=True)
     for heading in ("process", "role", "pid", "state", "elapsed"):
         table.add_column(heading, no_wrap=True)
     table.add_column("last log line", no_wrap=True, overflow="ellipsis", ratio=1)

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 
 from trtllm_disagg.deployment.errors import DeploymentFailedError
+from trtllm_disagg.deployment.first_of import first_of
 from trtllm_disagg.deployment.guardian import MARK_VARIABLE, kill_marked, start_guardian, stop_guardian
 from trtllm_disagg.deployment.plan import PER_PROCESS_ENV, STOP_ORDER, DeploymentConfig, ProcessSpec, Role
 from trtllm_disagg.deployment.probe import is_ready
@@ -21,10 +22,11 @@ from trtllm_disagg.deployment.status import Status
 PROBE_SECONDS = 0.1
 ABANDON_SECONDS = 5.0
 KILL_SWEEPS = 50
+FAIR_SECONDS = 3.0
 
 
 class Supervisor:
-    """Owns the processes from `start` to `kill`; whoever calls `start` calls `kill` too, whatever happens."""
+    """Owns the processes from `load` to `kill`; whoever calls `load` calls `kill` too, whatever happens."""
 
     def __init__(
         self, config: DeploymentConfig, specs: Sequence[ProcessSpec], run_dir: RunDir, status: Status
@@ -39,31 +41,22 @@ class Supervisor:
         self._deaths: asyncio.Queue[ManagedProcess] = asyncio.Queue()
         self._stopping = False
 
-    async def start(self) -> None:
-        """All processes, without waiting in between: they wait for one another themselves."""
-        self._guardian = start_guardian(self._mark)
-        for process in self.processes:
-            await self._start(process)
+    async def load(self) -> None:
+        """Starts everything and waits until a request can be served.
 
-    async def wait_until_ready(self) -> None:
-        """Until a request can be served. A death or the startup timeout is a `DeploymentFailedError`."""
-        ready = asyncio.gather(*(self._becomes_ready(process) for process in self.processes))
-        death = asyncio.create_task(self._deaths.get())
-        try:
-            with self._status.loading(self.processes):
-                await asyncio.wait(
-                    (ready, death), timeout=self.config.startup_timeout, return_when=asyncio.FIRST_COMPLETED
-                )
-        finally:
-            finished = ready.done()
-            ready.cancel()
-            death.cancel()
-            await asyncio.gather(ready, death, return_exceptions=True)
-        if not death.cancelled():
-            raise DeploymentFailedError(death_report(death.result(), "before the deployment was ready"))
-        if not finished:
+        A death or the startup timeout is a `DeploymentFailedError`.
+        """
+        self._guardian = start_guardian(self._mark)
+        with self._status.loading(self.processes):
+            for process in self.processes:
+                await self._start(process)
+            outcome = await first_of(
+                self._all_ready(), self._deaths.get(), timeout=self.config.startup_timeout
+            )
+        if isinstance(outcome, ManagedProcess):
+            raise DeploymentFailedError(death_report(outcome, "before the deployment was ready"))
+        if outcome is None:
             raise DeploymentFailedError(late_report(self.processes, self.config.startup_timeout))
-        ready.result()
 
     async def watch(self) -> None:
         """Reports workers that die and goes on without them. Returns never; without frontend it fails."""
@@ -119,6 +112,10 @@ class Supervisor:
         if not self._stopping:
             self._deaths.put_nowait(process)
 
+    async def _all_ready(self) -> bool:
+        await asyncio.gather(*(self._becomes_ready(process) for process in self.processes))
+        return True
+
     async def _becomes_ready(self, process: ManagedProcess) -> None:
         while True:
             if await is_ready(process.spec, self.config):
@@ -129,27 +126,31 @@ class Supervisor:
         self, waves: Iterable[Sequence[Role]], timeout: float, hurry: asyncio.Event | None
     ) -> bool:
         self._stopping = True
-        began = time.monotonic()
+        hurry = hurry or asyncio.Event()
+        deadline = time.monotonic() + timeout
+        fair = min(timeout, FAIR_SECONDS)
         running = [process for process in self.processes if process.is_running]
         for roles in waves:
             wave = [process for process in running if process.role in roles]
-            await self._stop_wave(wave, began + timeout - time.monotonic(), hurry or asyncio.Event())
-        leftovers = [process.name for process in running if process.is_running]
-        if leftovers:
-            self._status.note(leftovers_report(leftovers, time.monotonic() - began))
+            # A wave that used up all the time is no reason to kill the next one.
+            await self._stop_wave(wave, max(deadline - time.monotonic(), fair), hurry)
         await self.kill()
         return all(process.ended_well for process in running)
 
     async def _stop_wave(self, wave: Sequence[ManagedProcess], timeout: float, hurry: asyncio.Event) -> None:
+        began = time.monotonic()
         for process in wave:
             process.terminate()
             self._changed(process)
-        gone = asyncio.gather(*(asyncio.shield(self._watchers[process]) for process in wave))
-        hurried = asyncio.create_task(hurry.wait())
-        await asyncio.wait((gone, hurried), timeout=max(0, timeout), return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        hurried.cancel()
-        await asyncio.gather(gone, hurried, return_exceptions=True)
+        await first_of(self._gone(wave), hurry.wait(), timeout=timeout)
+        leftovers = [process for process in wave if process.is_running]
+        if leftovers:
+            self._status.note(leftovers_report(leftovers, time.monotonic() - began))
+        for process in leftovers:
+            process.kill()
+
+    async def _gone(self, processes: Iterable[ManagedProcess]) -> None:
+        await asyncio.gather(*(asyncio.shield(self._watchers[process]) for process in processes))
 
     def _change(self, process: ManagedProcess, state: State) -> None:
         if process.is_running:

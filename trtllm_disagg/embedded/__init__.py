@@ -4,6 +4,8 @@ Same names, fields, defaults and errors as `tensorrt_llm`, for the subset that t
 does not import torch; the model runs in a process of its own.
 """
 
+from typing import Any
+
 from trtllm_disagg.embedded.disaggregated_params import (
     DisaggregatedParams,
     DisaggScheduleStyle,
@@ -55,3 +57,10 @@ __all__ = [
     "SchedulingParams",
     "get_global_disagg_request_id",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The rest of TensorRT-LLM's names, for clients that find this very module in the place of `tensorrt_llm`."""
+    from trtllm_disagg.embedded.mount import find_name
+
+    return find_name(name)

@@ -151,37 +151,43 @@ class StepLayout:
         offset = span.start - (span.context - span.num_queries)  # packed index = position + offset
         begin = span.context - span.num_queries
         while begin < span.context:
-            end = min(span.context, begin - begin % TILE + TILE)
+            tile_start = begin - begin % TILE
+            end = min(span.context, tile_start + TILE)
             rows = slice(begin + offset, end + offset)
             # A windowed tile starts at an absolute multiple as well, for the same sums in the same order.
-            first = max(0, begin - begin % TILE - window + 1) // TILE * TILE if window else 0
-            tile, mask = query[rows], self._mask(begin, end, first, window or 0)
-            if len(tile) == 1:
-                # One query alone takes another kernel, with other bits; two do not.
-                tile, mask = tile.expand(2, -1, -1), mask.expand(2, -1)
+            first = max(0, tile_start - window + 1) // TILE * TILE if window else 0
             attended = scaled_dot_product_attention(
-                tile.transpose(0, 1)[None],
+                _at_its_place(query[rows], begin - tile_start).transpose(0, 1)[None],
                 k[:, :, first:end],
                 v[:, :, first:end],
-                attn_mask=mask,
+                attn_mask=self._mask(tile_start, first, end, window or 0),
                 scale=scale,
                 enable_gqa=grouped,
             )
-            out[rows] = attended[0].transpose(0, 1)[: end - begin]
+            out[rows] = attended[0, :, begin - tile_start : end - tile_start].transpose(0, 1)
             begin = end
 
-    def _mask(self, begin: int, end: int, first: int, window: int) -> torch.Tensor:
-        """(end - begin, end - first), True where a query may look; the same for every layer of the step."""
-        key = (begin, end, first, window)
+    def _mask(self, tile_start: int, first: int, end: int, window: int) -> torch.Tensor:
+        """(TILE, end - first), True where a query may look; the same for every layer of the step."""
+        key = (tile_start, first, end, window)
         if key not in self._masks:
             device = self.pool.kv.device
-            queries = torch.arange(begin, end, device=device)[:, None]
+            queries = torch.arange(tile_start, tile_start + TILE, device=device)[:, None]
             positions = torch.arange(first, end, device=device)[None]
             mask = positions <= queries
             if window:
                 mask &= positions > queries - window
             self._masks[key] = mask
         return self._masks[key]
+
+
+def _at_its_place(queries: torch.Tensor, row: int) -> torch.Tensor:
+    """A whole tile with these queries from `row` on: matrix kernels depend on the number of rows, and on which."""
+    if len(queries) == TILE:
+        return queries
+    tile = queries.new_zeros(TILE, *queries.shape[1:])
+    tile[row : row + len(queries)] = queries
+    return tile
 
 
 def paged_attention(
@@ -198,7 +204,9 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query (1, heads, tokens, dim) -> (1, tokens, heads, dim)."""
     if unknown := {name for name, given in others.items() if given is not None} - _HARMLESS:
-        raise NotImplementedError(f"attention options {sorted(unknown)} are not served by the embedded engine")
+        raise NotImplementedError(
+            f"attention options {sorted(unknown)} are not served by the embedded engine"
+        )
     layer = module.layer_idx
     assert isinstance(layer, int)
     out = paged.attend(

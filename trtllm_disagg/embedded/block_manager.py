@@ -26,7 +26,9 @@ def block_key(parent: bytes, tokens: Seq[int], salt: bytes = b"") -> bytes:
 
 
 class BlockManager:
-    def __init__(self, num_blocks: int, tokens_per_block: int, *, enable_reuse: bool, events: KvEventLog) -> None:
+    def __init__(
+        self, num_blocks: int, tokens_per_block: int, *, enable_reuse: bool, events: KvEventLog
+    ) -> None:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
         self._enable_reuse = enable_reuse
@@ -155,7 +157,9 @@ class BlockManager:
         if sum(map(len, states)) != self.num_blocks or len(set().union(*states)) != self.num_blocks:
             counts = dict(zip(("free", "cached", "used", "quarantined"), map(len, states), strict=True))
             raise EngineError(f"KV block accounting is broken: {counts} of {self.num_blocks}")
-        if {block: key for key, block in self._block_of.items()} != self._key_of or set(self._free) & set(self._key_of):
+        if {block: key for key, block in self._block_of.items()} != self._key_of or set(self._free) & set(
+            self._key_of
+        ):
             raise EngineError("KV prefix index is broken")
 
 

@@ -137,6 +137,11 @@ class EngineCore:
     # -- one step
 
     @property
+    def num_active(self) -> int:
+        """Requests that wait or run, and leases."""
+        return len(self.scheduler.waiting) + self.scheduler.num_active + self.transfers.num_leases
+
+    @property
     def has_work(self) -> bool:
         """False when only a new command or a finished transfer can change anything."""
         return self.scheduler.has_runnable or bool(self._outputs)
@@ -155,7 +160,7 @@ class EngineCore:
             self._run(rows)
         stats = self._stats.of_step(rows, self.scheduler, self.blocks, time.perf_counter() - started)
         outputs, self._outputs = self._outputs, []
-        return StepReport(outputs, self._events.take(), stats)
+        return StepReport(outputs, self.num_active, self._events.take(), stats)
 
     def seconds_to_deadline(self) -> float | None:
         """Until a lease ends by itself; None when none is held."""
@@ -267,7 +272,11 @@ class EngineCore:
         self._accept(sequence, sequence.handoff.first_gen_tokens[0], first_logprobs)
 
     def _quarantine(self, sequence: Sequence, pull: Pull) -> None:
-        log.error("%d KV blocks are lost until restart: a late read of %s may land", len(pull.local), pull.handle.sender)
+        log.error(
+            "%d KV blocks are lost until restart: a late read of %s may land",
+            len(pull.local),
+            pull.handle.sender,
+        )
         self.blocks.quarantine(pull.local)
         lost = set(pull.local)
         sequence.blocks = [block for block in sequence.blocks if block not in lost]

@@ -43,6 +43,7 @@ class CoreProcess:
         self._reports.setsockopt(zmq.LINGER, 1000)
         self._reports.connect(start.report_address)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._num_active = 0
         self._poller = zmq.Poller()
         self._poller.register(self._commands, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -66,7 +67,8 @@ class CoreProcess:
                     case _:
                         _apply(core, command)
             report: StepReport = core.step()
-            if report.outputs or report.events or report.stats:
+            if report.outputs or report.events or report.stats or report.num_active != self._num_active:
+                self._num_active = report.num_active
                 self.report(report)
 
     def close(self) -> None:

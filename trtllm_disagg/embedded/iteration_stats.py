@@ -66,11 +66,14 @@ class IterationStats:
                     "microBatchId": 0,
                     "avgNumDecodedTokensPerIter": 1.0,
                     "numCtxKvTokens": sum(r.sequence.num_computed for r in context),
-                    "numGenKvTokens": sum(r.sequence.num_computed for r in rows) - sum(r.sequence.num_computed for r in context),
+                    "numGenKvTokens": sum(r.sequence.num_computed for r in rows)
+                    - sum(r.sequence.num_computed for r in context),
                     "numQueuedContextRequests": sum(s.handle is None for s in scheduler.waiting),
                     "numQueuedCtxTokens": sum(s.num_prompt for s in scheduler.waiting if s.handle is None),
                     "numQueuedGenRequests": sum(s.handle is not None for s in scheduler.waiting),
-                    "numQueuedGenKvTokens": sum(s.num_prompt for s in scheduler.waiting if s.handle is not None),
+                    "numQueuedGenKvTokens": sum(
+                        s.num_prompt for s in scheduler.waiting if s.handle is not None
+                    ),
                     "numPausedKvTokens": 0,
                 },
                 # Ours: running totals that prove who prefilled and who decoded.

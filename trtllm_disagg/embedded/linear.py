@@ -19,7 +19,9 @@ class PackedLinear(nn.Module):
         # Model code looks at weight.dtype.
         self.weight = linear.weight
         self._bias = None if linear.bias is None else linear.bias.detach()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), _HINT_ROWS)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(
+            linear.weight.detach().contiguous(), _HINT_ROWS
+        )
         self._pad_single_row = linear.weight.dtype == torch.float32
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pydantic
 from trtllm_disagg.embedded import request as checks
 from trtllm_disagg.embedded.core_client import CoreClient
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
+from trtllm_disagg.embedded.feed import Feed
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.messages import AbortRequest, AddRequest, StepReport, TokenOutput
 from trtllm_disagg.embedded.result import RequestError, RequestOutput
@@ -67,11 +67,13 @@ class LLM:
             log.info("these settings have no effect on the embedded engine: %s", ", ".join(ignored))
         if not (Path(self.args.model) / "config.json").is_file():
             raise ConfigError.bad_value("model", str(self.args.model), "a directory with a config.json")
+        #: As of the last step: requests that wait or run, and prompts whose KV is held (embedded engine only).
+        self.num_active_requests = 0
         self._results: dict[int, RequestOutput] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
-        self._events: deque[dict[str, Any]] = deque(maxlen=self.args.kv_cache_config.event_buffer_max_size)
-        self._stats: deque[dict[str, Any]] = deque(maxlen=_bound(self.args.max_stats_len))
+        self._events = Feed(self.args.kv_cache_config.event_buffer_max_size)
+        self._stats = Feed(None if self.args.max_stats_len < 0 else self.args.max_stats_len)
         self._fatal_error: BaseException | None = None
         self._shut_down = False
         self._core = CoreClient(
@@ -164,17 +166,17 @@ class LLM:
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """Events since the last call; empty unless kv_cache_config.event_buffer_max_size is set."""
-        return _drain(self._events)
+        return self._events.take()
 
-    async def get_kv_cache_events_async(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        return await self._poll(self._events, timeout)
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
+        return self._events.wait(timeout)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """One dict per engine step since the last call; empty unless enable_iter_perf_stats is set."""
-        return _drain(self._stats)
+        return self._stats.take()
 
-    async def get_stats_async(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        return await self._poll(self._stats, timeout)
+    def get_stats_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
+        return self._stats.wait(timeout)
 
     def get_kv_cache_capacity(self) -> dict[str, int]:
         return {
@@ -238,6 +240,7 @@ class LLM:
 
     def _on_report(self, report: StepReport) -> None:
         """Receiver thread. One wake-up of each event loop per step, however many requests got tokens."""
+        self.num_active_requests = report.num_active
         self._events.extend(report.events)
         self._stats.extend(report.stats)
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestOutput, TokenOutput]]] = {}
@@ -274,12 +277,6 @@ class LLM:
             elif not result.loop.is_closed():
                 result.loop.call_soon_threadsafe(result.deliver, failure)
 
-    async def _poll(self, source: deque[dict[str, Any]], timeout: float | None) -> list[dict[str, Any]]:
-        """What is there; or, when nothing is, what came within `timeout` seconds."""
-        if not source and timeout:
-            await asyncio.sleep(min(timeout, 0.01))
-        return _drain(source)
-
 
 def _call(
     loop: asyncio.AbstractEventLoop, deliveries: list[tuple[RequestOutput, TokenOutput]]
@@ -290,14 +287,6 @@ def _call(
 
     if not loop.is_closed():
         loop.call_soon_threadsafe(deliver)
-
-
-def _drain(source: deque[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [source.popleft() for _ in range(len(source))]
-
-
-def _bound(size: int) -> int | None:
-    return None if size < 0 else size
 
 
 def _plain(value: Any) -> Any:

@@ -36,9 +36,7 @@ class SamplingSpec(msgspec.Struct, frozen=True):
 
     @property
     def has_penalties(self) -> bool:
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class ReceivedHandoff(msgspec.Struct, frozen=True):
@@ -102,6 +100,8 @@ class StepReport(msgspec.Struct, tag="step"):
     """All that one step of the engine has to say; one message a step, however many requests ran."""
 
     outputs: list[TokenOutput]
+    #: Requests that wait or run, and prompts whose KV is held for another engine.
+    num_active: int = 0
     events: list[dict[str, Any]] = []
     stats: list[dict[str, Any]] = []
 

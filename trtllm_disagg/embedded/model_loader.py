@@ -43,7 +43,9 @@ def read_shape(directory: Path, dtype: str) -> ModelShape:
     config = _read_json(directory / "config.json")
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ConfigError.bad_value(f"{directory}/config.json model_type", family, f"one of {', '.join(FAMILIES)}")
+        raise ConfigError.bad_value(
+            f"{directory}/config.json model_type", family, f"one of {', '.join(FAMILIES)}"
+        )
     if not list(directory.glob("*.safetensors")):
         raise ConfigError(f"model: {directory} holds no *.safetensors file")
     heads = int(config["num_attention_heads"])
@@ -80,7 +82,10 @@ def load_model(directory: Path, shape: ModelShape, device: torch.device) -> torc
     if packing_works():
         pack_linears(model)
     else:
-        log.warning("oneDNN weight packing does not work with torch %s: slower, and not batch-invariant", torch.__version__)
+        log.warning(
+            "oneDNN weight packing does not work with torch %s: slower, and not batch-invariant",
+            torch.__version__,
+        )
     return model  # type: ignore[no-any-return]
 
 
@@ -95,7 +100,9 @@ def _end_ids(directory: Path, config: dict[str, Any]) -> list[int]:
 def _dtype(config: dict[str, Any], wanted: str) -> torch.dtype:
     name = wanted if wanted != "auto" else config.get("dtype") or config.get("torch_dtype") or "float32"
     if name not in _DTYPES:
-        raise ConfigError.bad_value("dtype", name, f"auto or one of {', '.join(_DTYPES)} on the embedded engine")
+        raise ConfigError.bad_value(
+            "dtype", name, f"auto or one of {', '.join(_DTYPES)} on the embedded engine"
+        )
     return _DTYPES[name]
 
 

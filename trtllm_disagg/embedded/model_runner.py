@@ -22,7 +22,9 @@ class ModelRunner:
         tokens = [
             token
             for row in rows
-            for token in row.sequence.tokens[row.sequence.num_computed : row.sequence.num_computed + row.num_tokens]
+            for token in row.sequence.tokens[
+                row.sequence.num_computed : row.sequence.num_computed + row.num_tokens
+            ]
         ]
         output = self._model(
             input_ids=torch.tensor([tokens], device=self._pool.kv.device),

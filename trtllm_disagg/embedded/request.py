@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
@@ -12,8 +13,17 @@ from trtllm_disagg.embedded.sampling_params import SamplingParams, validate_samp
 Tokenize = Callable[[str], list[int]]
 
 
+@dataclass
+class PreprocessedInputs:
+    """A prompt that needs no tokenizer: list or array of ints."""
+
+    prompt_token_ids: Any
+
+
 def prompt_of(inputs: Any, tokenize: Tokenize) -> tuple[str | None, list[int]]:
     """(text or None, token ids). Raises TypeError for anything but the forms that TensorRT-LLM takes."""
+    if isinstance(inputs, PreprocessedInputs):
+        inputs = inputs.prompt_token_ids
     if isinstance(inputs, dict):
         if inputs.get("prompt_token_ids") is not None:
             return inputs.get("prompt"), [int(t) for t in inputs["prompt_token_ids"]]

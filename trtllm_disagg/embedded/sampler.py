@@ -73,7 +73,9 @@ def _penalise(scores: torch.Tensor, sequence: Sequence) -> None:
     if spec.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(sequence.tokens)), device=scores.device)
         values = scores[seen]
-        scores[seen] = torch.where(values > 0, values / spec.repetition_penalty, values * spec.repetition_penalty)
+        scores[seen] = torch.where(
+            values > 0, values / spec.repetition_penalty, values * spec.repetition_penalty
+        )
     if sequence.num_output and (spec.presence_penalty or spec.frequency_penalty):
         output, counts = torch.tensor(sequence.output, device=scores.device).unique(return_counts=True)
         scores[output] -= spec.presence_penalty + spec.frequency_penalty * counts
@@ -113,7 +115,9 @@ def _logprobs(raw: torch.Tensor, tokens: Seq[int], sequences: Seq[Sequence]) -> 
         rank = int((row > chosen).sum()) + 1
         entry: LogprobEntry = [(tokens[i], float(chosen), rank)]
         top = row.topk(min(count, row.shape[0]))
-        for position, (value, token) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True), 1):
+        for position, (value, token) in enumerate(
+            zip(top.values.tolist(), top.indices.tolist(), strict=True), 1
+        ):
             if token != tokens[i]:
                 entry.append((token, value, position))
         entries[i] = entry[: count + 1]

@@ -29,7 +29,13 @@ class Row:
 
 class Scheduler:
     def __init__(
-        self, blocks: BlockManager, *, max_batch_size: int, max_num_tokens: int, chunk_alignment: int, chunked: bool
+        self,
+        blocks: BlockManager,
+        *,
+        max_batch_size: int,
+        max_num_tokens: int,
+        chunk_alignment: int,
+        chunked: bool,
     ) -> None:
         """`chunk_alignment`: a prefill chunk that does not finish its prompt ends on a multiple of it (tokens)."""
         self._blocks = blocks

@@ -15,7 +15,9 @@ def max_seq_len(args: LlmArgs, shape: ModelShape) -> int:
         return shape.max_positions
     if args.max_seq_len > shape.max_positions:
         raise ConfigError.bad_value(
-            "max_seq_len", args.max_seq_len, f"at most the model's max_position_embeddings {shape.max_positions}"
+            "max_seq_len",
+            args.max_seq_len,
+            f"at most the model's max_position_embeddings {shape.max_positions}",
         )
     return args.max_seq_len
 

@@ -27,7 +27,12 @@ class KvTransfers:
     """One engine's sender and receiver over one transport."""
 
     def __init__(
-        self, transport: KvTransport, layout: KvLayout, num_blocks: int, args: LlmArgs, wake: Callable[[], None]
+        self,
+        transport: KvTransport,
+        layout: KvLayout,
+        num_blocks: int,
+        args: LlmArgs,
+        wake: Callable[[], None],
     ) -> None:
         config = args.cache_transceiver_config
         assert config is not None
@@ -44,7 +49,9 @@ class KvTransfers:
         )
         self._receiver = KvReceiver(transport, layout, timeout_seconds=seconds, on_finished=wake)
         self.description = f"{transport.name} (leases and reads end after {seconds:g} s)"
-        log.info("KV transfer by %s as %s, control channel %s", self.description, self._sender.name, self.endpoint)
+        log.info(
+            "KV transfer by %s as %s, control channel %s", self.description, self._sender.name, self.endpoint
+        )
 
     @property
     def endpoint(self) -> str:

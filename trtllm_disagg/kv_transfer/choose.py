@@ -23,7 +23,9 @@ def create_transport(backend: str) -> KvTransport:
         return _default()
     if backend not in TRANSPORTS:
         raise ConfigError.bad_value(
-            "cache_transceiver_config.backend", backend, f"one of DEFAULT, {', '.join(TRANSPORTS)} on the embedded engine"
+            "cache_transceiver_config.backend",
+            backend,
+            f"one of DEFAULT, {', '.join(TRANSPORTS)} on the embedded engine",
         )
     try:
         return _create(backend)

@@ -124,7 +124,12 @@ class KvReceiver:
     """Pulls on a thread of its own, so the engine steps on; finished pulls wait in `take_finished`."""
 
     def __init__(
-        self, transport: KvTransport, layout: KvLayout, *, timeout_seconds: float, on_finished: Callable[[], None]
+        self,
+        transport: KvTransport,
+        layout: KvLayout,
+        *,
+        timeout_seconds: float,
+        on_finished: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._layout = layout
@@ -192,7 +197,9 @@ class KvReceiver:
     def _load_card(self, handle: KvHandle) -> PeerCard:
         card = self._client.card(handle, _CONTROL_SECONDS)
         if card.sender != handle.sender:
-            raise HandoffRefusedError(f"handoff is from {handle.sender}, but {card.sender} is at {handle.endpoint} now")
+            raise HandoffRefusedError(
+                f"handoff is from {handle.sender}, but {card.sender} is at {handle.endpoint} now"
+            )
         self._layout.require_same(card.layout)
         if card.transport != self._transport.name:
             raise HandoffRefusedError(

@@ -32,7 +32,9 @@ class KvHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: Digest
     prompt: Digest
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
-    blocks: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(max_length=MAX_BLOCKS)]
+    blocks: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(max_length=MAX_BLOCKS)
+    ]
     #: The seed that the first token was drawn with; the rest of the answer goes on with it.
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     #: Prompt tokens that prefill found in its own cache (for the answer's usage).
@@ -60,7 +62,9 @@ def decode_handle(opaque_state: bytes) -> KvHandle:
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise HandoffRefusedError(f"handoff is not readable: {error}") from None
     if handle.version != VERSION:
-        raise HandoffRefusedError(f"handoff has version {handle.version}; this worker speaks version {VERSION}")
+        raise HandoffRefusedError(
+            f"handoff has version {handle.version}; this worker speaks version {VERSION}"
+        )
     if not _ENDPOINT.fullmatch(handle.endpoint):
         raise HandoffRefusedError(f"handoff names endpoint {handle.endpoint!r}; expected tcp://HOST:PORT")
     return handle

@@ -30,7 +30,11 @@ class KvLayout(msgspec.Struct, frozen=True):
     def require_same(self, other: KvLayout) -> None:
         """Raise HandoffRefusedError with one line per differing field."""
         mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
-        differing = [f"{key}: prefill {theirs[key]!r}, decode {mine[key]!r}" for key in mine if mine[key] != theirs[key]]
+        differing = [
+            f"{key}: prefill {theirs[key]!r}, decode {mine[key]!r}"
+            for key in mine
+            if mine[key] != theirs[key]
+        ]
         if differing:
             raise HandoffRefusedError("prefill and decode KV do not fit together: " + "; ".join(differing))
 

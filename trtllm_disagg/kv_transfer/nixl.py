@@ -145,7 +145,12 @@ class NixlTransport:
         return self._remotes[peer.sender]
 
     def _transfer(
-        self, peer: PeerCard, remote: _Remote, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self,
+        peer: PeerCard,
+        remote: _Remote,
+        remote_blocks: np.ndarray,
+        local_blocks: np.ndarray,
+        timeout: float,
     ) -> None:
         assert self._pool is not None
         # NIXL merges neighbours where both id lists grow by one.

@@ -46,7 +46,9 @@ class SharedMemoryTransport:
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
             raise ConfigError.bad_value(
-                "cache_transceiver_config.backend", self.name, "NIXL on a CUDA device; shared memory is for the CPU"
+                "cache_transceiver_config.backend",
+                self.name,
+                "NIXL on a CUDA device; shared memory is for the CPU",
             )
         nbytes = math.prod(shape) * dtype.itemsize
         self._fd = os.memfd_create("trtllm-disagg-kv", os.MFD_CLOEXEC)
@@ -93,7 +95,9 @@ class SharedMemoryTransport:
         try:
             address = msgspec.msgpack.decode(peer.address, type=_Address)
             if _start_time(address.pid) != address.started:
-                raise KvTransferError(f"{peer.sender} is gone (its pid {address.pid} belongs to another process)")
+                raise KvTransferError(
+                    f"{peer.sender} is gone (its pid {address.pid} belongs to another process)"
+                )
             if peer.sender not in self._peers:
                 self._peers[peer.sender] = self._map(peer, address)
         except (OSError, msgspec.DecodeError, ValueError) as error:

@@ -28,8 +28,10 @@ from trtllm_disagg.embedded.llm_args import (
 )
 from trtllm_disagg.testing.recording_result import KvStore, RequestOutput, Script
 from trtllm_disagg.testing.recording_types import (
+    DEFAULT_REQUEST_PRIORITY,
     CompletionOutput,
     DisaggregatedParams,
+    DisaggScheduleStyle,
     GuidedDecodingParams,
     Logprob,
     RequestError,
@@ -40,6 +42,7 @@ from trtllm_disagg.testing.recording_types import (
 )
 
 __all__ = [
+    "DEFAULT_REQUEST_PRIORITY",
     "LLM",
     "CacheTransceiverConfig",
     "Call",
@@ -47,6 +50,7 @@ __all__ = [
     "CompletionOutput",
     "ContextChunkingPolicy",
     "CudaGraphConfig",
+    "DisaggScheduleStyle",
     "DisaggregatedParams",
     "DynamicBatchConfig",
     "GuidedDecodingParams",
@@ -153,7 +157,7 @@ class LLM:
         scheduling_params: SchedulingParams | None = None,
         conversation_params: Any = None,
         cache_salt: str | None = None,
-        priority: float = 0.5,
+        priority: float = DEFAULT_REQUEST_PRIORITY,
     ) -> RequestOutput:
         if self.is_shut_down:
             raise RuntimeError("LLM is shutting down")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, fields
+from enum import IntEnum
 from typing import Any
 
+DEFAULT_REQUEST_PRIORITY = 0.5
 _REQUEST_TYPES = ("context_only", "generation_only", "context_and_generation")
 _FIRST_GLOBAL_ID = 1 << 40
 #: Never made by `scripted_token`; put it into a script to end an answer.
@@ -88,6 +90,11 @@ class SchedulingParams:
     attention_dp_relax: bool | None = None
 
 
+class DisaggScheduleStyle(IntEnum):
+    CONTEXT_FIRST = 0
+    GENERATION_FIRST = 1
+
+
 @dataclass(slots=True, kw_only=True)
 class DisaggregatedParams:
     request_type: str | None = None
@@ -100,7 +107,7 @@ class DisaggregatedParams:
     disagg_request_id: int | None = None
     ctx_dp_rank: int | None = None
     ctx_info_endpoint: Any = None
-    schedule_style: Any = None
+    schedule_style: DisaggScheduleStyle | None = None
     first_gen_log_probs: list[Any] | None = None
     first_gen_logits: list[Any] | None = None
     mrope_position_ids_handle: dict[str, Any] | None = None

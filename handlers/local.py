@@ -1,0 +1,150 @@
+"""The phases that run on this worker's own engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from trtllm_disagg.engine import Engine
+from trtllm_disagg.errors import (
+    DisaggError,
+    EngineError,
+    InvalidRequestError,
+    KvTransferError,
+    PeerUnavailableError,
+    RequestCancelledError,
+)
+from trtllm_disagg.handlers.cancellation import abort_when_stopped
+from trtllm_disagg.handlers.outputs import OutputCursor
+from trtllm_disagg.types import (
+    GenerateRequest,
+    Handoff,
+    PrefillResult,
+    RequestContext,
+    TokenChunk,
+)
+from trtllm_disagg.wire import encode_disaggregated_params
+
+
+class LocalPrefill:
+    """context_only: the prompt's KV, and the first token."""
+
+    def __init__(self, engine: Engine, *, sees_callers_max_tokens: bool = True) -> None:
+        """Dynamo's router replaces max_tokens by 1 before it calls prefill; then it says nothing about the caller."""
+        self._engine = engine
+        self._sees_callers_max_tokens = sees_callers_max_tokens
+
+    async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
+        result = self._engine.start_prefill(request)
+        async with abort_when_stopped(result, context):
+            with _request_errors(self._engine):
+                await result.aresult()
+        chunk = OutputCursor(len(request.token_ids)).advance(result)
+        if chunk is None or chunk.finish_reason == "cancelled":
+            raise RequestCancelledError("the client left during prefill")
+        if self._is_final(request, chunk):
+            result.abort()  # its KV is of no use to anyone
+            return Handoff(chunk, None)
+        return self._handoff(result, chunk)
+
+    def _is_final(self, request: GenerateRequest, chunk: TokenChunk) -> bool:
+        """`length` is what every context_only request ends with; it is final only if the caller wanted one token."""
+        if chunk.finish_reason not in ("length", "not_finished"):
+            return True
+        return self._sees_callers_max_tokens and request.stop.max_tokens == 1
+
+    def _handoff(self, result: Any, chunk: TokenChunk) -> Handoff:
+        params = result.outputs[0].disaggregated_params
+        if params is None or params.opaque_state is None:
+            raise EngineError("the engine finished the prefill without disaggregated_params")
+        encoded = encode_disaggregated_params(params)
+        usage = chunk.completion_usage
+        details = usage.prompt_tokens_details if usage is not None else None
+        return Handoff(chunk.going_on(), PrefillResult(encoded, details), result.abort)
+
+
+class LocalDecode:
+    """generation_only: fetches the KV and goes on from the first token."""
+
+    def __init__(self, engine: Engine, *, repeats_first_token: bool) -> None:
+        """The engine's answer starts with prefill's token. `repeats_first_token`: the client has not seen it yet."""
+        self._engine = engine
+        self._skip = 0 if repeats_first_token else 1
+        self._draining: set[asyncio.Task[None]] = set()
+
+    async def __call__(
+        self, request: GenerateRequest, context: RequestContext, handoff: Handoff
+    ) -> AsyncIterator[TokenChunk]:
+        result = self._engine.start_decode(request)
+        handoff.taken()
+        prefill = request.prefill_result
+        details = prefill.prompt_tokens_details if prefill is not None else None
+        cursor = OutputCursor(
+            len(request.token_ids),
+            skip=self._skip,
+            cached_tokens=details.cached_tokens if details is not None else None,
+        )
+        async for chunk in _stream(self._engine, result, cursor, context, deferred_abort=True):
+            yield chunk
+
+    def drain(self, request: GenerateRequest) -> None:
+        """Fetch and drop a handoff that nobody wants any more: that is how its sender's blocks come free.
+
+        One token, in the background. It works the same on every engine, which a release message would not.
+        """
+
+        async def fetch() -> None:
+            # Best effort: the lease ends by itself.
+            with contextlib.suppress(self._engine.request_error, DisaggError):
+                await self._engine.start_decode(request, max_tokens=1).aresult()
+
+        task = asyncio.create_task(fetch())
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
+
+
+class LocalBoth:
+    """context_and_generation: the whole answer here."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncIterator[TokenChunk]:
+        result = self._engine.start_both(request)
+        cursor = OutputCursor(len(request.token_ids))
+        async for chunk in _stream(self._engine, result, cursor, context, deferred_abort=False):
+            yield chunk
+
+
+async def _stream(
+    engine: Engine, result: Any, cursor: OutputCursor, context: RequestContext, *, deferred_abort: bool
+) -> AsyncIterator[TokenChunk]:
+    async with abort_when_stopped(result, context, deferred=deferred_abort) as guard:
+        with _request_errors(engine):
+            async for _ in result:
+                guard.may_abort()
+                chunk = cursor.advance(result)
+                if chunk is not None:
+                    yield chunk
+
+
+@contextlib.contextmanager
+def _request_errors(engine: Engine) -> Iterator[None]:
+    """The engine's per-request error -> ours, by whose fault it is."""
+    try:
+        yield
+    except engine.request_error as error:
+        raise _translate(error) from error
+
+
+#: DisaggError.category, as the embedded engine reports it. TensorRT-LLM's errors have none: EngineError.
+_BY_CATEGORY: dict[str, type[DisaggError]] = {
+    InvalidRequestError.category: InvalidRequestError,
+    PeerUnavailableError.category: KvTransferError,
+}
+
+
+def _translate(error: BaseException) -> DisaggError:
+    return _BY_CATEGORY.get(getattr(error, "category", ""), EngineError)(str(error))

@@ -1,0 +1,27 @@
+"""Dynamo's frontend chains prefill and decode itself (its PrefillRouter); no worker calls another."""
+
+from collections.abc import AsyncIterator
+
+from trtllm_disagg.config import Role
+from trtllm_disagg.engine import Engine
+from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
+from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+
+def build(role: Role, engine: Engine, client: StageClient) -> Generate:
+    if role is Role.PREFILL:
+        return bare_prefill(LocalPrefill(engine, sees_callers_max_tokens=False))
+    return with_bypass(bare_decode(LocalDecode(engine, repeats_first_token=True)), LocalBoth(engine))
+
+
+def with_bypass(decode: Generate, both: Generate) -> Generate:
+    """The router leaves prefill out when decode has most of the prompt cached (its conditional disaggregation)."""
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncIterator[TokenChunk]:
+        phase = both if request.prefill_result is None else decode
+        async for chunk in phase(request, context):
+            yield chunk
+
+    return generate

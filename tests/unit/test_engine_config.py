@@ -1,0 +1,239 @@
+"""Flags, YAML and JSON become the keyword arguments of LLM(...)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trtllm_disagg.config import WorkerConfig
+from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.engine_config import KV_EVENT_BUFFER_SIZE, build_engine_args, with_engine_args
+from trtllm_disagg.errors import ConfigError
+
+
+def build(tmp_path: Path, content: object = None, override: object = None, **values: Any) -> dict[str, Any]:
+    if content is not None:
+        path = tmp_path / "engine.yaml"
+        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        values["extra_engine_args"] = str(path)
+    if override is not None:
+        values["override_engine_args"] = override if isinstance(override, str) else json.dumps(override)
+    return build_engine_args(WorkerConfig(model="org/model", **values))
+
+
+def refusal(tmp_path: Path, content: object = None, override: object = None, **values: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(tmp_path, content, override, **values)
+    return str(caught.value)
+
+
+def test_without_a_file_the_engine_gets_what_dynamo_passes(tmp_path: Path) -> None:
+    assert build(tmp_path) == {
+        "model": "org/model",
+        "load_format": "auto",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "enable_attention_dp": False,
+        "max_batch_size": 2048,
+        "max_num_tokens": 8192,
+        "max_beam_width": 1,
+        "kv_cache_config": {"free_gpu_memory_fraction": 0.9, "tokens_per_block": 32},
+        "scheduler_config": {
+            "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
+            "dynamic_batch_config": {
+                "enable_batch_size_tuning": True,
+                "enable_max_num_tokens_tuning": False,
+                "dynamic_batch_moving_average_window": 128,
+            },
+        },
+        "return_perf_metrics": False,
+        "enable_iter_perf_stats": False,
+    }
+
+
+def test_what_is_built_is_what_the_engine_takes(tmp_path: Path) -> None:
+    args = LlmArgs(**build(tmp_path, {"kv_cache_config": {"max_tokens": 64}}, engine="embedded"))
+    assert args.kv_cache_config.max_tokens == 64
+    assert args.scheduler_config.dynamic_batch_config is not None
+
+
+def test_the_file_wins_over_defaults_and_is_merged_key_by_key(tmp_path: Path) -> None:
+    args = build(tmp_path, {"max_batch_size": 7, "kv_cache_config": {"max_tokens": 64}})
+    assert args["max_batch_size"] == 7
+    assert args["kv_cache_config"] == {
+        "free_gpu_memory_fraction": 0.9,
+        "tokens_per_block": 32,
+        "max_tokens": 64,
+    }
+
+
+def test_a_flag_wins_over_the_file_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = {"max_batch_size": 7, "max_num_tokens": 9, "kv_cache_config": {"free_gpu_memory_fraction": 0.5}}
+    with caplog.at_level(logging.WARNING):
+        args = build(tmp_path, content, max_batch_size=8, explicit=frozenset({"free_gpu_memory_fraction"}))
+    assert args["max_batch_size"] == 8
+    assert args["max_num_tokens"] == 9
+    assert args["kv_cache_config"]["free_gpu_memory_fraction"] == 0.9
+    assert "--max-batch-size 8 wins over max_batch_size: 7" in caplog.text
+
+
+def test_the_json_wins_over_everything(tmp_path: Path) -> None:
+    override = {"max_batch_size": 1, "kv_cache_config": {"max_tokens": 96}}
+    args = build(tmp_path, {"kv_cache_config": {"max_tokens": 64}}, override, max_batch_size=8)
+    assert args["max_batch_size"] == 1
+    assert args["kv_cache_config"]["max_tokens"] == 96
+    assert args["kv_cache_config"]["tokens_per_block"] == 32
+
+
+def test_an_explicit_null_reaches_the_engine(tmp_path: Path) -> None:
+    assert build(tmp_path, {"cuda_graph_config": None})["cuda_graph_config"] is None
+
+
+def test_an_empty_file_is_no_file(tmp_path: Path) -> None:
+    assert build(tmp_path, "# nothing yet\n") == build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ({"max_num_token": 1}, ["engine.yaml", "max_num_token", "1", "did you mean max_num_tokens?"]),
+        (
+            {"kv_cache_config": {"free_gpu_mem_fraction": 0.5}},
+            [
+                "kv_cache_config.free_gpu_mem_fraction",
+                "did you mean kv_cache_config.free_gpu_memory_fraction?",
+            ],
+        ),
+        (
+            {"scheduler_config": {"dynamic_batch_config": {"xyz": 1}}},
+            ["scheduler_config.dynamic_batch_config.xyz", "allowed: dynamic_batch_moving_average_window"],
+        ),
+        ({"max_batch_size": "many"}, ["engine.yaml: max_batch_size", "'many'", "integer"]),
+        ({"kv_cache_config": {"tokens_per_block": 48}}, ["tokens_per_block", "48", "a power of two"]),
+        ({"kv_cache_config": 3}, ["kv_cache_config", "3"]),
+        ({"kv_cache_config": {"use_kv_cache_manager_v2": "no way"}}, ["use_kv_cache_manager_v2", "no way"]),
+        ({"load_format": "fast"}, ["load_format", "'fast'", "one of auto, dummy"]),
+        (
+            {"cache_transceiver_config": {"backend": "nixl"}},
+            ["cache_transceiver_config.backend", "'nixl'", "'NIXL'", "'SHARED_MEMORY'"],
+        ),
+        ({"sampler_type": "TRTLLMSampler"}, ["sampler_type", "TRTLLMSampler"]),
+        ([1], ["engine.yaml", "list"]),
+        ("a: [", ["engine.yaml", "not YAML", "line 1"]),
+        ({"backend": "tensorrt"}, ["backend", "'tensorrt'", "pytorch"]),
+    ],
+)
+def test_a_bad_file_is_refused_with_file_key_value_and_what_is_allowed(
+    tmp_path: Path, content: object, parts: list[str]
+) -> None:
+    message = refusal(tmp_path, content, engine="embedded")
+    assert [part for part in parts if part not in message] == []
+
+
+def test_a_bad_override_names_its_flag(tmp_path: Path) -> None:
+    assert "--override-engine-args is not JSON" in refusal(tmp_path, override="{'a': 1}")
+    assert "--override-engine-args: max_batch_size: 'x'" in refusal(
+        tmp_path, override={"max_batch_size": "x"}
+    )
+    assert "--override-engine-args: expected keys" in refusal(tmp_path, override="[]")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, extra_engine_args="/no/such.yaml")
+    assert message.startswith("--extra-engine-args: '/no/such.yaml'")
+
+
+@pytest.mark.parametrize("engine", ["auto", "tensorrt_llm"])
+def test_a_key_that_only_tensorrt_llm_knows_is_left_to_it(tmp_path: Path, engine: str) -> None:
+    content = {"nvfp4_gemm_config": {"x": 1}, "kv_cache_config": {"mamba_ssm_cache_dtype": "float32"}}
+    args = build(tmp_path, content, engine=engine)
+    assert args["nvfp4_gemm_config"] == {"x": 1}
+    assert args["kv_cache_config"]["mamba_ssm_cache_dtype"] == "float32"
+    assert "did you mean max_num_tokens?" in refusal(tmp_path, {"max_num_token": 1}, engine=engine)
+
+
+def test_what_only_the_embedded_engine_knows_is_refused_for_the_other(tmp_path: Path) -> None:
+    values = {"engine": "tensorrt_llm"}
+    assert "embedded" in refusal(tmp_path, {"embedded": {"num_threads": 2}}, **values)
+    shared_memory = {"cache_transceiver_config": {"backend": "SHARED_MEMORY"}}
+    assert "'SHARED_MEMORY'" in refusal(tmp_path, shared_memory, **values)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_of_a_pair_needs_a_transceiver(tmp_path: Path, role: str) -> None:
+    message = refusal(tmp_path, {"max_batch_size": 1}, role=role)
+    assert "engine.yaml: cache_transceiver_config.backend: None" in message
+    assert "--extra-engine-args (not given)" in refusal(tmp_path, role=role)
+    transceiver = {"cache_transceiver_config": {"backend": "NIXL"}}
+    assert build(tmp_path, transceiver, role=role)["cache_transceiver_config"]["backend"] == "NIXL"
+    assert "max_beam_width: 2" in refusal(tmp_path, {**transceiver, "max_beam_width": 2}, role=role)
+
+
+def test_both_block_sizes_must_agree(tmp_path: Path) -> None:
+    content = {"kv_cache_config": {"tokens_per_block": 16}}
+    message = refusal(tmp_path, content, kv_block_size=64)
+    assert [part for part in ("tokens_per_block: 16", "--kv-block-size", "64") if part not in message] == []
+    refusal(tmp_path, content, explicit=frozenset({"kv_block_size"}))
+    assert "--override-engine-args" in refusal(tmp_path, override=content, kv_block_size=64)
+
+
+def test_one_block_size_is_followed_by_the_other(tmp_path: Path) -> None:
+    from_flag = build(tmp_path, kv_block_size=64)
+    assert from_flag["kv_cache_config"]["tokens_per_block"] == 64
+    from_file = build(tmp_path, {"kv_cache_config": {"tokens_per_block": 16}})
+    assert from_file["kv_cache_config"]["tokens_per_block"] == 16
+    assert with_engine_args(WorkerConfig(model="m"), from_file).kv_block_size == 16
+
+
+def test_publishing_events_opens_the_event_buffer(tmp_path: Path) -> None:
+    kv = build(tmp_path, publish_kv_events=True)["kv_cache_config"]
+    assert kv["event_buffer_max_size"] == KV_EVENT_BUFFER_SIZE == 100_000
+    own = build(tmp_path, {"kv_cache_config": {"event_buffer_max_size": 5}}, publish_kv_events=True)
+    assert own["kv_cache_config"]["event_buffer_max_size"] == 5
+    assert "event_buffer_max_size" not in build(tmp_path)["kv_cache_config"]
+
+
+def test_publishing_events_cannot_work_with_pushed_events(tmp_path: Path) -> None:
+    pushed = {"kv_cache_config": {"kv_events_config": {"enable_kv_cache_events": True}}}
+    assert "kv_events_config.enable_kv_cache_events" in refusal(tmp_path, pushed, publish_kv_events=True)
+
+
+def test_publishing_events_without_block_reuse_is_worth_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(tmp_path, {"kv_cache_config": {"enable_block_reuse": False}}, publish_kv_events=True)
+    assert "enable_block_reuse" in caplog.text
+
+
+def test_publishing_metrics_turns_statistics_on(tmp_path: Path) -> None:
+    assert build(tmp_path, publish_metrics=True)["enable_iter_perf_stats"] is True
+    off = build(tmp_path, {"enable_iter_perf_stats": False}, publish_metrics=True)
+    assert off["enable_iter_perf_stats"] is False
+
+
+def test_dynamo_decides_backend_and_postprocessing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = build(tmp_path, {"backend": "pytorch", "num_postprocess_workers": 4})
+    assert "backend" not in args
+    assert "num_postprocess_workers" not in args
+    assert "num_postprocess_workers" in caplog.text
+
+
+def test_a_model_path_has_to_lead_to_a_model(tmp_path: Path) -> None:
+    for name in ("/no/such/model", "./model", "a/b/c"):
+        with pytest.raises(ConfigError, match="a directory that exists"):
+            build_engine_args(WorkerConfig(model=name))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        build_engine_args(WorkerConfig(model=str(tmp_path)))
+    (tmp_path / "config.json").touch()
+    assert build_engine_args(WorkerConfig(model=str(tmp_path)))["model"] == str(tmp_path)
+
+
+def test_the_model_card_gets_the_sizes_that_the_engine_gets(tmp_path: Path) -> None:
+    args = build(tmp_path, {"max_seq_len": 99, "max_num_tokens": 5, "max_batch_size": 3})
+    config = with_engine_args(WorkerConfig(model="m"), args)
+    assert (config.max_seq_len, config.max_num_tokens, config.max_batch_size) == (99, 5, 3)

@@ -1,0 +1,337 @@
+"""The recording stand-in for tensorrt_llm: behaves as the facts say, complains as TensorRT-LLM would."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from trtllm_disagg import embedded
+from trtllm_disagg.testing import recording_llm
+from trtllm_disagg.testing.recording_llm import (
+    LLM,
+    DisaggregatedParams,
+    GuidedDecodingParams,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    Script,
+    get_global_disagg_request_id,
+)
+from trtllm_disagg.testing.recording_result import scripted_token
+from trtllm_disagg.testing.recording_types import EOS_TOKEN
+
+PROMPT = [11, 12, 13]
+NIXL = {"backend": "NIXL"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    LLM.forget_instances()
+    yield
+    LLM.forget_instances()
+
+
+def make(**kwargs: Any) -> LLM:
+    return LLM("org/model", cache_transceiver_config=NIXL, **kwargs)
+
+
+async def tokens_of(result: RequestOutput) -> list[int]:
+    return list((await result.aresult()).outputs[0].token_ids)
+
+
+async def prefill(llm: LLM, **sampling: Any) -> RequestOutput:
+    params = DisaggregatedParams(request_type="context_only")
+    return await llm.generate_async(PROMPT, SamplingParams(**sampling), disaggregated_params=params).aresult()
+
+
+def handoff_of(result: RequestOutput) -> DisaggregatedParams:
+    handoff = result.outputs[0].disaggregated_params
+    assert handoff is not None
+    return dataclasses.replace(handoff, request_type="generation_only")
+
+
+# -- names and signatures
+
+
+def test_generate_async_has_tensorrt_llms_signature() -> None:
+    parameters = list(inspect.signature(LLM.generate_async).parameters.values())[1:]
+    assert [parameter.name for parameter in parameters] == [
+        "inputs",
+        "sampling_params",
+        "lora_request",
+        "prompt_adapter_request",
+        "streaming",
+        "kv_cache_retention_config",
+        "disaggregated_params",
+        "trace_headers",
+        "_postproc_params",
+        "scheduling_params",
+        "conversation_params",
+        "cache_salt",
+        "priority",
+    ]
+    assert {parameter.name: parameter.default for parameter in parameters}["priority"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["DisaggregatedParams", "SamplingParams", "CompletionOutput", "Logprob"])
+def test_the_embedded_engine_has_every_field_with_the_same_default(name: str) -> None:
+    ours = {field.name: field for field in dataclasses.fields(getattr(embedded, name))}
+    for field in dataclasses.fields(getattr(recording_llm, name)):
+        assert ours[field.name].default == field.default
+
+
+def test_both_engines_offer_the_same_names() -> None:
+    # The first two are for tests; the embedded engine has no pushed events.
+    names = set(recording_llm.__all__) - {"Call", "Script", "KVEventsConfig"}
+    assert [name for name in sorted(names) if not hasattr(embedded, name)] == []
+
+
+@pytest.mark.parametrize(
+    "method", ["__init__", "generate_async", "get_kv_cache_events_async", "get_stats_async"]
+)
+def test_both_engines_take_the_same_arguments(method: str) -> None:
+    ours, theirs = (
+        {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+        for function in (getattr(embedded.LLM, method), getattr(LLM, method))
+    )
+    assert ours == theirs
+
+
+def test_an_unknown_keyword_is_refused() -> None:
+    unknown: list[dict[str, Any]] = [
+        {"max_num_token": 1},
+        {"embedded": {}},
+        {"kv_cache_config": {"xyz": 1}},
+    ]
+    for kwargs in unknown:
+        with pytest.raises(ValueError):
+            LLM("m", **kwargs)
+    with pytest.raises(ValueError, match="SHARED_MEMORY"):
+        LLM("m", cache_transceiver_config={"backend": "SHARED_MEMORY"})
+    with pytest.raises(TypeError):
+        make().generate_async(PROMPT, stream=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        SamplingParams(max_token=1)  # type: ignore[call-arg]
+
+
+# -- recording
+
+
+def test_every_call_is_recorded_with_what_was_given() -> None:
+    llm = LLM("m", max_batch_size=4, tensor_parallel_size=2)
+    sampling = SamplingParams(max_tokens=2)
+    llm.generate_async(PROMPT, sampling_params=sampling, streaming=True)
+    llm.get_kv_cache_capacity()
+    llm.shutdown()
+    assert LLM.instances == [llm]
+    assert [call.name for call in llm.calls] == ["LLM", "generate_async", "get_kv_cache_capacity", "shutdown"]
+    assert llm.calls[0].arguments == {"model": "m", "max_batch_size": 4, "tensor_parallel_size": 2}
+    given = {"inputs": PROMPT, "sampling_params": sampling, "streaming": True}
+    assert llm.calls_of("generate_async") == [given]
+
+
+# -- answers
+
+
+async def test_a_whole_run_streams_one_object_that_grows() -> None:
+    result = make().generate_async(PROMPT, SamplingParams(max_tokens=3), streaming=True)
+    seen = []
+    async for partial in result:
+        assert partial is result
+        seen.append(list(partial.outputs[0].token_ids))
+    assert [len(tokens) for tokens in seen] == [1, 2, 3]
+    assert seen[-1] == [scripted_token(PROMPT, position) for position in range(3)]
+    assert result.finished
+    assert result.outputs[0].finish_reason == "length"
+
+
+async def test_without_streaming_there_is_one_iteration() -> None:
+    result = make().generate_async(PROMPT, SamplingParams(max_tokens=3))
+    assert [len(partial.outputs[0].token_ids) async for partial in result] == [3]
+
+
+def test_an_answer_needs_no_event_loop() -> None:
+    assert len(make().generate_async("text", SamplingParams(max_tokens=3)).result().outputs[0].token_ids) == 3
+
+
+async def test_two_workers_give_the_tokens_of_one() -> None:
+    whole = await tokens_of(make().generate_async(PROMPT, SamplingParams(max_tokens=5)))
+    first = await prefill(make(), max_tokens=5)
+    assert first.outputs[0].token_ids == whole[:1]
+    assert first.outputs[0].finish_reason == "length"
+    handoff = handoff_of(first)
+    assert handoff.first_gen_tokens == whole[:1]
+    assert len(LLM.kv_store) == 1
+
+    second = make().generate_async(PROMPT, SamplingParams(max_tokens=5), disaggregated_params=handoff)
+    assert await tokens_of(second) == whole
+    assert second.cached_tokens == len(PROMPT)
+    assert len(LLM.kv_store) == 0
+
+
+async def test_the_id_that_both_phases_share() -> None:
+    params = DisaggregatedParams(request_type="CONTEXT_ONLY", disagg_request_id=77)
+    result = await make().generate_async(PROMPT, disaggregated_params=params).aresult()
+    assert handoff_of(result).ctx_request_id == 77
+
+
+async def test_kv_is_fetched_once_and_only_for_its_prompt() -> None:
+    handoff = handoff_of(await prefill(make()))
+    for prompt in ([1, 2, 3], PROMPT):
+        with pytest.raises(RequestError, match="kv cache transfer"):
+            await make().generate_async(prompt, disaggregated_params=handoff).aresult()
+
+
+async def test_an_aborted_prefill_lets_go_of_its_kv() -> None:
+    result = await prefill(make())
+    result.abort()
+    assert len(LLM.kv_store) == 0
+
+
+async def test_the_first_logprobs_come_from_prefill() -> None:
+    sampling = SamplingParams(max_tokens=2, logprobs=2)
+    first = await prefill(make(), max_tokens=2, logprobs=2)
+    handoff = handoff_of(first)
+    second = await make().generate_async(PROMPT, sampling, disaggregated_params=handoff).aresult()
+    whole = await make().generate_async(PROMPT, sampling).aresult()
+    assert second.outputs[0].logprobs == whole.outputs[0].logprobs
+    assert [len(entry) for entry in whole.outputs[0].logprobs] == [2, 2]
+
+
+async def test_choices_take_turns() -> None:
+    result = make().generate_async(PROMPT, SamplingParams(n=2, max_tokens=2), streaming=True)
+    lengths = [tuple(output.length for output in partial.outputs) async for partial in result]
+    assert lengths == [(1, 0), (1, 1), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens", "finish_reason", "stop_reason"),
+    [
+        ({}, [5, 6], "stop", None),
+        ({"ignore_eos": True}, [5, 6, EOS_TOKEN, 7], "length", None),
+        ({"stop_token_ids": [6]}, [5], "stop", 6),
+        ({"stop_token_ids": [6], "include_stop_str_in_output": True}, [5, 6], "stop", 6),
+        ({"stop_token_ids": [6], "min_tokens": 2}, [5, 6], "stop", None),
+        ({"max_tokens": 1}, [5], "length", None),
+        ({"end_id": 5}, [], "stop", None),
+    ],
+)
+async def test_how_an_answer_ends(
+    sampling: dict[str, Any], tokens: list[int], finish_reason: str, stop_reason: int | None
+) -> None:
+    llm = make()
+    llm.scripts.append(Script(tokens=[5, 6, EOS_TOKEN, 7]))
+    output = (await llm.generate_async(PROMPT, SamplingParams(**sampling)).aresult()).outputs[0]
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == (
+        tokens,
+        finish_reason,
+        stop_reason,
+    )
+
+
+async def test_abort_ends_a_running_request() -> None:
+    llm = make()
+    gate = asyncio.Semaphore(1)
+    llm.scripts.append(Script(gate=gate))
+    result = llm.generate_async(PROMPT, streaming=True)
+    await anext(result)
+    result.abort()
+    await anext(result)
+    assert result.is_aborted
+    assert result.outputs[0].finish_reason == "cancelled"
+    assert result.outputs[0].length == 1
+
+
+async def test_a_scripted_error_comes_out_of_the_iteration() -> None:
+    llm = make()
+    llm.scripts.append(Script(error=RequestError("boom"), error_at=1))
+    result = llm.generate_async(PROMPT, streaming=True)
+    await anext(result)
+    with pytest.raises(RequestError, match="boom"):
+        await anext(result)
+    assert [partial async for partial in result] == []
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"inputs": 5}, TypeError),
+        ({"inputs": {"images": []}}, TypeError),
+        ({"inputs": PROMPT, "priority": 2.0}, ValueError),
+        ({"inputs": PROMPT, "sampling_params": SamplingParams(n=9)}, ValueError),
+        ({"inputs": PROMPT, "sampling_params": {"n": 1}}, TypeError),
+        ({"inputs": [1] * 64}, ValueError),
+        ({"inputs": PROMPT, "disaggregated_params": {}}, TypeError),
+    ],
+)
+def test_a_bad_request_is_refused_at_once(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        make(max_batch_size=8, max_seq_len=64).generate_async(**arguments)
+
+
+def test_a_split_request_needs_a_transceiver_and_one_choice() -> None:
+    split = DisaggregatedParams(request_type="context_only")
+    with pytest.raises(ValueError, match=r"cache_transceiver_config\.backend"):
+        LLM("m").generate_async(PROMPT, disaggregated_params=split)
+    with pytest.raises(ValueError, match="one choice"):
+        make().generate_async(PROMPT, SamplingParams(n=2), disaggregated_params=split)
+
+
+def test_after_shutdown_nothing_is_taken() -> None:
+    llm = make()
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="shutting down"):
+        llm.generate_async(PROMPT)
+
+
+def test_parameters_check_themselves() -> None:
+    with pytest.raises(ValueError, match="Unknown request type"):
+        DisaggregatedParams(request_type="both")
+    with pytest.raises(ValueError, match="best_of"):
+        SamplingParams(n=2, best_of=1)
+    with pytest.raises(ValueError, match="json, regex"):
+        GuidedDecodingParams(json="{}", regex="a")
+
+
+def test_global_ids_are_unique_and_checked() -> None:
+    ids = {get_global_disagg_request_id(3, process) for process in range(64) for _ in range(4)}
+    assert len(ids) == 256
+    assert min(ids) >= 1 << 40
+    for node, process in ((256, 0), (0, 64), (-1, 0)):
+        with pytest.raises(ValueError):
+            get_global_disagg_request_id(node, process)
+
+
+# -- events and statistics
+
+
+async def test_events_and_stats_are_drained_once() -> None:
+    llm = make(kv_cache_config={"event_buffer_max_size": 8}, enable_iter_perf_stats=True)
+    llm.kv_cache_events = [{"event_id": 0}, {"event_id": 1}]
+    llm.stats = [{"iter": 0}]
+    assert [event["event_id"] async for event in llm.get_kv_cache_events_async(timeout=0)] == [0, 1]
+    assert [event async for event in llm.get_kv_cache_events_async(timeout=0)] == []
+    assert [stat["iter"] async for stat in llm.get_stats_async(timeout=0)] == [0]
+    assert llm.get_kv_cache_capacity() == {"maxNumBlocks": 1024, "tokensPerBlock": 32}
+
+
+def test_events_and_stats_have_to_be_turned_on() -> None:
+    with pytest.raises(RuntimeError, match="event_buffer_max_size"):
+        make().get_kv_cache_events_async()
+    with pytest.raises(RuntimeError, match="enable_iter_perf_stats"):
+        make().get_stats_async()
+
+
+def test_the_tokenizer_is_there_unless_it_was_skipped() -> None:
+    tokenizer = make().tokenizer
+    assert tokenizer is not None
+    assert tokenizer.tokenizer.bos_token_id == 1
+    assert make(skip_tokenizer_init=True).tokenizer is None

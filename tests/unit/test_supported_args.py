@@ -1,0 +1,119 @@
+"""What the embedded engine refuses by name, and what it only calls without effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trtllm_disagg.embedded.llm_args import (
+    CacheTransceiverConfig,
+    KvCacheConfig,
+    LlmArgs,
+    LoadFormat,
+    SchedulerConfig,
+)
+from trtllm_disagg.embedded.supported_args import refuse_unsupported
+from trtllm_disagg.errors import ConfigError
+
+
+def llm_args(**values: Any) -> LlmArgs:
+    return LlmArgs.model_validate({"model": "m", **values})
+
+
+def test_the_defaults_are_served() -> None:
+    assert refuse_unsupported(llm_args()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"context_parallel_size": 2}, "context_parallel_size"),
+        ({"moe_expert_parallel_size": 2}, "moe_expert_parallel_size"),
+        ({"speculative_config": {"decoding_type": "MTP"}}, "speculative_config"),
+        ({"sparse_attention_config": {"algorithm": "rocket"}}, "sparse_attention_config"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"lora_config": {}}, "lora_config"),
+        ({"max_beam_width": 2}, "max_beam_width"),
+        ({"load_format": "dummy"}, "load_format"),
+        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
+        ({"generation_config": "auto"}, "generation_config"),
+        ({"kv_cache_config": {"dtype": "FP8"}}, "kv_cache_config.dtype"),
+        ({"kv_cache_config": {"host_cache_size": 1}}, "kv_cache_config.host_cache_size"),
+        ({"kv_cache_config": {"disk_cache_size": 1}}, "kv_cache_config.disk_cache_size"),
+        ({"kv_cache_config": {"max_attention_window": [64]}}, "kv_cache_config.max_attention_window"),
+        ({"kv_cache_config": {"kv_events_config": {"enable_kv_cache_events": True}}}, "kv_events_config"),
+        ({"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}}, "'MAX_UTILIZATION'"),
+        ({"scheduler_config": {"context_chunking_policy": "EQUAL_PROGRESS"}}, "'EQUAL_PROGRESS'"),
+        ({"cache_transceiver_config": {"backend": "UCX"}}, "cache_transceiver_config.backend"),
+    ],
+)
+def test_what_would_change_answers_is_refused_by_name(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_unsupported(llm_args(**values))
+    assert key in str(caught.value)
+    assert "on the embedded engine" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"moe_expert_parallel_size": 1},
+        {"cache_transceiver_config": {"backend": "SHARED_MEMORY"}},
+        {"cache_transceiver_config": {"backend": "DEFAULT"}},
+        {"scheduler_config": {"dynamic_batch_config": {}}},
+        {"scheduler_config": {"context_chunking_policy": "FIRST_COME_FIRST_SERVED"}},
+        {"dtype": "float32", "kv_cache_config": {"dtype": "float32"}},
+        {"embedded": {"num_threads": 2, "cpu_affinity": [0, 1], "device": "cpu"}},
+    ],
+)
+def test_what_is_built_passes(values: dict[str, Any]) -> None:
+    assert refuse_unsupported(llm_args(**values)) == []
+
+
+def test_the_kv_pool_may_be_told_the_dtype_of_the_model() -> None:
+    args = llm_args(kv_cache_config={"dtype": "bfloat16"})
+    assert refuse_unsupported(args, model_dtype="bfloat16") == []
+    with pytest.raises(ConfigError, match="auto or float32"):
+        refuse_unsupported(args, model_dtype="float32")
+
+
+def test_tuning_for_gpus_is_named_but_harmless() -> None:
+    args = llm_args(
+        cuda_graph_config=None,
+        disable_overlap_scheduler=True,
+        moe_config={"backend": "CUTLASS"},
+        kv_cache_config={"use_uvm": True},
+        cache_transceiver_config={"backend": "NIXL", "max_tokens_in_buffer": 4},
+        scheduler_config={"dynamic_batch_config": {"enable_batch_size_tuning": False}},
+    )
+    assert refuse_unsupported(args) == [
+        "disable_overlap_scheduler",
+        "cuda_graph_config",
+        "moe_config",
+        "kv_cache_config.use_uvm",
+        "scheduler_config.dynamic_batch_config.enable_batch_size_tuning",
+        "cache_transceiver_config.max_tokens_in_buffer",
+    ]
+
+
+def test_unknown_names_are_refused() -> None:
+    for model in (LlmArgs, KvCacheConfig, SchedulerConfig, CacheTransceiverConfig):
+        with pytest.raises(ValidationError, match="extra_forbidden"):
+            model.model_validate({"model": "m", "xyz": 1})
+
+
+def test_tensorrt_llms_own_leniency() -> None:
+    assert llm_args(max_batch_size=None).max_batch_size == 2048
+    assert llm_args(sampler_type="auto") == llm_args()
+    for spelling in ("DUMMY", "dummy", 1, LoadFormat.DUMMY):
+        assert llm_args(load_format=spelling).load_format is LoadFormat.DUMMY
+    assert llm_args(env_overrides={"A": 1}).env_overrides == {"A": "1"}
+
+
+def test_the_arguments_survive_json() -> None:
+    args = llm_args(cache_transceiver_config={"backend": "NIXL"})
+    assert LlmArgs.model_validate(args.model_dump(mode="json")) == args

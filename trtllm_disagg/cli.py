@@ -1,0 +1,88 @@
+"""The command `trtllm-disagg`: one subcommand a module, imported only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from trtllm_disagg import __version__
+from trtllm_disagg.errors import ConfigError
+
+
+class Command(NamedTuple):
+    """`module` has add_arguments(parser) and run(namespace) -> exit status."""
+
+    help: str
+    module: str
+
+
+COMMANDS = {
+    "worker": Command("run one worker; flags as `python -m dynamo.trtllm` has them", "trtllm_disagg.worker_command"),
+    "up": Command("run a whole deployment on this machine", "trtllm_disagg.deployment.cli"),
+    "demo": Command("watch one request pass through both orders", "trtllm_disagg.demo"),
+    "demo-model": Command("make the small local model; no download", "trtllm_disagg.demo_model"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exit status: 0 done, 1 failed, 2 a setting is wrong."""
+    try:
+        sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
+    except ConfigError as error:
+        print(f"trtllm-disagg: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(__version__)
+        return 0
+    name, *arguments = argv
+    module = import_module(_command(name).module)
+    parser = argparse.ArgumentParser(
+        prog=f"trtllm-disagg {name}", description=COMMANDS[name].help, allow_abbrev=False
+    )
+    module.add_arguments(parser)
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        from trtllm_disagg.args import refuse_unknown_arguments
+
+        refuse_unknown_arguments(parser, unknown)
+    _log_to_stderr()
+    return int(module.run(namespace))
+
+
+def _command(name: str) -> Command:
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ConfigError.bad_value("command", name, f"one of {', '.join(COMMANDS)}{hint}")
+    return COMMANDS[name]
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: trtllm-disagg COMMAND ...", "", *lines, "", "trtllm-disagg COMMAND --help lists the flags of one."]
+    )
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        level=os.environ.get("TRTLLM_DISAGG_LOG", "INFO").upper(),
+        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )

@@ -1,0 +1,97 @@
+"""Puts a demo model into a folder: once, whole, and safe against a kill or a second builder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trtllm_disagg.demo_model.corpus import articles
+from trtllm_disagg.demo_model.progress import progress_report, say
+from trtllm_disagg.demo_model.recipe import DEFAULT_RECIPE, Recipe
+from trtllm_disagg.demo_model.tokenizer import save_tokenizer, train_tokenizer
+from trtllm_disagg.demo_model.training import documents, train
+from trtllm_disagg.errors import ConfigError
+
+# Written last: a folder that holds it holds everything else.
+MARKER = "demo_model.json"
+
+
+def build_demo_model(directory: Path, *, recipe: Recipe = DEFAULT_RECIPE) -> Path:
+    """Makes the model in `directory`, about a minute of work, unless it is there already. Returns `directory`.
+
+    A folder with a demo model of another recipe is replaced. A folder with anything else in it is refused.
+    """
+    directory = directory.expanduser().absolute()
+    if is_complete(directory, recipe):
+        say(f"{directory} is up to date")
+        return directory
+    refuse_foreign_folder(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with only_builder(directory):
+        if is_complete(directory, recipe):
+            say(f"{directory} was just made by another process")
+            return directory
+        unfinished = empty_sibling(directory, "unfinished")
+        make_model(unfinished, recipe)
+        put_in_place(unfinished, directory)
+    say(f"{directory} is ready")
+    return directory
+
+
+def is_complete(directory: Path, recipe: Recipe) -> bool:
+    try:
+        marker = json.loads((directory / MARKER).read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return isinstance(marker, dict) and marker.get("digest") == recipe.digest
+
+
+def refuse_foreign_folder(directory: Path) -> None:
+    if not directory.exists() or (directory / MARKER).is_file():
+        return
+    if not directory.is_dir() or any(directory.iterdir()):
+        raise ConfigError.bad_value(
+            "DIR", str(directory), "a new or empty folder, or one that holds a demo model"
+        )
+
+
+def make_model(directory: Path, recipe: Recipe) -> None:
+    source = articles()
+    corpus = documents(source, random.Random(recipe.seed))
+    tokenizer = train_tokenizer(corpus, recipe.vocab_size)
+    say(f"training on {len(corpus)} documents, {recipe.steps} steps of {recipe.batch * recipe.window} tokens")
+    with progress_report() as report:
+        model = train(recipe, source, tokenizer, report)
+    model.save_pretrained(directory)
+    save_tokenizer(tokenizer, directory, recipe)
+    (directory / MARKER).write_text(json.dumps(recipe.marker(), indent=2))
+
+
+@contextmanager
+def only_builder(directory: Path) -> Iterator[None]:
+    """Waits for any other builder of the same folder. The kernel drops the lock of a builder that dies."""
+    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def empty_sibling(directory: Path, purpose: str) -> Path:
+    """A fresh folder beside `directory`, so that a rename stays within one file system."""
+    sibling = directory.parent / f".{directory.name}.{purpose}"
+    shutil.rmtree(sibling, ignore_errors=True)
+    sibling.mkdir()
+    return sibling
+
+
+def put_in_place(finished: Path, directory: Path) -> None:
+    """A reader sees the old model, for an instant none, then the new one; never a mixture."""
+    outdated = empty_sibling(directory, "outdated")
+    if directory.exists():
+        directory.rename(outdated)
+    finished.rename(directory)
+    shutil.rmtree(outdated, ignore_errors=True)

@@ -1,0 +1,45 @@
+"""Shows how training goes: a bar on a terminal, a line now and then anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from trtllm_disagg.demo_model.training import Report
+
+LINES = 10
+
+
+def say(text: str) -> None:
+    Console(highlight=False, soft_wrap=True).print(f"demo-model: {text}", markup=False)
+
+
+@contextmanager
+def progress_report() -> Iterator[Report]:
+    if not Console().is_terminal:
+        yield line_report()
+        return
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.2f}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(TextColumn("training"), *columns) as bar:
+        task = bar.add_task("training", total=None, loss=float("nan"))
+        yield lambda step, steps, loss: bar.update(task, completed=step, total=steps, loss=loss)
+
+
+def line_report() -> Report:
+    start = time.monotonic()
+
+    def report(step: int, steps: int, loss: float) -> None:
+        if step == 1 or step * LINES // steps != (step - 1) * LINES // steps:
+            left = (time.monotonic() - start) / step * (steps - step)
+            say(f"step {step}/{steps}, loss {loss:.2f}, {left:.0f} s left")
+
+    return report

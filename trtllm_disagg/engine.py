@@ -1,0 +1,191 @@
+"""Picks the module that offers the LLM API, builds its LLM, and asks it. No handler knows which one it is."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtllm_disagg.errors import ConfigError, InvalidRequestError
+from trtllm_disagg.types import GenerateRequest, SamplingOptions
+from trtllm_disagg.wire import decode_disaggregated_params
+
+log = logging.getLogger(__name__)
+
+#: Each offers TensorRT-LLM's LLM API: same names, fields, defaults and errors.
+ENGINES = {"tensorrt_llm": "tensorrt_llm", "embedded": "trtllm_disagg.embedded"}
+
+_CONTEXT_ONLY, _BOTH = "context_only", "context_and_generation"
+_DEFAULT_MAX_POSITIONS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class LlmApi:
+    """The names that we use of the chosen module."""
+
+    name: str
+    llm: Callable[..., Any]
+    sampling_params: Callable[..., Any]
+    guided_decoding_params: Callable[..., Any]
+    disaggregated_params: Callable[..., Any]
+    logprob: Callable[..., Any]
+    request_error: type[Exception]
+    new_disagg_request_id: Callable[..., int]
+
+
+def resolve_engine(name: str) -> str:
+    """`auto` means TensorRT-LLM where it is installed, else the embedded engine."""
+    if name != "auto":
+        return name
+    return "tensorrt_llm" if importlib.util.find_spec("tensorrt_llm") is not None else "embedded"
+
+
+def load_api(name: str) -> LlmApi:
+    """Raise ConfigError when the engine is not installed."""
+    try:
+        module = importlib.import_module(ENGINES[name])
+    except ModuleNotFoundError as error:
+        raise ConfigError.bad_value("--engine", name, f"an engine that is installed ({error})") from error
+    if name == "embedded":
+        parts: tuple[Any, ...] = (module,) * 4
+    else:
+        parts = tuple(
+            importlib.import_module(f"tensorrt_llm.{part}")
+            for part in ("sampling_params", "executor.result", "executor.utils", "llmapi.disagg_utils")
+        )
+    sampling, result, utils, ids = parts
+    return LlmApi(
+        name=name,
+        llm=module.LLM,
+        sampling_params=module.SamplingParams,
+        guided_decoding_params=sampling.GuidedDecodingParams,
+        disaggregated_params=module.DisaggregatedParams,
+        logprob=result.Logprob,
+        request_error=utils.RequestError,
+        new_disagg_request_id=ids.get_global_disagg_request_id,
+    )
+
+
+class Engine:
+    """One running LLM. The three `start_*` methods return its RequestOutput; none of them waits."""
+
+    def __init__(self, api: LlmApi, llm: Any, max_seq_len: int, machine_id: int = 0) -> None:
+        """`machine_id` in [0, 1021) tells this worker's handoff ids from the other workers'."""
+        self._api = api
+        self.llm = llm
+        self.max_seq_len = max_seq_len
+        self.request_error = api.request_error
+        self._id_parts = divmod(machine_id, 64)
+
+    @classmethod
+    def open(cls, api: LlmApi, engine_args: dict[str, Any], machine_id: int) -> Engine:
+        """Build the LLM: loads the model, so it takes its time and blocks."""
+        args = dict(engine_args)
+        llm = api.llm(**args)
+        return cls(api, llm, args.get("max_seq_len") or _max_positions(args["model"]), machine_id)
+
+    def start_both(self, request: GenerateRequest) -> Any:
+        return self._start(request, None, streaming=True)
+
+    def start_prefill(self, request: GenerateRequest) -> Any:
+        params = self._api.disaggregated_params(
+            request_type=_CONTEXT_ONLY, disagg_request_id=self._api.new_disagg_request_id(*self._id_parts)
+        )
+        return self._start(request, params, streaming=False, max_tokens=1)
+
+    def start_decode(self, request: GenerateRequest, max_tokens: int | None = None) -> Any:
+        """The request's own prefill result says where the KV is. Raises HandoffRefusedError when it is unreadable."""
+        if request.prefill_result is None:
+            raise InvalidRequestError("a decode worker needs a prefill result, and this request has none")
+        params = decode_disaggregated_params(
+            request.prefill_result, self._api.disaggregated_params, self._api.logprob
+        )
+        return self._start(request, params, streaming=True, max_tokens=max_tokens)
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once the engine is dead. Engines that cannot tell count as healthy."""
+        check = getattr(self.llm, "_check_health", None)
+        return bool(check()) if callable(check) else True
+
+    async def is_idle(self) -> bool:
+        """Nothing runs, and no finished prefill's KV waits to be fetched."""
+        if hasattr(self.llm, "num_active_requests"):
+            return int(self.llm.num_active_requests) == 0
+        newest: dict[str, Any] = {}
+        async for stat in self.llm.get_stats_async(timeout=1):
+            newest = stat
+        return not newest.get("numActiveRequests") and not newest.get("numQueuedRequests")
+
+    def close(self) -> None:
+        self.llm.shutdown()
+
+    # -- internals
+
+    def _start(
+        self, request: GenerateRequest, params: Any, *, streaming: bool, max_tokens: int | None = None
+    ) -> Any:
+        """Raise InvalidRequestError when the engine says that the request is wrong."""
+        keywords: dict[str, Any] = {
+            "inputs": request.token_ids,
+            "sampling_params": self._sampling_params(request, max_tokens),
+            "streaming": streaming,
+        }
+        optional = {
+            "disaggregated_params": params,
+            "cache_salt": request.cache_salt,
+            "priority": request.priority,
+        }
+        keywords |= {name: value for name, value in optional.items() if value is not None}
+        try:
+            return self.llm.generate_async(**keywords)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise InvalidRequestError(str(error)) from error
+
+    def _sampling_params(self, request: GenerateRequest, max_tokens: int | None) -> Any:
+        options = _set_options(request.sampling)
+        # -1 is OpenAI's way to say "no limit"; TensorRT-LLM's is 0.
+        if options.get("top_k") == -1:
+            options["top_k"] = 0
+        if (guided := options.pop("guided_decoding", None)) is not None:
+            options["guided_decoding"] = self._guided(guided)
+        stop = request.stop
+        ignore_eos = bool(stop.ignore_eos or stop.stop_token_ids_visible)
+        stop_ids = [] if ignore_eos else [*(stop.stop_token_ids or ()), *(stop.stop_token_ids_hidden or ())]
+        room = max(1, self.max_seq_len - len(request.token_ids))
+        try:
+            return self._api.sampling_params(
+                max_tokens=max_tokens or (room if stop.max_tokens is None else stop.max_tokens),
+                min_tokens=stop.min_tokens,
+                ignore_eos=ignore_eos,
+                stop_token_ids=stop_ids or None,
+                logprobs=None if request.output.logprobs is None else max(1, request.output.logprobs),
+                prompt_logprobs=request.output.prompt_logprobs,
+                # Dynamo's frontend makes the text.
+                detokenize=False,
+                **options,
+            )
+        except (ValueError, TypeError) as error:
+            raise InvalidRequestError(str(error)) from error
+
+    def _guided(self, guided: dict[str, Any]) -> Any:
+        known = ("json", "regex", "grammar", "json_object", "structural_tag")
+        chosen = {name: guided[name] for name in known if guided.get(name)}
+        return self._api.guided_decoding_params(**chosen) if chosen else None
+
+
+def _set_options(sampling: SamplingOptions) -> dict[str, Any]:
+    return {name: value for name in sampling.__struct_fields__ if (value := getattr(sampling, name)) is not None}
+
+
+def _max_positions(model: str) -> int:
+    """A model directory's max_position_embeddings; a modest guess for a model that is not a directory."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return _DEFAULT_MAX_POSITIONS
+    return int(json.loads(path.read_text()).get("max_position_embeddings") or _DEFAULT_MAX_POSITIONS)

@@ -1,0 +1,46 @@
+"""Do a first stage and its second stage fit together? Asked once, before the first one registers the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trtllm_disagg.config import WorkerConfig
+from trtllm_disagg.errors import ConfigError
+
+#: What must be equal on both sides, and the setting that decides it.
+_EQUAL = {
+    "strategy": "--disaggregation-strategy",
+    "engine": "--engine",
+    "block_size": "kv_cache_config.tokens_per_block (--kv-block-size)",
+    "kv_dtype": "kv_cache_config.dtype",
+    "dtype": "dtype",
+    "transceiver": "cache_transceiver_config.backend",
+    "model": "--served-model-name",
+}
+
+
+def describe_worker(config: WorkerConfig, engine_args: dict[str, Any], block_size: int) -> dict[str, Any]:
+    """What the other stage has to know of this worker; JSON."""
+    return {
+        "role": config.role.value,
+        "strategy": config.strategy.value,
+        "engine": config.engine,
+        "model": config.model_name,
+        "block_size": block_size,
+        "dtype": engine_args.get("dtype", "auto"),
+        "kv_dtype": (engine_args.get("kv_cache_config") or {}).get("dtype", "auto"),
+        "transceiver": (engine_args.get("cache_transceiver_config") or {}).get("backend"),
+    }
+
+
+def require_pair(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Raise ConfigError with one line per difference."""
+    differences = [
+        f"{setting}: {mine['role']} {mine[key]!r}, {theirs.get('role')} {theirs.get(key)!r}"
+        for key, setting in _EQUAL.items()
+        if mine[key] != theirs.get(key)
+    ]
+    if mine["role"] == theirs.get("role"):
+        differences.insert(0, f"--disaggregation-mode: both workers are {mine['role']}")
+    if differences:
+        raise ConfigError("the two stages do not fit together; " + "; ".join(differences))

@@ -1,0 +1,223 @@
+"""Everything of Dynamo's runtime that a worker uses. Only this module and `publisher/` import `dynamo`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo.common.utils.graceful_shutdown import install_signal_handlers
+from dynamo.llm import (
+    ModelInput,
+    ModelRuntimeConfig,
+    ModelType,
+    WorkerType,
+    register_model,
+)
+from dynamo.llm import exceptions as dynamo_errors
+from dynamo.runtime import DistributedRuntime
+
+from trtllm_disagg import errors
+from trtllm_disagg.config import Role, Strategy, WorkerConfig, parse_endpoint_id
+from trtllm_disagg.types import Generate, RequestContext
+from trtllm_disagg.wire import decode_request, encode_chunk
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the frontend's model card says about this worker's engine."""
+
+    block_size: int
+    num_blocks: int
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+
+
+class Runtime:
+    """This worker's place in a Dynamo deployment."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._runtime = DistributedRuntime(
+            asyncio.get_running_loop(),
+            config.discovery_backend,
+            config.request_plane,
+            event_plane=config.event_plane,
+        )
+        self.endpoint = self._runtime.endpoint(parse_endpoint_id(config.endpoint_id).dotted)
+        self.instance_id: int = self.endpoint.connection_id()
+
+    async def second_stage(self, endpoint_id: str) -> DynamoStageClient:
+        """A client of the other stage, once at least one instance of it is there."""
+        endpoint = self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted)
+        client = await endpoint.client()
+        log.info("waiting for the second stage at %s", endpoint_id)
+        await client.wait_for_instances()
+        return DynamoStageClient(client)
+
+    async def register(self, model: ServedModel) -> None:
+        """Make this worker known to the frontend."""
+        config = self._config
+        card = ModelRuntimeConfig()
+        card.total_kv_blocks = model.num_blocks
+        card.max_num_seqs = model.max_batch_size
+        card.max_num_batched_tokens = model.max_num_tokens
+        card.context_length = model.max_seq_len
+        card.kv_event_publishing_enabled = config.publish_kv_events
+        card.enable_local_indexer = True
+        card.tool_call_parser = config.tool_call_parser
+        card.reasoning_parser = config.reasoning_parser
+        model_type, worker_type, needs = _registration(config)
+        await register_model(
+            ModelInput.Tokens,
+            model_type,
+            self.endpoint,
+            config.model,
+            config.model_name,
+            worker_type=worker_type,
+            needs=needs,
+            kv_cache_block_size=model.block_size,
+            runtime_config=card,
+            custom_template_path=config.custom_jinja_template,
+            ignore_weights=True,
+        )
+
+    def stop_on_signals(self, drain: Callable[[], Awaitable[None]]) -> None:
+        """SIGTERM and SIGINT: leave discovery, let running requests end, `drain`, then `serve` returns."""
+        install_signal_handlers(
+            asyncio.get_running_loop(), self._runtime, [self.endpoint], drain_callback=drain
+        )
+
+    async def serve(self, generate: Generate, describe: dict[str, Any]) -> None:
+        """Answer requests until the runtime is shut down. `describe` answers the other stage's question."""
+
+        async def handle(request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+            if _DESCRIBE in request:
+                yield describe
+                return
+            try:
+                async for chunk in generate(decode_request(request), context):
+                    yield encode_chunk(chunk)
+            except errors.RequestCancelledError as error:
+                log.info("request %s: %s", context.id(), error)
+            except errors.DisaggError as error:
+                log.warning("request %s: %s: %s", context.id(), type(error).__name__, error)
+                raise to_dynamo(error) from error
+            except Exception as error:
+                # A bug of ours fails this request, not the worker.
+                log.exception("request %s failed unexpectedly", context.id())
+                raise dynamo_errors.Unknown(f"{type(error).__name__}: {error}") from error
+
+        await self.endpoint.serve_endpoint(
+            handle,
+            graceful_shutdown=True,
+            metrics_labels=[("model", self._config.model_name)],
+            health_check_payload={_DESCRIBE: True},
+        )
+
+    def shutdown(self) -> None:
+        self._runtime.shutdown()
+
+
+#: A request with this key asks who answers here; also what Dynamo's health probes send, so they cost no tokens.
+_DESCRIBE = "trtllm_disagg.describe"
+
+
+class DynamoStageClient:
+    """Calls the other stage's instances in turn, and translates whatever becomes of them."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._turn = itertools.count()
+
+    async def describe(self) -> dict[str, Any]:
+        """What an instance of the other stage says of itself."""
+        async for answer in self._translated({_DESCRIBE: True}, None):
+            return answer
+        raise errors.PeerUnavailableError("the second stage did not say who it is")
+
+    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncIterator[dict[str, Any]]:
+        return self._translated(request, context)
+
+    async def _translated(
+        self, request: dict[str, Any], context: RequestContext | None
+    ) -> AsyncIterator[dict[str, Any]]:
+        try:
+            # Round robin skips instances that just failed. The context carries request id, trace and cancellation.
+            stream = await self._client.round_robin(request, context=context)
+            async for item in stream:
+                if item.is_error():
+                    raise errors.EngineError("; ".join(item.comments() or ["unknown error of the other stage"]))
+                yield item.data()
+        except errors.DisaggError:
+            raise
+        except Exception as error:
+            raise from_dynamo(error) from error
+
+
+class NoStage:
+    """The stage client of a worker that calls nobody."""
+
+    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncIterator[dict[str, Any]]:
+        raise AssertionError("this worker has no second stage")
+
+
+def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
+    """(model type, worker type, needs). A first stage looks like a whole worker to the frontend, which is what
+    makes it route requests by this worker's cache and leave the second stage alone.
+    """
+    served = ModelType.Empty
+    for name in config.endpoint_types.split(","):
+        served = served | _MODEL_TYPES[name.strip()]
+    if config.role is Role.AGG or config.strategy is not Strategy.ROUTER:
+        return served, WorkerType.Aggregated, []
+    if config.role is Role.PREFILL:
+        return ModelType.Prefill, WorkerType.Prefill, [[WorkerType.Decode]]
+    return served, WorkerType.Decode, [[WorkerType.Prefill]]
+
+
+_MODEL_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions, "none": ModelType.Empty}
+
+
+# -- errors. What Dynamo makes of each was measured (facts: dynamo.md section 5).
+
+#: Not EngineShutdown or WorkerUnavailable: those blacklist the worker that raises them for seconds.
+_TO_DYNAMO: dict[str, Callable[[str], Exception]] = {
+    "InvalidRequest": dynamo_errors.InvalidArgument,
+    "RateLimited": lambda message: dynamo_errors.HttpError(503, message),
+    "Unavailable": dynamo_errors.CannotConnect,
+    "DeadlineExceeded": dynamo_errors.ConnectionTimeout,
+    "Cancelled": dynamo_errors.Cancelled,
+    "Internal": dynamo_errors.Unknown,
+}
+
+_FROM_DYNAMO: dict[str, type[errors.DisaggError]] = {
+    "InvalidRequest": errors.InvalidRequestError,
+    "RateLimited": errors.OverloadedError,
+    "Unavailable": errors.PeerUnavailableError,
+    "DeadlineExceeded": errors.StageTimeoutError,
+    "Cancelled": errors.RequestCancelledError,
+    "Internal": errors.EngineError,
+}
+
+#: How a peer's exception arrives: "Category: Type: message", whatever its type was there.
+_ARRIVED = re.compile(rf"({'|'.join(_FROM_DYNAMO)}): (?:\w+: )?(.*)", re.DOTALL)
+
+
+def to_dynamo(error: errors.DisaggError) -> Exception:
+    return _TO_DYNAMO[error.category](str(error))
+
+
+def from_dynamo(error: Exception) -> errors.DisaggError:
+    if isinstance(error, dynamo_errors.InvalidArgument):
+        return errors.InvalidRequestError(str(error))
+    if match := _ARRIVED.match(str(error)):
+        return _FROM_DYNAMO[match[1]](match[2])
+    return errors.PeerUnavailableError(f"the other stage cannot be reached: {error}")

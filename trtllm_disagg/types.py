@@ -1,0 +1,194 @@
+"""The nouns of a request's life, in the order in which it meets them. Imports nothing of this project.
+
+The Structs are wire forms too: their field names are Dynamo's keys (facts: dynamo.md section 6). Unknown keys of
+a request are ignored here and forwarded as they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import msgspec
+
+
+class StopConditions(msgspec.Struct, frozen=True):
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    stop_token_ids_visible: list[int] | None = None
+    stop_token_ids_hidden: list[int] | None = None
+
+
+class SamplingOptions(msgspec.Struct, frozen=True):
+    n: int | None = None
+    best_of: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    seed: int | None = None
+    include_stop_str_in_output: bool | None = None
+    guided_decoding: dict[str, Any] | None = None
+
+
+class OutputOptions(msgspec.Struct, frozen=True):
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+
+
+class Routing(msgspec.Struct, frozen=True):
+    cache_salt: str | None = None
+    dp_rank: int | None = None
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
+    cached_tokens: int | None = None
+
+
+class PrefillResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the prefill phase gave: the engine's handle, and what the answer's usage needs to know."""
+
+    disaggregated_params: dict[str, Any]
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class WireRequest(msgspec.Struct, frozen=True):
+    """A request as Dynamo's frontend, or the first stage, sends it."""
+
+    token_ids: list[int]
+    stop_conditions: StopConditions | None = None
+    sampling_options: SamplingOptions | None = None
+    output_options: OutputOptions | None = None
+    routing: Routing | None = None
+    annotations: list[str] | None = None
+    prefill_result: PrefillResult | None = None
+    priority: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A validated request. `raw` is what it came as: the second stage gets that, keys unknown to us included."""
+
+    raw: dict[str, Any]
+    token_ids: list[int]
+    stop: StopConditions
+    sampling: SamplingOptions
+    output: OutputOptions
+    cache_salt: str | None
+    priority: float | None
+    annotations: tuple[str, ...]
+    prefill_result: PrefillResult | None = None
+
+    def with_handoff(self, handoff: Handoff) -> GenerateRequest:
+        return replace(self, prefill_result=handoff.result)
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+        return cls(
+            prompt_tokens,
+            completion_tokens,
+            prompt_tokens + completion_tokens,
+            PromptTokensDetails(cached_tokens),
+        )
+
+
+class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens on their way to the client; the last one has finish_reason and usage."""
+
+    token_ids: list[int]
+    index: int = 0
+    log_probs: list[float] | None = None
+    #: For each token its alternatives, the chosen one among them: {rank, token_id, token, logprob}.
+    top_logprobs: list[list[dict[str, Any]]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    completion_usage: Usage | None = None
+    disaggregated_params: dict[str, Any] | None = None
+    engine_data: dict[str, Any] | None = None
+
+    def going_on(self) -> TokenChunk:
+        """The same tokens without the end that every prefill phase has."""
+        return TokenChunk(self.token_ids, self.index, self.log_probs, self.top_logprobs)
+
+
+@dataclass(slots=True)
+class Handoff:
+    """The end of the prefill phase: either the whole answer (`final`), or the first token and a way to go on."""
+
+    first: TokenChunk
+    result: PrefillResult | None
+    #: Lets the prefill side's KV go when no decode will fetch it; never waits.
+    _release: Callable[[], None] | None = field(default=None)
+
+    @property
+    def is_final(self) -> bool:
+        return self.result is None
+
+    def as_chunk(self, num_prompt: int) -> TokenChunk:
+        """How a prefill worker answers another process; Dynamo's own PrefillRouter reads the same keys."""
+        if self.result is None:
+            return self.first
+        details = self.result.prompt_tokens_details or PromptTokensDetails(0)
+        return msgspec.structs.replace(
+            self.first,
+            finish_reason="length",
+            completion_usage=Usage.of(num_prompt, len(self.first.token_ids), details.cached_tokens or 0),
+            disaggregated_params=self.result.disaggregated_params,
+        )
+
+    def taken(self) -> None:
+        """Decode has the KV, or has taken over the duty to fetch or release it."""
+        self._release = None
+
+    def on_release(self, release: Callable[[], None]) -> None:
+        self._release = release
+
+    def release(self) -> None:
+        """Idempotent; nothing happens after `taken`."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+class RequestContext(Protocol):
+    """What handlers use of Dynamo's Context."""
+
+    def id(self) -> str | None: ...
+
+    def is_stopped(self) -> bool: ...
+
+    async def async_killed_or_stopped(self) -> Any: ...
+
+
+class PrefillPhase(Protocol):
+    async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
+        """context_only. Raises a DisaggError; RequestCancelledError when the client left meanwhile."""
+        ...
+
+
+class DecodePhase(Protocol):
+    def __call__(
+        self, request: GenerateRequest, context: RequestContext, handoff: Handoff
+    ) -> AsyncIterator[TokenChunk]:
+        """generation_only. Ends early, without an error, when the client left."""
+        ...
+
+
+#: A worker's whole service: one request in, chunks out.
+Generate = Callable[[GenerateRequest, RequestContext], AsyncIterator[TokenChunk]]

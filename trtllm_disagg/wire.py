@@ -1,0 +1,117 @@
+"""dict <-> types: the only module that knows how a request looks between processes."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError
+from trtllm_disagg.types import (
+    GenerateRequest,
+    OutputOptions,
+    PrefillResult,
+    Routing,
+    SamplingOptions,
+    StopConditions,
+    TokenChunk,
+    WireRequest,
+)
+
+_NO_STOP, _NO_SAMPLING, _NO_OUTPUT, _NO_ROUTING = StopConditions(), SamplingOptions(), OutputOptions(), Routing()
+
+#: Keys that routers add to the parameters on their way.
+_FOREIGN_KEYS = ("worker_id", "_epd_metadata")
+
+
+def decode_request(raw: dict[str, Any]) -> GenerateRequest:
+    """Raise InvalidRequestError naming the key that does not fit."""
+    try:
+        wire = msgspec.convert(raw, WireRequest)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"request: {error}") from None
+    routing = wire.routing or _NO_ROUTING
+    request = GenerateRequest(
+        raw=raw,
+        token_ids=wire.token_ids,
+        stop=wire.stop_conditions or _NO_STOP,
+        sampling=wire.sampling_options or _NO_SAMPLING,
+        output=wire.output_options or _NO_OUTPUT,
+        cache_salt=routing.cache_salt,
+        priority=wire.priority,
+        annotations=tuple(wire.annotations or ()),
+        prefill_result=wire.prefill_result,
+    )
+    _require_servable(request)
+    return request
+
+
+def _require_servable(request: GenerateRequest) -> None:
+    """What no worker of any strategy serves is refused here, so that all refuse it alike."""
+    if (request.sampling.n or 1) != 1 or (request.sampling.best_of or 1) != 1:
+        raise InvalidRequestError(
+            f"n={request.sampling.n or 1}, best_of={request.sampling.best_of or 1}: a handoff carries one choice; "
+            "expected n=1 (send the request several times, with different seeds, for several choices)"
+        )
+    if request.sampling.use_beam_search:
+        raise InvalidRequestError("use_beam_search=true: KV transfer carries one beam; expected false")
+    if request.stop.max_tokens is not None and request.stop.max_tokens < 1:
+        raise InvalidRequestError(f"max_tokens={request.stop.max_tokens} is not allowed; expected at least 1")
+
+
+def encode_request(request: GenerateRequest) -> dict[str, Any]:
+    """For the second stage: as it came, plus the prefill result in the place where Dynamo's router puts it."""
+    if request.prefill_result is None:
+        return request.raw
+    return request.raw | {"prefill_result": msgspec.to_builtins(request.prefill_result)}
+
+
+def decode_chunk(raw: Any) -> TokenChunk:
+    try:
+        return msgspec.convert(raw, TokenChunk)
+    except msgspec.ValidationError as error:
+        raise HandoffRefusedError(f"the other stage sent an unreadable answer: {error}") from None
+
+
+def encode_chunk(chunk: TokenChunk) -> dict[str, Any]:
+    encoded: dict[str, Any] = msgspec.to_builtins(chunk)
+    return encoded
+
+
+def encode_disaggregated_params(params: Any) -> dict[str, Any]:
+    """A DisaggregatedParams dataclass of either engine -> JSON-safe dict, as upstream's worker writes it."""
+    encoded = {name: value for name, value in _fields(params).items() if value is not None}
+    if "opaque_state" in encoded:
+        encoded["opaque_state"] = base64.b64encode(encoded["opaque_state"]).decode()
+    if "first_gen_log_probs" in encoded:
+        encoded["first_gen_log_probs"] = [
+            [{"token_id": int(t), "logprob": float(lp.logprob), "rank": lp.rank} for t, lp in entry.items()]
+            for entry in encoded["first_gen_log_probs"]
+        ]
+    # Tensors, and of no use to a decode that has the token.
+    encoded.pop("first_gen_logits", None)
+    return encoded
+
+
+def decode_disaggregated_params(result: PrefillResult, params_class: Any, logprob_class: Any) -> Any:
+    """The engine's own dataclass, as a generation_only request. Raises HandoffRefusedError."""
+    given = {key: value for key, value in result.disaggregated_params.items() if key not in _FOREIGN_KEYS}
+    try:
+        if isinstance(given.get("opaque_state"), str):
+            given["opaque_state"] = base64.b64decode(given["opaque_state"], validate=True)
+        if given.get("first_gen_log_probs"):
+            given["first_gen_log_probs"] = [
+                {e["token_id"]: logprob_class(logprob=e["logprob"], rank=e["rank"]) for e in entry}
+                for entry in given["first_gen_log_probs"]
+            ]
+        return params_class(**(given | {"request_type": "generation_only"}))
+    except (binascii.Error, TypeError, KeyError, ValueError, AttributeError) as error:
+        raise HandoffRefusedError(f"handoff is not readable: {error}") from None
+
+
+def _fields(params: Any) -> dict[str, Any]:
+    # Not dataclasses.asdict: it would copy, and turn Logprob objects into dicts.
+    return {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}

@@ -1,0 +1,110 @@
+"""One worker, from its configuration to serving: everything is built here, in order, and patched nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from trtllm_disagg.config import Role, WorkerConfig
+from trtllm_disagg.engine import Engine, load_api, resolve_engine
+from trtllm_disagg.engine_config import build_engine_args, with_engine_args
+from trtllm_disagg.errors import EngineError
+from trtllm_disagg.handlers.journal import journaled
+from trtllm_disagg.handlers.strategies import build_generate
+from trtllm_disagg.pairing import describe_worker, require_pair
+from trtllm_disagg.publisher.create import create_publishers
+from trtllm_disagg.runtime import NoStage, Runtime, ServedModel
+
+log = logging.getLogger(__name__)
+
+_HEALTH_SECONDS = 1.0
+_DRAIN_SECONDS = 30.0
+_DRAIN_POLL_SECONDS = 0.05
+
+
+async def run_worker(config: WorkerConfig) -> None:
+    """Serve until told to stop. Raises ConfigError before anything is built, EngineError when the engine dies."""
+    config = replace(config, engine=resolve_engine(config.engine))
+    engine_args = build_engine_args(config)
+    config = with_engine_args(config, engine_args)
+    api = load_api(config.engine)
+    runtime = Runtime(config)
+    log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
+    engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
+    try:
+        await _serve(config, engine_args, engine, runtime)
+    finally:
+        engine.close()
+
+
+async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engine, runtime: Runtime) -> None:
+    block_size, num_blocks = _capacity(config, engine)
+    me = describe_worker(config, engine_args, block_size)
+    client: Any = NoStage()
+    runtime.stop_on_signals(_drain(engine))
+    if config.next_endpoint_id is not None:
+        client = await runtime.second_stage(config.next_endpoint_id)
+        require_pair(me, await client.describe())
+    generate = journaled(build_generate(config, engine, client), _part(config))
+    publishers = await create_publishers(config, runtime.endpoint, engine.llm, block_size)
+    for publisher in publishers:
+        await publisher.start()
+    if config.is_first_stage:
+        model = ServedModel(
+            block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
+        )
+        await runtime.register(model)
+    log.info("worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id)
+    try:
+        async with _stop_when_dead(engine, runtime):
+            await runtime.serve(generate, me)
+    finally:
+        for publisher in publishers:
+            await publisher.stop()
+
+
+def _part(config: WorkerConfig) -> str:
+    """How logs name what this worker does."""
+    return "agg" if config.role is Role.AGG else f"{config.role}/{config.strategy}"
+
+
+def _capacity(config: WorkerConfig, engine: Engine) -> tuple[int, int]:
+    """(tokens per block, blocks) of the engine; older TensorRT-LLM does not tell."""
+    with contextlib.suppress(AttributeError):
+        capacity = engine.llm.get_kv_cache_capacity()
+        return capacity["tokensPerBlock"], capacity["maxNumBlocks"]
+    return config.kv_block_size, 0
+
+
+def _drain(engine: Engine) -> Any:
+    """Waits until nothing runs and no KV is held for another worker, so that nobody reads from a dead one."""
+
+    async def wait() -> None:
+        deadline = asyncio.get_running_loop().time() + _DRAIN_SECONDS
+        while not await engine.is_idle() and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+
+    return wait
+
+
+@contextlib.asynccontextmanager
+async def _stop_when_dead(engine: Engine, runtime: Runtime) -> AsyncIterator[None]:
+    """Ends serving when the engine is gone, and says so; a worker without an engine must not look alive."""
+
+    async def watch() -> None:
+        while engine.is_healthy:
+            await asyncio.sleep(_HEALTH_SECONDS)
+        log.error("the engine is dead: this worker stops")
+        runtime.shutdown()
+
+    watcher = asyncio.create_task(watch(), name="engine-health")
+    try:
+        yield
+    finally:
+        watcher.cancel()
+    if not engine.is_healthy:
+        raise EngineError("the engine died while serving")

@@ -1,0 +1,33 @@
+"""`trtllm-disagg worker`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+
+from trtllm_disagg.args import add_worker_arguments, config_from_namespace
+from trtllm_disagg.errors import ConfigError, DisaggError
+
+log = logging.getLogger(__name__)
+
+__all__ = ["add_arguments", "run"]
+
+add_arguments = add_worker_arguments
+
+
+def run(namespace: argparse.Namespace) -> int:
+    config = config_from_namespace(namespace, os.environ)
+    # After the flags are known to be good: these imports take seconds.
+    import uvloop
+
+    from trtllm_disagg.worker import run_worker
+
+    try:
+        uvloop.run(run_worker(config))
+    except ConfigError:
+        raise
+    except DisaggError as error:
+        log.error("%s", error)
+        return 1
+    return 0
