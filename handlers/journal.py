@@ -46,4 +46,4 @@ def journaled(generate: Generate, part: str) -> Generate:
 
 
 #: Starts every journal line's message.
-PREFIX = "request "
+PREFIX = "journal "

@@ -17,6 +17,8 @@ export DYN_REQUEST_PLANE="${DYN_REQUEST_PLANE:-tcp}"
 export DYN_EVENT_PLANE="${DYN_EVENT_PLANE:-zmq}"
 export DYN_SYSTEM_HOST="${DYN_SYSTEM_HOST:-127.0.0.1}"
 export DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS="${DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS:-1}"
+# A stream that fails before its first token gets an HTTP status, in every strategy, instead of a 200.
+export DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS="${DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS:-500}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 # File discovery cannot leave the machine, so nothing else needs to. With etcd or Kubernetes, Dynamo finds the address.
@@ -63,7 +65,8 @@ exec_worker() {
     fi
     # The frontend picks among these by what their KV caches hold.
     case $role:$STRATEGY in
-        agg:* | prefill:prefill_first | decode:decode_first | *:router) argv+=(--publish-kv-events) ;;
+        agg:* | prefill:prefill_first | decode:decode_first | *:router) argv+=(--publish-events-and-metrics) ;;
+        *) argv+=(--publish-metrics) ;;
     esac
     [[ -z $ENGINE ]] || argv+=(--engine "$ENGINE")
     [[ -z $ENGINE_CONFIGS ]] || argv+=(--extra-engine-args "$ENGINE_CONFIGS/$role.yaml")

@@ -95,6 +95,9 @@ def _dynamo_defaults(config: WorkerConfig) -> Args:
         "return_perf_metrics": False,
         "enable_iter_perf_stats": config.publish_metrics,
     }
+    if config.role is not Role.AGG:
+        # Without a transceiver KV cannot move, so a worker of a pair has one unless a file forbids it.
+        args["cache_transceiver_config"] = {"backend": "DEFAULT"}
     for name, key in _KEYS.items():
         value = getattr(config, name)
         if value is not None:

@@ -166,9 +166,9 @@ def test_what_only_the_embedded_engine_knows_is_refused_for_the_other(tmp_path: 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_of_a_pair_needs_a_transceiver(tmp_path: Path, role: str) -> None:
-    message = refusal(tmp_path, {"max_batch_size": 1}, role=role)
+    message = refusal(tmp_path, {"cache_transceiver_config": {"backend": None}}, role=role)
     assert "engine.yaml: cache_transceiver_config.backend: None" in message
-    assert "--extra-engine-args (not given)" in refusal(tmp_path, role=role)
+    assert build(tmp_path, role=role)["cache_transceiver_config"] == {"backend": "DEFAULT"}
     transceiver = {"cache_transceiver_config": {"backend": "NIXL"}}
     assert build(tmp_path, transceiver, role=role)["cache_transceiver_config"]["backend"] == "NIXL"
     assert "max_beam_width: 2" in refusal(tmp_path, {**transceiver, "max_beam_width": 2}, role=role)

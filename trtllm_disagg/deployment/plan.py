@@ -43,6 +43,8 @@ STOP_ORDER: Mapping[Strategy, tuple[tuple[Role, ...], ...]] = {
 # Settings that the user's environment may override.
 TUNABLE_ENV: Mapping[str, str] = {
     "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",
+    # A stream that fails before its first token gets an HTTP status, in every strategy, instead of a 200.
+    "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "500",
     "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
     "OMP_NUM_THREADS": "1",
 }
@@ -209,8 +211,7 @@ def _stage_flags(strategy: Strategy, role: Role) -> Iterator[str]:
     yield from ("--disaggregation-mode", role)
     if role != "agg":
         yield from ("--disaggregation-strategy", strategy)
-    if role in KV_ROUTED_ROLES[strategy]:
-        yield "--publish-kv-events"
+    yield "--publish-events-and-metrics" if role in KV_ROUTED_ROLES[strategy] else "--publish-metrics"
 
 
 def _flag(name: str, value: object | None) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
 """The embedded engine: TensorRT-LLM's LLM API on torch, CPU by default.
 
-Same names, fields, defaults and errors as `tensorrt_llm`, for the subset that text workers use. Importing this
-does not import torch; the model runs in a process of its own.
+Same names, fields, defaults and errors as `tensorrt_llm`, for the subset that text workers use. Importing
+this does not import torch; the model runs in a process of its own.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.embedded.disaggregated_params import (
     DisaggregatedParams,
@@ -58,9 +58,10 @@ __all__ = [
     "get_global_disagg_request_id",
 ]
 
+if not TYPE_CHECKING:  # a type checker would take every name for defined
 
-def __getattr__(name: str) -> Any:
-    """The rest of TensorRT-LLM's names, for clients that find this very module in the place of `tensorrt_llm`."""
-    from trtllm_disagg.embedded.mount import find_name
+    def __getattr__(name: str) -> Any:
+        """The rest of TensorRT-LLM's names, for clients that find this module instead of `tensorrt_llm`."""
+        from trtllm_disagg.embedded.mount import find_name
 
-    return find_name(name)
+        return find_name(name)

@@ -87,24 +87,36 @@ class BlockManager:
             self._refs[block] += 1
         self.reused_blocks += len(blocks)
 
-    def commit(self, blocks: Seq[int], keys: Seq[bytes], tokens: Seq[Seq[int]], parent: bytes) -> None:
-        """These consecutive blocks now hold these tokens' KV. Content that is known already stays where it was."""
-        if not self._enable_reuse:
+    def commit(self, tokens: Seq[int], blocks: Seq[int], keys: list[bytes], salt: bytes) -> None:
+        """The full blocks of `tokens` hold their KV now. `keys` names those of an earlier call, and grows.
+
+        Content that is known already stays where it was. That may have been evicted since, from under our later
+        blocks: then it is committed again, in ours, so that a stored block's parent is always known.
+        """
+        size = self.tokens_per_block
+        full = len(tokens) // size
+        if not self._enable_reuse or full <= len(keys):
             return
+        first = len(self.match(keys))
+        for start in range(len(keys) * size, full * size, size):
+            keys.append(block_key(keys[-1] if keys else ROOT, tokens[start : start + size], salt))
+        parent = keys[first - 1] if first else ROOT
         new: list[tuple[bytes, Seq[int]]] = []
-        for block, key, content in zip(blocks, keys, tokens, strict=True):
-            if key not in self._block_of and block not in self._key_of:
-                self._block_of[key], self._key_of[block] = block, key
-                new.append((key, content))
-            else:
+        for i in range(first, full):
+            key, block = keys[i], blocks[i]
+            if key in self._block_of:
                 self._events.stored(parent, new)
                 parent, new = key, []
+            else:
+                self._block_of[key], self._key_of[block] = block, key
+                new.append((key, tokens[i * size : (i + 1) * size]))
         self._events.stored(parent, new)
 
     # -- allocation
 
-    def can_allocate(self, count: int) -> bool:
-        return count <= self.num_available
+    def can_allocate(self, count: int, besides: Seq[int] = ()) -> bool:
+        """Could `count` blocks be allocated by someone who acquires the known blocks `besides` as well?"""
+        return count <= self.num_available - sum(self._refs[block] == 0 for block in besides)
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks in ascending order, so that neighbours are merged into runs by whoever moves them.

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from trtllm_disagg.embedded.attention import TILE, KvPool
-from trtllm_disagg.embedded.block_manager import ROOT, BlockManager, KvEventLog, block_key
+from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog
 from trtllm_disagg.embedded.iteration_stats import IterationStats
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.messages import (
@@ -61,6 +61,7 @@ class EngineCore:
         )
         if args.max_num_tokens < TILE:
             raise ConfigError.bad_value("max_num_tokens", args.max_num_tokens, f"at least {TILE}")
+        self._max_prompt = self.max_seq_len if args.enable_chunked_prefill else args.max_num_tokens
         layout = KvLayout(
             model=self.shape.fingerprint,
             num_layers=self.shape.num_layers,
@@ -83,9 +84,10 @@ class EngineCore:
                 return torch.zeros(pool_shape, dtype=self.shape.dtype, device=device)
             return transport.allocate(pool_shape, self.shape.dtype, device)
 
+        model = load_model(Path(args.model), self.shape, device)
         self.transfers: KvTransfers | NullTransfers
         self.transfers, kv = create_transfers(args, layout, num_blocks, allocate, wake)
-        self._runner = ModelRunner(load_model(Path(args.model), self.shape, device), KvPool(kv))
+        self._runner = ModelRunner(model, KvPool(kv))
         self._stats = IterationStats(enabled=args.enable_iter_perf_stats, max_batch_size=args.max_batch_size)
         self._receiving: dict[int, Sequence] = {}
         self._outputs: list[TokenOutput] = []
@@ -123,16 +125,15 @@ class EngineCore:
         if not found:
             self.transfers.release_request(request_id)
         for sequence in found:
+            if sequence.aborted:
+                continue
             self._outputs.append(TokenOutput(request_id, sequence.index, finish_reason="cancelled"))
             if sequence.status is Status.RECEIVING:
                 sequence.aborted = True
-            elif sequence.status is Status.WAITING:
-                self.scheduler.waiting.remove(sequence)
-                sequence.status = Status.FINISHED
-                if sequence.handle is not None:
-                    self.transfers.decline(sequence.handle)
-            else:
-                self._retire(sequence)
+                continue
+            if sequence.status is Status.WAITING and sequence.handle is not None:
+                self.transfers.decline(sequence.handle)
+            self._retire(sequence)
 
     # -- one step
 
@@ -158,7 +159,9 @@ class EngineCore:
         rows = self.scheduler.schedule()
         if rows:
             self._run(rows)
-        stats = self._stats.of_step(rows, self.scheduler, self.blocks, time.perf_counter() - started)
+        stats = self._stats.of_step(
+            rows, self.scheduler, self.blocks, self.transfers.num_leases, time.perf_counter() - started
+        )
         outputs, self._outputs = self._outputs, []
         return StepReport(outputs, self.num_active, self._events.take(), stats)
 
@@ -176,17 +179,17 @@ class EngineCore:
     # -- internals
 
     def _run(self, rows: list[Row]) -> None:
+        sampling = [row.sequence for row in rows if row.samples]
         try:
             logits = self._runner.run(rows)
-        except RuntimeError as error:
+            sampled = sample(logits, sampling) if sampling else []
+        except Exception as error:
             # Out of memory, a bad kernel: these requests fail, the engine goes on.
             log.exception("a step of %d rows failed", len(rows))
-            for row in rows:
-                self._retire(row.sequence)
-                self._fail(row.sequence.request_id, EngineError(f"the forward pass failed: {error}"))
+            failure = EngineError(f"the forward pass failed: {error}")
+            for request_id in dict.fromkeys(row.sequence.request_id for row in rows):
+                self._retire_request(request_id, failure)
             return
-        sampling = [row.sequence for row in rows if row.samples]
-        sampled = sample(logits, sampling) if sampling else []
         for row in rows:
             row.sequence.num_computed += row.num_tokens
             self._commit(row.sequence)
@@ -201,7 +204,7 @@ class EngineCore:
             sequence.request_id,
             sequence.index,
             token_ids=[token] if verdict.emit else [],
-            logprobs=[logprobs] if verdict.emit and logprobs is not None else None,
+            logprobs=[logprobs] if verdict.emit and logprobs else None,
             trim=verdict.trim,
             finish_reason=verdict.finish_reason,
             stop_reason=verdict.stop_reason,
@@ -230,19 +233,16 @@ class EngineCore:
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
 
+    def _retire_request(self, request_id: int, error: DisaggError) -> None:
+        for sequence in self.scheduler.find(request_id):
+            self._retire(sequence)
+        self._fail(request_id, error)
+
     def _commit(self, sequence: Sequence) -> None:
         """Make every block that is full now known to the prefix cache."""
-        size = self.blocks.tokens_per_block
-        first, full = len(sequence.keys), sequence.num_computed // size
-        if full <= first:
-            return
-        contents = [sequence.tokens[i * size : (i + 1) * size] for i in range(first, full)]
-        parent = sequence.keys[-1] if sequence.keys else ROOT
-        keys: list[bytes] = []
-        for content in contents:
-            keys.append(block_key(keys[-1] if keys else parent, content, sequence.salt))
-        self.blocks.commit(sequence.blocks[first:full], keys, contents, parent)
-        sequence.keys += keys
+        if sequence.num_computed // self.blocks.tokens_per_block > len(sequence.keys):
+            tokens = sequence.tokens[: sequence.num_computed]
+            self.blocks.commit(tokens, sequence.blocks, sequence.keys, sequence.salt)
 
     def _start_pull(self, sequence: Sequence) -> None:
         self._receiving[id(sequence)] = sequence
@@ -251,7 +251,6 @@ class EngineCore:
     def _finish_pull(self, pull: Pull) -> None:
         sequence = self._receiving.pop(pull.request_id)
         if pull.error is not None:
-            self.scheduler.finish(sequence)
             if pull.may_land_later:
                 self._quarantine(sequence, pull)
             self._retire(sequence)
@@ -268,7 +267,8 @@ class EngineCore:
         sequence.num_cached = sequence.handle.cached_tokens
         self._commit(sequence)
         self.scheduler.received(sequence)
-        first_logprobs = (sequence.handoff.first_logprobs or [None])[0]
+        wanted = sequence.sampling.logprobs is not None
+        first_logprobs = (sequence.handoff.first_logprobs or [[]])[0] if wanted else None
         self._accept(sequence, sequence.handoff.first_gen_tokens[0], first_logprobs)
 
     def _quarantine(self, sequence: Sequence, pull: Pull) -> None:
@@ -280,11 +280,23 @@ class EngineCore:
         self.blocks.quarantine(pull.local)
         lost = set(pull.local)
         sequence.blocks = [block for block in sequence.blocks if block not in lost]
+        # The pool is smaller now; who does not fit any more would wait, and let wait, for ever.
+        for waiting in list(self.scheduler.waiting):
+            try:
+                self._require_fits(waiting)
+            except DisaggError as error:
+                self._retire_request(waiting.request_id, error)
 
     def _fail(self, request_id: int, error: DisaggError) -> None:
         self._outputs.append(TokenOutput(request_id, error=str(error), error_category=error.category))
 
     def _require_fits(self, sequence: Sequence) -> None:
+        if sequence.handle is None and sequence.num_prompt > self._max_prompt:
+            raise InvalidRequestError(
+                f"the prompt has {sequence.num_prompt} tokens; without enable_chunked_prefill, "
+                f"max_num_tokens {self._max_prompt} is the most"
+            )
+        self.scheduler.require_fits_budget(sequence)
         size = self.blocks.tokens_per_block
         wanted = -(-sequence.max_kv_tokens // size)
         possible = self.blocks.num_blocks - self.blocks.num_quarantined

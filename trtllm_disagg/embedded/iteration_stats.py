@@ -20,17 +20,25 @@ class IterationStats:
         self._decode_tokens = 0
         self._pulls = 0
         self._pulled_bytes = 0
+        self._held: tuple[int, ...] = ()
 
     def received(self, pull: Pull) -> None:
         self._pulls += 1
         self._pulled_bytes += pull.bytes_moved
 
     def of_step(
-        self, rows: Seq[Row], scheduler: Scheduler, blocks: BlockManager, seconds: float
+        self,
+        rows: Seq[Row],
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        num_handoffs: int,
+        seconds: float,
     ) -> list[dict[str, Any]]:
-        """One dict for a step that ran; none when statistics are off or nothing ran."""
-        if not self._enabled or not rows:
+        """One dict for a step that ran, or that changed what is held; none when statistics are off."""
+        held = (scheduler.num_active, len(scheduler.waiting), blocks.num_used, num_handoffs)
+        if not self._enabled or (not rows and held == self._held):
             return []
+        self._held = held
         # Rows have been computed by now, so "in prefill" is asked of where they started.
         context = [r for r in rows if r.sequence.num_computed - r.num_tokens < r.sequence.num_prompt]
         context_tokens = sum(r.num_tokens for r in context)
@@ -76,7 +84,8 @@ class IterationStats:
                     ),
                     "numPausedKvTokens": 0,
                 },
-                # Ours: running totals that prove who prefilled and who decoded.
+                # Ours: finished prefills whose KV waits for a decode, and running totals that prove who did what.
+                "numHandoffsHeld": num_handoffs,
                 "totals": {
                     "prefillTokens": self._prefill_tokens,
                     "decodeTokens": self._decode_tokens,

@@ -2,15 +2,14 @@
 
     python -m trtllm_disagg.embedded.mount -m dynamo.trtllm --model DIR --gpus-per-node 1 ...
 
-runs a module that way. Other ways that work, with and without this runner:
+runs a module that way. Without this runner:
 
-    mount_as_tensorrt_llm()              before the first `import tensorrt_llm`, in a program, a sitecustomize.py,
-                                         or a folder tensorrt_llm/__init__.py on PYTHONPATH
-    sys.modules["tensorrt_llm.x"] = trtllm_disagg.embedded
-                                         for `tensorrt_llm` and every submodule that the client imports: the package
-                                         itself knows all names below
+    mount_as_tensorrt_llm()   before the client is imported: in a program, in a sitecustomize.py, or in a
+                              folder tensorrt_llm/ on PYTHONPATH whose __init__.py calls it
+    sys.modules["tensorrt_llm"] = sys.modules["tensorrt_llm.llmapi"] = ... = trtllm_disagg.embedded
+                              for every submodule that the client imports: the package has all names below
 
-A name that is not in the tables does not exist, so a client's `except ImportError` still tells old from new.
+A name that is in no table does not exist, so a client's `except ImportError` still tells old from new.
 """
 
 from __future__ import annotations
@@ -35,41 +34,43 @@ ROOT = "tensorrt_llm"
 #: What clients read; the API is that of this release.
 VERSION = "1.3.0rc29+embedded"
 
+_PARAMS = "SamplingParams GuidedDecodingParams DisaggregatedParams"
+_LOGITS = "LogitsProcessor BatchedLogitsProcessor"
+_OUTPUTS = "RequestOutput CompletionOutput GenerationResult Logprob RequestError"
+_CONFIGS = (
+    "KvCacheConfig CacheTransceiverConfig SchedulerConfig CapacitySchedulerPolicy ContextChunkingPolicy "
+    "DynamicBatchConfig CudaGraphConfig KVEventsConfig"
+)
+_UPDATES = "update_llm_args_with_extra_options update_llm_args_with_extra_dict"
+
 #: submodule of tensorrt_llm -> the names that it offers. "" is tensorrt_llm itself.
 MOUNTED = {
-    "": "LLM SamplingParams GuidedDecodingParams DisaggregatedParams LogitsProcessor BatchedLogitsProcessor "
-    "KvCacheConfig RequestError",
-    "llmapi": "LLM BaseLLM LlmArgs TorchLlmArgs SamplingParams GuidedDecodingParams DisaggregatedParams "
-    "DisaggScheduleStyle ConversationParams SchedulingParams KvCacheConfig CacheTransceiverConfig SchedulerConfig "
-    "CapacitySchedulerPolicy ContextChunkingPolicy DynamicBatchConfig CudaGraphConfig KVEventsConfig "
-    "RequestOutput CompletionOutput RequestError",
+    "": f"LLM {_PARAMS} {_LOGITS} KvCacheConfig RequestError",
+    "llmapi": f"LLM LlmArgs TorchLlmArgs ConversationParams {_PARAMS} {_CONFIGS} {_OUTPUTS}",
     "llmapi.llm": "LLM BaseLLM SamplingParams PreprocessedInputs RequestOutput",
-    "llmapi.llm_args": "BaseLlmArgs TorchLlmArgs LlmArgs LoadFormat KvCacheConfig CacheTransceiverConfig "
-    "SchedulerConfig CapacitySchedulerPolicy ContextChunkingPolicy DynamicBatchConfig CudaGraphConfig "
-    "KVEventsConfig TOKENIZER_ALIASES update_llm_args_with_extra_dict update_llm_args_with_extra_options",
-    "llmapi.llm_utils": "update_llm_args_with_extra_dict update_llm_args_with_extra_options",
-    "llmapi.tokenizer": "TransformersTokenizer tokenizer_factory TOKENIZER_ALIASES",
+    "llmapi.llm_args": f"LlmArgs TorchLlmArgs BaseLlmArgs LoadFormat TOKENIZER_ALIASES {_CONFIGS} {_UPDATES}",
+    "llmapi.llm_utils": _UPDATES,
+    "llmapi.tokenizer": "tokenizer_factory TransformersTokenizer TOKENIZER_ALIASES",
     "llmapi.disagg_utils": "get_global_disagg_request_id MIN_GLOBAL_ID",
     "disaggregated_params": "DisaggregatedParams DisaggScheduleStyle",
-    "sampling_params": "SamplingParams GuidedDecodingParams LogitsProcessor BatchedLogitsProcessor",
+    "sampling_params": f"SamplingParams GuidedDecodingParams {_LOGITS}",
     "scheduling_params": "SchedulingParams",
-    "executor": "CompletionOutput GenerationResult RequestError",
+    "executor": "GenerationResult RequestError",
     "executor.request": "DEFAULT_REQUEST_PRIORITY",
-    "executor.result": "CompletionOutput GenerationResult Logprob",
+    "executor.result": _OUTPUTS,
     "executor.utils": "RequestError",
     "metrics": "MetricsCollector",
     "metrics.collector": "MetricsCollector",
 }
 
-#: Text clients import these and never use them.
+#: Text clients import these, and never use them.
 NOT_SERVED = {
     "": "MultimodalEncoder",
-    "llmapi": "MultimodalEncoder KvCacheRetentionConfig",
+    "llmapi": "MultimodalEncoder",
     "llmapi.llm_args": "KvCacheConnectorConfig SleepConfig",
-    "inputs": "create_input_processor default_multimodal_input_loader",
-    "inputs.media_io": "BaseMediaIO",
+    "inputs": "create_input_processor",
     "inputs.multimodal_data": "VideoData",
-    "inputs.utils": "async_load_video async_load_image async_load_audio",
+    "inputs.utils": "async_load_video",
     "_torch": "",
     "_torch.shared_tensor": "SharedTensorContainer",
     "_torch.shared_tensor.shared_tensor": "SharedTensorContainer",
@@ -167,7 +168,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--force", action="store_true", help="even if TensorRT-LLM is installed")
     parser.add_argument(
-        "-m", dest="command", nargs=argparse.REMAINDER, required=True, metavar="MODULE ...", help="what to run"
+        "-m",
+        dest="command",
+        nargs=argparse.REMAINDER,
+        required=True,
+        metavar="MODULE ...",
+        help="what to run",
     )
     options = parser.parse_args(arguments)
     if not options.command:

@@ -1,4 +1,4 @@
-"""Names of TensorRT-LLM that only its clients need. Nothing of ours uses them; mount.py puts them in place."""
+"""Names of TensorRT-LLM that only its clients need. Nothing of ours uses them; mount.py offers them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def tokenizer_factory(obj: Any = None, **kwargs: Any) -> Any:
 def update_llm_args_with_extra_dict(
     llm_args: Mapping[str, Any], llm_args_dict: Mapping[str, Any], extra_llm_api_options: str | None = None
 ) -> dict[str, Any]:
-    """`llm_args_dict` over `llm_args`. Only kv_cache_config is merged, as TensorRT-LLM does; the rest is replaced."""
+    """`llm_args_dict` over `llm_args`. kv_cache_config alone is merged, as TensorRT-LLM does it."""
     merged = {**llm_args, **llm_args_dict}
     base, update = llm_args.get("kv_cache_config"), llm_args_dict.get("kv_cache_config")
     if base is not None and isinstance(update, Mapping):
@@ -131,7 +131,7 @@ _GAUGES = {
 
 
 class MetricsCollector:
-    """The engine's statistics as Prometheus gauges, with TensorRT-LLM's names for what the embedded engine counts."""
+    """The engine's statistics as Prometheus metrics, under TensorRT-LLM's names."""
 
     labelname_finish_reason = "finished_reason"
 
@@ -169,17 +169,19 @@ class MetricsCollector:
 
 # -- what the embedded engine does not have
 
+_NOT_SERVED = "is not served by the embedded engine"
+
 
 class _NotServed(type):
     """Importing, annotating and isinstance work; making one or asking one for something does not."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{cls.__module__}.{cls.__name__} is not served by the embedded engine")
+        raise NotImplementedError(f"{cls.__module__}.{cls.__name__} {_NOT_SERVED}")
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise NotImplementedError(f"{cls.__module__}.{cls.__name__}.{name} is not served by the embedded engine")
+        raise NotImplementedError(f"{cls.__module__}.{cls.__name__}.{name} {_NOT_SERVED}")
 
 
 def not_served(module: str, name: str) -> type:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from trtllm_disagg.embedded.block_manager import BlockManager
 from trtllm_disagg.embedded.sequence import Sequence, Status
+from trtllm_disagg.errors import InvalidRequestError
 
 
 @dataclass(slots=True)
@@ -39,7 +40,8 @@ class Scheduler:
     ) -> None:
         """`chunk_alignment`: a prefill chunk that does not finish its prompt ends on a multiple of it (tokens)."""
         self._blocks = blocks
-        self._max_batch_size = max_batch_size
+        # Every decode row takes a token of the budget, in every step.
+        self._max_active = min(max_batch_size, max_num_tokens)
         self._max_num_tokens = max_num_tokens
         self._alignment = chunk_alignment
         self._chunked = chunked
@@ -49,22 +51,32 @@ class Scheduler:
 
     @property
     def has_runnable(self) -> bool:
-        return bool(self.running)
+        """False when nothing can run before someone else frees blocks: a lease that ends, a pull that finishes."""
+        return bool(self.running) or self._can_admit()
 
     @property
     def num_active(self) -> int:
         return len(self.running) + len(self.receiving)
 
+    def require_fits_budget(self, sequence: Sequence) -> None:
+        """Raise InvalidRequestError for a prompt that could never be scheduled."""
+        if not self._chunked and sequence.handle is None and sequence.num_prompt > self._max_num_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {sequence.num_prompt} tokens; max_num_tokens {self._max_num_tokens} is the limit "
+                "without enable_chunked_prefill"
+            )
+
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def admit(self) -> Iterator[Sequence]:
-        """Move waiting sequences in, first come first served, while there is room. Yields those that want KV pulled."""
-        while self.waiting and self.num_active < self._max_batch_size:
-            sequence = self.waiting[0]
-            if not self._reserve(sequence):
-                return
-            self.waiting.popleft()
+        """Move waiting sequences in, first come first served, while there is room.
+
+        Yields those that want their KV pulled.
+        """
+        while self._can_admit():
+            sequence = self.waiting.popleft()
+            self._reserve(sequence)
             if sequence.handle is not None:
                 sequence.status = Status.RECEIVING
                 self.receiving.add(sequence)
@@ -84,17 +96,24 @@ class Scheduler:
         rows = [Row(s, 1) for s in decode]
         budget = self._max_num_tokens - len(rows)
         for sequence in self.running:
-            if sequence.in_prefill and budget > 0 and (tokens := self._chunk(sequence, budget)):
+            if sequence.in_prefill:
+                tokens = self._chunk(sequence, budget)
+                if not tokens:
+                    break  # nobody overtakes a prompt that waits for room
                 rows.append(Row(sequence, tokens))
                 budget -= tokens
         return rows
 
     def finish(self, sequence: Sequence) -> None:
-        """Out of the running; its blocks stay with the caller."""
+        """It is done, whatever it was doing; its blocks stay with the caller."""
+        match sequence.status:
+            case Status.WAITING:
+                self.waiting.remove(sequence)
+            case Status.RUNNING:
+                self.running.remove(sequence)
+            case Status.RECEIVING:
+                self.receiving.remove(sequence)
         sequence.status = Status.FINISHED
-        if sequence in self.running:
-            self.running.remove(sequence)
-        self.receiving.discard(sequence)
 
     def find(self, request_id: int) -> list[Sequence]:
         everyone = (*self.waiting, *self.running, *self.receiving)
@@ -109,24 +128,31 @@ class Scheduler:
         end = sequence.num_computed + budget
         return max(0, end - end % self._alignment - sequence.num_computed)
 
-    def _reserve(self, sequence: Sequence) -> bool:
-        size = self._blocks.tokens_per_block
-        if sequence.prompt_keys is None:
-            prompt = sequence.tokens[: sequence.num_prompt]
-            sequence.prompt_keys = self._blocks.prompt_keys(prompt, sequence.salt)
-        keys = sequence.prompt_keys
+    def _can_admit(self) -> bool:
+        if not self.waiting or self.num_active >= self._max_active:
+            return False
+        known, wanted = self._needs(self.waiting[0])
+        return self._blocks.can_allocate(wanted, besides=known)
+
+    def _reserve(self, sequence: Sequence) -> None:
+        known, wanted = self._needs(sequence)
+        # Acquire first: otherwise allocating might evict a known block.
+        self._blocks.acquire(known)
+        sequence.blocks = known + self._blocks.allocate(wanted)
+        sequence.keys = self._prompt_keys(sequence)[: len(known)]
+        sequence.num_computed = len(known) * self._blocks.tokens_per_block
+        sequence.num_cached = sequence.num_computed
+
+    def _needs(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Its blocks that are known already, and how many more its longest possible answer takes."""
+        size, keys = self._blocks.tokens_per_block, self._prompt_keys(sequence)
         # At least one prompt token must be computed to have logits, unless prefill did it elsewhere.
         usable = keys if sequence.handle is not None else keys[: (sequence.num_prompt - 1) // size]
         known = self._blocks.match(usable)
-        # Acquire first: otherwise a known block might be counted as available twice.
-        self._blocks.acquire(known)
-        wanted = -(-sequence.max_kv_tokens // size) - len(known)
-        if not self._blocks.can_allocate(wanted):
-            self._blocks.release(known)
-            self._blocks.reused_blocks -= len(known)
-            return False
-        sequence.blocks = known + self._blocks.allocate(wanted)
-        sequence.keys = keys[: len(known)]
-        sequence.num_computed = len(known) * size
-        sequence.num_cached = sequence.num_computed
-        return True
+        return known, -(-sequence.max_kv_tokens // size) - len(known)
+
+    def _prompt_keys(self, sequence: Sequence) -> list[bytes]:
+        if sequence.prompt_keys is None:
+            prompt = sequence.tokens[: sequence.num_prompt]
+            sequence.prompt_keys = self._blocks.prompt_keys(prompt, sequence.salt)
+        return sequence.prompt_keys

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.model_loader import ModelShape
 from trtllm_disagg.errors import ConfigError
@@ -39,4 +37,7 @@ def num_kv_blocks(args: LlmArgs, shape: ModelShape) -> int:
 
 
 def _available_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Memory that could be taken without swapping; the page cache counts as available."""
+    with open("/proc/meminfo") as meminfo:
+        fields = dict(line.split(":", 1) for line in meminfo)
+    return int(fields["MemAvailable"].split()[0]) * 1024

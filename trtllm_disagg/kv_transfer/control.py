@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import socketserver
 import struct
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
 
-from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard
 from trtllm_disagg.kv_transfer.handle import KvHandle
 from trtllm_disagg.kv_transfer.lease import LeaseTable
@@ -25,6 +25,7 @@ from trtllm_disagg.kv_transfer.lease import LeaseTable
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 1 << 20
+_ACCEPT_RETRY_SECONDS = 0.1
 _LENGTH = struct.Struct("<I")
 
 
@@ -53,20 +54,48 @@ class ControlServer:
         self._leases = leases
         self._on_lease_ended = on_lease_ended
         self._card = b""
-        self._server = _Server(host, self._answer)
+        self._listener = _listen(host)
+        self._connections: set[socket.socket] = set()
+        self._closed = False
         shown = f"[{host}]" if ":" in host else host
-        self.endpoint = f"tcp://{shown}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="kv-control", daemon=True)
+        self.endpoint = f"tcp://{shown}:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._accept, name="kv-control", daemon=True)
 
     def start(self, card: PeerCard) -> None:
         self._card = _encoder.encode(card)
         self._thread.start()
 
     def close(self) -> None:
+        """Nobody is answered any more, whoever is connected."""
+        self._closed = True
+        # Unlike close(), this wakes the thread that waits in accept().
+        _hang_up(self._listener)
         if self._thread.is_alive():
-            self._server.shutdown()
             self._thread.join(timeout=5)
-        self._server.server_close()
+        self._listener.close()
+        for connection in list(self._connections):
+            _hang_up(connection)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closed:
+                    log.warning("control channel: cannot accept: %s", error)
+                    time.sleep(_ACCEPT_RETRY_SECONDS)
+                continue
+            self._connections.add(connection)
+            threading.Thread(
+                target=self._converse, args=(connection,), name="kv-control-peer", daemon=True
+            ).start()
+
+    def _converse(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, EOFError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while not self._closed:
+                _send_frame(connection, self._answer(_receive_frame(connection)))
+        self._connections.discard(connection)
 
     def _answer(self, message: bytes) -> bytes:
         try:
@@ -74,37 +103,32 @@ class ControlServer:
         except msgspec.MsgspecError as error:
             log.warning("control channel: unreadable message of %d bytes: %s", len(message), error)
             return b"bad"
-        match request:
-            case GetCard():
-                return self._card
-            case Finish(lease, digest):
-                held = self._leases.finish(lease, digest)
-                self._on_lease_ended()
-                return b"held" if held else b"gone"
-            case Release(lease):
-                self._leases.release(lease)
-                self._on_lease_ended()
-                return b"ok"
+        if isinstance(request, GetCard):
+            return self._card
+        if isinstance(request, Release):
+            self._leases.release(request.lease)
+            answer = b"ok"
+        elif self._leases.finish(request.lease, request.digest):
+            answer = b"held"
+        else:
+            answer = b"late" if self._leases.has_expired(request.lease) else b"gone"
+        self._on_lease_ended()
+        return answer
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    allow_reuse_address = True
+def _listen(host: str) -> socket.socket:
+    key, expected = "embedded.transfer_host", "an address of this machine that decode workers can connect to"
+    if host in ("0.0.0.0", "::"):
+        raise ConfigError.bad_value(key, host, expected)
+    try:
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError.bad_value(key, host, f"{expected} ({error})") from error
 
-    def __init__(self, host: str, answer: Callable[[bytes], bytes]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.answer = answer
-        super().__init__((host, 0), _Connection)
 
-
-class _Connection(socketserver.BaseRequestHandler):
-    server: _Server
-
-    def handle(self) -> None:
-        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with contextlib.suppress(OSError, EOFError):
-            while True:
-                _send_frame(self.request, self.server.answer(_receive_frame(self.request)))
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class ControlClient:
@@ -121,8 +145,14 @@ class ControlClient:
             raise KvTransferError(f"{handle.endpoint} answered with an unreadable card: {error}") from error
 
     def confirm(self, handle: KvHandle, timeout: float) -> bool:
-        """True when the lease held from before the read until now. The sender frees its blocks."""
-        return self._ask(handle.endpoint, Finish(handle.lease, handle.digest()), timeout) == b"held"
+        """True when the lease held from before the read until now. The sender frees its blocks.
+
+        False for a handle that is not the lease's. Raises KvTransferError when the lease ended too early.
+        """
+        answer = self._ask(handle.endpoint, Finish(handle.lease, handle.digest()), timeout)
+        if answer == b"late":
+            raise KvTransferError(f"the lease of {handle.sender} ended before the KV was read")
+        return answer == b"held"
 
     def release(self, handle: KvHandle, timeout: float) -> None:
         self._ask(handle.endpoint, Release(handle.lease), timeout)
@@ -137,7 +167,8 @@ class ControlClient:
             connection.settimeout(max(timeout, 0.001))
             _send_frame(connection, _encoder.encode(question))
             return _receive_frame(connection)
-        except (OSError, EOFError) as error:
+        # ValueError, OverflowError: what the address parser says of a host or port that cannot be.
+        except (OSError, EOFError, ValueError, OverflowError) as error:
             self._drop(endpoint)
             reason = f"no answer within {timeout:.1f} s" if isinstance(error, TimeoutError) else error
             raise KvTransferError(f"the prefill worker's control channel {endpoint}: {reason}") from error

@@ -136,6 +136,7 @@ class KvReceiver:
         self._timeout = timeout_seconds
         self._on_finished = on_finished
         self._client = ControlClient()
+        #: By endpoint.
         self._cards: dict[str, PeerCard] = {}
         self._finished: queue.SimpleQueue[Pull] = queue.SimpleQueue()
         self._executor = ThreadPoolExecutor(1, "kv-pull")
@@ -174,17 +175,30 @@ class KvReceiver:
         except Exception as error:
             log.exception("KV pull of request %d failed unexpectedly", pull.request_id)
             pull.error = KvTransferError(f"{type(error).__name__}: {error}")
-        if pull.error is not None:
-            self._cards.pop(pull.handle.sender, None)
-            if not isinstance(pull.error, HandoffRefusedError):
-                self._release(pull.handle)
+        if isinstance(pull.error, KvTransferError):
+            self._lost_touch(pull)
         pull.seconds = time.monotonic() - started
         self._finished.put(pull)
         self._on_finished()
 
+    def _lost_touch(self, pull: Pull) -> None:
+        """The next pull starts afresh; should the sender be alive, its blocks are free again."""
+        card = self._cards.pop(pull.handle.endpoint, None)
+        if card is not None and not pull.may_land_later:
+            self._transport.forget(card)
+        self._release(pull.handle)
+
     def _pull(self, pull: Pull) -> None:
         handle = pull.handle
-        card = self._cards.get(handle.sender) or self._load_card(handle)
+        card = self._cards.get(handle.endpoint)
+        if card is None or card.sender != handle.sender:
+            card = self._load_card(handle)
+        if handle.layout != self._layout.fingerprint():
+            raise HandoffRefusedError("the handoff names another KV layout than its prefill worker has")
+        if max(pull.remote, default=-1) >= card.num_blocks:
+            raise HandoffRefusedError(
+                f"the handoff names block {max(pull.remote)}; its prefill worker has {card.num_blocks}"
+            )
         if pull.local:
             pull.bytes_moved = self._transport.read(
                 card, np.asarray(pull.remote, np.int32), np.asarray(pull.local, np.int32), self._timeout
@@ -197,8 +211,8 @@ class KvReceiver:
     def _load_card(self, handle: KvHandle) -> PeerCard:
         card = self._client.card(handle, _CONTROL_SECONDS)
         if card.sender != handle.sender:
-            raise HandoffRefusedError(
-                f"handoff is from {handle.sender}, but {card.sender} is at {handle.endpoint} now"
+            raise KvTransferError(
+                f"the handoff is from {handle.sender}, but {card.sender} is at {handle.endpoint} now"
             )
         self._layout.require_same(card.layout)
         if card.transport != self._transport.name:
@@ -207,7 +221,7 @@ class KvReceiver:
                 "set the same cache_transceiver_config.backend on both"
             )
         self.card_loads += 1
-        self._cards[handle.sender] = card
+        self._cards[handle.endpoint] = card
         return card
 
     def _release(self, handle: KvHandle) -> None:

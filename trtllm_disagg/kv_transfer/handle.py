@@ -44,9 +44,8 @@ class KvHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _encoder.encode(self)
 
     def digest(self) -> bytes:
-        """Over all that the sender must confirm."""
-        claim = (self.sender, self.lease, self.layout, self.prompt, self.num_tokens, self.blocks)
-        return hashlib.blake2b(_encoder.encode(claim), digest_size=16).digest()
+        """What the sender confirms: every field is as it said."""
+        return hashlib.blake2b(self.encode(), digest_size=16).digest()
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -65,6 +64,7 @@ def decode_handle(opaque_state: bytes) -> KvHandle:
         raise HandoffRefusedError(
             f"handoff has version {handle.version}; this worker speaks version {VERSION}"
         )
-    if not _ENDPOINT.fullmatch(handle.endpoint):
+    endpoint = _ENDPOINT.fullmatch(handle.endpoint)
+    if endpoint is None or not 0 < int(endpoint[2]) < 1 << 16:
         raise HandoffRefusedError(f"handoff names endpoint {handle.endpoint!r}; expected tcp://HOST:PORT")
     return handle

@@ -5,8 +5,12 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+
+_REMEMBERED = 1024
 
 
 @dataclass(slots=True)
@@ -31,6 +35,7 @@ class LeaseTable:
         self._by_id: dict[bytes, Lease] = {}
         self._by_request: dict[int, bytes] = {}
         self._ended: list[Lease] = []
+        self._expired: deque[bytes] = deque(maxlen=_REMEMBERED)
         self.expired_total = 0
 
     def grant(self, request_id: int, blocks: list[int]) -> Lease:
@@ -47,8 +52,16 @@ class LeaseTable:
             if lease is None or not secrets.compare_digest(lease.digest, digest):
                 return False
             in_time = self._clock() < lease.deadline
-            self._end(lease)
+            if in_time:
+                self._end(lease)
+            else:
+                self._expire(lease)
             return in_time
+
+    def has_expired(self, lease_id: bytes) -> bool:
+        """This lease was not finished or released in time. Only the last ones are remembered."""
+        with self._lock:
+            return lease_id in self._expired
 
     def release(self, lease_id: bytes) -> None:
         """The receiver does not want the blocks."""
@@ -69,8 +82,7 @@ class LeaseTable:
         now = self._clock()
         with self._lock:
             for lease in [lease for lease in self._by_id.values() if lease.deadline <= now]:
-                self.expired_total += 1
-                self._end(lease)
+                self._expire(lease)
             ended, self._ended = self._ended, []
         return ended
 
@@ -81,6 +93,11 @@ class LeaseTable:
     def __len__(self) -> int:
         with self._lock:
             return len(self._by_id)
+
+    def _expire(self, lease: Lease) -> None:
+        self.expired_total += 1
+        self._expired.append(lease.id)
+        self._end(lease)
 
     def _end(self, lease: Lease) -> None:
         del self._by_id[lease.id]

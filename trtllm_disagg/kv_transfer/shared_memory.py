@@ -30,8 +30,14 @@ class _Address(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Mapping:
+    address: _Address
     memory: mmap.mmap
     segments: np.ndarray  # [2 * num_layers, num_blocks, block_bytes] uint8
+
+    def close(self) -> None:
+        self.segments = np.empty((0, 0, 0), np.uint8)
+        with contextlib.suppress(BufferError):
+            self.memory.close()
 
 
 class SharedMemoryTransport:
@@ -70,35 +76,31 @@ class SharedMemoryTransport:
             for start, length in _common_runs(remote_blocks, local_blocks):
                 remote, local = remote_blocks[start], local_blocks[start]
                 mine[local : local + length] = theirs[remote : remote + length]
-        return int(len(local_blocks)) * self._segments.shape[0] * self._segments.shape[2]
+        return len(local_blocks) * self._segments.shape[0] * self._segments.shape[2]
 
     def forget(self, peer: PeerCard) -> None:
         if mapping := self._peers.pop(peer.sender, None):
-            mapping.segments = np.empty((0, 0, 0), np.uint8)
-            mapping.memory.close()
+            mapping.close()
 
     def progress(self) -> None:
         """Nothing to do: readers map the memory themselves."""
 
     def close(self) -> None:
         for mapping in self._peers.values():
-            mapping.segments = np.empty((0, 0, 0), np.uint8)
-            with contextlib.suppress(BufferError):
-                mapping.memory.close()
+            mapping.close()
         self._peers.clear()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _mapping(self, peer: PeerCard) -> _Mapping:
-        """The peer's pool, mapped once. A dead peer's memory outlives it here, so its process is asked for first."""
+        """The peer's pool, mapped once. A dead peer's memory lives on here, so its process is asked for first."""
         try:
             address = msgspec.msgpack.decode(peer.address, type=_Address)
-            if _start_time(address.pid) != address.started:
-                raise KvTransferError(
-                    f"{peer.sender} is gone (its pid {address.pid} belongs to another process)"
-                )
+            if not _is_running(address):
+                raise KvTransferError(f"{peer.sender} is gone (pid {address.pid})")
             if peer.sender not in self._peers:
+                self._unmap_the_dead()
                 self._peers[peer.sender] = self._map(peer, address)
         except (OSError, msgspec.DecodeError, ValueError) as error:
             raise KvTransferError(f"cannot map the KV pool of {peer.sender}: {error}") from error
@@ -111,7 +113,19 @@ class SharedMemoryTransport:
         finally:
             os.close(fd)
         shape = (self._segments.shape[0], peer.num_blocks, self._segments.shape[2])
-        return _Mapping(memory, np.frombuffer(memory, np.uint8).reshape(shape))
+        return _Mapping(address, memory, np.frombuffer(memory, np.uint8).reshape(shape))
+
+    def _unmap_the_dead(self) -> None:
+        """A restarted worker comes under another name; the memory of the old one would stay with us."""
+        for sender in [s for s, mapping in self._peers.items() if not _is_running(mapping.address)]:
+            self._peers.pop(sender).close()
+
+
+def _is_running(address: _Address) -> bool:
+    try:
+        return _start_time(address.pid) == address.started
+    except (OSError, IndexError):
+        return False
 
 
 def _start_time(pid: int) -> int:

@@ -9,18 +9,20 @@ from dynamo.llm import KvEventPublisher, WorkerMetricsPublisher
 from trtllm_disagg.config import WorkerConfig
 from trtllm_disagg.publisher.base import NullPublisher, Publisher
 from trtllm_disagg.publisher.kv_events import KvEventForwarder
-from trtllm_disagg.publisher.load import LoadForwarder
+from trtllm_disagg.publisher.load import StatsForwarder
+from trtllm_disagg.publisher.metrics import EngineMetrics, expose
 
 
 async def create_publishers(config: WorkerConfig, endpoint: Any, llm: Any, block_size: int) -> list[Publisher]:
-    """One for cache events and one for load; null ones where the flags say so."""
+    """One for cache events and one for statistics; null ones where the flags say so."""
     events: Publisher = NullPublisher()
     if config.publish_kv_events:
         sink = KvEventPublisher(endpoint, kv_block_size=block_size, enable_local_indexer=True)
         events = KvEventForwarder(llm, sink, block_size)
-    load: Publisher = NullPublisher()
+    stats: Publisher = NullPublisher()
     if config.publish_metrics:
-        metrics = WorkerMetricsPublisher()
-        await metrics.create_endpoint(endpoint)
-        load = LoadForwarder(llm, metrics)
-    return [events, load]
+        load, metrics = WorkerMetricsPublisher(), EngineMetrics()
+        await load.create_endpoint(endpoint)
+        expose(metrics, endpoint, config)
+        stats = StatsForwarder(llm, load, metrics)
+    return [events, stats]

@@ -1,9 +1,10 @@
-"""The engine's statistics -> the router's load metrics."""
+"""The engine's statistics -> the router's load, and the worker's /metrics. The only reader of that stream."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 _WAIT_SECONDS = 2.0
@@ -18,17 +19,22 @@ class LoadSink(Protocol):
     ) -> None: ...
 
 
-class LoadForwarder:
-    """Needs enable_iter_perf_stats. The newest of what came together is what is published."""
+class StatsSink(Protocol):
+    def update(self, stat: Mapping[str, Any]) -> None: ...
 
-    def __init__(self, llm: Any, sink: LoadSink) -> None:
+
+class StatsForwarder:
+    """Needs enable_iter_perf_stats. Of what came together, the router gets the newest and the metrics all."""
+
+    def __init__(self, llm: Any, load: LoadSink, metrics: StatsSink) -> None:
         self._llm = llm
-        self._sink = sink
+        self._load = load
+        self._metrics = metrics
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._sink.publish(None, kv_used_blocks=0)
-        self._task = asyncio.create_task(self._run(), name="load-metrics")
+        self._load.publish(None, kv_used_blocks=0)
+        self._task = asyncio.create_task(self._run(), name="engine-stats")
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -40,8 +46,9 @@ class LoadForwarder:
         while True:
             newest: dict[int | None, int] = {}
             async for stat in self._llm.get_stats_async(timeout=_WAIT_SECONDS):
+                self._metrics.update(stat)
                 used = (stat.get("kvCacheStats") or {}).get("usedNumBlocks", 0)
                 newest[stat.get("attentionDpRank")] = used
             for rank, used in newest.items():
-                self._sink.publish(rank, kv_used_blocks=used)
+                self._load.publish(rank, kv_used_blocks=used)
             await asyncio.sleep(_PAUSE_SECONDS)

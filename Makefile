@@ -1,0 +1,48 @@
+# make demo   the main job on this machine: a model, both orders, one streamed answer each
+# make test   all tests that need no GPU
+# make lint   ruff and mypy
+# Each of them first makes the virtual environment in .venv, once.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/installed
+MODEL := .cache/demo-model
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q
+
+.PHONY: help demo test lint format model venv clean
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+demo: $(STAMP)
+	@$(BIN)/trtllm-disagg demo --model $(MODEL)
+
+test: $(STAMP) model
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+model: $(STAMP)
+	@$(BIN)/trtllm-disagg demo-model $(MODEL)
+
+venv: $(STAMP)
+
+clean:
+	rm -rf .venv .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# torch first, so that nothing else chooses its version; Dynamo without its dependencies (requirements/dynamo.txt).
+$(STAMP): pyproject.toml requirements/*.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}; set PYTHON=")'
+	@echo "setting up .venv with $(PYTHON) (once; a minute or two)"
+	@$(PYTHON) -m venv .venv
+	@echo "  1/4 torch";                      $(PIP) -r requirements/torch.txt
+	@echo "  2/4 libraries and test tools";   $(PIP) -r requirements/base.txt -r requirements/dev.txt
+	@echo "  3/4 Dynamo";                     $(PIP) --no-deps -r requirements/dynamo.txt
+	@echo "  4/4 this project";               $(PIP) --no-deps --no-build-isolation -e .
+	@touch $(STAMP)

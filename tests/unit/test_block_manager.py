@@ -1,0 +1,258 @@
+"""Paged KV accounting under any order of operations, and the events that describe it to the router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog, block_key, event_hash
+from trtllm_disagg.errors import EngineError
+
+SIZE = 2
+NUM_BLOCKS = 6
+
+
+def manager(num_blocks: int = NUM_BLOCKS, *, reuse: bool = True, max_events: int = 10_000) -> BlockManager:
+    return BlockManager(num_blocks, SIZE, enable_reuse=reuse, events=KvEventLog(max_events, 64))
+
+
+def store(blocks: BlockManager, tokens: Sequence[int]) -> list[int]:
+    """Allocate, fill and commit blocks for these tokens; still in use."""
+    taken = blocks.allocate(len(tokens) // SIZE)
+    blocks.commit(tokens, taken, [], b"")
+    return taken
+
+
+class Replay:
+    """What a router knows: the events, applied in order."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+        self.last_id = -1
+
+    def apply(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            assert event["event_id"] == self.last_id + 1
+            self.last_id = event["event_id"]
+            data = event["data"]
+            if data["type"] == "stored":
+                parent = data["parent_hash"]
+                assert parent is None or parent in self.known, "the parent of a stored block is not known"
+                hashes = [block["block_hash"] for block in data["blocks"]]
+                assert not self.known & set(hashes), "a block is stored twice"
+                self.known |= set(hashes)
+            elif data["type"] == "removed":
+                assert set(data["block_hashes"]) <= self.known, "an unknown block is removed"
+                self.known -= set(data["block_hashes"])
+
+
+class Holder:
+    """A sequence: its blocks, and how far they are committed."""
+
+    def __init__(self, tokens: list[int], blocks: list[int], keys: list[bytes]) -> None:
+        self.tokens, self.blocks, self.keys = tokens, blocks, keys
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Sequences over two tokens only, so that prefixes are shared and committed twice all the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = KvEventLog(10_000, 64)
+        self.blocks = BlockManager(NUM_BLOCKS, SIZE, enable_reuse=True, events=self.log)
+        self.replay = Replay()
+        self.holders: list[Holder] = []
+        self.quarantined = 0
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4 * SIZE))
+    def admit(self, tokens: list[int]) -> None:
+        keys = self.blocks.prompt_keys(tokens, b"")
+        known = self.blocks.match(keys)
+        self.blocks.acquire(known)
+        wanted = -(-len(tokens) // SIZE) - len(known)
+        if not self.blocks.can_allocate(wanted):
+            with pytest.raises(EngineError, match="available"):
+                self.blocks.allocate(wanted)
+            self.blocks.release(known)
+            return
+        fresh = self.blocks.allocate(wanted)
+        assert fresh == sorted(fresh)
+        assert not set(fresh) & {b for holder in self.holders for b in holder.blocks}, "given out twice"
+        self.holders.append(Holder(tokens, known + fresh, keys[: len(known)]))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def commit(self, data: st.DataObject, count: int) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        computed = holder.tokens[: (len(holder.keys) + count) * SIZE]
+        self.blocks.commit(computed, holder.blocks, holder.keys, b"")
+        assert holder.keys == self.blocks.prompt_keys(computed, b"")
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        self.holders.remove(holder)
+        self.blocks.release(holder.blocks)
+
+    @precondition(lambda self: self.holders and self.quarantined < NUM_BLOCKS // 2)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        fresh = holder.blocks[len(holder.keys) :]
+        self.holders.remove(holder)
+        self.blocks.quarantine(fresh)
+        self.blocks.release(holder.blocks[: len(holder.keys)])
+        self.quarantined += len(fresh)
+
+    @invariant()
+    def every_block_is_in_one_state(self) -> None:
+        self.blocks.check()
+        used = {block for holder in self.holders for block in holder.blocks}
+        assert self.blocks.num_used == len(used) + self.quarantined
+        assert self.blocks.num_quarantined == self.quarantined
+
+    @invariant()
+    def the_router_knows_exactly_the_known_blocks(self) -> None:
+        self.replay.apply(self.log.take())
+        assert self.replay.known == {event_hash(key) for key in self.blocks.known_keys()}
+
+    def teardown(self) -> None:
+        for holder in self.holders:
+            self.blocks.release(holder.blocks)
+        self.blocks.check()
+        assert self.blocks.num_available == NUM_BLOCKS - self.quarantined
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+# -- eviction
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_start() -> None:
+    blocks = manager(4)
+    prefix = store(blocks, [1, 2, 3, 4, 5, 6])
+    blocks.release(prefix)
+    keys = blocks.prompt_keys([1, 2, 3, 4, 5, 6], b"")
+    lengths = []
+    for _ in range(4):
+        blocks.allocate(1)
+        lengths.append(len(blocks.match(keys)))
+    assert lengths == [3, 2, 1, 0], "the free block goes first, then the prefix from its end"
+
+
+def test_the_prefix_that_was_used_longest_ago_is_evicted_first() -> None:
+    blocks = manager(4)
+    old, new = [1, 2, 3, 4], [5, 6, 7, 8]
+    first, second = store(blocks, old), store(blocks, new)
+    blocks.release(first)
+    blocks.release(second)
+    blocks.acquire(first)
+    blocks.release(first)
+    blocks.allocate(2)
+    assert blocks.match(blocks.prompt_keys(old, b"")) == first
+    assert blocks.match(blocks.prompt_keys(new, b"")) == []
+
+
+def test_a_used_block_is_never_evicted() -> None:
+    blocks = manager(3)
+    held = store(blocks, [1, 2])
+    blocks.release(store(blocks, [3, 4]))
+    assert not set(blocks.allocate(2)) & set(held)
+    with pytest.raises(EngineError, match="1 KV blocks wanted, 0 available"):
+        blocks.allocate(1)
+
+
+def test_a_known_block_that_would_be_kept_does_not_count_as_available() -> None:
+    blocks = manager(3)
+    known = store(blocks, [1, 2])
+    blocks.release(known)
+    assert blocks.can_allocate(3)
+    assert blocks.can_allocate(2, besides=known)
+    assert not blocks.can_allocate(3, besides=known)
+
+
+def test_content_evicted_under_a_later_block_is_committed_again_in_ours() -> None:
+    log = KvEventLog(100, 64)
+    blocks = BlockManager(4, SIZE, enable_reuse=True, events=log)
+    tokens = [1, 2, 3, 4]
+    theirs = store(blocks, tokens[:2])
+    ours, keys = blocks.allocate(2), list[bytes]()
+    blocks.commit(tokens[:2], ours, keys, b"")
+    blocks.release(theirs)
+    blocks.allocate(2)
+    assert blocks.match(keys) == [], "the only copy that was known is gone"
+    blocks.commit(tokens, ours, keys, b"")
+    assert blocks.match(keys) == ours
+    replay = Replay()
+    replay.apply(log.take())
+
+
+def test_without_reuse_nothing_becomes_known() -> None:
+    blocks = manager(reuse=False)
+    blocks.release(store(blocks, [1, 2, 3, 4]))
+    assert blocks.known_keys() == set()
+    assert blocks.match(blocks.prompt_keys([1, 2, 3, 4], b"")) == []
+
+
+def test_prefixes_of_different_salts_never_match() -> None:
+    blocks = manager()
+    blocks.release(store(blocks, [1, 2, 3, 4]))
+    assert len(blocks.match(blocks.prompt_keys([1, 2, 3, 4], b""))) == 2
+    assert blocks.match(blocks.prompt_keys([1, 2, 3, 4], b"tenant")) == []
+
+
+def test_a_key_depends_on_everything_before_its_block() -> None:
+    assert block_key(b"", [1, 2]) != block_key(b"", [2, 1])
+    assert block_key(block_key(b"", [1, 2]), [3, 4]) != block_key(block_key(b"", [2, 1]), [3, 4])
+
+
+# -- events
+
+
+def test_an_event_has_the_fields_that_a_router_reads() -> None:
+    log = KvEventLog(100, 64)
+    blocks = BlockManager(2, SIZE, enable_reuse=True, events=log)
+    store(blocks, [7, 8, 9, 10])
+    created, stored = log.take()
+    first, second = (event_hash(key) for key in blocks.prompt_keys([7, 8, 9, 10], b""))
+    assert created == {
+        "event_id": 0,
+        "data": {"type": "created", "num_blocks_per_cache_level": [2, 0]},
+        "window_size": 64,
+    }
+    assert (stored["event_id"], stored["data"]["type"], stored["data"]["parent_hash"]) == (1, "stored", None)
+    assert [block["block_hash"] for block in stored["data"]["blocks"]] == [first, second]
+    assert 0 <= first < 2**64
+    assert stored["data"]["blocks"][0] == {
+        "type": "stored_block",
+        "block_hash": first,
+        "tokens": [
+            {"type": "unique_token", "token_id": 7, "token_extra_id": 0},
+            {"type": "unique_token", "token_id": 8, "token_extra_id": 0},
+        ],
+        "cache_level": 0,
+        "priority": 35,
+    }
+
+
+def test_a_full_event_buffer_drops_the_oldest_and_ids_show_the_gap() -> None:
+    log = KvEventLog(3, 64)
+    blocks = BlockManager(8, SIZE, enable_reuse=True, events=log)
+    for token in range(6):
+        store(blocks, [token, token])
+    assert [event["event_id"] for event in log.take()] == [4, 5, 6]
+    assert log.take() == []
+
+
+def test_events_are_off_without_a_buffer() -> None:
+    log = KvEventLog(0, 64)
+    store(BlockManager(2, SIZE, enable_reuse=True, events=log), [1, 2])
+    assert log.take() == []

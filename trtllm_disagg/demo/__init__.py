@@ -1,0 +1,87 @@
+"""`trtllm-disagg demo`: one streamed chat completion in each order, and who did what when.
+
+Real processes all the way: Dynamo's frontend, a prefill and a decode worker, KV moving between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from trtllm_disagg.demo.chat import Answer, stream_chat
+from trtllm_disagg.demo.timeline import Timeline, read_timeline, render
+from trtllm_disagg.demo_model import build_demo_model
+from trtllm_disagg.deployment import Deployment, DeploymentConfig, deployment_in_background
+from trtllm_disagg.deployment.cli import default_name, engine_configs_in
+from trtllm_disagg.deployment.plan import Strategy
+from trtllm_disagg.deployment.status import status_for
+
+ORDERS: tuple[Strategy, ...] = ("prefill_first", "decode_first")
+QUESTION = "Tell me about lists"
+_DEFAULT_MODEL = Path(".cache/demo-model")
+_JOURNAL_SECONDS = 2.0
+_DEFAULT_CONFIGS = Path("engine_configs/demo")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, default=_DEFAULT_MODEL, help="made when missing (default: %(default)s)")
+    parser.add_argument("--question", default=QUESTION, help="(default: %(default)r)")
+    parser.add_argument("--max-tokens", type=int, default=60, help="(default: %(default)s)")
+    parser.add_argument(
+        "--engine-configs", type=Path, default=_DEFAULT_CONFIGS, help="used when it is there (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 0 when both orders answered, and answered the same."""
+    if args.model == _DEFAULT_MODEL or not args.model.exists():
+        _say(f"1. The model: {args.model} (small, trained here on Python's own documentation)")
+        build_demo_model(args.model)
+    answers = [_one_order(number, order, args) for number, order in enumerate(ORDERS, 2)]
+    same = len({answer.text for answer in answers}) == 1
+    _say("Both orders gave the same answer." if same else "The two orders gave DIFFERENT answers: a bug.")
+    return 0 if same else 1
+
+
+def _one_order(number: int, order: Strategy, args: argparse.Namespace) -> Answer:
+    _say(f"{number}. {order}: the frontend sends the request to the {order.removesuffix('_first')} worker first")
+    config = DeploymentConfig(
+        strategy=order,
+        model=str(args.model),
+        served_model_name=default_name(str(args.model)),
+        run_dir=Path(tempfile.mkdtemp(prefix="trtllm-disagg-demo-")),
+        http_port=0,
+        engine="embedded",
+        engine_configs=engine_configs_in(args.engine_configs, order) if args.engine_configs.is_dir() else {},
+    )
+    with deployment_in_background(config, status_for(sys.stderr)) as deployment:
+        # The first request also connects the two engines; show an ordinary one.
+        stream_chat(deployment.base_url, config.served_model_name, "Hello", max_tokens=2)
+        print(f"\n   > {args.question}\n   ", end="")
+        answer = stream_chat(
+            deployment.base_url,
+            config.served_model_name,
+            args.question,
+            max_tokens=args.max_tokens,
+            on_text=lambda text: print(text.replace("\n", "\n   "), end="", flush=True),
+        )
+        print(f"\n\n{render(_timeline(deployment, answer))}\n", flush=True)
+    return answer
+
+
+def _timeline(deployment: Deployment, answer: Answer) -> Timeline:
+    """Both workers write their line when they are done, which may be a moment after the client is."""
+    logs = {process.spec.name: process.log for process in deployment.processes if process.role != "frontend"}
+    deadline = time.monotonic() + _JOURNAL_SECONDS
+    while True:
+        timeline = read_timeline(logs, answer)
+        if len(timeline.entries) == len(logs) or time.monotonic() > deadline:
+            return timeline
+        time.sleep(0.02)
+
+
+def _say(text: str) -> None:
+    print(f"\n{text}", flush=True)

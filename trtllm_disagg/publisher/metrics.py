@@ -1,0 +1,79 @@
+"""What the engine did and holds, as numbers on the worker's own /metrics page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dynamo.common.utils.prometheus import register_engine_metrics_callback
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from trtllm_disagg.config import WorkerConfig, parse_endpoint_id
+
+PREFIX = "trtllm_disagg_"
+
+#: Prometheus adds `_total` to each of these.
+_COUNTERS = {
+    "prefill_tokens": "Prompt tokens that went through the model on this worker",
+    "decode_tokens": "Tokens that this worker generated behind the first one of an answer",
+    "kv_pulls": "Handoffs whose KV this worker fetched",
+    "kv_bytes_pulled": "Bytes of KV that this worker fetched",
+}
+_GAUGES = {
+    "handoffs_held": "Finished prefills whose KV waits here for a decode worker",
+    "kv_blocks_used": "KV blocks that running requests and held handoffs use",
+    "requests_active": "Requests that run or wait in the engine",
+}
+#: The embedded engine's own running totals. TensorRT-LLM has no such numbers; then there is no such metric.
+_TOTALS = {"kv_pulls": "kvPulls", "kv_bytes_pulled": "kvBytesPulled"}
+
+
+class EngineMetrics(Collector):
+    """Adds up the engine's per-iteration statistics; every rank of attention DP sends its own."""
+
+    def __init__(self) -> None:
+        self._counted: dict[str, float] = {}
+        self._held: dict[str, dict[Any, float]] = {}
+
+    def update(self, stat: Mapping[str, Any]) -> None:
+        """One record of `get_stats_async`."""
+        batch = stat.get("inflightBatchingStats") or {}
+        self._count("prefill_tokens", batch.get("numCtxTokens", 0))
+        self._count("decode_tokens", batch.get("numGenRequests", 0))
+        totals = stat.get("totals") or {}
+        self._counted |= {name: totals[key] for name, key in _TOTALS.items() if key in totals}
+        rank = stat.get("attentionDpRank")
+        self._hold("kv_blocks_used", rank, (stat.get("kvCacheStats") or {}).get("usedNumBlocks"))
+        self._hold("requests_active", rank, stat.get("numActiveRequests", 0) + stat.get("numQueuedRequests", 0))
+        self._hold("handoffs_held", rank, stat.get("numHandoffsHeld"))
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in self._counted.items():
+            yield CounterMetricFamily(PREFIX + name, _COUNTERS[name], value=value)
+        for name, by_rank in self._held.items():
+            yield GaugeMetricFamily(PREFIX + name, _GAUGES[name], value=sum(by_rank.values()))
+
+    def _count(self, name: str, more: float) -> None:
+        self._counted[name] = self._counted.get(name, 0) + more
+
+    def _hold(self, name: str, rank: Any, value: float | None) -> None:
+        if value is not None:
+            self._held.setdefault(name, {})[rank] = value
+
+
+def expose(metrics: EngineMetrics, endpoint: Any, config: WorkerConfig) -> None:
+    """On the page that DYN_SYSTEM_PORT opens, with the labels that Dynamo's own metrics have."""
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    here = parse_endpoint_id(config.endpoint_id)
+    register_engine_metrics_callback(
+        endpoint,
+        registry,
+        metric_prefix_filters=[PREFIX],
+        namespace_name=here.namespace,
+        component_name=here.component,
+        endpoint_name=here.endpoint,
+        model_name=config.model_name,
+    )
