@@ -7,7 +7,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/installed
 MODEL := .cache/demo-model
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q
+# A progress bar for people, silence for logs.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(shell [ -t 2 ] || echo -q)
 
 .PHONY: help demo test lint format model venv clean
 help:

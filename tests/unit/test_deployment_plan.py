@@ -77,12 +77,16 @@ def test_agg_has_only_aggregated_workers_and_no_strategy_flag(config: Deployment
         ("router", {"prefill-0", "decode-0"}),
     ],
 )
-def test_whoever_the_frontend_routes_to_publishes_kv_events(
+def test_whoever_the_frontend_routes_to_publishes_kv_events_and_all_publish_metrics(
     config: DeploymentConfig, strategy: Strategy, publishers: set[str]
 ) -> None:
     specs = specs_of(replace(config, strategy=strategy))
 
-    assert {name for name, spec in specs.items() if "--publish-kv-events" in spec.argv} == publishers
+    with_events = {name for name, spec in specs.items() if "--publish-events-and-metrics" in spec.argv}
+    only_metrics = {name for name, spec in specs.items() if "--publish-metrics" in spec.argv}
+    assert with_events == publishers
+    assert with_events | only_metrics == specs.keys() - {"frontend"}
+    assert not with_events & only_metrics
 
 
 def test_all_processes_share_discovery_and_planes(config: DeploymentConfig) -> None:
