@@ -1,44 +1,55 @@
-"""The client left -> the engine's abort, at the right moment."""
+"""The client left -> the engine's abort, once and at the right moment."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+from trtllm_disagg.handlers.background import in_background
 from trtllm_disagg.types import RequestContext
+
+log = logging.getLogger(__name__)
 
 
 class AbortGuard:
-    """Aborts a RequestOutput when its context is stopped.
+    """Aborts a RequestOutput, once.
 
-    A generation_only request must not be aborted while its KV is on the way: TensorRT-LLM has leaked blocks and
-    crashed on that (Dynamo #7489). Such an abort waits until `may_abort` is called, which is at the first output.
+    A generation_only request must not be aborted while its KV is on the way: TensorRT-LLM has leaked blocks
+    and crashed on that (Dynamo #7489). Such an abort waits for `may_abort`, which is at the first output.
     """
 
     def __init__(self, result: Any, *, deferred: bool) -> None:
         self._result = result
         self._allowed = not deferred
         self._wanted = False
+        self._done = False
 
     def abort(self) -> None:
         self._wanted = True
-        if self._allowed:
-            self._result.abort()
+        self._abort_if_due()
 
     def may_abort(self) -> None:
-        if not self._allowed:
-            self._allowed = True
-            if self._wanted:
-                self._result.abort()
+        self._allowed = True
+        self._abort_if_due()
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._wanted and not self._allowed
+
+    def _abort_if_due(self) -> None:
+        if self._wanted and self._allowed and not self._done:
+            self._done = True
+            self._result.abort()
 
 
 @contextlib.asynccontextmanager
 async def abort_when_stopped(
     result: Any, context: RequestContext, *, deferred: bool = False
 ) -> AsyncIterator[AbortGuard]:
-    """While the body runs, a stopped context aborts the result; so does leaving the body before the result is done."""
+    """A context that is stopped aborts the result; so does leaving the body before the result is done."""
     guard = AbortGuard(result, deferred=deferred)
 
     async def watch() -> None:
@@ -51,5 +62,15 @@ async def abort_when_stopped(
     finally:
         watcher.cancel()
         if not result.finished:
+            guard.abort()
+            if guard.is_waiting:
+                in_background(_read_on(result, guard))
+
+
+async def _read_on(result: Any, guard: AbortGuard) -> None:
+    """Nobody wants this result any more, but its KV is still on the way."""
+    try:
+        async for _ in result:
             guard.may_abort()
-            result.abort()
+    except Exception as error:
+        log.info("a request that nobody waits for has failed: %s: %s", type(error).__name__, error)

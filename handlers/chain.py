@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from trtllm_disagg.types import (
     DecodePhase,
@@ -16,19 +17,20 @@ from trtllm_disagg.types import (
 
 
 def chain(prefill: PrefillPhase, decode: DecodePhase) -> Generate:
-    """prefill_first is chain(local prefill, remote decode); decode_first is chain(remote prefill, local decode).
+    """prefill_first: chain(local prefill, remote decode); decode_first: chain(remote prefill, local decode).
 
-    The first token leaves here exactly once, straight from prefill and before any KV has moved; a decode phase
-    in a chain drops its repeat of it. On every way out the prefill's KV is fetched or released.
+    The first token leaves here exactly once, straight from prefill and before any KV has moved; a decode
+    phase in a chain drops its repeat of it. On every way out the prefill's KV is fetched or released.
     """
 
-    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncIterator[TokenChunk]:
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         handoff = await prefill(request, context)
         try:
             yield handoff.first
             if not handoff.is_final:
-                async for chunk in decode(request.with_handoff(handoff), context, handoff):
-                    yield chunk
+                async with aclosing(decode(request.with_handoff(handoff), context, handoff)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
         finally:
             handoff.release()
 
@@ -38,9 +40,8 @@ def chain(prefill: PrefillPhase, decode: DecodePhase) -> Generate:
 def bare_decode(decode: DecodePhase) -> Generate:
     """The decode phase as a service, for a first stage or Dynamo's router that brings the handoff."""
 
-    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncIterator[TokenChunk]:
-        async for chunk in decode(request, context, _SOMEBODY_ELSES):
-            yield chunk
+    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        return decode(request, context, _SOMEBODY_ELSES)
 
     return generate
 
@@ -52,7 +53,7 @@ _SOMEBODY_ELSES = Handoff(TokenChunk([]), None)
 def bare_prefill(prefill: PrefillPhase) -> Generate:
     """The prefill phase as a service: one chunk, with the first token and the handoff."""
 
-    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncIterator[TokenChunk]:
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         handoff = await prefill(request, context)
         delivered = False
         try:

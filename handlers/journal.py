@@ -1,11 +1,12 @@
-"""One log line per request and worker: what this worker did for it, and when. `trtllm-disagg demo` reads it."""
+"""One log line per request and worker: what was done for it here, and when. `trtllm-disagg demo` reads it."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -17,17 +18,18 @@ def journaled(generate: Generate, part: str) -> Generate:
     processes on one machine can be put together.
     """
 
-    async def recorded(request: GenerateRequest, context: RequestContext) -> AsyncIterator[TokenChunk]:
+    async def recorded(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         started = time.time()
         times: list[float] = []
         num_tokens, finish_reason = 0, None
         try:
-            async for chunk in generate(request, context):
-                if len(times) < 2:
-                    times.append(time.time())
-                num_tokens += len(chunk.token_ids)
-                finish_reason = chunk.finish_reason or finish_reason
-                yield chunk
+            async with aclosing(generate(request, context)) as chunks:
+                async for chunk in chunks:
+                    if len(times) < 2:
+                        times.append(time.time())
+                    num_tokens += len(chunk.token_ids)
+                    finish_reason = chunk.finish_reason or finish_reason
+                    yield chunk
         finally:
             entry = {
                 "request": context.id(),

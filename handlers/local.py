@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from typing import Any
+
+import msgspec
 
 from trtllm_disagg.engine import Engine
 from trtllm_disagg.errors import (
@@ -16,6 +18,7 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     RequestCancelledError,
 )
+from trtllm_disagg.handlers.background import in_background
 from trtllm_disagg.handlers.cancellation import abort_when_stopped
 from trtllm_disagg.handlers.outputs import OutputCursor
 from trtllm_disagg.types import (
@@ -25,58 +28,67 @@ from trtllm_disagg.types import (
     RequestContext,
     TokenChunk,
 )
-from trtllm_disagg.wire import encode_disaggregated_params
+from trtllm_disagg.wire import encode_disaggregated_params, names_a_sender
 
 
 class LocalPrefill:
     """context_only: the prompt's KV, and the first token."""
 
     def __init__(self, engine: Engine, *, sees_callers_max_tokens: bool = True) -> None:
-        """Dynamo's router replaces max_tokens by 1 before it calls prefill; then it says nothing about the caller."""
+        """Dynamo's router calls prefill with max_tokens 1; that says nothing about what the caller wants."""
         self._engine = engine
         self._sees_callers_max_tokens = sees_callers_max_tokens
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         result = self._engine.start_prefill(request)
-        async with abort_when_stopped(result, context):
+        async with abort_when_stopped(result, context) as guard:
             with _request_errors(self._engine):
                 await result.aresult()
+        if context.is_stopped():
+            guard.abort()  # no decode will fetch its KV
+            raise RequestCancelledError("the client left during prefill")
         chunk = OutputCursor(len(request.token_ids)).advance(result)
         if chunk is None or chunk.finish_reason == "cancelled":
-            raise RequestCancelledError("the client left during prefill")
-        if self._is_final(request, chunk):
-            result.abort()  # its KV is of no use to anyone
-            return Handoff(chunk, None)
+            raise EngineError("the engine ended the prefill without a token")
+        answer = self._whole_answer(request, chunk)
+        if answer is not None:
+            guard.abort()  # its KV is of no use to anyone
+            return Handoff(answer, None)
         return self._handoff(result, chunk)
 
-    def _is_final(self, request: GenerateRequest, chunk: TokenChunk) -> bool:
-        """`length` is what every context_only request ends with; it is final only if the caller wanted one token."""
-        if chunk.finish_reason not in ("length", "not_finished"):
-            return True
-        return self._sees_callers_max_tokens and request.stop.max_tokens == 1
+    def _whole_answer(self, request: GenerateRequest, chunk: TokenChunk) -> TokenChunk | None:
+        """The chunk as the client gets it, when nothing comes after it."""
+        if chunk.finish_reason not in _ENDS_OF_EVERY_PREFILL:
+            return chunk
+        if self._sees_callers_max_tokens and request.stop.max_tokens == 1:
+            return msgspec.structs.replace(chunk, finish_reason="length")
+        return None
 
     def _handoff(self, result: Any, chunk: TokenChunk) -> Handoff:
         params = result.outputs[0].disaggregated_params
-        if params is None or params.opaque_state is None:
+        encoded = encode_disaggregated_params(params) if params is not None else {}
+        if not names_a_sender(encoded):
             raise EngineError("the engine finished the prefill without disaggregated_params")
-        encoded = encode_disaggregated_params(params)
         usage = chunk.completion_usage
         details = usage.prompt_tokens_details if usage is not None else None
         return Handoff(chunk.going_on(), PrefillResult(encoded, details), result.abort)
+
+
+#: context_only ends like this after its one token; it says nothing about the answer.
+_ENDS_OF_EVERY_PREFILL = ("length", "not_finished", None)
 
 
 class LocalDecode:
     """generation_only: fetches the KV and goes on from the first token."""
 
     def __init__(self, engine: Engine, *, repeats_first_token: bool) -> None:
-        """The engine's answer starts with prefill's token. `repeats_first_token`: the client has not seen it yet."""
+        """The engine's answer starts with prefill's token; say whether the client has to get it from here."""
         self._engine = engine
         self._skip = 0 if repeats_first_token else 1
-        self._draining: set[asyncio.Task[None]] = set()
 
     async def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
-    ) -> AsyncIterator[TokenChunk]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         result = self._engine.start_decode(request)
         handoff.taken()
         prefill = request.prefill_result
@@ -86,8 +98,9 @@ class LocalDecode:
             skip=self._skip,
             cached_tokens=details.cached_tokens if details is not None else None,
         )
-        async for chunk in _stream(self._engine, result, cursor, context, deferred_abort=True):
-            yield chunk
+        async with aclosing(_stream(self._engine, result, cursor, context, deferred_abort=True)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def drain(self, request: GenerateRequest) -> None:
         """Fetch and drop a handoff that nobody wants any more: that is how its sender's blocks come free.
@@ -100,9 +113,7 @@ class LocalDecode:
             with contextlib.suppress(self._engine.request_error, DisaggError):
                 await self._engine.start_decode(request, max_tokens=1).aresult()
 
-        task = asyncio.create_task(fetch())
-        self._draining.add(task)
-        task.add_done_callback(self._draining.discard)
+        in_background(fetch())
 
 
 class LocalBoth:
@@ -111,16 +122,19 @@ class LocalBoth:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncIterator[TokenChunk]:
+    async def __call__(
+        self, request: GenerateRequest, context: RequestContext
+    ) -> AsyncGenerator[TokenChunk, None]:
         result = self._engine.start_both(request)
         cursor = OutputCursor(len(request.token_ids))
-        async for chunk in _stream(self._engine, result, cursor, context, deferred_abort=False):
-            yield chunk
+        async with aclosing(_stream(self._engine, result, cursor, context, deferred_abort=False)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
 
 async def _stream(
     engine: Engine, result: Any, cursor: OutputCursor, context: RequestContext, *, deferred_abort: bool
-) -> AsyncIterator[TokenChunk]:
+) -> AsyncGenerator[TokenChunk, None]:
     async with abort_when_stopped(result, context, deferred=deferred_abort) as guard:
         with _request_errors(engine):
             async for _ in result:

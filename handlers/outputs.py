@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trtllm_disagg.errors import StageTimeoutError
 from trtllm_disagg.types import TokenChunk, Usage
 
 
@@ -11,16 +12,18 @@ class OutputCursor:
     """Reads one choice of one RequestOutput, and remembers how far."""
 
     def __init__(self, num_prompt: int, *, skip: int = 0, cached_tokens: int | None = None) -> None:
-        """`skip` tokens have reached the client already. `cached_tokens` overrides what this engine counted."""
+        """`skip` tokens have reached the client already; `cached_tokens` wins over this engine's count."""
         self._num_prompt = num_prompt
         self._position = skip
         self._cached_tokens = cached_tokens
 
     def advance(self, result: Any) -> TokenChunk | None:
-        """What came since the last call; None when nothing did."""
+        """What came since the last call, None when nothing did. Raises StageTimeoutError."""
         output = result.outputs[0]
         tokens = output.token_ids[self._position :]
         finish_reason = output.finish_reason
+        if finish_reason == "timeout":  # Dynamo's frontend has no such end
+            raise StageTimeoutError("the engine ran out of time for this request")
         if not tokens and finish_reason is None:
             return None
         log_probs, top_logprobs = self._logprobs(output, tokens)
@@ -42,10 +45,15 @@ class OutputCursor:
     def _logprobs(
         self, output: Any, tokens: list[int]
     ) -> tuple[list[float] | None, list[list[dict[str, Any]]] | None]:
+        """None when one is missing: a shorter list would be read as the logprobs of other tokens."""
         entries = (output.logprobs or [])[self._position : self._position + len(tokens)]
-        if not entries:
+        if not tokens or len(entries) < len(tokens):
             return None, None
-        chosen = [entry[token].logprob for token, entry in zip(tokens, entries, strict=False)]
+        if isinstance(entries[0], float):  # TensorRT-LLM, when nobody asked for alternatives
+            return list(entries), None
+        if any(token not in entry for token, entry in zip(tokens, entries, strict=True)):
+            return None, None
+        chosen = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
         top = [
             [
                 {"rank": lp.rank or 0, "token_id": token, "token": None, "logprob": lp.logprob}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
 from trtllm_disagg.errors import PeerUnavailableError, RequestCancelledError
@@ -19,9 +20,9 @@ from trtllm_disagg.wire import decode_chunk, encode_request
 class StageClient(Protocol):
     """Calls one instance of the other stage."""
 
-    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncIterator[dict[str, Any]]:
-        """Its chunks, with the same request id, metadata and trace; a stopped context stops it too, and then the
-        iteration just ends. Raises a DisaggError, whatever became of the peer.
+    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
+        """Its chunks, with the same request id, metadata and trace; a stopped context stops it too, and then
+        the iteration just ends. Raises a DisaggError, whatever became of the peer.
         """
         ...
 
@@ -33,13 +34,23 @@ class RemotePrefill:
         self._drain = drain
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
-        chunks = [decode_chunk(raw) async for raw in self._client.call(encode_request(request), context)]
-        if not chunks and context.is_stopped():
+        handoffs: list[Handoff] = []
+        with ExitStack() as unless_returned:
+            async with aclosing(self._client.call(encode_request(request), context)) as answers:
+                async for raw in answers:
+                    handoffs.append(self._handoff(request, decode_chunk(raw)))
+                    unless_returned.callback(handoffs[-1].release)
+            if len(handoffs) == 1:
+                unless_returned.pop_all()
+                return handoffs[0]
+        if not handoffs and context.is_stopped():
             raise RequestCancelledError("the client left during remote prefill")
-        if len(chunks) != 1:
-            raise PeerUnavailableError(f"the prefill worker sent {len(chunks)} answers instead of one")
-        (chunk,) = chunks
+        raise PeerUnavailableError(f"the prefill worker sent {len(handoffs)} answers instead of one")
+
+    def _handoff(self, request: GenerateRequest, chunk: TokenChunk) -> Handoff:
         if chunk.disaggregated_params is None:
+            if chunk.finish_reason is None:
+                raise PeerUnavailableError("the prefill worker's answer is neither whole nor a handoff")
             return Handoff(chunk, None)
         usage = chunk.completion_usage
         details = usage.prompt_tokens_details if usage is not None else None
@@ -55,8 +66,14 @@ class RemoteDecode:
 
     async def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
-    ) -> AsyncIterator[TokenChunk]:
-        async for raw in self._client.call(encode_request(request), context):
-            # It answers, so it has the KV.
-            handoff.taken()
-            yield decode_chunk(raw)
+    ) -> AsyncGenerator[TokenChunk, None]:
+        has_ended = False
+        async with aclosing(self._client.call(encode_request(request), context)) as answers:
+            async for raw in answers:
+                # It answers, so it has the KV.
+                handoff.taken()
+                chunk = decode_chunk(raw)
+                has_ended = chunk.finish_reason is not None
+                yield chunk
+        if not has_ended and not context.is_stopped():
+            raise PeerUnavailableError("the decode worker's answer stops without an end")

@@ -19,6 +19,8 @@ export DYN_SYSTEM_HOST="${DYN_SYSTEM_HOST:-127.0.0.1}"
 export DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS="${DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS:-1}"
 # A stream that fails before its first token gets an HTTP status, in every strategy, instead of a 200.
 export DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS="${DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS:-500}"
+# Who asks a loading worker for its health gets a 503, and a line in its log each time.
+export DYN_LOG="${DYN_LOG:-info,tower_http=off}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 # File discovery cannot leave the machine, so nothing else needs to. With etcd or Kubernetes, Dynamo finds the address.

@@ -1,14 +1,17 @@
-"""Tiny checkpoints, written once for all tests."""
+"""Tiny checkpoints, written once for all tests; deployments, started once for all tests that ask for them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.deployments import Fleet, Served
 from tests.models import write_checkpoint
+
+from trtllm_disagg.deployment.plan import Strategy
 
 Checkpoints = Callable[..., Path]
 
@@ -26,3 +29,21 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
         return write_checkpoint(tmp_path_factory.mktemp(f"{family}-{seed}"), family, seed=seed)
 
     return checkpoint
+
+
+@pytest.fixture(scope="session")
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """fleet["agg"] -> that deployment of the demo model; the others load meanwhile."""
+    wanted: set[Strategy] = {"agg"}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and "fleet" in item.fixturenames and hasattr(item, "callspec"):
+            wanted |= {item.callspec.params["strategy"]} if "strategy" in item.callspec.params else set()
+    fleet = Fleet(tmp_path_factory.mktemp("fleet"), wanted)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def deployed(fleet: Fleet, strategy: Strategy) -> Served:
+    """The deployment of the strategy that the test is parametrised with."""
+    return fleet[strategy]

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trtllm_disagg.embedded.core import EngineCore
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.messages import (
@@ -92,7 +94,7 @@ class Core:
         return request_id
 
     def prefill(self, prompt: Sequence[int], sampling: SamplingSpec | None = None) -> MadeHandoff:
-        sampling = sampling or SamplingSpec(max_tokens=1)
+        sampling = msgspec.structs.replace(sampling or SamplingSpec(max_tokens=1), max_tokens=1)
         answer = self.run(self.add(prompt, sampling=sampling, request_type="context_only"))
         assert answer.handoff is not None, answer
         return answer.handoff

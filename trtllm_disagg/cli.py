@@ -23,7 +23,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "worker": Command("run one worker; flags as `python -m dynamo.trtllm` has them", "trtllm_disagg.worker_command"),
+    "worker": Command(
+        "run one worker; flags as `python -m dynamo.trtllm` has them", "trtllm_disagg.worker_command"
+    ),
     "up": Command("run a whole deployment on this machine", "trtllm_disagg.deployment.cli"),
     "demo": Command("watch one request pass through both orders", "trtllm_disagg.demo"),
     "demo-model": Command("make the small local model; no download", "trtllm_disagg.demo_model"),
@@ -75,7 +77,13 @@ def _overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ["usage: trtllm-disagg COMMAND ...", "", *lines, "", "trtllm-disagg COMMAND --help lists the flags of one."]
+        [
+            "usage: trtllm-disagg COMMAND ...",
+            "",
+            *lines,
+            "",
+            "trtllm-disagg COMMAND --help lists the flags of one.",
+        ]
     )
 
 

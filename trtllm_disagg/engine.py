@@ -6,12 +6,13 @@ import importlib
 import importlib.util
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.errors import ConfigError, InvalidRequestError
+from trtllm_disagg.errors import ConfigError, EngineError, InvalidRequestError
 from trtllm_disagg.types import GenerateRequest, SamplingOptions
 from trtllm_disagg.wire import decode_disaggregated_params
 
@@ -99,7 +100,7 @@ class Engine:
         return self._start(request, params, streaming=False, max_tokens=1)
 
     def start_decode(self, request: GenerateRequest, max_tokens: int | None = None) -> Any:
-        """The request's own prefill result says where the KV is. Raises HandoffRefusedError when it is unreadable."""
+        """The prefill result says where the KV is. Raises HandoffRefusedError if it is unreadable."""
         if request.prefill_result is None:
             raise InvalidRequestError("a decode worker needs a prefill result, and this request has none")
         params = decode_disaggregated_params(
@@ -130,7 +131,7 @@ class Engine:
     def _start(
         self, request: GenerateRequest, params: Any, *, streaming: bool, max_tokens: int | None = None
     ) -> Any:
-        """Raise InvalidRequestError when the engine says that the request is wrong."""
+        """Raise InvalidRequestError when the engine refuses the request, EngineError when it is closed."""
         keywords: dict[str, Any] = {
             "inputs": request.token_ids,
             "sampling_params": self._sampling_params(request, max_tokens),
@@ -146,14 +147,15 @@ class Engine:
             return self.llm.generate_async(**keywords)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise InvalidRequestError(str(error)) from error
+        except RuntimeError as error:
+            raise EngineError(str(error)) from error
 
     def _sampling_params(self, request: GenerateRequest, max_tokens: int | None) -> Any:
         options = _set_options(request.sampling)
         # -1 is OpenAI's way to say "no limit"; TensorRT-LLM's is 0.
         if options.get("top_k") == -1:
             options["top_k"] = 0
-        if (guided := options.pop("guided_decoding", None)) is not None:
-            options["guided_decoding"] = self._guided(guided)
+        guided = options.pop("guided_decoding", None) or {}
         stop = request.stop
         ignore_eos = bool(stop.ignore_eos or stop.stop_token_ids_visible)
         stop_ids = [] if ignore_eos else [*(stop.stop_token_ids or ()), *(stop.stop_token_ids_hidden or ())]
@@ -168,6 +170,7 @@ class Engine:
                 prompt_logprobs=request.output.prompt_logprobs,
                 # Dynamo's frontend makes the text.
                 detokenize=False,
+                guided_decoding=self._guided(guided),
                 **options,
             )
         except (ValueError, TypeError) as error:
@@ -176,11 +179,18 @@ class Engine:
     def _guided(self, guided: dict[str, Any]) -> Any:
         known = ("json", "regex", "grammar", "json_object", "structural_tag")
         chosen = {name: guided[name] for name in known if guided.get(name)}
+        if guided.get("choice"):
+            # TensorRT-LLM has no choice of its own.
+            chosen.setdefault("regex", "(" + "|".join(map(re.escape, guided["choice"])) + ")")
+        if isinstance(chosen.get("structural_tag"), dict):
+            chosen["structural_tag"] = json.dumps(chosen["structural_tag"])
         return self._api.guided_decoding_params(**chosen) if chosen else None
 
 
 def _set_options(sampling: SamplingOptions) -> dict[str, Any]:
-    return {name: value for name in sampling.__struct_fields__ if (value := getattr(sampling, name)) is not None}
+    return {
+        name: value for name in sampling.__struct_fields__ if (value := getattr(sampling, name)) is not None
+    }
 
 
 def _max_positions(model: str) -> int:

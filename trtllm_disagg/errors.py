@@ -1,10 +1,10 @@
 """Every error that this project raises on purpose.
 
     DisaggError
-    ├── ConfigError             before serving: the command line, YAML, or two workers that do not fit together
+    ├── ConfigError             before serving: a flag, YAML, or two workers that do not fit together
     ├── InvalidRequestError     400  the caller's fault; final, never retried
     │   └── HandoffRefusedError 400  a handoff that is malformed, foreign, or of another prompt
-    ├── OverloadedError         503  full; try again later
+    ├── OverloadedError         529  full; try again later
     ├── PeerUnavailableError    503  the other stage is gone; may be retried elsewhere
     │   └── KvTransferError     503  the KV did not arrive: lease over, sender gone, read failed
     ├── StageTimeoutError       504  a stage took too long
@@ -48,8 +48,8 @@ class HandoffRefusedError(InvalidRequestError):
 
 
 class OverloadedError(DisaggError):
-    category = "RateLimited"
-    status = 503
+    category = "CapacityExhausted"
+    status = 529
 
 
 class PeerUnavailableError(DisaggError):

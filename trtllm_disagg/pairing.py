@@ -1,4 +1,4 @@
-"""Do a first stage and its second stage fit together? Asked once, before the first one registers the model."""
+"""Do a first stage and its second stage fit together? Asked once, before the first registers the model."""
 
 from __future__ import annotations
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,26 +99,8 @@ class Runtime:
 
     async def serve(self, generate: Generate, describe: dict[str, Any]) -> None:
         """Answer requests until the runtime is shut down. `describe` answers the other stage's question."""
-
-        async def handle(request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
-            if _DESCRIBE in request:
-                yield describe
-                return
-            try:
-                async for chunk in generate(decode_request(request), context):
-                    yield encode_chunk(chunk)
-            except errors.RequestCancelledError as error:
-                log.info("request %s: %s", context.id(), error)
-            except errors.DisaggError as error:
-                log.warning("request %s: %s: %s", context.id(), type(error).__name__, error)
-                raise to_dynamo(error) from error
-            except Exception as error:
-                # A bug of ours fails this request, not the worker.
-                log.exception("request %s failed unexpectedly", context.id())
-                raise dynamo_errors.Unknown(f"{type(error).__name__}: {error}") from error
-
         await self.endpoint.serve_endpoint(
-            handle,
+            as_dynamo_handler(generate, describe),
             graceful_shutdown=True,
             metrics_labels=[("model", self._config.model_name)],
             health_check_payload={_DESCRIBE: True},
@@ -126,7 +110,32 @@ class Runtime:
         self._runtime.shutdown()
 
 
-#: A request with this key asks who answers here; also what Dynamo's health probes send, so they cost no tokens.
+def as_dynamo_handler(generate: Generate, describe: dict[str, Any]) -> Callable[..., Any]:
+    """What Dynamo calls with each request. It finds the second parameter by its name."""
+
+    async def handle(request: dict[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
+        if _DESCRIBE in request:
+            yield describe
+            return
+        try:
+            async with aclosing(generate(decode_request(request), context)) as chunks:
+                async for chunk in chunks:
+                    yield encode_chunk(chunk)
+        except errors.DisaggError as error:
+            if isinstance(error, errors.RequestCancelledError) and context.is_stopped():
+                log.info("request %s: %s", context.id(), error)
+                return
+            log.warning("request %s: %s: %s", context.id(), type(error).__name__, error)
+            raise to_dynamo(error) from error
+        except Exception as error:
+            # A bug of ours fails this request, not the worker.
+            log.exception("request %s failed unexpectedly", context.id())
+            raise dynamo_errors.Unknown(f"{type(error).__name__}: {error}") from error
+
+    return handle
+
+
+#: A request with this key asks who answers here. Dynamo's health probes send it, so they cost no tokens.
 _DESCRIBE = "trtllm_disagg.describe"
 
 
@@ -139,22 +148,25 @@ class DynamoStageClient:
 
     async def describe(self) -> dict[str, Any]:
         """What an instance of the other stage says of itself."""
-        async for answer in self._translated({_DESCRIBE: True}, None):
-            return answer
+        async with aclosing(self._translated({_DESCRIBE: True}, None)) as answers:
+            async for answer in answers:
+                return answer
         raise errors.PeerUnavailableError("the second stage did not say who it is")
 
-    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncIterator[dict[str, Any]]:
+    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
         return self._translated(request, context)
 
     async def _translated(
         self, request: dict[str, Any], context: RequestContext | None
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncGenerator[dict[str, Any], None]:
         try:
-            # Round robin skips instances that just failed. The context carries request id, trace and cancellation.
+            # Skips instances that just failed. The context carries request id, trace and cancellation.
             stream = await self._client.round_robin(request, context=context)
             async for item in stream:
                 if item.is_error():
-                    raise errors.EngineError("; ".join(item.comments() or ["unknown error of the other stage"]))
+                    raise errors.EngineError(
+                        "; ".join(item.comments() or ["unknown error of the other stage"])
+                    )
                 yield item.data()
         except errors.DisaggError:
             raise
@@ -165,13 +177,13 @@ class DynamoStageClient:
 class NoStage:
     """The stage client of a worker that calls nobody."""
 
-    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncIterator[dict[str, Any]]:
+    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
         raise AssertionError("this worker has no second stage")
 
 
 def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
-    """(model type, worker type, needs). A first stage looks like a whole worker to the frontend, which is what
-    makes it route requests by this worker's cache and leave the second stage alone.
+    """(model type, worker type, needs). A first stage looks like a whole worker to the frontend, which is
+    what makes it route requests by this worker's cache and leave the second stage alone.
     """
     served = ModelType.Empty
     for name in config.endpoint_types.split(","):
@@ -191,7 +203,7 @@ _MODEL_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions, "n
 #: Not EngineShutdown or WorkerUnavailable: those blacklist the worker that raises them for seconds.
 _TO_DYNAMO: dict[str, Callable[[str], Exception]] = {
     "InvalidRequest": dynamo_errors.InvalidArgument,
-    "RateLimited": lambda message: dynamo_errors.HttpError(503, message),
+    "CapacityExhausted": lambda message: dynamo_errors.HttpError(529, message),
     "Unavailable": dynamo_errors.CannotConnect,
     "DeadlineExceeded": dynamo_errors.ConnectionTimeout,
     "Cancelled": dynamo_errors.Cancelled,
@@ -200,6 +212,7 @@ _TO_DYNAMO: dict[str, Callable[[str], Exception]] = {
 
 _FROM_DYNAMO: dict[str, type[errors.DisaggError]] = {
     "InvalidRequest": errors.InvalidRequestError,
+    "CapacityExhausted": errors.OverloadedError,
     "RateLimited": errors.OverloadedError,
     "Unavailable": errors.PeerUnavailableError,
     "DeadlineExceeded": errors.StageTimeoutError,
@@ -207,8 +220,8 @@ _FROM_DYNAMO: dict[str, type[errors.DisaggError]] = {
     "Internal": errors.EngineError,
 }
 
-#: How a peer's exception arrives: "Category: Type: message", whatever its type was there.
-_ARRIVED = re.compile(rf"({'|'.join(_FROM_DYNAMO)}): (?:\w+: )?(.*)", re.DOTALL)
+#: How a peer's exception arrives: "Category: message", with a type name before the message if not Dynamo's.
+_ARRIVED = re.compile(rf"({'|'.join(_FROM_DYNAMO)}): (?:[A-Z]\w*Error: )?(.*)", re.DOTALL)
 
 
 def to_dynamo(error: errors.DisaggError) -> Exception:
@@ -219,5 +232,12 @@ def from_dynamo(error: Exception) -> errors.DisaggError:
     if isinstance(error, dynamo_errors.InvalidArgument):
         return errors.InvalidRequestError(str(error))
     if match := _ARRIVED.match(str(error)):
-        return _FROM_DYNAMO[match[1]](match[2])
+        return _FROM_DYNAMO[match[1]](_message(match[2]))
     return errors.PeerUnavailableError(f"the other stage cannot be reached: {error}")
+
+
+def _message(text: str) -> str:
+    """Dynamo's HttpError crosses as JSON."""
+    with suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(text)["message"])
+    return text

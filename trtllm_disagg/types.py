@@ -1,12 +1,12 @@
 """The nouns of a request's life, in the order in which it meets them. Imports nothing of this project.
 
-The Structs are wire forms too: their field names are Dynamo's keys (facts: dynamo.md section 6). Unknown keys of
-a request are ignored here and forwarded as they came.
+The Structs are wire forms too: their field names are Dynamo's keys (facts: dynamo.md section 6). Unknown keys
+of a request are ignored here and forwarded as they came.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -76,7 +76,7 @@ class WireRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A validated request. `raw` is what it came as: the second stage gets that, keys unknown to us included."""
+    """A validated request. `raw` is how it came: the second stage gets that, unknown keys included."""
 
     raw: dict[str, Any]
     token_ids: list[int]
@@ -129,7 +129,7 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class Handoff:
-    """The end of the prefill phase: either the whole answer (`final`), or the first token and a way to go on."""
+    """The end of the prefill phase: the whole answer (`is_final`), or the first token and a way to go on."""
 
     first: TokenChunk
     result: PrefillResult | None
@@ -185,10 +185,11 @@ class PrefillPhase(Protocol):
 class DecodePhase(Protocol):
     def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
-    ) -> AsyncIterator[TokenChunk]:
-        """generation_only. Ends early, without an error, when the client left."""
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """generation_only. Ends early, without an error, when the client left; closing it ends it too."""
         ...
 
 
-#: A worker's whole service: one request in, chunks out.
-Generate = Callable[[GenerateRequest, RequestContext], AsyncIterator[TokenChunk]]
+#: A worker's whole service: one request in, chunks out. Whoever iterates it closes it, at once and not by the
+#: garbage collector: that is when an engine hears that nobody wants its tokens any more.
+Generate = Callable[[GenerateRequest, RequestContext], AsyncGenerator[TokenChunk, None]]

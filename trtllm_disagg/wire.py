@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError
+from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.types import (
     GenerateRequest,
     OutputOptions,
@@ -21,10 +21,18 @@ from trtllm_disagg.types import (
     WireRequest,
 )
 
-_NO_STOP, _NO_SAMPLING, _NO_OUTPUT, _NO_ROUTING = StopConditions(), SamplingOptions(), OutputOptions(), Routing()
+_NO_STOP, _NO_SAMPLING, _NO_OUTPUT, _NO_ROUTING = (
+    StopConditions(),
+    SamplingOptions(),
+    OutputOptions(),
+    Routing(),
+)
 
 #: Keys that routers add to the parameters on their way.
 _FOREIGN_KEYS = ("worker_id", "_epd_metadata")
+
+#: Who holds the KV: TensorRT-LLM's C++ transceiver fills the first, its Python one the second.
+_SENDER_KEYS = ("opaque_state", "ctx_info_endpoint")
 
 
 def decode_request(raw: dict[str, Any]) -> GenerateRequest:
@@ -32,7 +40,8 @@ def decode_request(raw: dict[str, Any]) -> GenerateRequest:
     try:
         wire = msgspec.convert(raw, WireRequest)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"request: {error}") from None
+        refused = HandoffRefusedError if "`$.prefill_result" in str(error) else InvalidRequestError
+        raise refused(f"request: {error}") from None
     routing = wire.routing or _NO_ROUTING
     request = GenerateRequest(
         raw=raw,
@@ -53,8 +62,8 @@ def _require_servable(request: GenerateRequest) -> None:
     """What no worker of any strategy serves is refused here, so that all refuse it alike."""
     if (request.sampling.n or 1) != 1 or (request.sampling.best_of or 1) != 1:
         raise InvalidRequestError(
-            f"n={request.sampling.n or 1}, best_of={request.sampling.best_of or 1}: a handoff carries one choice; "
-            "expected n=1 (send the request several times, with different seeds, for several choices)"
+            f"n={request.sampling.n or 1}, best_of={request.sampling.best_of or 1}: a handoff carries one "
+            "choice; expected n=1 (send the request several times, with different seeds, for several choices)"
         )
     if request.sampling.use_beam_search:
         raise InvalidRequestError("use_beam_search=true: KV transfer carries one beam; expected false")
@@ -63,7 +72,7 @@ def _require_servable(request: GenerateRequest) -> None:
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
-    """For the second stage: as it came, plus the prefill result in the place where Dynamo's router puts it."""
+    """For the second stage: as it came, plus the prefill result where Dynamo's router puts it."""
     if request.prefill_result is None:
         return request.raw
     return request.raw | {"prefill_result": msgspec.to_builtins(request.prefill_result)}
@@ -73,7 +82,7 @@ def decode_chunk(raw: Any) -> TokenChunk:
     try:
         return msgspec.convert(raw, TokenChunk)
     except msgspec.ValidationError as error:
-        raise HandoffRefusedError(f"the other stage sent an unreadable answer: {error}") from None
+        raise PeerUnavailableError(f"the other stage sent an unreadable answer: {error}") from None
 
 
 def encode_chunk(chunk: TokenChunk) -> dict[str, Any]:
@@ -96,9 +105,16 @@ def encode_disaggregated_params(params: Any) -> dict[str, Any]:
     return encoded
 
 
+def names_a_sender(encoded: dict[str, Any]) -> bool:
+    """Decode can find the KV."""
+    return any(encoded.get(key) for key in _SENDER_KEYS)
+
+
 def decode_disaggregated_params(result: PrefillResult, params_class: Any, logprob_class: Any) -> Any:
     """The engine's own dataclass, as a generation_only request. Raises HandoffRefusedError."""
     given = {key: value for key, value in result.disaggregated_params.items() if key not in _FOREIGN_KEYS}
+    if not names_a_sender(given):
+        raise HandoffRefusedError(f"handoff names no sender: it has neither {' nor '.join(_SENDER_KEYS)}")
     try:
         if isinstance(given.get("opaque_state"), str):
             given["opaque_state"] = base64.b64decode(given["opaque_state"], validate=True)

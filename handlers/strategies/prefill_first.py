@@ -1,4 +1,4 @@
-"""Requests are routed to prefill workers, on their cache; a prefill worker has a decode worker finish them."""
+"""Requests are routed to prefill workers, by their cache; a prefill worker has a decode worker go on."""
 
 from trtllm_disagg.config import Role
 from trtllm_disagg.engine import Engine

@@ -1,6 +1,6 @@
 """Dynamo's frontend chains prefill and decode itself (its PrefillRouter); no worker calls another."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from trtllm_disagg.config import Role
 from trtllm_disagg.engine import Engine
@@ -17,11 +17,10 @@ def build(role: Role, engine: Engine, client: StageClient) -> Generate:
 
 
 def with_bypass(decode: Generate, both: Generate) -> Generate:
-    """The router leaves prefill out when decode has most of the prompt cached (its conditional disaggregation)."""
+    """The router leaves prefill out when decode has most of the prompt (conditional disaggregation)."""
 
-    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncIterator[TokenChunk]:
+    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         phase = both if request.prefill_result is None else decode
-        async for chunk in phase(request, context):
-            yield chunk
+        return phase(request, context)
 
     return generate

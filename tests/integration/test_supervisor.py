@@ -27,6 +27,7 @@ from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.probe import lists_model
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.run_dir import ProcessRecord, is_alive, read_processes
+from trtllm_disagg.deployment.serve import ONE_INTERRUPT_SECONDS
 
 DEADLINE = 30.0
 
@@ -339,9 +340,24 @@ async def test_the_second_interrupt_kills_at_once(start_up: StartUp) -> None:
 
     up.process.send_signal(signal.SIGINT)
     await up.says("interrupt again to kill at once")
+    # Sooner it would count as an echo of the first one.
+    await asyncio.sleep(ONE_INTERRUPT_SECONDS + 0.05)
     up.process.send_signal(signal.SIGINT)
 
     assert await up.ends() == 1
+    await exits.all_seen()
+
+
+async def test_two_signals_at_once_are_one_wish_to_stop(start_up: StartUp) -> None:
+    up = await start_up()
+    await up.ready_line()
+    exits = Exits(up.all_pids())
+
+    # What `timeout` does: its child, then its process group.
+    up.process.send_signal(signal.SIGTERM)
+    up.process.send_signal(signal.SIGINT)
+
+    assert await up.ends() == 0
     await exits.all_seen()
 
 

@@ -29,8 +29,39 @@ CODE_LINES = 12
 ANSWER_CHARS = 600
 PASSAGE_CHARS = 1500
 
-MODULES = ["asyncio", "bisect", "collections", "contextlib", "copy", "csv", "dataclasses", "datetime", "enum", "functools", "glob", "heapq", "itertools", "json", "math", "os.path", "pathlib", "pickle", "queue", "random", "re", "secrets", "shutil", "string", "subprocess", "tempfile", "textwrap", "threading", "time", "zlib"]
-TYPES = (str, list, dict, set, tuple, int, float, bytes)
+MODULES = [
+    "asyncio",
+    "bisect",
+    "collections",
+    "contextlib",
+    "copy",
+    "csv",
+    "dataclasses",
+    "datetime",
+    "enum",
+    "functools",
+    "glob",
+    "heapq",
+    "itertools",
+    "json",
+    "math",
+    "os.path",
+    "pathlib",
+    "pickle",
+    "queue",
+    "random",
+    "re",
+    "secrets",
+    "shutil",
+    "string",
+    "subprocess",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "time",
+    "zlib",
+]
+TYPES = (str, list, dict)
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer questions about Python.", "Be brief.")
 QUESTIONS = (
@@ -40,8 +71,6 @@ QUESTIONS = (
     "Tell me about {}.",
     "How does {} work?",
     "What does {} do?",
-    "What can you tell me about {} in Python?",
-    "{}",
 )
 GREETINGS: tuple[tuple[str, str], ...] = (
     ("Hello!", "Hello! Ask me something about Python."),
@@ -80,38 +109,30 @@ GREETINGS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Article:
-    """A titled piece of documentation. `subjects` is how a question may name it; paragraphs hold no line wraps."""
+    """A titled piece of documentation. `subjects` is how a question may name it; paragraphs hold no line wraps.
+
+    Only the best known pieces are `asked` about: in a minute, a model learns a few answers well or many badly.
+    """
 
     title: str
     subjects: tuple[str, ...]
     paragraphs: tuple[str, ...]
+    asked: bool = True
 
     @property
     def passage(self) -> str:
         return "\n\n".join((self.title, *opening(self.paragraphs, PASSAGE_CHARS)))
 
-    @property
-    def is_longer_than_its_answer(self) -> bool:
-        return len(self.passage) > len(self.title) + len(self.answer) + 2
-
-    @property
-    def answer(self) -> str:
-        """Opens with the title: copying it from the question is what ties the two together early in training."""
+    def answer(self, subject: str) -> str:
+        """Repeats the subject: copying it from the question is what ties the two together early in training."""
         chosen = opening(self.paragraphs, ANSWER_CHARS)
         while len(chosen) > 1 and chosen[-1].endswith(":"):
             chosen.pop()
-        return f"{self.title}: " + "\n\n".join(chosen)
+        return f"About {subject}: " + "\n\n".join(chosen)
 
     @property
     def is_longer_than_its_answer(self) -> bool:
-        return len(self.passage) > len(self.title) + len(self.answer) + 2
-
-    @property
-    def answer(self) -> str:
-        chosen = opening(self.paragraphs, ANSWER_CHARS)
-        while len(chosen) > 1 and chosen[-1].endswith(":"):
-            chosen.pop()
-        return "\n\n".join(chosen)
+        return not self.asked or len(self.passage) > len(self.title) + len(self.answer("")) + 2
 
 
 def opening(paragraphs: Sequence[str], limit: int) -> list[str]:
@@ -135,13 +156,16 @@ def language_reference() -> Iterator[Article]:
 
     sections: dict[str, list[str]] = {}
     seen: set[str] = set()
+    asked: set[str] = set()
     for label in sorted(topics):
-        title = label
+        title = ""
         for paragraph in split_paragraphs(topics[label]):
             if heading := HEADING.match(paragraph):
+                if not title:
+                    asked.add(heading[1].strip())
                 title = heading[1].strip()
                 continue
-            section = sections.setdefault(title, [])
+            section = sections.setdefault(title or label, [])
             text = unwrap(paragraph)
             if not text:
                 drop_announcement(section)
@@ -150,7 +174,7 @@ def language_reference() -> Iterator[Article]:
                 section.append(text)
     for title, paragraphs in sections.items():
         if paragraphs:
-            yield Article(title, spoken(title), tuple(paragraphs))
+            yield Article(title, spoken(title), tuple(paragraphs), title in asked)
 
 
 def drop_announcement(section: list[str]) -> None:
@@ -174,7 +198,7 @@ def builtin_docs() -> Iterator[Article]:
     for name, value in sorted(vars(builtins).items()):
         if name.startswith("_"):
             continue
-        if inspect.isclass(value):
+        if inspect.isclass(value) and not issubclass(value, BaseException):
             yield from docstring_article(value, name, f"a {name}", f"the {name} type")
         elif inspect.isroutine(value):
             yield from docstring_article(value, name, f"{name}()", f"the {name} function")
@@ -186,12 +210,7 @@ def builtin_docs() -> Iterator[Article]:
 
 def module_docs() -> Iterator[Article]:
     for name in MODULES:
-        module = importlib.import_module(name)
-        yield from docstring_article(module, name, f"the {name} module")
-        for attribute, value in sorted(vars(module).items()):
-            public = not attribute.startswith("_") and inspect.isroutine(value)
-            if public and getattr(value, "__module__", None) in (name, f"_{name}"):
-                yield from docstring_article(value, f"{name}.{attribute}", f"{name}.{attribute}()")
+        yield from docstring_article(importlib.import_module(name), name, f"the {name} module")
 
 
 def docstring_article(value: object, title: str, *more_subjects: str) -> Iterator[Article]:
@@ -237,9 +256,11 @@ def join_lines(lines: list[str]) -> str:
 
 def conversations(source: list[Article], order: random.Random) -> list[Conversation]:
     """One question about every article, each put in one of several ways, some of them grouped into longer talks."""
-    exchanges = [
-        (order.choice(QUESTIONS).format(order.choice(article.subjects)), article.answer) for article in source
-    ]
+    exchanges = []
+    for article in source:
+        if article.asked:
+            subject = order.choice(article.subjects)
+            exchanges.append((order.choice(QUESTIONS).format(subject), article.answer(subject)))
     exchanges += GREETINGS * 2
     order.shuffle(exchanges)
     talks: list[Conversation] = []

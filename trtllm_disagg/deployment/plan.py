@@ -45,6 +45,8 @@ TUNABLE_ENV: Mapping[str, str] = {
     "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",
     # A stream that fails before its first token gets an HTTP status, in every strategy, instead of a 200.
     "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "500",
+    # Who asks a loading worker for its health gets a 503, and a line in its log each time.
+    "DYN_LOG": "info,tower_http=off",
     "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
     "OMP_NUM_THREADS": "1",
 }

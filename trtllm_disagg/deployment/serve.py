@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,12 +46,17 @@ async def serve(config: DeploymentConfig, status: Status) -> int:
             await supervisor.kill()
 
 
+#: `timeout`, for one, signals its child and then its whole process group: two signals, one wish.
+ONE_INTERRUPT_SECONDS = 0.3
+
+
 class Interrupts:
     """The first SIGINT, SIGTERM or SIGHUP asks to stop, the next one to hurry."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
+        self._first_at = 0.0
 
     @contextmanager
     def listening(self) -> Iterator[Interrupts]:
@@ -70,7 +76,12 @@ class Interrupts:
         return not interrupted
 
     def _interrupted(self) -> None:
-        (self.hurry if self.stop.is_set() else self.stop).set()
+        now = time.monotonic()
+        if not self.stop.is_set():
+            self._first_at = now
+            self.stop.set()
+        elif now - self._first_at > ONE_INTERRUPT_SECONDS:
+            self.hurry.set()
 
 
 def _wanted(number: signal.Signals) -> bool:

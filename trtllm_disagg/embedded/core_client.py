@@ -22,6 +22,7 @@ from trtllm_disagg.embedded.messages import Command, Failed, Ready, Report, Shut
 _reports = msgspec.msgpack.Decoder(Report)
 _encoder = msgspec.msgpack.Encoder()
 _POLL_MS = 200
+_SEND_TIMEOUT_MS = 1000
 
 
 class CoreClient:
@@ -61,8 +62,9 @@ class CoreClient:
         return not self._closing and self._process.poll() is None
 
     def send(self, command: Command) -> None:
-        with self._lock:
-            if not self._closing:
+        """To a core that has died, nothing is sent; `on_death` tells of that."""
+        with self._lock, contextlib.suppress(zmq.Again):
+            if self.alive:
                 self._commands.send(_encoder.encode(command))
 
     def close(self) -> None:
@@ -86,6 +88,8 @@ class CoreClient:
         # No bound: a slow reader must not stall the engine, nor a busy engine the event loop.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
+        # Without a peer a send would wait for ever; with one it never waits.
+        socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
         socket.bind(self._address(name))
         return socket
 
@@ -107,6 +111,7 @@ class CoreClient:
         )
         start = {
             "args": args,
+            "directory": str(self._directory),
             "command_address": self._address("commands"),
             "report_address": self._address("reports"),
         }

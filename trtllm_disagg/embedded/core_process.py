@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -29,6 +30,8 @@ class Start(msgspec.Struct):
     """The first line of standard input, JSON."""
 
     args: dict[str, Any]
+    #: Of the sockets below; the worker's.
+    directory: str
     command_address: str
     report_address: str
     log_level: str = "INFO"
@@ -98,13 +101,14 @@ def _apply(core: Any, command: Command) -> None:
         core.abort(command.request_id)  # type: ignore[union-attr]
 
 
-def _exit_with_parent() -> None:
-    """Ends this process when the worker is gone, however it went."""
+def _exit_with_parent(directory: str) -> None:
+    """Ends this process when the worker is gone, however it went, and removes what it could not remove itself."""
 
     def watch() -> None:
         # Not sys.stdin: its lock would block the interpreter's shutdown.
         while os.read(0, 4096):
             pass
+        shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -116,7 +120,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     start = msgspec.json.decode(_read_line(), type=Start)
     logging.basicConfig(level=start.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
-    _exit_with_parent()
+    _exit_with_parent(start.directory)
     process = CoreProcess(start)
     try:
         core = _build(start, process)

@@ -135,6 +135,7 @@ class LLM:
             streaming=streaming,
             abort=self._abort,
             detokenize=self._detokenizer(sampling),
+            disagg_request_id=disaggregated_params.disagg_request_id if disaggregated_params else None,
         )
         with self._lock:
             self._results[result.request_id] = result

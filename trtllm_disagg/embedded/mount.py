@@ -58,7 +58,7 @@ MOUNTED = {
     "executor": "GenerationResult RequestError",
     "executor.request": "DEFAULT_REQUEST_PRIORITY",
     "executor.result": _OUTPUTS,
-    "executor.utils": "RequestError",
+    "executor.utils": "RequestError EngineDeadError",
     "metrics": "MetricsCollector",
     "metrics.collector": "MetricsCollector",
 }

@@ -54,6 +54,10 @@ class BatchedLogitsProcessor(ABC):
     ) -> None: ...
 
 
+class EngineDeadError(RuntimeError):
+    """Never raised here: when the engine dies, requests get a RequestError and `_check_health` is False."""
+
+
 # -- tokenizer
 
 

@@ -85,6 +85,7 @@ class GenerationResult:
         streaming: bool,
         abort: Callable[[int], None],
         detokenize: Callable[[list[int]], str] | None = None,
+        disagg_request_id: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -99,6 +100,7 @@ class GenerationResult:
         self._streaming = streaming
         self._abort = abort
         self._detokenize = detokenize
+        self._disagg_request_id = disagg_request_id
         self._unfinished = num_choices
         #: The receiver thread counts down how many choices it still owes.
         self.choices_left = num_choices
@@ -201,6 +203,7 @@ class GenerationResult:
                 first_gen_tokens=delivery.handoff.first_gen_tokens,
                 first_gen_log_probs=list(output.logprobs) or None,
                 ctx_request_id=delivery.handoff.ctx_request_id,
+                disagg_request_id=self._disagg_request_id,
                 opaque_state=delivery.handoff.opaque_state,
                 ctx_info_endpoint=delivery.handoff.ctx_info_endpoint,
             )

@@ -19,7 +19,7 @@ import msgspec
 
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard
-from trtllm_disagg.kv_transfer.handle import KvHandle
+from trtllm_disagg.kv_transfer.handle import UNREADABLE, KvHandle
 from trtllm_disagg.kv_transfer.lease import LeaseTable
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class ControlServer:
     def _answer(self, message: bytes) -> bytes:
         try:
             request = _requests.decode(message)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             log.warning("control channel: unreadable message of %d bytes: %s", len(message), error)
             return b"bad"
         if isinstance(request, GetCard):
@@ -141,7 +141,7 @@ class ControlClient:
         answer = self._ask(handle.endpoint, GetCard(), timeout)
         try:
             return _cards.decode(answer)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise KvTransferError(f"{handle.endpoint} answered with an unreadable card: {error}") from error
 
     def confirm(self, handle: KvHandle, timeout: float) -> bool:

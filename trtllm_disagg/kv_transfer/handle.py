@@ -17,6 +17,8 @@ from trtllm_disagg.errors import HandoffRefusedError
 VERSION = 1
 MAX_BLOCKS = 1 << 20
 MAX_BYTES = 16 << 20
+#: What msgspec raises for bytes that are no message. ValueError: a string in them is not UTF-8.
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 _ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[0-9A-Za-z.-]+):(\d{1,5})")
@@ -58,7 +60,7 @@ def decode_handle(opaque_state: bytes) -> KvHandle:
         raise HandoffRefusedError(f"handoff of {len(opaque_state)} bytes; at most {MAX_BYTES} are accepted")
     try:
         handle = _decoder.decode(opaque_state)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except UNREADABLE as error:
         raise HandoffRefusedError(f"handoff is not readable: {error}") from None
     if handle.version != VERSION:
         raise HandoffRefusedError(

@@ -18,6 +18,7 @@ import torch
 
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard
+from trtllm_disagg.kv_transfer.handle import UNREADABLE
 
 
 class _Address(msgspec.Struct, frozen=True):
@@ -102,7 +103,7 @@ class SharedMemoryTransport:
             if peer.sender not in self._peers:
                 self._unmap_the_dead()
                 self._peers[peer.sender] = self._map(peer, address)
-        except (OSError, msgspec.DecodeError, ValueError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise KvTransferError(f"cannot map the KV pool of {peer.sender}: {error}") from error
         return self._peers[peer.sender]
 

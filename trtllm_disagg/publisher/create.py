@@ -13,7 +13,9 @@ from trtllm_disagg.publisher.load import StatsForwarder
 from trtllm_disagg.publisher.metrics import EngineMetrics, expose
 
 
-async def create_publishers(config: WorkerConfig, endpoint: Any, llm: Any, block_size: int) -> list[Publisher]:
+async def create_publishers(
+    config: WorkerConfig, endpoint: Any, llm: Any, block_size: int
+) -> list[Publisher]:
     """One for cache events and one for statistics; null ones where the flags say so."""
     events: Publisher = NullPublisher()
     if config.publish_kv_events:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
+from itertools import takewhile
 from typing import Any, Protocol
+
+from trtllm_disagg.publisher.base import PollingPublisher
 
 log = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 2.0
-_PAUSE_SECONDS = 0.01
 
 
 class EventSink(Protocol):
@@ -29,36 +29,28 @@ class EventSink(Protocol):
     def publish_removed(self, block_hashes: list[int]) -> None: ...
 
 
-class KvEventForwarder:
+class KvEventForwarder(PollingPublisher):
     """Only whole blocks are published: the router cannot place a request on a part of one."""
 
     def __init__(self, llm: Any, sink: EventSink, block_size: int) -> None:
+        super().__init__("kv-events")
         self._llm = llm
         self._sink = sink
         self._block_size = block_size
-        self._partial: set[int] = set()
-        self._next_event_id: int | None = None
-        self._task: asyncio.Task[None] | None = None
+        #: Blocks that the router was not told about, so that it is not told of their end either.
+        self._unknown: set[int | str] = set()
+        self._next_event_id: dict[int | None, int] = {}
+        self._window = 0
 
-    async def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="kv-events")
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-    async def _run(self) -> None:
-        while True:
-            async for event in self._llm.get_kv_cache_events_async(timeout=_WAIT_SECONDS):
-                self.forward(event)
-            # TensorRT-LLM answers at once when it has nothing.
-            await asyncio.sleep(_PAUSE_SECONDS)
+    async def poll(self) -> None:
+        async for event in self._llm.get_kv_cache_events_async(timeout=_WAIT_SECONDS):
+            self.forward(event)
 
     def forward(self, event: dict[str, Any]) -> None:
         """One event of TensorRT-LLM's format."""
         self._note_gaps(event)
+        if not self._is_of_widest_window(event):
+            return
         data = event["data"]
         if data["type"] == "stored":
             self._stored(data)
@@ -66,42 +58,48 @@ class KvEventForwarder:
             self._removed(data)
 
     def _stored(self, data: dict[str, Any]) -> None:
-        whole: list[dict[str, Any]] = []
-        for block in data["blocks"]:
-            if len(block["tokens"]) < self._block_size:
-                self._partial.add(block["block_hash"])
-                break  # what follows would hang on a block that the router does not know
-            whole.append(block)
+        blocks = data["blocks"]
+        whole = list(takewhile(lambda block: len(block["tokens"]) == self._block_size, blocks))
+        # What follows a part of a block hangs on something that the router does not know.
+        self._unknown.update(block["block_hash"] for block in blocks[len(whole) :])
         if whole:
             parent = data["parent_hash"]
             self._sink.publish_stored(
                 token_ids=[token["token_id"] for block in whole for token in block["tokens"]],
-                num_block_tokens=[len(block["tokens"]) for block in whole],
+                num_block_tokens=[self._block_size] * len(whole),
                 block_hashes=[signed(block["block_hash"]) for block in whole],
                 parent_hash=None if parent is None else signed(parent),
                 cache_salt=whole[0].get("cache_salt"),
             )
 
     def _removed(self, data: dict[str, Any]) -> None:
-        known = [block for block in data["block_hashes"] if block not in self._partial]
-        self._partial.difference_update(data["block_hashes"])
+        known = [block for block in data["block_hashes"] if block not in self._unknown]
+        self._unknown.difference_update(data["block_hashes"])
         if known:
             self._sink.publish_removed([signed(block) for block in known])
 
+    def _is_of_widest_window(self, event: dict[str, Any]) -> bool:
+        """A model with sliding windows tells of every block once per window; one of them is enough."""
+        window = event.get("window_size") or 0
+        self._window = max(self._window, window)
+        return window == self._window
+
     def _note_gaps(self, event: dict[str, Any]) -> None:
-        event_id = event.get("event_id")
+        event_id, rank = event.get("event_id"), event.get("attention_dp_rank")
         if event_id is None:
             return
-        if self._next_event_id is not None and event_id != self._next_event_id:
+        due = self._next_event_id.get(rank, event_id)
+        if event_id != due:
             log.warning(
-                "KV events %d to %d were lost: the router's view of this cache is stale; raise "
+                "KV event %d came where %d was due: the router's view of this cache is stale; raise "
                 "kv_cache_config.event_buffer_max_size",
-                self._next_event_id,
-                event_id - 1,
+                event_id,
+                due,
             )
-        self._next_event_id = event_id + 1
+        self._next_event_id[rank] = event_id + 1
 
 
-def signed(block_hash: int) -> int:
-    """The engine's unsigned 64 bits as the router's signed ones."""
-    return block_hash - (1 << 64) if block_hash >= 1 << 63 else block_hash
+def signed(block_hash: int | str) -> int:
+    """The engine's unsigned 64 bits, or the start of its SHA-256 in hexadecimal, as a signed number."""
+    number = int(block_hash[:16], 16) if isinstance(block_hash, str) else block_hash
+    return number - (1 << 64) if number >= 1 << 63 else number

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from trtllm_disagg.publisher.base import PollingPublisher
+
 _WAIT_SECONDS = 2.0
-_PAUSE_SECONDS = 0.01
 
 
 class LoadSink(Protocol):
@@ -23,32 +22,25 @@ class StatsSink(Protocol):
     def update(self, stat: Mapping[str, Any]) -> None: ...
 
 
-class StatsForwarder:
+class StatsForwarder(PollingPublisher):
     """Needs enable_iter_perf_stats. Of what came together, the router gets the newest and the metrics all."""
 
     def __init__(self, llm: Any, load: LoadSink, metrics: StatsSink) -> None:
+        super().__init__("engine-stats")
         self._llm = llm
         self._load = load
         self._metrics = metrics
-        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        # The engine has no statistics before its first step, but the router asks.
         self._load.publish(None, kv_used_blocks=0)
-        self._task = asyncio.create_task(self._run(), name="engine-stats")
+        await super().start()
 
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-    async def _run(self) -> None:
-        while True:
-            newest: dict[int | None, int] = {}
-            async for stat in self._llm.get_stats_async(timeout=_WAIT_SECONDS):
-                self._metrics.update(stat)
-                used = (stat.get("kvCacheStats") or {}).get("usedNumBlocks", 0)
-                newest[stat.get("attentionDpRank")] = used
-            for rank, used in newest.items():
-                self._load.publish(rank, kv_used_blocks=used)
-            await asyncio.sleep(_PAUSE_SECONDS)
+    async def poll(self) -> None:
+        newest: dict[int | None, int] = {}
+        async for stat in self._llm.get_stats_async(timeout=_WAIT_SECONDS):
+            self._metrics.update(stat)
+            used = (stat.get("kvCacheStats") or {}).get("usedNumBlocks", 0)
+            newest[stat.get("attentionDpRank")] = used
+        for rank, used in newest.items():
+            self._load.publish(rank, kv_used_blocks=used)

@@ -46,7 +46,9 @@ class EngineMetrics(Collector):
         self._counted |= {name: totals[key] for name, key in _TOTALS.items() if key in totals}
         rank = stat.get("attentionDpRank")
         self._hold("kv_blocks_used", rank, (stat.get("kvCacheStats") or {}).get("usedNumBlocks"))
-        self._hold("requests_active", rank, stat.get("numActiveRequests", 0) + stat.get("numQueuedRequests", 0))
+        self._hold(
+            "requests_active", rank, stat.get("numActiveRequests", 0) + stat.get("numQueuedRequests", 0)
+        )
         self._hold("handoffs_held", rank, stat.get("numHandoffsHeld"))
 
     def collect(self) -> Iterator[Metric]:

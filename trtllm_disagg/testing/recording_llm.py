@@ -130,6 +130,8 @@ class LLM:
         self.kv_cache_events: list[dict[str, Any]] = []
         self.stats: list[dict[str, Any]] = []
         self.is_shut_down = False
+        #: What `_check_health` says.
+        self.is_healthy = True
         LLM.instances.append(self)
 
     @classmethod
@@ -195,6 +197,10 @@ class LLM:
     @_recorded
     def shutdown(self) -> None:
         self.is_shut_down = True
+
+    def _check_health(self) -> bool:
+        """Not public in TensorRT-LLM either; Dynamo's engine monitor asks it."""
+        return self.is_healthy and not self.is_shut_down
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -94,7 +94,8 @@ class RequestOutput:
         self.decoding_iter = 0
         self.metrics_dict: dict[str, Any] = {}
         self.disaggregated_params: DisaggregatedParams | None = None
-        self.is_aborted = False
+        #: How many tokens were there at each abort.
+        self.aborts: list[int] = []
         self._sampling = sampling
         self._given = disaggregated_params or DisaggregatedParams(request_type="context_and_generation")
         self._streaming = streaming
@@ -109,8 +110,11 @@ class RequestOutput:
         return self._has_failed or all(output.finish_reason is not None for output in self.outputs)
 
     def abort(self) -> None:
-        """End the request. On a finished context_only request: let go of the KV that it still holds."""
-        self.is_aborted = True
+        """End the request. On a finished context_only request: let go of the KV that it still holds.
+
+        On a generation_only request before its first output: the KV stays where it is (Dynamo #7489).
+        """
+        self.aborts.append(self.outputs[0].length)
         if self._held is not None:
             self._kv_store.release(self._held)
 
@@ -140,6 +144,14 @@ class RequestOutput:
             self._advance()
         return self
 
+    @property
+    def is_aborted(self) -> bool:
+        return bool(self.aborts)
+
+    @property
+    def request_type(self) -> str:
+        return self._given.request_type or "context_and_generation"
+
     # -- the script
 
     def _advance(self) -> None:
@@ -152,11 +164,11 @@ class RequestOutput:
     @property
     def _max_tokens(self) -> int:
         # The LLM API does this to a context_only request, whatever the caller asked for.
-        return 1 if self._given.request_type == "context_only" else self._sampling.max_tokens
+        return 1 if self.request_type == "context_only" else self._sampling.max_tokens
 
     def _run(self) -> Iterator[None]:
         """One token of one choice a step."""
-        if self._given.request_type == "generation_only":
+        if self.request_type == "generation_only" and not self.is_aborted:
             self._kv_store.take(self._given.opaque_state, self.prompt_token_ids)
             self.cached_tokens = len(self.prompt_token_ids)
         for position in itertools.count():
@@ -176,11 +188,11 @@ class RequestOutput:
         output.token_ids.append(token)
         self._add_logprobs(output, token, position)
         self._maybe_finish(output, token)
-        if self._given.request_type == "context_only":
+        if self.request_type == "context_only":
             self._hand_off(output, token)
 
     def _token(self, index: int, position: int) -> int:
-        if position == 0 and self._given.request_type == "generation_only" and self._given.first_gen_tokens:
+        if position == 0 and self.request_type == "generation_only" and self._given.first_gen_tokens:
             return self._given.first_gen_tokens[0]
         if self._script.tokens is not None:
             return self._script.tokens[position]
@@ -190,7 +202,7 @@ class RequestOutput:
         if self._sampling.logprobs is None:
             return
         carried = self._given.first_gen_log_probs
-        if position == 0 and self._given.request_type == "generation_only":
+        if position == 0 and self.request_type == "generation_only":
             # Only the prefill side has computed them.
             output.logprobs.append(dict(carried[0]) if carried else {})
             return

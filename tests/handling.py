@@ -1,0 +1,53 @@
+"""Requests and answers for the tests of the handlers."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.testing.recording_result import scripted_token
+from trtllm_disagg.types import Generate, GenerateRequest, TokenChunk
+from trtllm_disagg.wire import decode_request
+
+PROMPT = [11, 12, 13]
+
+#: Each has a prefill and a decode worker.
+STRATEGIES = ["prefill_first", "decode_first", "router"]
+ORDERS = STRATEGIES[:2]
+
+
+def raw_request(max_tokens: int | None = 5, **keys: Any) -> dict[str, Any]:
+    """As Dynamo's frontend sends it; nulls and keys that are unknown to us included."""
+    request: dict[str, Any] = {
+        "model": "m",
+        "token_ids": list(PROMPT),
+        "stop_conditions": {"max_tokens": max_tokens, "stop": None, "ignore_eos": None, "max_thinking_tokens": 9},
+        "sampling_options": {"temperature": 0.5, "top_p": None, "new_option": [1]},
+        "output_options": {"logprobs": None},
+        "eos_token_ids": [2],
+        "annotations": [],
+        "mdc_sum": "abc",
+        "extra_args": {"nvext": {"anything": [1, {"deep": None}]}},
+    }
+    return request | keys
+
+
+def request(max_tokens: int | None = 5, **keys: Any) -> GenerateRequest:
+    return decode_request(raw_request(max_tokens, **keys))
+
+
+def expected_tokens(count: int) -> list[int]:
+    """What the recording LLM answers to PROMPT."""
+    return [scripted_token(PROMPT, position) for position in range(count)]
+
+
+async def collect(
+    generate: Generate, request: GenerateRequest, context: FakeContext | None = None
+) -> list[TokenChunk]:
+    async with aclosing(generate(request, context or FakeContext())) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def tokens_of(chunks: list[TokenChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]

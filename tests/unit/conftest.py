@@ -1,0 +1,31 @@
+"""What must be as it was after a test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from types import ModuleType
+
+import pytest
+
+from trtllm_disagg.testing.mounted import mounted_recording_llm
+from trtllm_disagg.testing.pair import leftover_tasks
+from trtllm_disagg.testing.recording_llm import LLM
+
+
+@pytest.fixture
+async def no_leaks() -> AsyncIterator[None]:
+    """No KV waits for a decode, and no task runs, once a test's requests are over."""
+    LLM.forget_instances()
+    yield
+    left = await leftover_tasks()
+    kept = len(LLM.kv_store)
+    LLM.forget_instances()
+    assert left == set()
+    assert kept == 0
+
+
+@pytest.fixture
+def tensorrt_llm() -> Iterator[ModuleType]:
+    """`import tensorrt_llm` gives the recording stand-in."""
+    with mounted_recording_llm() as module:
+        yield module

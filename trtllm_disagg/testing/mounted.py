@@ -1,0 +1,56 @@
+"""The recording LLM under the name `tensorrt_llm`, for code that imports that."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from trtllm_disagg.testing import recording_llm
+
+ROOT = "tensorrt_llm"
+
+#: submodule -> its names; where TensorRT-LLM keeps what a text worker imports (facts: trtllm.md section 8).
+NAMES = {
+    "": "LLM SamplingParams DisaggregatedParams",
+    "llmapi": "KvCacheConfig CacheTransceiverConfig SchedulerConfig DynamicBatchConfig",
+    "llmapi.disagg_utils": "get_global_disagg_request_id",
+    "disaggregated_params": "DisaggregatedParams DisaggScheduleStyle",
+    "sampling_params": "SamplingParams GuidedDecodingParams",
+    "scheduling_params": "SchedulingParams",
+    "executor": "",
+    "executor.request": "DEFAULT_REQUEST_PRIORITY",
+    "executor.result": "CompletionOutput Logprob",
+    "executor.utils": "RequestError",
+}
+
+
+@contextmanager
+def mounted_recording_llm() -> Iterator[ModuleType]:
+    """Inside, `import tensorrt_llm` gives the stand-in; afterwards everything is as it was."""
+    before = _taken_out()
+    try:
+        yield _put_in()
+    finally:
+        _taken_out()
+        sys.modules.update(before)
+        recording_llm.LLM.forget_instances()
+
+
+def _put_in() -> ModuleType:
+    for part, names in NAMES.items():
+        module = ModuleType(f"{ROOT}.{part}" if part else ROOT)
+        module.__path__ = []
+        for name in names.split():
+            setattr(module, name, getattr(recording_llm, name))
+        sys.modules[module.__name__] = module
+        parent, _, child = module.__name__.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    return sys.modules[ROOT]
+
+
+def _taken_out() -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name == ROOT or name.startswith(f"{ROOT}.")]
+    return {name: sys.modules.pop(name) for name in names}

@@ -1,0 +1,116 @@
+"""Two workers of one strategy in this process, each on a recording LLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.engine import Engine, LlmApi
+from trtllm_disagg.handlers.strategies import build_generate
+from trtllm_disagg.testing import recording_llm
+from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.stage_client import RecordingStageClient
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.wire import decode_chunk
+
+MAX_SEQ_LEN = 512
+
+
+def recording_engine(**engine_args: Any) -> Engine:
+    """An Engine on a recording LLM; `engine.llm` is that."""
+    api = LlmApi(
+        name="recording",
+        llm=recording_llm.LLM,
+        sampling_params=recording_llm.SamplingParams,
+        guided_decoding_params=recording_llm.GuidedDecodingParams,
+        disaggregated_params=recording_llm.DisaggregatedParams,
+        logprob=recording_llm.Logprob,
+        request_error=recording_llm.RequestError,
+        new_disagg_request_id=recording_llm.get_global_disagg_request_id,
+    )
+    args = {
+        "model": "org/model",
+        "max_seq_len": MAX_SEQ_LEN,
+        "cache_transceiver_config": {"backend": "NIXL"},
+    }
+    return Engine.open(api, args | engine_args, machine_id=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """`generate` answers as the deployment does. `client` is the way to the second stage; under `router`,
+    where the frontend calls both, it is the way to decode.
+    """
+
+    generate: Generate
+    prefill: LLM
+    decode: LLM
+    client: RecordingStageClient
+    clients: list[RecordingStageClient]
+
+    async def idle(self) -> None:
+        """Wait until nothing runs on either worker."""
+        for client in self.clients:
+            await client.idle()
+
+
+def make_pair(strategy: Strategy | str) -> Pair:
+    strategy = Strategy(strategy)
+    engines = {role: recording_engine() for role in (Role.PREFILL, Role.DECODE)}
+    nobody = RecordingStageClient()
+
+    def handler(role: Role, client: RecordingStageClient) -> Generate:
+        config = WorkerConfig(model="org/model", role=role, strategy=strategy)
+        return build_generate(config, engines[role], client)
+
+    if strategy is Strategy.ROUTER:
+        prefill, decode = (RecordingStageClient(handler(role, nobody)) for role in engines)
+        generate, client, clients = prefill_router(prefill, decode), decode, [prefill, decode]
+    else:
+        first, second = (
+            (Role.PREFILL, Role.DECODE) if strategy is Strategy.PREFILL_FIRST else (Role.DECODE, Role.PREFILL)
+        )
+        client = RecordingStageClient(handler(second, nobody))
+        generate, clients = handler(first, client), [client]
+    return Pair(generate, engines[Role.PREFILL].llm, engines[Role.DECODE].llm, client, clients)
+
+
+def prefill_router(prefill: RecordingStageClient, decode: RecordingStageClient) -> Generate:
+    """What Dynamo's frontend does with a prefill and a decode worker (facts: dynamo.md section 3)."""
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        raw = request.raw
+        stop_conditions = (raw.get("stop_conditions") or {}) | {"max_tokens": 1}
+        answers = [
+            answer async for answer in prefill.call(raw | {"stop_conditions": stop_conditions}, context)
+        ]
+        if not answers:
+            return
+        (answer,) = answers
+        if "disaggregated_params" not in answer:
+            yield decode_chunk(answer)
+            return
+        details = answer["completion_usage"]["prompt_tokens_details"]
+        prefill_result = {
+            "disaggregated_params": answer["disaggregated_params"] | {"worker_id": 7},
+            "prompt_tokens_details": details,
+        }
+        async with aclosing(decode.call(raw | {"prefill_result": prefill_result}, context)) as chunks:
+            async for chunk in chunks:
+                yield decode_chunk(chunk)
+
+    return generate
+
+
+async def leftover_tasks() -> set[asyncio.Task[Any]]:
+    """Whoever still runs in this event loop after everybody had the time to finish."""
+    for _ in range(_ENOUGH_TURNS):
+        await asyncio.sleep(0)
+    return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+
+
+_ENOUGH_TURNS = 50

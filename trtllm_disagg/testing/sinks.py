@@ -1,0 +1,74 @@
+"""The router's side of the publishers, which only writes down what it hears."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    token_ids: list[int]
+    num_block_tokens: list[int]
+    block_hashes: list[int]
+    parent_hash: int | None
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    block_hashes: list[int]
+
+
+@dataclass(slots=True)
+class RecordingEventSink:
+    """Dynamo's KvEventPublisher. Refuses what does not fit a signed 64-bit number, as that does."""
+
+    events: list[Stored | Removed] = field(default_factory=list)
+
+    def publish_stored(
+        self,
+        token_ids: list[int],
+        num_block_tokens: list[int],
+        block_hashes: list[int],
+        parent_hash: int | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> None:
+        _check(block_hashes + ([] if parent_hash is None else [parent_hash]))
+        if len(token_ids) != sum(num_block_tokens) or len(num_block_tokens) != len(block_hashes):
+            raise ValueError("tokens, sizes and hashes do not fit together")
+        self.events.append(Stored(token_ids, num_block_tokens, block_hashes, parent_hash, cache_salt))
+
+    def publish_removed(self, block_hashes: list[int]) -> None:
+        _check(block_hashes)
+        self.events.append(Removed(block_hashes))
+
+
+@dataclass(slots=True)
+class RecordingLoadSink:
+    """Dynamo's WorkerMetricsPublisher: (rank, used blocks) of every call."""
+
+    loads: list[tuple[int | None, int | None]] = field(default_factory=list)
+
+    def publish(
+        self, dp_rank: int | None, active_decode_blocks: int | None = None, kv_used_blocks: int | None = None
+    ) -> None:
+        self.loads.append((dp_rank, kv_used_blocks))
+
+
+@dataclass(slots=True)
+class RecordingStatsSink:
+    """Keeps every record."""
+
+    stats: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def update(self, stat: Mapping[str, Any]) -> None:
+        self.stats.append(stat)
+
+
+def _check(hashes: list[int]) -> None:
+    for block_hash in hashes:
+        if not -(1 << 63) <= block_hash < 1 << 63:
+            raise OverflowError(f"{block_hash} does not fit 64 signed bits")

@@ -1,0 +1,141 @@
+"""The other stage without Dynamo: a handler in this process, or a script."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtllm_disagg.errors import (
+    DisaggError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    PeerUnavailableError,
+    RequestCancelledError,
+    StageTimeoutError,
+)
+from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.types import Generate
+from trtllm_disagg.wire import decode_request, encode_chunk
+
+Raw = dict[str, Any]
+
+#: What is left of an error on its way to another process is its category (`runtime.py`).
+_ARRIVES_AS = {
+    kind.category: kind
+    for kind in (
+        InvalidRequestError,
+        OverloadedError,
+        PeerUnavailableError,
+        StageTimeoutError,
+        RequestCancelledError,
+        EngineError,
+    )
+}
+
+
+def as_it_arrives(error: Exception) -> DisaggError:
+    """How the caller of a worker sees what that worker has raised."""
+    if isinstance(error, DisaggError):
+        return _ARRIVES_AS[error.category](str(error))
+    return EngineError(f"{type(error).__name__}: {error}")
+
+
+@dataclass(slots=True)
+class StageCall:
+    """One call: a copy of the request, and what has been answered so far."""
+
+    request: Raw
+    context: FakeContext
+    answers: list[Raw] = field(default_factory=list)
+
+
+class RecordingStageClient:
+    """Either serves by a handler of the other stage, as it would across the wire, or gives scripted answers
+    and then raises. Look at `calls`.
+    """
+
+    def __init__(
+        self,
+        serve: Generate | None = None,
+        *,
+        answers: Sequence[Any] = (),
+        error: DisaggError | None = None,
+    ) -> None:
+        self._serve = serve
+        self._answers = answers
+        self._error = error
+        self._peers: set[asyncio.Task[None]] = set()
+        self.calls: list[StageCall] = []
+
+    async def call(self, request: Raw, context: Any) -> AsyncGenerator[Raw, None]:
+        call = StageCall(_across_the_wire(request), context)
+        self.calls.append(call)
+        stream = self._scripted(context) if self._serve is None else self._served(call)
+        async with aclosing(stream) as answers:
+            async for answer in answers:
+                call.answers.append(answer)
+                yield answer
+
+    @property
+    def requests(self) -> list[Raw]:
+        return [call.request for call in self.calls]
+
+    async def idle(self) -> None:
+        """Wait until the other stage has nothing to do any more."""
+        while self._peers:
+            await asyncio.gather(*self._peers)
+
+    async def _scripted(self, context: FakeContext) -> AsyncGenerator[Raw, None]:
+        for answer in self._answers:
+            await asyncio.sleep(0)
+            if context.is_stopped():
+                return
+            yield copy.deepcopy(answer)
+        if self._error is not None:
+            raise self._error
+
+    async def _served(self, call: StageCall) -> AsyncGenerator[Raw, None]:
+        """As Dynamo does it: a stopped context ends the iteration, leaving the iteration stops the peer."""
+        answers: asyncio.Queue[Raw | DisaggError | None] = asyncio.Queue()
+        call.context.on_stop(lambda: answers.put_nowait(None))
+        context = call.context.child()
+        peer = asyncio.create_task(self._run_peer(call.request, context, answers))
+        self._peers.add(peer)
+        peer.add_done_callback(self._peers.discard)
+        try:
+            while (answer := await answers.get()) is not None:
+                if isinstance(answer, DisaggError):
+                    raise answer
+                yield answer
+        finally:
+            if not peer.done():
+                context.stop()
+
+    async def _run_peer(
+        self, request: Raw, context: FakeContext, answers: asyncio.Queue[Raw | DisaggError | None]
+    ) -> None:
+        assert self._serve is not None
+        end: DisaggError | None = None
+        try:
+            async with aclosing(self._serve(decode_request(request), context)) as chunks:
+                async for chunk in chunks:
+                    answers.put_nowait(_across_the_wire(encode_chunk(chunk)))
+                    await asyncio.sleep(0)
+                    if context.is_stopped():
+                        break  # Dynamo drops the generator of a stopped request
+        except Exception as error:
+            if not (isinstance(error, RequestCancelledError) and context.is_stopped()):
+                end = as_it_arrives(error)
+        answers.put_nowait(end)
+
+
+def _across_the_wire(message: Raw) -> Raw:
+    """Raises for what no JSON can carry."""
+    copied: Raw = json.loads(json.dumps(message, allow_nan=False))
+    return copied
