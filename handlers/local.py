@@ -44,27 +44,24 @@ class LocalPrefill:
         async with abort_when_stopped(result, context) as guard:
             with _request_errors(self._engine):
                 await result.aresult()
-        if context.is_stopped():
-            guard.abort()  # no decode will fetch its KV
-            raise RequestCancelledError("the client left during prefill")
+        handoff: Handoff | None = None
+        try:
+            if context.is_stopped():
+                raise RequestCancelledError("the client left during prefill")
+            handoff = self._handoff(request, result)
+        finally:
+            if handoff is None or handoff.is_final:
+                guard.abort()  # no decode will fetch the KV
+        return handoff
+
+    def _handoff(self, request: GenerateRequest, result: Any) -> Handoff:
         chunk = OutputCursor(len(request.token_ids)).advance(result)
         if chunk is None or chunk.finish_reason == "cancelled":
             raise EngineError("the engine ended the prefill without a token")
-        answer = self._whole_answer(request, chunk)
-        if answer is not None:
-            guard.abort()  # its KV is of no use to anyone
-            return Handoff(answer, None)
-        return self._handoff(result, chunk)
-
-    def _whole_answer(self, request: GenerateRequest, chunk: TokenChunk) -> TokenChunk | None:
-        """The chunk as the client gets it, when nothing comes after it."""
         if chunk.finish_reason not in _ENDS_OF_EVERY_PREFILL:
-            return chunk
+            return Handoff(chunk, None)
         if self._sees_callers_max_tokens and request.stop.max_tokens == 1:
-            return msgspec.structs.replace(chunk, finish_reason="length")
-        return None
-
-    def _handoff(self, result: Any, chunk: TokenChunk) -> Handoff:
+            return Handoff(msgspec.structs.replace(chunk, finish_reason="length"), None)
         params = result.outputs[0].disaggregated_params
         encoded = encode_disaggregated_params(params) if params is not None else {}
         if not names_a_sender(encoded):

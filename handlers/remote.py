@@ -40,18 +40,22 @@ class RemotePrefill:
                 async for raw in answers:
                     handoffs.append(self._handoff(request, decode_chunk(raw)))
                     unless_returned.callback(handoffs[-1].release)
-            if len(handoffs) == 1:
-                unless_returned.pop_all()
-                return handoffs[0]
-        if not handoffs and context.is_stopped():
-            raise RequestCancelledError("the client left during remote prefill")
-        raise PeerUnavailableError(f"the prefill worker sent {len(handoffs)} answers instead of one")
+            if context.is_stopped():
+                raise RequestCancelledError("the client left during remote prefill")
+            if len(handoffs) != 1:
+                raise PeerUnavailableError(f"the prefill worker sent {len(handoffs)} answers instead of one")
+            unless_returned.pop_all()
+            return handoffs[0]
 
     def _handoff(self, request: GenerateRequest, chunk: TokenChunk) -> Handoff:
         if chunk.disaggregated_params is None:
             if chunk.finish_reason is None:
                 raise PeerUnavailableError("the prefill worker's answer is neither whole nor a handoff")
             return Handoff(chunk, None)
+        if len(chunk.token_ids) != 1:
+            raise PeerUnavailableError(
+                f"the prefill worker sent {len(chunk.token_ids)} tokens instead of one"
+            )
         usage = chunk.completion_usage
         details = usage.prompt_tokens_details if usage is not None else None
         handoff = Handoff(chunk.going_on(), PrefillResult(chunk.disaggregated_params, details))

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, written once for all tests; deployments, started once for all tests that ask for them."""
+"""Tiny checkpoints, written once for all tests; deployments, started once for all that ask for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from tests.deployments import Fleet, Served
 from tests.models import write_checkpoint
-
 from trtllm_disagg.deployment.plan import Strategy
 
 Checkpoints = Callable[..., Path]
@@ -34,10 +33,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 @pytest.fixture(scope="session")
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """fleet["agg"] -> that deployment of the demo model; the others load meanwhile."""
-    wanted: set[Strategy] = {"agg"}
-    for item in request.session.items:
-        if isinstance(item, pytest.Function) and "fleet" in item.fixturenames and hasattr(item, "callspec"):
-            wanted |= {item.callspec.params["strategy"]} if "strategy" in item.callspec.params else set()
+    users = [item for item in request.session.items if "fleet" in getattr(item, "fixturenames", ())]
+    params = [item.callspec.params for item in users if hasattr(item, "callspec")]
+    wanted = {"agg", *(each["strategy"] for each in params if "strategy" in each)}
     fleet = Fleet(tmp_path_factory.mktemp("fleet"), wanted)
     yield fleet
     fleet.close()

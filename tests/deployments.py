@@ -105,14 +105,14 @@ class Worker:
 class Served:
     """A deployment that answers, with clients for it."""
 
-    def __init__(self, deployment: Deployment, http: httpx.Client) -> None:
+    def __init__(self, deployment: Deployment, openai: OpenAI, http: httpx.Client) -> None:
         self.deployment = deployment
         self.strategy = deployment.config.strategy
+        self.openai = openai
         self.http = http
-        self.openai = OpenAI(
-            base_url=f"{deployment.base_url}/v1", api_key="none", max_retries=0, http_client=http
-        )
-        self.workers = [Worker(process, http) for process in deployment.processes if process.role != "frontend"]
+        self.workers = [
+            Worker(process, http) for process in deployment.processes if process.role != "frontend"
+        ]
 
     @property
     def url(self) -> str:
@@ -150,8 +150,12 @@ class Served:
 
 @contextmanager
 def served(config: DeploymentConfig) -> Iterator[Served]:
-    with deployment_in_background(config) as deployment, httpx.Client(timeout=60.0, verify=False) as http:
-        yield Served(deployment, http)
+    with (
+        deployment_in_background(config) as deployment,
+        OpenAI(base_url=f"{deployment.base_url}/v1", api_key="none", max_retries=0, timeout=60.0) as openai,
+        httpx.Client(timeout=60.0) as http,
+    ):
+        yield Served(deployment, openai, http)
 
 
 class Fleet:

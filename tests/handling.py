@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
 from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.recording_result import scripted_token
-from trtllm_disagg.types import Generate, GenerateRequest, TokenChunk
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire import decode_request
 
 PROMPT = [11, 12, 13]
@@ -22,7 +24,12 @@ def raw_request(max_tokens: int | None = 5, **keys: Any) -> dict[str, Any]:
     request: dict[str, Any] = {
         "model": "m",
         "token_ids": list(PROMPT),
-        "stop_conditions": {"max_tokens": max_tokens, "stop": None, "ignore_eos": None, "max_thinking_tokens": 9},
+        "stop_conditions": {
+            "max_tokens": max_tokens,
+            "stop": None,
+            "ignore_eos": None,
+            "max_thinking_tokens": 9,
+        },
         "sampling_options": {"temperature": 0.5, "top_p": None, "new_option": [1]},
         "output_options": {"logprobs": None},
         "eos_token_ids": [2],
@@ -43,11 +50,27 @@ def expected_tokens(count: int) -> list[int]:
 
 
 async def collect(
-    generate: Generate, request: GenerateRequest, context: FakeContext | None = None
+    generate: Generate,
+    request: GenerateRequest,
+    context: RequestContext | None = None,
+    into: list[TokenChunk] | None = None,
 ) -> list[TokenChunk]:
+    """The chunks of an answer; `into` has those that came before an error."""
+    seen = [] if into is None else into
     async with aclosing(generate(request, context or FakeContext())) as chunks:
-        return [chunk async for chunk in chunks]
+        async for chunk in chunks:
+            seen.append(chunk)
+    return seen
 
 
 def tokens_of(chunks: list[TokenChunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something that another task does; not for long."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never happened")

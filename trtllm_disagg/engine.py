@@ -178,7 +178,8 @@ class Engine:
 
     def _guided(self, guided: dict[str, Any]) -> Any:
         known = ("json", "regex", "grammar", "json_object", "structural_tag")
-        chosen = {name: guided[name] for name in known if guided.get(name)}
+        # An empty schema is one: any JSON.
+        chosen = {name: guided[name] for name in known if guided.get(name) not in (None, False, "")}
         if guided.get("choice"):
             # TensorRT-LLM has no choice of its own.
             chosen.setdefault("regex", "(" + "|".join(map(re.escape, guided["choice"])) + ")")

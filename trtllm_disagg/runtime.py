@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import re
@@ -144,7 +143,6 @@ class DynamoStageClient:
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._turn = itertools.count()
 
     async def describe(self) -> dict[str, Any]:
         """What an instance of the other stage says of itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import struct
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ _SENDER_KEYS = ("opaque_state", "ctx_info_endpoint")
 
 def decode_request(raw: dict[str, Any]) -> GenerateRequest:
     """Raise InvalidRequestError naming the key that does not fit."""
+    raw = _with_token_list(raw)
     try:
         wire = msgspec.convert(raw, WireRequest)
     except msgspec.ValidationError as error:
@@ -58,12 +60,23 @@ def decode_request(raw: dict[str, Any]) -> GenerateRequest:
     return request
 
 
+def _with_token_list(raw: Any) -> Any:
+    """With DYN_TOKEN_IDS_AS_BYTES set, Dynamo packs the tokens as little-endian 32-bit numbers."""
+    packed = raw.get("token_ids") if isinstance(raw, dict) else None
+    if not isinstance(packed, (bytes, bytearray, memoryview)):
+        return raw
+    if len(packed) % 4:
+        raise InvalidRequestError(f"request: {len(packed)} bytes are no whole token ids - at `$.token_ids`")
+    return raw | {"token_ids": list(struct.unpack(f"<{len(packed) // 4}i", packed))}
+
+
 def _require_servable(request: GenerateRequest) -> None:
     """What no worker of any strategy serves is refused here, so that all refuse it alike."""
-    if (request.sampling.n or 1) != 1 or (request.sampling.best_of or 1) != 1:
+    n, best_of = request.sampling.n, request.sampling.best_of
+    if n not in (None, 1) or best_of not in (None, 1):
         raise InvalidRequestError(
-            f"n={request.sampling.n or 1}, best_of={request.sampling.best_of or 1}: a handoff carries one "
-            "choice; expected n=1 (send the request several times, with different seeds, for several choices)"
+            f"n={n}, best_of={best_of}: a handoff carries one choice; "
+            "expected n=1 (send the request several times, with different seeds, for several choices)"
         )
     if request.sampling.use_beam_search:
         raise InvalidRequestError("use_beam_search=true: KV transfer carries one beam; expected false")
@@ -98,6 +111,8 @@ def encode_disaggregated_params(params: Any) -> dict[str, Any]:
     if "first_gen_log_probs" in encoded:
         encoded["first_gen_log_probs"] = [
             [{"token_id": int(t), "logprob": float(lp.logprob), "rank": lp.rank} for t, lp in entry.items()]
+            if isinstance(entry, dict)
+            else entry  # a plain number, when nobody asked for alternatives
             for entry in encoded["first_gen_log_probs"]
         ]
     # Tensors, and of no use to a decode that has the token.
@@ -121,6 +136,8 @@ def decode_disaggregated_params(result: PrefillResult, params_class: Any, logpro
         if given.get("first_gen_log_probs"):
             given["first_gen_log_probs"] = [
                 {e["token_id"]: logprob_class(logprob=e["logprob"], rank=e["rank"]) for e in entry}
+                if isinstance(entry, list)
+                else entry
                 for entry in given["first_gen_log_probs"]
             ]
         return params_class(**(given | {"request_type": "generation_only"}))

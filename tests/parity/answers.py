@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from openai import APIStatusError, OpenAI
@@ -13,8 +13,6 @@ from tests.deployments import MODEL_NAME
 
 Api = Literal["chat", "completions"]
 
-#: Dynamo tells the token ids of an answer when asked for them, so that texts need not stand in for them.
-_EXTRA_FIELDS = {"nvext": {"extra_fields": ["completion_token_ids"]}}
 _TOKEN_ID = "token_id:"
 
 
@@ -46,6 +44,10 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...] = ()
     usage: Usage | None = None
 
+    def without_cached_tokens(self) -> Answer:
+        assert self.usage is not None
+        return replace(self, usage=replace(self.usage, cached_tokens=None))
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -62,6 +64,15 @@ class Question:
     options: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
     salt: str = ""
+    #: Dynamo tells the token ids of an answer when asked to, so that texts need not stand in for them.
+    wants_token_ids: bool = True
+
+    @property
+    def body(self) -> dict[str, Any]:
+        nvext: dict[str, Any] = {"cache_salt": self.salt} if self.salt else {}
+        if self.wants_token_ids:
+            nvext["extra_fields"] = ["completion_token_ids"]
+        return {**self.options, "nvext": nvext}
 
 
 def ask(client: OpenAI, question: Question) -> Answer | Refusal:
@@ -91,14 +102,11 @@ def _streamed(client: OpenAI, question: Question) -> Answer:
 
 
 def _create(client: OpenAI, question: Question, **more: Any) -> Any:
-    nvext = _EXTRA_FIELDS["nvext"] | ({"cache_salt": question.salt} if question.salt else {})
-    # Not as keywords: the client does not know all of these, and sends them as they are either way.
-    body = {**question.options, "nvext": nvext}
+    # Not as keywords: the client does not know all options, and sends them as they are either way.
+    more |= {"model": MODEL_NAME, "extra_body": question.body}
     if question.api == "chat":
-        return client.chat.completions.create(
-            model=MODEL_NAME, messages=question.prompt, extra_body=body, **more
-        )
-    return client.completions.create(model=MODEL_NAME, prompt=question.prompt, extra_body=body, **more)
+        return client.chat.completions.create(messages=question.prompt, **more)
+    return client.completions.create(prompt=question.prompt, **more)
 
 
 def _answer(api: Api, chunks: list[dict[str, Any]]) -> Answer:
@@ -108,10 +116,14 @@ def _answer(api: Api, chunks: list[dict[str, Any]]) -> Answer:
     return Answer(
         text="".join(_text(choice) for choice in choices),
         token_ids=tuple(
-            token for chunk in chunks for token in (chunk.get("nvext") or {}).get("completion_token_ids") or ()
+            token
+            for chunk in chunks
+            for token in (chunk.get("nvext") or {}).get("completion_token_ids") or ()
         ),
         finish_reason=choices[-1]["finish_reason"],
-        logprobs=tuple(entry for choice in choices if choice["logprobs"] for entry in read(choice["logprobs"])),
+        logprobs=tuple(
+            entry for choice in choices if choice["logprobs"] for entry in read(choice["logprobs"])
+        ),
         usage=_usage(usage),
     )
 
@@ -129,7 +141,10 @@ def _text(choice: dict[str, Any]) -> str:
 def _usage(usage: dict[str, Any]) -> Usage:
     details = usage.get("prompt_tokens_details") or {}
     return Usage(
-        usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"], details.get("cached_tokens")
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+        usage["total_tokens"],
+        details.get("cached_tokens"),
     )
 
 

@@ -12,6 +12,7 @@ from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.strategies import STRATEGIES as TABLE
 from trtllm_disagg.handlers.strategies import build_generate
+from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.pair import make_pair, recording_engine
 from trtllm_disagg.testing.recording_llm import LLM, DisaggregatedParams, Script
 from trtllm_disagg.testing.recording_types import EOS_TOKEN
@@ -73,8 +74,7 @@ async def test_each_worker_runs_its_phase_only(strategy: str) -> None:
     given: DisaggregatedParams = decode["disaggregated_params"]
     assert given.first_gen_tokens == expected_tokens(1)
     assert given.disagg_request_id == prefill["disaggregated_params"].disagg_request_id
-    assert not (prefill["streaming"])
-    assert decode["streaming"]
+    assert (prefill["streaming"], decode["streaming"]) == (False, True)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -125,8 +125,6 @@ async def test_a_stop_later_is_decodes(strategy: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 async def test_the_first_token_leaves_before_decode_is_asked(order: str) -> None:
-    from trtllm_disagg.testing.context import FakeContext
-
     pair = make_pair(order)
     chunks = pair.generate(request(**WITH_LOGPROBS), FakeContext())
     first = await anext(chunks)
@@ -160,15 +158,14 @@ async def test_dynamos_router_asks_prefill_for_one_token_and_that_is_not_the_end
 async def test_without_a_prefill_result_a_routed_decode_worker_does_it_all() -> None:
     pair = make_pair("router")
     asked = request(annotations=["x-bypass-remote-prefill"])
-    answers = [answer async for answer in pair.client.call(asked.raw, _context())]
+    answers = [answer async for answer in pair.client.call(asked.raw, FakeContext())]
     assert [answer["token_ids"][0] for answer in answers] == expected_tokens(5)
     assert request_types(pair.decode) == ["context_and_generation"]
     assert "disaggregated_params" not in pair.decode.calls_of("generate_async")[0]
 
 
-@pytest.mark.parametrize("strategy", [Strategy.PREFILL_FIRST])
-async def test_a_second_stage_decode_worker_needs_a_prefill_result(strategy: Strategy) -> None:
-    config = WorkerConfig(model="m", role=Role.DECODE, strategy=strategy)
+async def test_a_second_stage_decode_worker_needs_a_prefill_result() -> None:
+    config = WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST)
     generate = build_generate(config, recording_engine(), RecordingStageClient())
     with pytest.raises(InvalidRequestError, match="needs a prefill result"):
         await collect(generate, request())
@@ -205,9 +202,3 @@ async def test_usage_counts_what_prefill_had_cached(strategy: str) -> None:
     assert pair.decode.results[0].cached_tokens == len(PROMPT)
     assert usage.prompt_tokens_details.cached_tokens == 0
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 5, 8)
-
-
-def _context() -> Any:
-    from trtllm_disagg.testing.context import FakeContext
-
-    return FakeContext()

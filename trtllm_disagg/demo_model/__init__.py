@@ -1,13 +1,12 @@
 """A small model made on the spot, so that everything can be tried without a download.
 
-`build_demo_model` trains a Llama for about a minute on Python's own documentation. What it says is English-like, about
-Python, and not to be trusted.
+`build_demo_model` trains a Llama for about a minute on Python's own documentation. What it says is
+English-like, about Python, and not to be trusted.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from trtllm_disagg.demo_model.build import build_demo_model
@@ -24,10 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0 when the model is there, 2 when DIR cannot be used."""
+    """Exit status 0: the model is there."""
     try:
         build_demo_model(args.directory)
-    except (ConfigError, OSError) as error:
-        print(f"demo-model: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise ConfigError(f"DIR: cannot make a model at {args.directory}: {error}") from error
     return 0

@@ -9,12 +9,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from trtllm_disagg.demo_model.conversations import documents
 from trtllm_disagg.demo_model.corpus import articles
 from trtllm_disagg.demo_model.progress import progress_report, say
 from trtllm_disagg.demo_model.recipe import DEFAULT_RECIPE, Recipe
 from trtllm_disagg.demo_model.tokenizer import save_tokenizer, train_tokenizer
-from trtllm_disagg.demo_model.training import documents, train
+from trtllm_disagg.demo_model.training import train
 from trtllm_disagg.errors import ConfigError
 
 # Written last: a folder that holds it holds everything else.
@@ -22,7 +24,7 @@ MARKER = "demo_model.json"
 
 
 def build_demo_model(directory: Path, *, recipe: Recipe = DEFAULT_RECIPE) -> Path:
-    """Makes the model in `directory`, about a minute of work, unless it is there already. Returns `directory`.
+    """Makes the model in `directory`, in about a minute, unless it is there already. Returns the path.
 
     A folder with a demo model of another recipe is replaced. A folder with anything else in it is refused.
     """
@@ -67,9 +69,21 @@ def make_model(directory: Path, recipe: Recipe) -> None:
     say(f"training on {len(corpus)} documents, {recipe.steps} steps of {recipe.batch * recipe.window} tokens")
     with progress_report() as report:
         model = train(recipe, source, tokenizer, report)
-    model.save_pretrained(directory)
+    save_weights(model, directory)
     save_tokenizer(tokenizer, directory, recipe)
     (directory / MARKER).write_text(json.dumps(recipe.marker(), indent=2))
+
+
+def save_weights(model: Any, directory: Path) -> None:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    model.save_pretrained(directory)
+    if shown:
+        logging.enable_progress_bar()
+    # safetensors lets nobody else read what it writes; the frontend may run as another user.
+    (directory / "model.safetensors").chmod(0o644)
 
 
 @contextmanager

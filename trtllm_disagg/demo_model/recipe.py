@@ -13,8 +13,8 @@ from typing import Any
 class Recipe:
     """Everything that decides the weights, apart from Python's version and the CPU.
 
-    Lengths are in tokens. A step trains on `batch * window` tokens. The last `long_share` of the steps see them as one
-    single window, so that the model has met positions far behind the short ones.
+    Lengths are in tokens. A step trains on `batch * window` tokens. The last `long_share` of the steps see
+    them as one single window, so that the model has met positions beyond the short ones.
     """
 
     revision: int = 1  # counts changes of the text or the training that no other field shows
@@ -27,11 +27,11 @@ class Recipe:
     head_dim: int = 64
     max_positions: int = 4096
     window: int = 256
-    batch: int = 4
-    steps: int = 300
+    batch: int = 8
+    steps: int = 200
     long_share: float = 0.15
-    matrix_learning_rate: float = 2e-2
-    learning_rate: float = 3e-3
+    matrix_learning_rate: float = 3e-2
+    learning_rate: float = 1.5e-2
     warmup_steps: int = 20
     weight_decay: float = 0.1
     threads: int = 2

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer and the chat format, both readable by transformers and by Dynamo's Rust frontend."""
+"""A byte-level BPE tokenizer and the chat format, for transformers as well as for Dynamo's Rust frontend."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_disagg.demo_model.corpus import Conversation
 from trtllm_disagg.demo_model.recipe import Recipe
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+# (role, text) in the order in which they were said.
+Conversation = list[tuple[str, str]]
 
 BOS, EOS, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = (
     "<|bos|>",
@@ -24,7 +26,8 @@ BOS, EOS, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = (
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}<|assistant|>{% elif message['role'] in ('system', 'developer') %}<|system|>"
+    "{% if message['role'] == 'assistant' %}<|assistant|>"
+    "{% elif message['role'] in ('system', 'developer') %}<|system|>"
     "{% else %}<|user|>{% endif %}"
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}"
@@ -62,7 +65,7 @@ def render_conversation(talk: Conversation) -> str:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, recipe: Recipe) -> None:
-    """Written by hand: transformers would move the chat template to a file that Dynamo's frontend need not read."""
+    """Written by hand: transformers would put the chat template into a file of its own."""
     tokenizer.save(str(directory / "tokenizer.json"))
     added = {
         str(tokenizer.token_to_id(token)): {

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trtllm_disagg.demo_model.corpus import Article, conversations
+from trtllm_disagg.demo_model.conversations import documents
+from trtllm_disagg.demo_model.corpus import Article
 from trtllm_disagg.demo_model.recipe import Recipe
-from trtllm_disagg.demo_model.tokenizer import BOS, EOS, render_conversation, render_passage
+from trtllm_disagg.demo_model.tokenizer import BOS, EOS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,7 +32,7 @@ def train(recipe: Recipe, source: list[Article], tokenizer: Tokenizer, report: R
         for step in range(recipe.steps):
             scale_learning_rates(optimizers, recipe, step)
             loss = next_token_loss(model, windows(recipe, data, step))
-            loss.backward()
+            torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
@@ -41,7 +42,7 @@ def train(recipe: Recipe, source: list[Article], tokenizer: Tokenizer, report: R
 
 
 def training_tokens(recipe: Recipe, source: list[Article], tokenizer: Tokenizer) -> Tensor:
-    """(steps, batch, window) token ids: all documents over and over, in a new order and with new questions each time."""
+    """(steps, batch, window) token ids: round after round of documents, packed without gaps."""
     import torch
 
     needed = recipe.steps * recipe.batch * recipe.window
@@ -51,13 +52,6 @@ def training_tokens(recipe: Recipe, source: list[Article], tokenizer: Tokenizer)
         for encoding in tokenizer.encode_batch(documents(source, order)):
             ids += encoding.ids
     return torch.tensor(ids[:needed]).view(recipe.steps, recipe.batch, recipe.window)
-
-
-def documents(source: list[Article], order: random.Random) -> list[str]:
-    texts = [render_conversation(talk) for talk in conversations(source, order)]
-    texts += [render_passage(article.passage) for article in source if article.is_longer_than_its_answer]
-    order.shuffle(texts)
-    return texts
 
 
 def windows(recipe: Recipe, data: Tensor, step: int) -> Tensor:
@@ -88,7 +82,8 @@ def new_model(recipe: Recipe, tokenizer: Tokenizer) -> Any:
 def new_optimizers(recipe: Recipe, model: Any) -> list[Optimizer]:
     import torch
 
-    matrices, rest = [], []
+    matrices: list[Tensor] = []
+    rest: list[Tensor] = []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and "embed" not in name else rest).append(parameter)
     return [

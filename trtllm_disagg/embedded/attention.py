@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from trtllm_disagg.embedded.decode_rows import DecodeRows
 from trtllm_disagg.embedded.scheduler import Row
 
 NAME = "trtllm_disagg_paged"
@@ -87,11 +88,16 @@ class StepLayout:
             if row.samples:
                 last.append(start - 1)
         device = pool.kv.device
-        self.positions = torch.from_numpy(np.concatenate(positions))[None].to(device)
-        self.slots = torch.from_numpy(np.concatenate(slots)).to(device)
+        #: (tokens,) int64: where each token stands in its sequence, and where its K and V go.
+        self.position_array = np.concatenate(positions)
+        self.slot_array = np.concatenate(slots)
+        self.positions = torch.from_numpy(self.position_array)[None].to(device)
+        self.slots = torch.from_numpy(self.slot_array).to(device)
         #: Packed index of each sampling row's last token.
         self.last = torch.tensor(last, dtype=torch.long, device=device)
         self._masks: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        on_cpu = device.type == "cpu"
+        self._decode = DecodeRows.of(rows, size) if on_cpu else None
 
     def attend(
         self,
@@ -106,11 +112,21 @@ class StepLayout:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         keys.index_copy_(0, self.slots, key)
         values.index_copy_(0, self.slots, value)
+        return self.attend_stored(layer, query, scale, window)
+
+    def attend_stored(
+        self, layer: int, query: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """The same, when the tokens' K and V are in the pool already."""
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
         out = torch.empty_like(query)
+        if self._decode is not None:
+            count = self._decode.count
+            self._decode.attend(query[:count], keys, values, out[:count], scale, window)
         for span in self._spans:
             if span.is_prefill:
                 self._attend_prefill(span, query, keys, values, out, scale, window)
-            else:
+            elif self._decode is None:
                 self._attend_decode(span, query, keys, values, out, scale, window)
         return out
 

@@ -11,6 +11,7 @@ import torch
 
 from trtllm_disagg.embedded.attention import TILE, KvPool
 from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog
+from trtllm_disagg.embedded.guided import create_guides
 from trtllm_disagg.embedded.iteration_stats import IterationStats
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.messages import (
@@ -21,18 +22,16 @@ from trtllm_disagg.embedded.messages import (
     StepReport,
     TokenOutput,
 )
-from trtllm_disagg.embedded.model_loader import ModelShape, load_model, read_shape
+from trtllm_disagg.embedded.model_loader import ModelShape, load_model, make_forward, read_shape
 from trtllm_disagg.embedded.model_runner import ModelRunner
 from trtllm_disagg.embedded.sampler import sample
 from trtllm_disagg.embedded.scheduler import Row, Scheduler
 from trtllm_disagg.embedded.sequence import Sequence, Status
-from trtllm_disagg.embedded.sizing import max_seq_len, num_kv_blocks
+from trtllm_disagg.embedded.sizing import kv_layout, max_seq_len, new_pool, num_kv_blocks
 from trtllm_disagg.embedded.stopping import Verdict, judge
 from trtllm_disagg.embedded.transfers import KvTransfers, NullTransfers, create_transfers
 from trtllm_disagg.errors import ConfigError, DisaggError, EngineError, InvalidRequestError
-from trtllm_disagg.kv_transfer.base import KvTransport
 from trtllm_disagg.kv_transfer.exchange import Pull
-from trtllm_disagg.kv_transfer.layout import KvLayout
 
 log = logging.getLogger(__name__)
 
@@ -62,32 +61,15 @@ class EngineCore:
         if args.max_num_tokens < TILE:
             raise ConfigError.bad_value("max_num_tokens", args.max_num_tokens, f"at least {TILE}")
         self._max_prompt = self.max_seq_len if args.enable_chunked_prefill else args.max_num_tokens
-        layout = KvLayout(
-            model=self.shape.fingerprint,
-            num_layers=self.shape.num_layers,
-            tokens_per_block=size,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim=self.shape.head_dim,
-            dtype=str(self.shape.dtype).removeprefix("torch."),
-        )
-        pool_shape = (
-            self.shape.num_layers,
-            2,
-            num_blocks,
-            size,
-            self.shape.num_kv_heads,
-            self.shape.head_dim,
-        )
-
-        def allocate(transport: KvTransport | None) -> torch.Tensor:
-            if transport is None:
-                return torch.zeros(pool_shape, dtype=self.shape.dtype, device=device)
-            return transport.allocate(pool_shape, self.shape.dtype, device)
-
-        model = load_model(Path(args.model), self.shape, device)
+        model = load_model(Path(args.model), self.shape)
         self.transfers: KvTransfers | NullTransfers
-        self.transfers, kv = create_transfers(args, layout, num_blocks, allocate, wake)
-        self._runner = ModelRunner(model, KvPool(kv))
+        self.transfers, kv = create_transfers(
+            args, kv_layout(self.shape, size), new_pool(self.shape, num_blocks, size, device), wake
+        )
+        pool = KvPool(kv)
+        forward = make_forward(model, pool, self.max_seq_len, args.embedded.forward)
+        self._runner = ModelRunner(forward, pool)
+        self._guides = create_guides(args, self.shape)
         self._stats = IterationStats(enabled=args.enable_iter_perf_stats, max_batch_size=args.max_batch_size)
         self._receiving: dict[int, Sequence] = {}
         self._outputs: list[TokenOutput] = []
@@ -113,6 +95,7 @@ class EngineCore:
             sequences = [Sequence.from_request(request, i, handle) for i in range(request.num_choices)]
             for sequence in sequences:
                 self._require_fits(sequence)
+                sequence.guide = self._guides.start(request.sampling)
         except DisaggError as error:
             self._fail(request.request_id, error)
             return
@@ -194,12 +177,19 @@ class EngineCore:
             row.sequence.num_computed += row.num_tokens
             self._commit(row.sequence)
         for sequence, choice in zip(sampling, sampled, strict=True):
-            self._accept(sequence, choice.token, choice.logprobs)
+            if sequence.status is Status.RUNNING:  # else another choice of its request has just failed
+                self._accept(sequence, choice.token, choice.logprobs)
 
     def _accept(self, sequence: Sequence, token: int, logprobs: LogprobEntry | None) -> None:
         """Append one token, tell the client, and finish the sequence if that token ends it."""
         sequence.tokens.append(token)
         verdict = judge(sequence)
+        if sequence.guide is not None and verdict.finish_reason is None:
+            try:
+                sequence.guide.advance(token)
+            except DisaggError as error:
+                self._retire_request(sequence.request_id, error)
+                return
         output = TokenOutput(
             sequence.request_id,
             sequence.index,

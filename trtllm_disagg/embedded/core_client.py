@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ import zmq
 
 from trtllm_disagg import errors
 from trtllm_disagg.embedded.messages import Command, Failed, Ready, Report, Shutdown, StepReport
+
+log = logging.getLogger(__name__)
 
 _reports = msgspec.msgpack.Decoder(Report)
 _encoder = msgspec.msgpack.Encoder()
@@ -116,8 +119,9 @@ class CoreClient:
             "report_address": self._address("reports"),
         }
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(start) + b"\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; _wait_ready says so
+            process.stdin.write(msgspec.json.encode(start) + b"\n")
+            process.stdin.flush()
         return process
 
     def _wait_ready(self) -> Ready:
@@ -134,14 +138,27 @@ class CoreClient:
                 )
 
     def _receive(self) -> None:
-        while not self._closing:
-            if self._incoming.poll(_POLL_MS):
-                report = _reports.decode(self._incoming.recv())
-                if isinstance(report, StepReport):
-                    self._on_report(report)
-            elif self._process.poll() is not None and not self._closing:
-                self._on_death(f"the engine process ended with exit code {self._process.returncode}")
-                return
+        try:
+            while not self._closing:
+                if not self._deliver(_POLL_MS) and self._process.poll() is not None and not self._closing:
+                    while self._deliver(0):  # what it said last
+                        pass
+                    self._on_death(f"the engine process ended with exit code {self._process.returncode}")
+                    return
+        except Exception as error:
+            # Without this thread every request would wait for ever.
+            log.exception("receiving from the engine process failed")
+            if not self._closing:
+                self._on_death(f"receiving from the engine process failed: {error}")
+
+    def _deliver(self, wait_ms: int) -> bool:
+        """The next report, when one comes in time."""
+        if not self._incoming.poll(wait_ms):
+            return False
+        report = _reports.decode(self._incoming.recv())
+        if isinstance(report, StepReport):
+            self._on_report(report)
+        return True
 
     def _cleanup(self) -> None:
         self._closing = True

@@ -39,7 +39,7 @@ class Start(msgspec.Struct):
 
 class CoreProcess:
     def __init__(self, start: Start) -> None:
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._commands = context.socket(zmq.PULL)
         self._commands.connect(start.command_address)
         self._reports = context.socket(zmq.PUSH)

@@ -6,13 +6,14 @@ The model runs in a process of its own; this object validates, sends, and hands 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 
@@ -42,7 +43,7 @@ class LLM:
         self,
         model: str | Path,
         tokenizer: Any = None,
-        tokenizer_mode: str = "auto",
+        tokenizer_mode: Literal["auto", "slow"] = "auto",
         skip_tokenizer_init: bool = False,
         trust_remote_code: bool = False,
         tensor_parallel_size: int = 1,
@@ -78,7 +79,8 @@ class LLM:
         self._shut_down = False
         self._core = CoreClient(
             # What is excluded has one allowed value, or stays on this side.
-            self.args.model_dump(mode="json", exclude={"tokenizer", "load_format"}),
+            self.args.model_dump(mode="json", exclude={"tokenizer", "load_format"})
+            | {"tokenizer": self._tokenizer_directory},
             num_threads=self.args.embedded.num_threads,
             on_report=self._on_report,
             on_death=self._on_death,
@@ -105,23 +107,30 @@ class LLM:
         """Start a request; returns at once. Invalid arguments raise ValueError, TypeError or NotImplementedError
         here; a request that fails later raises RequestError out of the iteration.
         """
-        if self._shut_down or self._fatal_error is not None:
-            raise RuntimeError("LLM is shutting down")
+        if reason := self._ended():
+            raise RuntimeError(f"LLM is shutting down ({reason})")
         for name, given in (("lora_request", lora_request), ("prompt_adapter_request", prompt_adapter_request)):
             if given is not None:
                 raise NotImplementedError(f"{name} is not served by the embedded engine")
         if not 0.0 <= priority <= 1.0:
             raise ValueError(f"priority must be in [0, 1], got {priority}")
         sampling = sampling_params or SamplingParams()
-        text, prompt = checks.prompt_of(inputs, self._tokenize)
+        text, prompt = checks.prompt_of(inputs, lambda t: self._tokenize(t, sampling.add_special_tokens))
         checks.check_prompt(prompt, self._core.ready)
         kind = checks.request_type_of(disaggregated_params, self._core.ready.transport != "off")
+        if kind != "generation_only" and not self.args.enable_chunked_prefill:
+            checks.check_fits_a_step(prompt, self.args.max_num_tokens)
         if sampling.n > self.args.max_batch_size:
             raise ValueError(f"SamplingParams.n={sampling.n} is more than max_batch_size {self.args.max_batch_size}")
         if kind != "context_and_generation" and sampling.n != 1:
             raise ValueError(f"SamplingParams.n={sampling.n}: a {kind} request has exactly one choice")
         spec = checks.sampling_spec(
-            sampling, num_prompt=len(prompt), request_type=kind, ready=self._core.ready, tokenize=self._tokenize
+            sampling,
+            num_prompt=len(prompt),
+            request_type=kind,
+            ready=self._core.ready,
+            tokenize=self._tokenize,
+            guided_backend=self.args.guided_decoding_backend,
         )
         handoff = None
         if kind == "generation_only":
@@ -151,8 +160,8 @@ class LLM:
                 handoff=handoff,
             )
         )
-        if self._fatal_error is not None:  # it died in between
-            self._fail_all(str(self._fatal_error))
+        if reason := self._ended():  # in between
+            self._fail_all(reason)
         return result
 
     def generate(
@@ -225,10 +234,28 @@ class LLM:
 
     # -- internals
 
-    def _tokenize(self, text: str) -> list[int]:
+    @property
+    def _tokenizer_directory(self) -> str | None:
+        """For the engine core, which needs the tokenizer for guided decoding only."""
+        given = self.args.tokenizer
+        if self.args.guided_decoding_backend is None or given is None:
+            return None
+        if not isinstance(given, (str, Path)):
+            raise ConfigError.bad_value(
+                "tokenizer", type(given).__name__, "a directory, when guided_decoding_backend is set"
+            )
+        return str(given)
+
+    def _ended(self) -> str | None:
+        """Why there is no engine any more, or None."""
+        if self._fatal_error is not None:
+            return str(self._fatal_error)
+        return "shutdown was called" if self._shut_down else None
+
+    def _tokenize(self, text: str, add_special_tokens: bool = False) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("text needs a tokenizer, but skip_tokenizer_init is set; pass token ids")
-        return [int(t) for t in self.tokenizer.encode(text, add_special_tokens=False)]
+        return [int(t) for t in self.tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
     def _detokenizer(self, sampling: SamplingParams) -> Any:
         if not sampling.detokenize or self.args.skip_tokenizer_init:
@@ -244,19 +271,16 @@ class LLM:
         self.num_active_requests = report.num_active
         self._events.extend(report.events)
         self._stats.extend(report.stats)
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestOutput, TokenOutput]]] = {}
+        delivered: list[RequestOutput] = []
         for output in report.outputs:
             result = self._results.get(output.request_id)
             if result is None:
                 continue
             if output.finish_reason is not None or output.error is not None:
                 self._forget_when_done(result, output)
-            if result.loop is None:
-                result.deliver(output)
-            else:
-                by_loop.setdefault(result.loop, []).append((result, output))
-        for loop, deliveries in by_loop.items():
-            _call(loop, deliveries)
+            result.deliver(output)
+            delivered.append(result)
+        _wake(delivered)
 
     def _forget_when_done(self, result: RequestOutput, output: TokenOutput) -> None:
         result.choices_left -= 1
@@ -272,22 +296,23 @@ class LLM:
         with self._lock:
             results, self._results = list(self._results.values()), {}
         for result in results:
-            failure = RequestError(reason, "Unavailable")
-            if result.loop is None:
-                result.deliver(failure)
-            elif not result.loop.is_closed():
-                result.loop.call_soon_threadsafe(result.deliver, failure)
+            result.deliver(RequestError(reason, "Unavailable"))
+        _wake(results)
 
 
-def _call(
-    loop: asyncio.AbstractEventLoop, deliveries: list[tuple[RequestOutput, TokenOutput]]
-) -> None:
-    def deliver() -> None:
-        for result, output in deliveries:
-            result.deliver(output)
+def _wake(results: Sequence[RequestOutput]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[RequestOutput]] = {}
+    for result in results:
+        if result.loop is not None:
+            by_loop.setdefault(result.loop, []).append(result)
+    for loop, woken in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # closed: nobody waits there any more
+            loop.call_soon_threadsafe(_wake_all, woken)
 
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(deliver)
+
+def _wake_all(results: Sequence[RequestOutput]) -> None:
+    for result in results:
+        result.wake()
 
 
 def _plain(value: Any) -> Any:

@@ -165,6 +165,8 @@ class EmbeddedConfig(StrictModel):
     num_threads: PositiveInt = 1
     cpu_affinity: list[int] | None = Field(default=None, min_length=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    #: transformers: its own modules even for families that have a leaner forward here.
+    forward: Literal["auto", "transformers"] = "auto"
     #: Address that the KV control channel listens on; decode workers on other hosts need to reach it.
     transfer_host: str = Field(default="127.0.0.1", min_length=1)
 

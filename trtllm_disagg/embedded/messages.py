@@ -33,6 +33,8 @@ class SamplingSpec(msgspec.Struct, frozen=True):
     stop_reasons: tuple[int | str, ...] = ()
     include_stop: bool = False
     bad_token_ids: tuple[int, ...] = ()
+    #: What the output must match, as llguidance writes it.
+    grammar: str | None = None
 
     @property
     def has_penalties(self) -> bool:

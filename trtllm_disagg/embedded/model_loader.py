@@ -13,7 +13,11 @@ from typing import Any
 import torch
 
 from trtllm_disagg.embedded import attention
+from trtllm_disagg.embedded.attention import KvPool
+from trtllm_disagg.embedded.hf_forward import HfForward
 from trtllm_disagg.embedded.linear import pack_linears, packing_works
+from trtllm_disagg.embedded.model_runner import Forward
+from trtllm_disagg.embedded.plain_forward import PlainForward, supports
 from trtllm_disagg.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -61,32 +65,48 @@ def read_shape(directory: Path, dtype: str) -> ModelShape:
     )
 
 
-def load_model(directory: Path, shape: ModelShape, device: torch.device) -> torch.nn.Module:
-    """The model in eval mode. On the CPU its linears are prepacked."""
+def load_model(directory: Path, shape: ModelShape) -> Any:
+    """transformers' model, in eval mode and with our attention. Raises ConfigError for a broken checkpoint."""
+    from safetensors import SafetensorError
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-
     AttentionInterface.register(attention.NAME, attention.paged_attention)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=shape.dtype, attn_implementation="eager", local_files_only=True
-        )
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=shape.dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ConfigError(f"model: cannot load {directory}: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        # transformers goes on with random ones.
+        raise ConfigError(f"model: {directory} lacks {len(missing)} weights: {', '.join(missing[:3])}")
     # A name without a mask function: transformers then builds no mask at all, which is what we want.
     model.config._attn_implementation = attention.NAME
-    model.eval().requires_grad_(False)
-    if device.type == "cuda":
-        return model.to(device)  # type: ignore[no-any-return]
-    if packing_works():
-        pack_linears(model)
-    else:
+    return model.eval().requires_grad_(False)
+
+
+def make_forward(model: Any, pool: KvPool, max_positions: int, kind: str) -> Forward:
+    """The model as a step calls it. `kind` transformers: its own modules even where a leaner forward is known."""
+    if pool.kv.is_cuda:
+        return HfForward(model.to(pool.kv.device), pool)
+    if not packing_works():
         log.warning(
             "oneDNN weight packing does not work with torch %s: slower, and not batch-invariant",
             torch.__version__,
         )
-    return model  # type: ignore[no-any-return]
+        return HfForward(model, pool)
+    if kind == "auto" and supports(model.config):
+        return PlainForward(model, pool, max_positions)
+    pack_linears(model)
+    return HfForward(model, pool)
 
 
 def _end_ids(directory: Path, config: dict[str, Any]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import torch
 
@@ -10,15 +11,22 @@ from trtllm_disagg.embedded.attention import KvPool, StepLayout
 from trtllm_disagg.embedded.scheduler import Row
 
 
+class Forward(Protocol):
+    """A model. It knows nothing of requests, phases or disaggregation."""
+
+    def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
+        """Logits of the rows in `layout.last`: (sampling rows, vocabulary)."""
+        ...
+
+
 class ModelRunner:
-    def __init__(self, model: torch.nn.Module, pool: KvPool) -> None:
-        self._model = model
+    def __init__(self, forward: Forward, pool: KvPool) -> None:
+        self._forward = forward
         self._pool = pool
 
     @torch.inference_mode()
     def run(self, rows: Seq[Row]) -> torch.Tensor:
         """Logits (sampling rows, vocabulary): one row for each of `rows` that samples, in their order."""
-        layout = StepLayout(rows, self._pool)
         tokens = [
             token
             for row in rows
@@ -26,13 +34,4 @@ class ModelRunner:
                 row.sequence.num_computed : row.sequence.num_computed + row.num_tokens
             ]
         ]
-        output = self._model(
-            input_ids=torch.tensor([tokens], device=self._pool.kv.device),
-            position_ids=layout.positions,
-            use_cache=False,
-            # transformers keeps just these positions for the head; softcaps and the like stay theirs.
-            logits_to_keep=layout.last,
-            paged=layout,
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return self._forward(tokens, StepLayout(rows, self._pool))

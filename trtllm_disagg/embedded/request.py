@@ -24,14 +24,16 @@ def prompt_of(inputs: Any, tokenize: Tokenize) -> tuple[str | None, list[int]]:
     """(text or None, token ids). Raises TypeError for anything but the forms that TensorRT-LLM takes."""
     if isinstance(inputs, PreprocessedInputs):
         inputs = inputs.prompt_token_ids
+    text = None
     if isinstance(inputs, dict):
-        if inputs.get("prompt_token_ids") is not None:
-            return inputs.get("prompt"), [int(t) for t in inputs["prompt_token_ids"]]
-        inputs = inputs.get("prompt")
+        if others := [key for key in inputs.keys() - {"prompt", "prompt_token_ids"} if inputs[key] is not None]:
+            raise NotImplementedError(f"inputs with {', '.join(others)} are not served by the embedded engine")
+        text, token_ids = inputs.get("prompt"), inputs.get("prompt_token_ids")
+        inputs = text if token_ids is None else token_ids
     if isinstance(inputs, str):
         return inputs, tokenize(inputs)
     if _is_token_ids(inputs):
-        return None, [int(t) for t in inputs]
+        return text, [int(t) for t in inputs]
     raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
 
 
@@ -53,6 +55,15 @@ def check_prompt(prompt: Sequence[int], ready: Ready) -> None:
         )
     if min(prompt) < 0 or max(prompt) >= ready.vocab_size:
         raise ValueError(f"the prompt holds token ids outside [0, {ready.vocab_size})")
+
+
+def check_fits_a_step(prompt: Sequence[int], max_num_tokens: int) -> None:
+    """Raises ValueError for a prompt that needs chunks to be prefilled."""
+    if len(prompt) > max_num_tokens:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens; without enable_chunked_prefill, "
+            f"max_num_tokens {max_num_tokens} is the most"
+        )
 
 
 def request_type_of(params: DisaggregatedParams | None, can_transfer: bool) -> str:
@@ -92,13 +103,15 @@ def sampling_spec(
     request_type: str,
     ready: Ready,
     tokenize: Tokenize,
+    guided_backend: str | None,
 ) -> SamplingSpec:
     """Everything decided. Raises ValueError or NotImplementedError naming the field."""
     validate_sampling_params(params, ready.vocab_size)
-    max_tokens = 1 if request_type == "context_only" else params.max_tokens
+    room = ready.max_seq_len - num_prompt
+    max_tokens = 1 if request_type == "context_only" else params.max_tokens or room
     words = [] if params.ignore_eos else _stop_words(params, tokenize)
     return SamplingSpec(
-        max_tokens=min(max_tokens, ready.max_seq_len - num_prompt),
+        max_tokens=min(max_tokens, room),
         min_tokens=params.min_tokens or 0,
         greedy=_is_greedy(params),
         temperature=params.temperature or 1.0,
@@ -115,6 +128,7 @@ def sampling_spec(
         stop_reasons=tuple(reason for _, reason in words),
         include_stop=params.include_stop_str_in_output,
         bad_token_ids=tuple(params.bad_token_ids or ()) + _bad_words(params, tokenize),
+        grammar=_grammar(params, guided_backend),
     )
 
 
@@ -143,3 +157,14 @@ def _bad_words(params: SamplingParams, tokenize: Tokenize) -> tuple[int, ...]:
     if long := [text for text, ids in zip(bad, tokens, strict=False) if len(ids) != 1]:
         raise NotImplementedError(f"SamplingParams.bad: {long[0]!r} is more than one token; not served")
     return tuple(ids[0] for ids in tokens)
+
+
+def _grammar(params: SamplingParams, backend: str | None) -> str | None:
+    if params.guided_decoding is None:
+        return None
+    if backend is None:
+        raise ValueError("SamplingParams.guided_decoding needs guided_decoding_backend, which is not set")
+    # Loads the library, which nobody else needs.
+    from trtllm_disagg.embedded.grammar import grammar_of
+
+    return grammar_of(params.guided_decoding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -109,21 +110,22 @@ class GenerationResult:
         except RuntimeError:
             self._loop = None
         self.queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        self.aqueue: asyncio.Queue[Delivery] | None = asyncio.Queue() if self._loop else None
+        self._arrived = asyncio.Event()
 
     # -- the receiver thread's side
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that reads this result, or None when a plain thread does."""
+        """The event loop that this request was made in, to be woken after a delivery."""
         return self._loop
 
     def deliver(self, delivery: Delivery) -> None:
-        """Called in `loop`'s thread when there is one, else from any thread."""
-        if self.aqueue is not None:
-            self.aqueue.put_nowait(delivery)
-        else:
-            self.queue.put(delivery)
+        """From any thread; blocked readers get it at once."""
+        self.queue.put(delivery)
+
+    def wake(self) -> None:
+        """In `loop`: something was delivered."""
+        self._arrived.set()
 
     # -- the caller's side
 
@@ -137,15 +139,21 @@ class GenerationResult:
     async def __anext__(self) -> GenerationResult:
         if self.finished:
             raise StopAsyncIteration
-        if self.aqueue is None:
+        if self._loop is None:
             raise RuntimeError("this request was made outside of an event loop; iterate it synchronously")
         self._mark_seen()
-        self._apply(await self.aqueue.get())
-        while not self.aqueue.empty() and not self.finished:
-            self._apply(self.aqueue.get_nowait())
-        while not self._streaming and not self.finished:
-            self._apply(await self.aqueue.get())
+        self._apply(await self._next())
+        while not self.finished and not (self._streaming and self.queue.empty()):
+            self._apply(await self._next())
         return self
+
+    async def _next(self) -> Delivery:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self.queue.get_nowait()
+            # What comes between these lines wakes us: `wake` can only run once we wait.
+            self._arrived.clear()
+            await self._arrived.wait()
 
     def __iter__(self) -> Iterator[GenerationResult]:
         return self

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from trtllm_disagg.embedded.messages import LogprobEntry
 from trtllm_disagg.embedded.sequence import Sequence
 
 _KEY = struct.Struct("<QIQ")
+#: Colder than this is the same as greedy.
+_COLDEST = 1e-6
 
 
 @dataclass(slots=True)
@@ -44,8 +47,8 @@ def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
 
 
 def _adjusted(raw: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
-    """Penalties, forbidden tokens and min_tokens; the raw logits stay as they are."""
-    touched = [i for i, s in enumerate(sequences) if _forbidden(s) or s.sampling.has_penalties]
+    """Penalties, forbidden tokens, min_tokens and grammars; the raw logits stay as they are."""
+    touched = [i for i, s in enumerate(sequences) if s.guide or _forbidden(s) or s.sampling.has_penalties]
     if not touched:
         return raw
     scores = raw.clone()
@@ -53,9 +56,23 @@ def _adjusted(raw: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
         sequence = sequences[i]
         if sequence.sampling.has_penalties:
             _penalise(scores[i], sequence)
-        if forbidden := _forbidden(sequence):
-            scores[i, forbidden] = float("-inf")
+        _forbid(scores[i], sequence)
     return scores
+
+
+def _forbid(scores: torch.Tensor, sequence: Sequence) -> None:
+    """Where a grammar leaves nothing else, it outranks min_tokens and bad tokens."""
+    # A tokenizer may know more tokens than the model.
+    forbidden = [t for t in _forbidden(sequence) if t < scores.shape[0]]
+    if sequence.guide is None:
+        scores[forbidden] = float("-inf")
+        return
+    barred = sequence.guide.barred
+    if forbidden:
+        both = barred.clone()
+        both[forbidden] = True
+        barred = barred if both.all() else both
+    scores.masked_fill_(barred.to(scores.device), float("-inf"))
 
 
 def _forbidden(sequence: Sequence) -> list[int]:
@@ -64,6 +81,7 @@ def _forbidden(sequence: Sequence) -> list[int]:
     if sequence.num_output < spec.min_tokens:
         forbidden += spec.end_ids
         forbidden += [word[0] for word in spec.stop_words if len(word) == 1]
+        forbidden += sequence.guide.enders if sequence.guide is not None else ()
     return forbidden
 
 
@@ -77,28 +95,35 @@ def _penalise(scores: torch.Tensor, sequence: Sequence) -> None:
             values > 0, values / spec.repetition_penalty, values * spec.repetition_penalty
         )
     if sequence.num_output and (spec.presence_penalty or spec.frequency_penalty):
-        output, counts = torch.tensor(sequence.output, device=scores.device).unique(return_counts=True)
-        scores[output] -= spec.presence_penalty + spec.frequency_penalty * counts
+        counts = Counter(sequence.output)
+        output = torch.tensor(list(counts), device=scores.device)
+        times = torch.tensor(list(counts.values()), device=scores.device)
+        scores[output] -= spec.presence_penalty + spec.frequency_penalty * times
 
 
 def _draw(scores: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
-    """Temperature, then top-k, top-p, min-p over the sorted distribution, then the inverse of its sum at u."""
-    column = scores.new_tensor
+    """Temperature, then top-k, top-p, min-p over the sorted distribution, then the inverse of its sum at u.
+
+    Sums are running sums, which are the same for a row whatever the other rows are, and in double precision: in
+    float32 the tail of a large vocabulary would be lost.
+    """
     specs = [s.sampling for s in sequences]
-    probs = torch.softmax(scores / column([s.temperature for s in specs])[:, None], -1)
-    probs, order = probs.sort(dim=-1, descending=True, stable=True)
+
+    def column(values: Seq[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]
+
+    # From the maximum down, so that a tiny temperature gives minus infinity and not the difference of two.
+    cooled = (scores - scores.amax(-1, keepdim=True)) / column([max(s.temperature, _COLDEST) for s in specs])
+    probs, order = torch.softmax(cooled, -1).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[1], device=probs.device)[None]
-    keep = rank < torch.tensor([s.top_k or probs.shape[1] for s in specs], device=probs.device)[:, None]
-    probs = probs * keep
-    before = probs.cumsum(-1) - probs
-    keep = before < column([s.top_p for s in specs])[:, None] * probs.sum(-1, keepdim=True)
-    keep &= probs >= column([s.min_p for s in specs])[:, None] * probs[:, :1]
+    probs *= rank < column([s.top_k or probs.shape[1] for s in specs])
+    total = probs.cumsum(-1)
+    keep = total - probs < column([s.top_p for s in specs]) * total[:, -1:]
+    keep &= probs >= column([s.min_p for s in specs]) * probs[:, :1]
     keep[:, 0] = True
-    # Double precision: a float32 sum over a large vocabulary would blur the thresholds.
-    total = (probs * keep).double().cumsum(-1)
-    u = [uniform(s.seed, s.index, len(s.tokens)) for s in sequences]
-    threshold = torch.tensor(u, dtype=torch.float64, device=probs.device)[:, None] * total[:, -1:]
-    picked = torch.searchsorted(total, threshold, right=True).clamp_(max=probs.shape[1] - 1)
+    total = (probs * keep).cumsum(-1)
+    u = column([uniform(s.seed, s.index, len(s.tokens)) for s in sequences])
+    picked = torch.searchsorted(total, u * total[:, -1:], right=True).clamp_(max=probs.shape[1] - 1)
     return [int(t) for t in order.gather(1, picked)[:, 0].tolist()]
 
 

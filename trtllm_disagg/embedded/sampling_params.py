@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(slots=True, kw_only=True)
 class GuidedDecodingParams:
-    """At most one of the fields may be set."""
+    """At most one of the fields may be set. `json` is a schema: text, a dict, or a pydantic model."""
 
-    json: str | dict[str, Any] | None = None
+    json: str | dict[str, Any] | Any | None = None
     regex: str | None = None
     grammar: str | None = None
     json_object: bool = False
     structural_tag: str | None = None
 
     def _validate(self) -> None:
-        chosen = [f.name for f in fields(self) if getattr(self, f.name)]
+        chosen = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
         if len(chosen) > 1:
             raise ValueError(f"Only one guided decoding option can be set, got {', '.join(chosen)}")
 
@@ -33,7 +33,8 @@ class SamplingParams:
 
     end_id: int | None = None
     pad_id: int | None = None
-    max_tokens: int = 32
+    #: None: as many as max_seq_len leaves room for.
+    max_tokens: int | None = 32
     bad: str | list[str] | None = None
     bad_token_ids: list[int] | None = None
     stop: str | list[str] | None = None
@@ -85,6 +86,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
+        if self.guided_decoding is not None:
+            self.guided_decoding._validate()
 
 
 #: Fields that the embedded engine does not serve. Setting one is refused by name, never ignored.
@@ -106,7 +109,7 @@ _UNSERVED = (
     "return_encoder_output",
     "additional_model_outputs",
     "lookahead_config",
-    "guided_decoding",
+    "truncate_prompt_tokens",
 )
 
 _RANGES: tuple[tuple[str, float, float, str], ...] = (
@@ -135,6 +138,8 @@ def validate_sampling_params(params: SamplingParams, vocab_size: int) -> None:
         value = getattr(params, name)
         if value is not None and not low <= value <= high:
             raise ValueError(f"SamplingParams.{name}={value!r} is not allowed; expected {allowed}")
+    if params.end_id not in (None, -1):
+        _check_token_ids("end_id", [params.end_id], vocab_size)
     for name in ("stop_token_ids", "bad_token_ids"):
         _check_token_ids(name, getattr(params, name) or (), vocab_size)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from trtllm_disagg.embedded.messages import AddRequest, ReceivedHandoff, SamplingSpec
 from trtllm_disagg.kv_transfer.handle import KvHandle
+
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded.guided import Guide
 
 
 class Status(Enum):
@@ -32,6 +37,8 @@ class Sequence:
     priority: float = 0.5
     handoff: ReceivedHandoff | None = None
     handle: KvHandle | None = None
+    #: Which tokens may come next, when a grammar says so.
+    guide: Guide | None = None
 
     status: Status = Status.WAITING
     aborted: bool = False
@@ -65,7 +72,8 @@ class Sequence:
 
     @property
     def salt(self) -> bytes:
-        return self.cache_salt.encode()
+        """What its first block's key starts with: longer than a key, so never mistaken for a parent's."""
+        return hashlib.blake2b(self.cache_salt.encode(), digest_size=32).digest() if self.cache_salt else b""
 
     @property
     def num_output(self) -> int:

@@ -1,10 +1,15 @@
-"""How long a sequence may be and how many KV blocks there are."""
+"""How long a sequence may be, how many KV blocks there are, and what they look like."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
 
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.model_loader import ModelShape
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.kv_transfer.layout import KvLayout
 
 
 def max_seq_len(args: LlmArgs, shape: ModelShape) -> int:
@@ -34,6 +39,36 @@ def num_kv_blocks(args: LlmArgs, shape: ModelShape) -> int:
     if blocks < 1:
         raise ConfigError(f"kv_cache_config: room for {blocks} blocks of {size} tokens; at least 1 is needed")
     return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """`kv[layer, k|v, block, slot, head, dim]`, wherever its memory comes from."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_blocks(self) -> int:
+        return self.shape[2]
+
+
+def new_pool(shape: ModelShape, num_blocks: int, tokens_per_block: int, device: torch.device) -> PoolShape:
+    dimensions = (shape.num_layers, 2, num_blocks, tokens_per_block, shape.num_kv_heads, shape.head_dim)
+    return PoolShape(dimensions, shape.dtype, device)
+
+
+def kv_layout(shape: ModelShape, tokens_per_block: int) -> KvLayout:
+    """What another engine's pool must have in common with this one's."""
+    return KvLayout(
+        model=shape.fingerprint,
+        num_layers=shape.num_layers,
+        tokens_per_block=tokens_per_block,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=str(shape.dtype).removeprefix("torch."),
+    )
 
 
 def _available_bytes() -> int:

@@ -89,7 +89,7 @@ _BUILT = (
     _Built("custom_tokenizer"),
     _Built("load_format", ("AUTO",), "auto"),
     _Built("max_beam_width", (1,), "1"),
-    _Built("guided_decoding_backend"),
+    _Built("guided_decoding_backend", (None, "llguidance"), "llguidance"),
     _Built("batched_logits_processor"),
     _Built("gather_generation_logits", *_OFF),
     _Built("post_processor_hook"),

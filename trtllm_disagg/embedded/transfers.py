@@ -11,6 +11,7 @@ import torch
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.messages import AddRequest
 from trtllm_disagg.embedded.sequence import Sequence
+from trtllm_disagg.embedded.sizing import PoolShape
 from trtllm_disagg.errors import ConfigError, HandoffRefusedError, InvalidRequestError
 from trtllm_disagg.kv_transfer.base import KvTransport
 from trtllm_disagg.kv_transfer.choose import create_transport
@@ -155,16 +156,12 @@ class NullTransfers:
 
 
 def create_transfers(
-    args: LlmArgs,
-    layout: KvLayout,
-    num_blocks: int,
-    allocate: Callable[[KvTransport | None], torch.Tensor],
-    wake: Callable[[], None],
+    args: LlmArgs, layout: KvLayout, pool: PoolShape, wake: Callable[[], None]
 ) -> tuple[KvTransfers | NullTransfers, torch.Tensor]:
     """The transfers and the pool, which must live in memory that the transport can serve."""
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
-        return NullTransfers(), allocate(None)
+        return NullTransfers(), torch.zeros(pool.shape, dtype=pool.dtype, device=pool.device)
     transport = create_transport(config.backend)
-    pool = allocate(transport)
-    return KvTransfers(transport, layout, num_blocks, args, wake), pool
+    kv = transport.allocate(pool.shape, pool.dtype, pool.device)
+    return KvTransfers(transport, layout, pool.num_blocks, args, wake), kv

@@ -41,6 +41,7 @@ class KvLayout(msgspec.Struct, frozen=True):
 
 def prompt_digest(prompt: Sequence[int], cache_salt: str) -> bytes:
     """Binds a handoff to its prompt: 16 bytes over the token ids and the cache salt."""
-    hasher = hashlib.blake2b(cache_salt.encode(), digest_size=16)
+    # The salt at a fixed length, so that it cannot be mistaken for tokens.
+    hasher = hashlib.blake2b(hashlib.blake2b(cache_salt.encode()).digest(), digest_size=16)
     hasher.update(b"".join(token.to_bytes(4, "little") for token in prompt))
     return hasher.digest()

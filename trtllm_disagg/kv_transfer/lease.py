@@ -49,7 +49,7 @@ class LeaseTable:
         """The receiver has read: True when the lease was still held and is the one that the receiver means."""
         with self._lock:
             lease = self._by_id.get(lease_id)
-            if lease is None or not secrets.compare_digest(lease.digest, digest):
+            if lease is None or not lease.digest or not secrets.compare_digest(lease.digest, digest):
                 return False
             in_time = self._clock() < lease.deadline
             if in_time:

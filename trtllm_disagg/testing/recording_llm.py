@@ -174,6 +174,7 @@ class LLM:
             streaming=streaming,
             script=self.scripts.popleft() if self.scripts else Script(),
             kv_store=LLM.kv_store,
+            python_transceiver=self._transceiver_runtime == "PYTHON",
         )
         self.results.append(result)
         return result
@@ -210,6 +211,11 @@ class LLM:
     def _backend(self) -> str | None:
         transceiver = self.args.cache_transceiver_config
         return transceiver.backend if transceiver is not None else None
+
+    @property
+    def _transceiver_runtime(self) -> str | None:
+        transceiver = self.args.cache_transceiver_config
+        return transceiver.transceiver_runtime if transceiver is not None else None
 
     def _check_request(
         self,

@@ -19,6 +19,7 @@ from trtllm_disagg.testing.recording_types import (
 
 VOCAB_SIZE = 1000
 _FIRST_ORDINARY_TOKEN = 3
+_ENDPOINT = "tcp://prefill/"
 _TRANSFER_ERROR = "Error in kv cache transfer for generation requests"
 
 
@@ -37,6 +38,8 @@ class Script:
     error: Exception | None = None
     """Raised instead of the token at position `error_at`."""
     error_at: int = 0
+    ends_with: str | None = None
+    """The finish reason at the end, instead of `stop` or `length`."""
     gate: asyncio.Semaphore | None = None
     """One permit lets one token through, so a test can look at a request that is half done."""
 
@@ -84,6 +87,7 @@ class RequestOutput:
         streaming: bool,
         script: Script,
         kv_store: KvStore,
+        python_transceiver: bool = False,
     ) -> None:
         self.request_id = next(_request_ids)
         self.prompt = prompt
@@ -101,6 +105,7 @@ class RequestOutput:
         self._streaming = streaming
         self._script = script
         self._kv_store = kv_store
+        self._python_transceiver = python_transceiver
         self._held: bytes | None = None
         self._has_failed = False
         self._steps = self._run()
@@ -169,7 +174,7 @@ class RequestOutput:
     def _run(self) -> Iterator[None]:
         """One token of one choice a step."""
         if self.request_type == "generation_only" and not self.is_aborted:
-            self._kv_store.take(self._given.opaque_state, self.prompt_token_ids)
+            self._kv_store.take(_sender_of(self._given), self.prompt_token_ids)
             self.cached_tokens = len(self.prompt_token_ids)
         for position in itertools.count():
             for output in self.outputs:
@@ -221,6 +226,8 @@ class RequestOutput:
             output.finish_reason = "stop"
         elif output.length >= self._max_tokens or output.length == len(self._script.tokens or range(0)):
             output.finish_reason = "length"
+        if output.finish_reason is not None and self._script.ends_with is not None:
+            output.finish_reason = self._script.ends_with
         if output.finish_reason == "stop" and not sampling.include_stop_str_in_output:
             # TensorRT-LLM never returns the token that has ended an answer.
             output.token_ids.pop()
@@ -235,5 +242,13 @@ class RequestOutput:
             first_gen_log_probs=list(output.logprobs) or None,
             ctx_request_id=self.request_id if given_id is None else given_id,
             disagg_request_id=given_id,
-            opaque_state=self._held,
+            opaque_state=None if self._python_transceiver else self._held,
+            ctx_info_endpoint=[_ENDPOINT + self._held.decode()] if self._python_transceiver else None,
         )
+
+
+def _sender_of(params: DisaggregatedParams) -> bytes | None:
+    if params.ctx_info_endpoint:
+        endpoint: str = params.ctx_info_endpoint[0]
+        return endpoint.removeprefix(_ENDPOINT).encode()
+    return params.opaque_state

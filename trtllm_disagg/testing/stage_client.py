@@ -82,6 +82,10 @@ class RecordingStageClient:
                 call.answers.append(answer)
                 yield answer
 
+    def serve_by(self, serve: Generate) -> None:
+        """From the next call on."""
+        self._serve = serve
+
     @property
     def requests(self) -> list[Raw]:
         return [call.request for call in self.calls]

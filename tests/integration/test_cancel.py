@@ -1,0 +1,113 @@
+"""The client hangs up, at ten moments of every kind: nothing stays behind, and the next answer is right."""
+
+from __future__ import annotations
+
+import json
+import random
+import select
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+
+from tests.deployments import DISAGGREGATED, MODEL_NAME, Fleet, Served, wait_until
+from tests.parity.answers import Question, ask
+from trtllm_disagg.deployment.plan import Strategy
+
+TIMES = 10
+#: Its prefill takes long enough to leave in the middle of it.
+LONG_PROMPT = 1900
+
+INFLIGHT = "dynamo_component_inflight_requests"
+CANCELLED = "dynamo_component_cancellation_total"
+
+every_strategy = pytest.mark.parametrize("strategy", DISAGGREGATED)
+
+
+@contextmanager
+def streaming(deployed: Served, num_prompt: int, max_tokens: int) -> Iterator[HTTPConnection]:
+    """The request is sent, nothing is read. Leaving the block hangs up."""
+    body = {
+        "model": MODEL_NAME,
+        "prompt": random.choices(range(300, 1300), k=num_prompt),
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    config = deployed.deployment.config
+    with closing(HTTPConnection(config.client_host, config.http_port, timeout=60)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        yield connection
+
+
+def read_tokens(connection: HTTPConnection, count: int) -> None:
+    response = connection.getresponse()
+    assert response.status == 200
+    while count:
+        count -= response.readline().startswith(b"data: {")
+
+
+def assert_nothing_happened(deployed: Served, fleet: Fleet, asked: str) -> None:
+    deployed.wait_until_idle()
+    options: dict[str, Any] = {"max_tokens": 16, "temperature": 0.8, "seed": 5}
+    question = Question("chat", [{"role": "user", "content": "And now?"}], options, salt=asked)
+    assert ask(deployed.openai, question) == ask(fleet["agg"].openai, question)
+    deployed.wait_until_idle()
+
+
+@every_strategy
+def test_hanging_up_while_tokens_come(strategy: Strategy, deployed: Served, fleet: Fleet) -> None:
+    deployed.wait_until_idle()
+    before = deployed.total(CANCELLED)
+
+    for count in range(1, TIMES + 1):
+        with streaming(deployed, num_prompt=100, max_tokens=1900) as connection:
+            read_tokens(connection, count)
+
+    wait_until(lambda: deployed.total(CANCELLED) >= before + TIMES, "every worker in charge has heard of it")
+    assert_nothing_happened(deployed, fleet, f"tokens {strategy}")
+
+
+@every_strategy
+def test_hanging_up_before_the_first_token(strategy: Strategy, deployed: Served, fleet: Fleet) -> None:
+    """From just after the request's arrival until its first token is due."""
+    started = time.monotonic()
+    with streaming(deployed, LONG_PROMPT, max_tokens=2) as connection:
+        read_tokens(connection, 1)
+    seconds_to_first_token = time.monotonic() - started
+    deployed.wait_until_idle()
+    before = deployed.total(CANCELLED)
+
+    for moment in range(TIMES):
+        with streaming(deployed, LONG_PROMPT, max_tokens=100) as connection:
+            wait_until(lambda: deployed.total(INFLIGHT) > 0, "it has arrived")
+            select.select([connection.sock], [], [], seconds_to_first_token * moment / TIMES)
+        wait_until(lambda: deployed.total(INFLIGHT) == 0, "everybody knows that the client is gone")
+
+    assert deployed.total(CANCELLED) >= before + TIMES
+    assert_nothing_happened(deployed, fleet, f"first {strategy}")
+
+
+@every_strategy
+def test_many_hang_up_at_once(strategy: Strategy, deployed: Served, fleet: Fleet) -> None:
+    """While others go on: those get their whole answers."""
+    deployed.wait_until_idle()
+    stays = {"model": MODEL_NAME, "max_tokens": 150, "prompt": "Go on.", "extra_body": {"ignore_eos": True}}
+    with deployed.openai.completions.create(stream=True, **stays) as stream:
+        chunks = iter(stream)
+        text = next(chunks).choices[0].text
+        for _ in range(3):
+            with (
+                streaming(deployed, 50, 1900) as one,
+                streaming(deployed, 50, 1900) as two,
+                streaming(deployed, LONG_PROMPT, 100),
+            ):
+                read_tokens(one, 1)
+                read_tokens(two, 2)
+        text += "".join(chunk.choices[0].text for chunk in chunks)
+
+    assert text == fleet["agg"].openai.completions.create(**stays).choices[0].text
+    assert_nothing_happened(deployed, fleet, f"many {strategy}")

@@ -1,0 +1,109 @@
+"""Who holds a prompt's prefix gets the request, in every strategy; second stages are nobody's choice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.deployments import MODEL_NAME, Served, Worker, demo_config, served, wait_until
+from trtllm_disagg.deployment.plan import Strategy
+
+#: Two workers of the stage that the frontend knows, one of the other.
+TWO_FIRST: dict[Strategy, str] = {
+    "agg": "agg_workers",
+    "prefill_first": "prefill_workers",
+    "decode_first": "decode_workers",
+}
+PREFIX, SUFFIX = 320, 80
+
+
+@pytest.fixture(scope="module", params=list(TWO_FIRST))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    strategy: Strategy = request.param
+    config = demo_config(strategy, tmp_path_factory.mktemp(strategy), **{TWO_FIRST[strategy]: 2})
+    with served(config) as deployment:
+        yield deployment
+
+
+def fresh(count: int) -> list[int]:
+    return random.choices(range(300, 1300), k=count)
+
+
+class Routed:
+    """An answer, and what the router says about it."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self.cached_tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        self.hit_rate: float = answer["nvext"]["timing"]["kv_hit_rate"]
+        workers = answer["nvext"]["worker_id"]
+        self.worker_ids: set[int] = {workers["prefill_worker_id"], workers["decode_worker_id"]}
+
+
+def complete(pair: Served, prompt: list[int], pin: Worker | None = None) -> Routed:
+    answer = pair.http.post(
+        f"{pair.url}/v1/completions",
+        json={
+            "model": MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": 2,
+            "nvext": {"extra_fields": ["worker_id", "timing"]},
+        },
+        headers={"x-dynamo-worker-instance-id": str(pin.instance_id)} if pin else {},
+    )
+    return Routed(answer.raise_for_status().json())
+
+
+def test_a_repeated_prefix_goes_to_its_holder(pair: Served) -> None:
+    for holder in pair.first_stage * 2:
+        prefix = fresh(PREFIX)
+        complete(pair, prefix, pin=holder)
+        wait_until(lambda p=prefix, h=holder: complete(pair, p, pin=h).hit_rate == 1.0, "the router knows")
+
+        for _ in range(4):
+            routed = complete(pair, prefix + fresh(SUFFIX))
+
+            assert routed.worker_ids == {holder.instance_id}
+            assert routed.hit_rate == PREFIX / (PREFIX + SUFFIX)
+            assert routed.cached_tokens == PREFIX
+
+
+def test_fresh_prompts_go_to_both(pair: Served) -> None:
+    seen: set[int] = set()
+
+    def both_seen() -> bool:
+        seen.update(complete(pair, fresh(64)).worker_ids)
+        return seen == {worker.instance_id for worker in pair.first_stage}
+
+    wait_until(both_seen, "both were chosen")
+
+
+def test_the_second_stage_hears_from_the_first_one_only(pair: Served) -> None:
+    pair.wait_until_idle()
+    before_first, before_second = requests(pair, pair.first_stage), requests(pair, pair.second_stage)
+
+    for _ in range(10):
+        routed = complete(pair, fresh(40))
+        assert routed.worker_ids <= {worker.instance_id for worker in pair.first_stage}
+
+    pair.wait_until_idle()
+    assert requests(pair, pair.first_stage) == before_first + 10
+    assert requests(pair, pair.second_stage) == before_second + (10 if pair.second_stage else 0)
+
+
+def test_the_second_stage_cannot_be_asked_for(pair: Served) -> None:
+    for worker in pair.second_stage:
+        refusal = pair.http.post(
+            f"{pair.url}/v1/completions",
+            json={"model": MODEL_NAME, "prompt": fresh(20), "max_tokens": 2},
+            headers={"x-dynamo-worker-instance-id": str(worker.instance_id)},
+        )
+
+        assert refusal.status_code == 400
+    assert [model.id for model in pair.openai.models.list()] == [MODEL_NAME]
+
+
+def requests(pair: Served, workers: list[Worker]) -> float:
+    return pair.total("dynamo_component_requests_total", workers)

@@ -1,0 +1,108 @@
+"""Prefill happens on prefill workers, decode on decode workers, and KV really travels: seen from outside."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping
+
+import pytest
+
+from tests.deployments import DISAGGREGATED, MODEL_NAME, Served, demo_model, wait_until
+from trtllm_disagg.deployment.plan import Strategy
+
+BLOCK = 16  # tokens, as engine_configs/demo says
+TOKENS = 12
+
+Work = dict[str, float]
+COUNTERS = ("prefill_tokens", "decode_tokens", "kv_pulls", "kv_bytes_pulled")
+
+
+def work_of(deployed: Served, role: str) -> Work:
+    workers = deployed.of_role(role)
+    return {name: deployed.total(f"trtllm_disagg_{name}_total", workers) for name in COUNTERS}
+
+
+def work(prefill: float = 0, decode: float = 0, pulls: float = 0, blocks: float = 0) -> Work:
+    return dict(zip(COUNTERS, (prefill, decode, pulls, blocks * bytes_per_block()), strict=True))
+
+
+def bytes_per_block() -> int:
+    model = json.loads((demo_model() / "config.json").read_text())
+    return int(
+        2 * 4 * BLOCK * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"]
+    )  # K and V, in float32
+
+
+def complete(deployed: Served, prompt: list[int]) -> None:
+    deployed.openai.completions.create(
+        model=MODEL_NAME, prompt=prompt, max_tokens=TOKENS, extra_body={"ignore_eos": True}
+    )
+
+
+def fresh_prompt(count: int) -> list[int]:
+    return random.choices(range(300, 1300), k=count)
+
+
+def assert_work(deployed: Served, before: Mapping[str, Work], expected: Mapping[str, Work]) -> None:
+    """Statistics come a moment after the answer; what is too much stays too much."""
+
+    def done() -> dict[str, Work]:
+        now = {role: work_of(deployed, role) for role in before}
+        return {
+            role: {name: now[role][name] - count for name, count in counts.items()}
+            for role, counts in before.items()
+        }
+
+    deployed.wait_until_idle()
+    wait_until(lambda: done() == expected, f"{expected}, it is {done()}", seconds=5)
+
+
+@pytest.mark.parametrize("strategy", DISAGGREGATED)
+def test_each_worker_does_its_own_part_only(strategy: Strategy, deployed: Served) -> None:
+    deployed.wait_until_idle()
+    before = {role: work_of(deployed, role) for role in ("prefill", "decode")}
+
+    complete(deployed, fresh_prompt(300))
+
+    # The first token is prefill's, and comes with the prompt's last.
+    one_by_one = work(decode=TOKENS - 1, pulls=1, blocks=math.ceil(300 / BLOCK))
+    assert_work(deployed, before, {"prefill": work(prefill=300), "decode": one_by_one})
+
+
+@pytest.mark.parametrize("strategy", DISAGGREGATED)
+def test_what_a_worker_holds_already_is_neither_computed_nor_moved_again(
+    strategy: Strategy, deployed: Served
+) -> None:
+    prompt = fresh_prompt(300)
+    complete(deployed, prompt)
+    deployed.wait_until_idle()
+    before = {role: work_of(deployed, role) for role in ("prefill", "decode")}
+
+    complete(deployed, prompt)
+
+    only_the_end = work(decode=TOKENS - 1, pulls=1, blocks=1)
+    assert_work(deployed, before, {"prefill": work(prefill=300 % BLOCK), "decode": only_the_end})
+
+
+@pytest.mark.parametrize("strategy", DISAGGREGATED)
+def test_an_answer_of_one_token_never_reaches_a_decode_worker(strategy: Strategy, deployed: Served) -> None:
+    """Except under Dynamo's router, which does not tell prefill how many tokens are wanted."""
+    deployed.wait_until_idle()
+    before = {role: work_of(deployed, role) for role in ("prefill", "decode")}
+
+    deployed.openai.completions.create(model=MODEL_NAME, prompt=fresh_prompt(100), max_tokens=1)
+
+    fetched = work(pulls=1, blocks=math.ceil(100 / BLOCK)) if strategy == "router" else work()
+    assert_work(deployed, before, {"prefill": work(prefill=100), "decode": fetched})
+
+
+@pytest.mark.parametrize("strategy", ["agg"])
+def test_agg_does_both_and_moves_nothing(strategy: Strategy, deployed: Served) -> None:
+    deployed.wait_until_idle()
+    before = {"agg": work_of(deployed, "agg")}
+
+    complete(deployed, fresh_prompt(300))
+
+    assert_work(deployed, before, {"agg": work(prefill=300, decode=TOKENS - 1)})

@@ -1,0 +1,105 @@
+"""Every strategy gives the answer of agg, and agg that of the engine: same tokens, end, logprobs and usage.
+
+Float32 is exact in all of them, so nothing here has a tolerance (docs: embedded engine).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.deployments import Served
+from tests.parity.answers import Answer, Api, Question, Refusal, ask
+from tests.parity.cases import BOTH, CASES, MIXTURE, ROOM, Case, say
+from tests.parity.conftest import Answers, Examination
+from tests.parity.oracle import Oracle
+from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
+
+CASE = {case.name: case for case in CASES}
+
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+both_ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+ROWS = [pytest.param(case, api, id=f"{case}-{api}") for case in CASES for api in case.apis]
+
+
+@both_ways
+@pytest.mark.parametrize(("case", "api"), ROWS)
+@every_strategy
+def test_same_answer(
+    strategy: Strategy, case: Case, api: Api, stream: bool, oracle: Oracle, examination: Examination
+) -> None:
+    questions = case.questions(oracle, api, stream)
+
+    answers = examination.answers(strategy, questions)
+
+    right = examination.right_answers(strategy, questions)
+    if case.reuses_answers and strategy != "agg":
+        answers, right = without_cached_tokens(answers), without_cached_tokens(right)
+    assert answers == right
+
+
+@every_strategy
+def test_same_answers_when_all_are_asked_at_once(
+    strategy: Strategy, deployed: Served, oracle: Oracle, examination: Examination
+) -> None:
+    def questions(salt: str) -> list[Question]:
+        cases = [(CASE[name], api, stream) for name, api, stream in MIXTURE]
+        return [case.questions(oracle, api, stream, salt)[0] for case, api, stream in cases]
+
+    with ThreadPoolExecutor(len(MIXTURE)) as pool:
+        answers = list(pool.map(lambda question: ask(deployed.openai, question), questions("at-once-")))
+
+    assert answers == [examination.right_answers(strategy, [q])[0] for q in questions("alone-")]
+
+
+@both_ways
+@pytest.mark.parametrize("api", BOTH)
+@every_strategy
+def test_several_choices_are_refused_alike(
+    strategy: Strategy, api: Api, stream: bool, examination: Examination
+) -> None:
+    """A handoff carries one choice. When all would be the same, the frontend says so first."""
+    prompt = say(api, "Hello?").prompt
+    questions = [
+        Question(api, prompt, {"n": 2, "temperature": heat}, stream, f"n=2 {api} {stream}", False)
+        for heat in (0.9, 0.0)
+    ]
+
+    refusals = examination.answers(strategy, questions)
+
+    assert [refusal.status for refusal in refusals if isinstance(refusal, Refusal)] == [400, 400]
+    assert "n=2" in str(refusals[0])
+    if strategy != "agg":
+        assert refusals == examination.right_answers(strategy, questions)
+
+
+@pytest.mark.parametrize("api", BOTH)
+def test_the_cases_are_what_they_say(api: Api, oracle: Oracle) -> None:
+    """They are made from the model's own answers, so a new model must not make them pointless."""
+
+    def answer(name: str) -> Answer:
+        return oracle.answer(CASE[name].questions(oracle, api, False, "again")[-1])
+
+    stopped = {name: answer(name) for name in ("stop_token", "stop_string")}
+    assert {a.finish_reason for a in stopped.values()} == {"stop"}
+    assert all(2 <= len(a.token_ids) < ROOM for a in stopped.values())
+    assert (answer("first_token_stops").token_ids, answer("first_token_stops").finish_reason) == ((), "stop")
+    assert answer("stop_string_at_once").text == ""
+    assert answer("min_tokens").finish_reason == "length" or len(answer("min_tokens").token_ids) >= 24
+    if api == "completions":
+        assert (answer("first_token_is_eos").token_ids, answer("first_token_is_eos").finish_reason) == (
+            (),
+            "stop",
+        )
+
+
+@every_strategy
+def test_nothing_is_held_afterwards(strategy: Strategy, deployed: Served) -> None:
+    deployed.wait_until_idle()
+
+
+def without_cached_tokens(answers: Answers) -> Answers:
+    return [answer.without_cached_tokens() for answer in answers if isinstance(answer, Answer)]

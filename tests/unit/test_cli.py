@@ -1,0 +1,144 @@
+"""The command line: what it says to a wrong word, and with which exit status it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trtllm_disagg import __version__
+from trtllm_disagg.cli import COMMANDS, Command, main
+from trtllm_disagg.errors import ConfigError
+
+
+def status_of(*argv: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A command `try` whose run is what a test sets."""
+    module = SimpleNamespace(
+        add_arguments=lambda parser: parser.add_argument("--level", type=int), run=lambda namespace: 0
+    )
+    monkeypatch.setitem(COMMANDS, "try", Command("a test", "a_module_of_a_test"))
+    monkeypatch.setitem(sys.modules, "a_module_of_a_test", module)
+    return module
+
+
+# -- no command
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--version") == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(flag) == 0
+    output = capsys.readouterr().out
+    for name, command in COMMANDS.items():
+        assert f"  {name} " in output
+        assert command.help in output
+
+
+def test_nothing_at_all_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of() == 2
+    assert "usage: trtllm-disagg COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("wroker", "did you mean worker?"),
+        ("demo-modle", "did you mean demo-model?"),
+        ("xyzzy", "one of worker"),
+    ],
+)
+def test_an_unknown_command(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(word) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"trtllm-disagg: command: {word!r} is not allowed; expected one of worker, ")
+    assert hint in message
+    assert ("did you mean" in message) == hint.startswith("did")
+
+
+# -- one command
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_its_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(name, "--help") == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"usage: trtllm-disagg {name} ")
+    assert COMMANDS[name].help.split("`")[0].split()[0] in output
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["worker", "--modell", "m"], "unknown flag --modell; did you mean --model?"),
+        (["worker", "--engin=embedded"], "unknown flag --engin; did you mean --engine?"),
+        (["worker", "--model", "m", "--strategy", "x"], "unknown flag --strategy"),
+        (["worker", "--qqqqqq"], "unknown flag --qqqqqq; --help lists the flags"),
+        (["worker", "surplus"], "unknown argument surplus"),
+        (["worker", "--trtllm.max_batch_size", "8"], "go into --override-engine-args as JSON"),
+        (["demo-model", "somewhere", "--forse"], "unknown flag --forse"),
+        (["up", "--strategy", "agg", "--model", "m", "--http-prot", "1"], "did you mean --http-port?"),
+        (["worker"], "--model is missing"),
+        (["worker", "--model", "m", "--engine", "x"], "--engine: 'x' is not allowed"),
+        (["worker", "--model", "m", "--kv-block-size", "x"], "--kv-block-size"),
+    ],
+)
+def test_a_wrong_flag_is_named(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(*argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_flag_is_not_guessed_from_its_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("worker", "--mod", "m") == 2
+    assert "unknown flag --mod" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [0, 1, 3])
+def test_the_commands_status_is_the_exit_status(command: Any, status: int) -> None:
+    command.run = lambda namespace: status
+    assert status_of("try") == status
+
+
+def test_the_command_gets_its_arguments(command: Any) -> None:
+    command.run = lambda namespace: namespace.level
+    assert status_of("try", "--level", "7") == 7
+
+
+def test_a_wrong_setting_is_one_line_and_status_2(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(namespace: Any) -> int:
+        raise ConfigError.bad_value("--level", 9, "less")
+
+    command.run = refuse
+    assert status_of("try") == 2
+    assert capsys.readouterr().err == "trtllm-disagg: --level: 9 is not allowed; expected less\n"
+
+
+def test_ctrl_c_is_status_130(command: Any) -> None:
+    def interrupt(namespace: Any) -> int:
+        raise KeyboardInterrupt
+
+    command.run = interrupt
+    assert status_of("try") == 130
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trtllm_disagg", "wroker"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("trtllm-disagg: command: 'wroker'")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,403 @@
+"""`trtllm-disagg demo-model` with a recipe that takes a moment instead of a minute."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_disagg import demo_model
+from trtllm_disagg.demo_model import (
+    Recipe,
+    build,
+    build_demo_model,
+    conversations,
+    corpus,
+    tokenizer,
+    training,
+)
+from trtllm_disagg.errors import ConfigError
+
+TINY = Recipe(
+    vocab_size=320,
+    hidden_size=32,
+    intermediate_size=48,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    max_positions=256,
+    window=32,
+    batch=4,
+    steps=6,
+    warmup_steps=2,
+    threads=1,
+)
+FILES = {
+    "config.json",
+    "demo_model.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_demo_model(tmp_path_factory.mktemp("demo") / "model", recipe=TINY)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
+    """Replaces the training by one small file; lists the recipes that were built."""
+    built: list[Recipe] = []
+
+    def make_model(directory: Path, recipe: Recipe) -> None:
+        built.append(recipe)
+        (directory / "config.json").write_text(str(recipe.seed))
+        (directory / build.MARKER).write_text(json.dumps(recipe.marker()))
+
+    monkeypatch.setattr(build, "make_model", make_model)
+    return built
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(directory / "model.safetensors"))
+
+
+def same_weights(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(bool((one[name] == other[name]).all()) for name in one)
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+# What is made.
+
+
+def test_the_folder_is_a_complete_readable_model(model_dir: Path) -> None:
+    assert names(model_dir) == FILES
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in model_dir.iterdir())
+
+
+def test_transformers_loads_the_model_as_the_recipe_says(model_dir: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    config = model.config
+    assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (320, 32, 2)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+    assert (config.max_position_embeddings, config.tie_word_embeddings) == (256, True)
+    assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (0, 1)
+
+
+def test_the_tokenizer_gives_every_text_back(model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(model_dir)
+    for text in ("The with statement", "  two  spaces\n\ttab", "żółw 🐢 \x00"):
+        assert loaded.decode(loaded.encode(text)) == text
+    assert loaded.convert_tokens_to_ids(list(tokenizer.SPECIAL_TOKENS)) == [0, 1, 2, 3, 4]
+    assert (loaded.bos_token, loaded.eos_token, len(loaded)) == ("<|bos|>", "<|eos|>", 320)
+
+
+def test_the_chat_template_writes_what_the_model_was_trained_on(model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(model_dir)
+    talk = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!"), ("user", "Bye")]
+    messages = [{"role": role, "content": text} for role, text in talk]
+    rendered = loaded.apply_chat_template(messages, tokenize=False)
+    assert rendered == tokenizer.render_conversation(talk)
+    prompt = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == rendered + "<|assistant|>"
+    assert rendered == "<|bos|><|system|>Be brief.<|user|>Hi<|assistant|>Hello!<|eos|><|user|>Bye"
+
+
+def test_the_chat_template_takes_a_list_of_text_parts(model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
+    loaded = AutoTokenizer.from_pretrained(model_dir)
+    rendered = loaded.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+    assert rendered == "<|bos|><|user|>Hello"
+
+
+def test_the_frontend_finds_template_and_special_tokens_in_tokenizer_config(model_dir: Path) -> None:
+    config = json.loads((model_dir / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert config["chat_template"] == tokenizer.CHAT_TEMPLATE
+    assert {entry["content"] for entry in config["added_tokens_decoder"].values()} == set(
+        tokenizer.SPECIAL_TOKENS
+    )
+
+
+# Training.
+
+
+def test_the_same_recipe_gives_the_same_weights_and_another_seed_others(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    torch.manual_seed(99)  # whatever the process did before must not matter
+    again = build_demo_model(tmp_path / "again", recipe=TINY)
+    other = build_demo_model(tmp_path / "other", recipe=replace(TINY, seed=1))
+    assert same_weights(weights(model_dir), weights(again))
+    assert not same_weights(weights(model_dir), weights(other))
+
+
+def test_training_learns_and_leaves_the_process_as_it_was() -> None:
+    import torch
+
+    source = corpus.articles()[:40]
+    recipe = replace(TINY, steps=40, threads=2)
+    vocabulary = tokenizer.train_tokenizer([article.passage for article in source], recipe.vocab_size)
+    losses: list[float] = []
+    before = (torch.get_num_threads(), torch.get_rng_state().tolist())
+    training.train(recipe, source, vocabulary, lambda step, steps, loss: losses.append(loss))
+    assert (torch.get_num_threads(), torch.get_rng_state().tolist()) == before
+    assert len(losses) == recipe.steps
+    assert sum(losses[-5:]) / 5 < losses[0] - 1
+
+
+def test_the_last_steps_see_one_long_window() -> None:
+    import torch
+
+    recipe = replace(TINY, steps=10, long_share=0.2)
+    data = torch.arange(10 * 4 * 32).view(10, 4, 32)
+    shapes = [tuple(training.windows(recipe, data, step).shape) for step in range(10)]
+    assert shapes == [(4, 32)] * 8 + [(1, 128)] * 2
+    assert training.windows(recipe, data, 9).flatten().tolist() == data[9].flatten().tolist()
+
+
+def test_the_learning_rate_rises_then_falls_to_nothing() -> None:
+    import torch
+
+    recipe = replace(TINY, steps=20, warmup_steps=4)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    rates = []
+    for step in range(20):
+        training.scale_learning_rates([optimizer], recipe, step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    peak = rates.index(max(rates))
+    assert peak == 3
+    assert rates[:4] == sorted(rates[:4])
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[-1] == pytest.approx(0.5 / 20)
+
+
+# The text.
+
+
+def test_the_text_is_prose_about_python() -> None:
+    articles = {article.title: article for article in corpus.articles()}
+    assert not any("::=" in article.passage for article in articles.values())
+    assert articles["len"].answer("len()") == "About len(): Return the number of items in a container."
+    the_with = articles['The "with" statement']
+    assert the_with.subjects == ("the with statement", 'the "with" statement')
+    assert the_with.answer("it").startswith('About it: The "with" statement is used to wrap')
+    assert sum(article.asked for article in articles.values()) > 150
+
+
+@pytest.mark.parametrize(
+    ("paragraph", "expected"),
+    [
+        ("   expr ::= a\n", ""),
+        ("New in version 3.10.", ""),
+        ("x = 1\nif x:\n    y()", "x = 1\nif x:\n    y()"),
+        (
+            "A line that is as long as lines of wrapped prose are well-\nknown (see section Calls) to be.",
+            "A line that is as long as lines of wrapped prose are well-known to be.",
+        ),
+        (
+            "Sets\n   These represent mutable sets, in a line long enough.\n   They are created by set().",
+            "Sets: These represent mutable sets, in a line long enough. They are created by set().",
+        ),
+    ],
+)
+def test_unwrap(paragraph: str, expected: str) -> None:
+    assert corpus.unwrap(paragraph) == expected
+
+
+def test_an_announcement_goes_with_what_it_announces() -> None:
+    section = ["It is a statement. The syntax is:"]
+    corpus.drop_announcement(section)
+    assert section == ["It is a statement."]
+    corpus.drop_announcement(section)
+    assert section == ["It is a statement."]
+    alone = ["Syntax:"]
+    corpus.drop_announcement(alone)
+    assert alone == []
+
+
+def test_every_round_asks_about_everything_in_other_words() -> None:
+    source = [article for article in corpus.articles() if article.asked]
+    order = random.Random(3)
+    rounds = [conversations.conversations(source, order) for _ in range(2)]
+    asked = [sorted(text for talk in talks for role, text in talk if role == "user") for talks in rounds]
+    assert [len(questions) for questions in asked] == [len(source) + 2 * len(conversations.SMALL_TALK)] * 2
+    assert asked[0] != asked[1]
+    assert all(talk[-1][0] == "assistant" for talks in rounds for talk in talks)
+
+
+# The folder.
+
+
+def test_a_second_call_returns_at_once_and_says_so(
+    tmp_path: Path, stand_in: list[Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "a" / "model"
+    assert build_demo_model(directory, recipe=TINY) == directory
+    assert f"{directory} is ready" in capsys.readouterr().out
+    assert build_demo_model(directory, recipe=TINY) == directory
+    assert capsys.readouterr().out == f"demo-model: {directory} is up to date\n"
+    assert stand_in == [TINY]
+
+
+def test_another_recipe_replaces_the_model(tmp_path: Path, stand_in: list[Recipe]) -> None:
+    directory = tmp_path / "model"
+    build_demo_model(directory, recipe=TINY)
+    (directory / "leftover").touch()
+    build_demo_model(directory, recipe=replace(TINY, seed=7))
+    assert (directory / "config.json").read_text() == "7"
+    assert names(directory) == {"config.json", build.MARKER}
+    assert names(tmp_path) == {"model", ".model.lock"}
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path, stand_in: list[Recipe]) -> None:
+    (tmp_path / "model").mkdir()
+    build_demo_model(tmp_path / "model", recipe=TINY)
+    assert build.is_complete(tmp_path / "model", TINY)
+
+
+def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path, stand_in: list[Recipe]) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"DIR: .* is not allowed; expected a new or empty folder"):
+        build_demo_model(tmp_path, recipe=TINY)
+    with pytest.raises(ConfigError, match="DIR: "):
+        build_demo_model(tmp_path / "thesis.txt", recipe=TINY)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    assert stand_in == []
+
+
+@pytest.mark.parametrize("marker", ["", "[]", "{}", '{"digest": "of another recipe"}'])
+def test_a_damaged_marker_is_no_model(tmp_path: Path, marker: str, stand_in: list[Recipe]) -> None:
+    (tmp_path / build.MARKER).write_text(marker)
+    assert not build.is_complete(tmp_path, TINY)
+
+
+def test_every_field_of_the_recipe_counts() -> None:
+    assert replace(TINY, seed=1).digest != TINY.digest
+    assert replace(TINY, revision=TINY.revision + 1).digest != TINY.digest
+    assert replace(TINY).digest == TINY.digest
+
+
+def test_a_killed_build_leaves_no_model_and_the_next_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    directory = tmp_path / "model"
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "train", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build_demo_model(directory, recipe=TINY)
+    assert not directory.exists()
+    build_demo_model(directory, recipe=TINY)
+    assert names(directory) == FILES
+    assert names(tmp_path) == {"model", ".model.lock"}
+
+
+def test_two_builders_at_once_make_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Path] = []
+
+    def make_model(directory: Path, recipe: Recipe) -> None:
+        built.append(directory)
+        time.sleep(0.2)
+        (directory / build.MARKER).write_text(json.dumps(recipe.marker()))
+
+    monkeypatch.setattr(build, "make_model", make_model)
+    directory = tmp_path / "model"
+    build_it = functools.partial(build_demo_model, directory, recipe=TINY)
+    builders = [threading.Thread(target=build_it) for _ in range(2)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    assert len(built) == 1
+    assert names(directory) == {build.MARKER}
+
+
+# The command.
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo_model.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_the_command_builds_the_default_recipe(tmp_path: Path, stand_in: list[Recipe]) -> None:
+    assert demo_model.run(parse(str(tmp_path / "model"))) == 0
+    assert stand_in == [demo_model.DEFAULT_RECIPE]
+
+
+def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path, stand_in: list[Recipe]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot make a model at"):
+        demo_model.run(parse(str(tmp_path / "file" / "model")))
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    heavy = {"torch", "transformers", "tokenizers"}
+    script = f"import sys, trtllm_disagg.demo_model; print({heavy} & set(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout == "set()\n"
+
+
+def test_progress_is_ten_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    from trtllm_disagg.demo_model.progress import progress_report
+
+    with progress_report() as report:
+        for step in range(1, 101):
+            report(step, 100, 5 - step / 50)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 11
+    assert lines[0].startswith("demo-model: step 1/100, loss 4.98, ")
+    assert lines[-1] == "demo-model: step 100/100, loss 3.00, 0 s left"
+
+
+def test_progress_is_a_bar_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    from trtllm_disagg.demo_model.progress import progress_report
+
+    with progress_report() as report:
+        report(50, 100, 4.25)
+    shown = capsys.readouterr().out
+    assert "50/100" in shown
+    assert "loss 4.25" in shown

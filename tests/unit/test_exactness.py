@@ -1,0 +1,149 @@
+"""Float32 is exact: a position's logits are the same bits however its request was scheduled, cached or split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Checkpoints
+from tests.cores import Core
+from trtllm_disagg.embedded import core as core_module
+from trtllm_disagg.embedded.model_loader import FAMILIES
+
+NEW_TOKENS = 10
+STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]
+#: Two have a stem in common, of no whole number of tiles; Mistral's window is 40 tokens.
+PROMPTS = [
+    [3],
+    STEM + [9] * 53,
+    STEM + [11, 12, 13],
+    [5 + i % 7 for i in range(32)],
+    [2 + (i * 29) % 251 for i in range(65)],
+    [200 - i for i in range(97)],
+]
+Logits = dict[tuple[int, int], torch.Tensor]
+MakeCore = Callable[..., Core]
+
+
+class Recorder:
+    """Every row of logits that was sampled from: (prompt, position) -> logits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: Logits = {}
+        original = core_module.sample
+
+        def record(logits: torch.Tensor, sequences: Sequence[Any]) -> Any:
+            for row, sequence in zip(logits, sequences, strict=True):
+                prompt = sequence.tokens[: sequence.num_prompt]
+                if prompt in PROMPTS:
+                    self.rows[PROMPTS.index(prompt), len(sequence.tokens)] = row.clone()
+            return original(logits, sequences)
+
+        monkeypatch.setattr(core_module, "sample", record)
+
+    def take(self) -> Logits:
+        rows, self.rows = self.rows, {}
+        return rows
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_core(family: str, checkpoints: Checkpoints) -> Iterator[MakeCore]:
+    made: list[Core] = []
+
+    def make(**args: Any) -> Core:
+        made.append(Core(checkpoints(family), **args))
+        return made[-1]
+
+    yield make
+    for core in made:
+        core.assert_idle()
+        core.close()
+
+
+@pytest.fixture
+def solo(make_core: MakeCore, recorder: Recorder) -> Logits:
+    """Each prompt alone, in one piece, with nothing in the cache."""
+    core = make_core(kv_cache_config={"max_tokens": 256, "enable_block_reuse": False})
+    for prompt in PROMPTS:
+        core.generate(prompt, NEW_TOKENS)
+    rows = recorder.take()
+    assert len(rows) == len(PROMPTS) * NEW_TOKENS
+    return rows
+
+
+def assert_same_bits(rows: Logits, expected: Logits) -> None:
+    assert rows.keys() == expected.keys()
+    different = [key for key in rows if not torch.equal(rows[key], expected[key])]
+    assert not different, f"(prompt, position) with other bits: {different}"
+
+
+def test_batched(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
+    core = make_core()
+    core.run(*(core.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
+    assert_same_bits(recorder.take(), solo)
+
+
+def test_batched_in_another_order_after_others(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
+    core = make_core(max_batch_size=4)
+    ids = []
+    for prompt in reversed(PROMPTS):
+        ids += [core.add([7, 8, 9], 30), core.add(prompt, NEW_TOKENS)]
+        core.step()
+    core.run(*ids)
+    assert_same_bits(recorder.take(), solo)
+
+
+@pytest.mark.parametrize("max_num_tokens", [32, 70, 128])
+def test_chunked(make_core: MakeCore, recorder: Recorder, solo: Logits, max_num_tokens: int) -> None:
+    core = make_core(max_num_tokens=max_num_tokens, enable_chunked_prefill=True)
+    core.run(*(core.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
+    assert_same_bits(recorder.take(), solo)
+
+
+@pytest.mark.parametrize("tokens_per_block", [4, 16, 32, 64])
+def test_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, tokens_per_block: int) -> None:
+    """Block sizes below a tile: a reused prefix ends in the middle of one."""
+    core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": tokens_per_block})
+    core.generate(STEM, 1)
+    for _ in range(2):
+        for prompt in PROMPTS:
+            core.generate(prompt, NEW_TOKENS)
+        assert core.answers[len(PROMPTS), 0].cached_tokens >= 64 // tokens_per_block * tokens_per_block
+        assert_same_bits(recorder.take(), solo)
+
+
+def test_in_scattered_blocks(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
+    """A sequence whose blocks are no run is gathered, not viewed."""
+    core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": 16})
+    blocks = core.engine.blocks
+    taken = blocks.allocate(blocks.num_blocks)
+    blocks.release(taken[::2])
+    for prompt in PROMPTS:
+        core.generate(prompt, NEW_TOKENS)
+    blocks.release(taken[1::2])
+    assert_same_bits(recorder.take(), solo)
+
+
+@pytest.mark.parametrize("backend", ["SHARED_MEMORY", "NIXL"])
+def test_disaggregated(make_core: MakeCore, recorder: Recorder, solo: Logits, backend: str) -> None:
+    transfer = {"cache_transceiver_config": {"backend": backend}}
+    prefill = make_core(max_num_tokens=64, enable_chunked_prefill=True, **transfer)
+    decode = make_core(**transfer)
+    for _ in range(2):  # the second time with both caches warm
+        handoffs = [prefill.prefill(prompt) for prompt in PROMPTS]
+        decode.run(*(decode.add_decode(p, h, NEW_TOKENS) for p, h in zip(PROMPTS, handoffs, strict=True)))
+        assert_same_bits(recorder.take(), solo)
+        prefill.settle()

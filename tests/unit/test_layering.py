@@ -1,0 +1,180 @@
+"""Imports go one way, and few files know Dynamo or TensorRT-LLM. Read from the source, lazy imports too."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "trtllm_disagg"
+ROOT = Path(__file__).parents[2] / PACKAGE
+
+#: From the bottom up. A module imports from its own layer and from those below; the longest name counts.
+LAYERS = (
+    ("", "types", "errors"),
+    ("config", "wire", "args", "pairing"),
+    ("kv_transfer",),
+    ("embedded", "engine_keys", "engine_config", "engine"),
+    ("handlers", "publisher"),
+    ("runtime", "testing"),
+    ("worker",),
+    ("cli", "worker_command", "deployment", "demo", "demo_model", "bench"),
+    ("__main__",),
+)
+
+#: These run on Dynamo, and nothing else may need it.
+DYNAMO = ("runtime", "publisher")
+
+#: The one module that asks for TensorRT-LLM.
+TENSORRT_LLM = ("engine",)
+#: These put something in its place, under its name, and import only that.
+STAND_INS = ("embedded.mount", "embedded.mounted_names", "testing.mounted")
+
+#: The engine serves whoever speaks the LLM API; it knows none of them.
+NOT_FOR_EMBEDDED = (
+    "handlers",
+    "worker",
+    "worker_command",
+    "runtime",
+    "publisher",
+    "engine",
+    "wire",
+    "testing",
+)
+
+#: Functions that import by a name in their first argument.
+IMPORTERS = ("import_module", "find_spec", "__import__")
+
+
+def modules() -> dict[str, Path]:
+    """Name inside the package -> file. `handlers` is a link, which rglob does not follow."""
+    files = [*ROOT.rglob("*.py"), *(ROOT / "handlers").rglob("*.py")]
+    return {_name(file): file for file in files}
+
+
+def _name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(file: Path) -> Iterator[str]:
+    """The absolute name of everything that a file imports, `from x import y` as x.y."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and _function(node) in IMPORTERS:
+            yield from _start_of_text(node.args[0])
+
+
+def _function(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _start_of_text(node: ast.expr) -> Iterator[str]:
+    """What a text or an f-string starts with; nothing for a variable."""
+    if isinstance(node, ast.JoinedStr) and node.values:
+        node = node.values[0] if isinstance(node.values[0], ast.Constant) else node
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+
+
+def is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def own_imports(file: Path) -> set[str]:
+    """The modules of this package that a file imports, by their names inside it."""
+    found = set()
+    for name in imports(file):
+        if is_in(name, PACKAGE):
+            inside = name.removeprefix(PACKAGE).removeprefix(".")
+            found.add(inside if inside in MODULES else inside.rpartition(".")[0])
+    return found
+
+
+def layer_of(module: str) -> int:
+    fitting = [
+        (len(name), layer)
+        for layer, names in enumerate(LAYERS)
+        for name in names
+        if is_in(module, name) or not name
+    ]
+    _, layer = max(fitting)
+    return layer
+
+
+MODULES = modules()
+NAMES = sorted(MODULES)
+
+
+def test_the_link_and_the_folder_are_one_package() -> None:
+    assert {"handlers.chain", "handlers.strategies.router", "embedded.llm"} <= set(NAMES)
+
+
+def test_every_module_has_a_layer() -> None:
+    unknown = [
+        name for name in NAMES if name and not any(is_in(name, n) for names in LAYERS for n in names if n)
+    ]
+    assert unknown == []
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_imports_go_one_way(module: str) -> None:
+    upwards = [name for name in own_imports(MODULES[module]) if layer_of(name) > layer_of(module)]
+    assert upwards == [], f"{module} imports from a layer above it"
+
+
+def test_the_nouns_import_nothing_of_ours() -> None:
+    assert own_imports(MODULES["types"]) == own_imports(MODULES["errors"]) == set()
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in NAMES if is_in(name, "embedded") or is_in(name, "kv_transfer")]
+)
+def test_the_embedded_engine_knows_no_client(module: str) -> None:
+    known = own_imports(MODULES[module])
+    assert [name for name in known for other in NOT_FOR_EMBEDDED if is_in(name, other)] == []
+
+
+@pytest.mark.parametrize("module", [name for name in NAMES if is_in(name, "handlers")])
+def test_handlers_know_no_engine(module: str) -> None:
+    """Whichever module offers the LLM API, `engine` is the only one that they see."""
+    assert [name for name in own_imports(MODULES[module]) if is_in(name, "embedded")] == []
+
+
+def test_only_the_runtime_and_the_publishers_import_dynamo() -> None:
+    users = [name for name in NAMES for used in imports(MODULES[name]) if is_in(used, "dynamo")]
+    assert [name for name in users if not any(is_in(name, allowed) for allowed in DYNAMO)] == []
+    assert set(users) >= {"runtime"}
+
+
+def test_only_the_engine_asks_for_tensorrt_llm() -> None:
+    users = {name for name in NAMES for used in imports(MODULES[name]) if used.startswith("tensorrt_llm")}
+    assert users - set(STAND_INS) == set(TENSORRT_LLM)
+
+
+def test_the_stand_ins_are_there() -> None:
+    assert set(STAND_INS) <= set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("embedded", "torch transformers dynamo numpy"),
+        ("engine", "torch transformers dynamo tensorrt_llm"),
+        ("handlers.strategies", "torch transformers dynamo tensorrt_llm"),
+        ("cli", "torch transformers dynamo pydantic msgspec yaml"),
+    ],
+)
+def test_importing_is_cheap(module: str, heavy: str) -> None:
+    name = f"{PACKAGE}.{module}"
+    program = f"import sys, {name}; print(*[name for name in {heavy.split()} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -1,0 +1,131 @@
+"""Cumulative outputs of the LLM API become chunks of what is new."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trtllm_disagg.errors import StageTimeoutError
+from trtllm_disagg.handlers.outputs import OutputCursor
+from trtllm_disagg.testing.recording_llm import CompletionOutput, Logprob
+from trtllm_disagg.types import PromptTokensDetails, TokenChunk, Usage
+
+Entry = dict[int, Logprob]
+
+
+def result_of(
+    tokens: list[int], finish_reason: str | None = None, *, cached_tokens: Any = 0, **fields: Any
+) -> Any:
+    output = CompletionOutput(index=0, token_ids=tokens, finish_reason=finish_reason, **fields)
+    return SimpleNamespace(outputs=[output], cached_tokens=cached_tokens)
+
+
+def advance(cursor: OutputCursor, *args: Any, **kwargs: Any) -> TokenChunk:
+    chunk = cursor.advance(result_of(*args, **kwargs))
+    assert chunk is not None
+    return chunk
+
+
+def test_a_chunk_has_what_is_new() -> None:
+    cursor = OutputCursor(3)
+    assert advance(cursor, [5]).token_ids == [5]
+    assert advance(cursor, [5, 6, 7]).token_ids == [6, 7]
+    assert cursor.advance(result_of([5, 6, 7])) is None
+
+
+def test_the_end_has_reason_and_usage_and_nothing_else_has() -> None:
+    cursor = OutputCursor(3)
+    first = advance(cursor, [5], stop_reason=9)
+    assert (first.finish_reason, first.stop_reason, first.completion_usage) == (None, None, None)
+    last = advance(cursor, [5, 6], "stop", stop_reason=9, cached_tokens=2)
+    assert last == TokenChunk(
+        [6],
+        finish_reason="stop",
+        stop_reason=9,
+        completion_usage=Usage(3, 2, 5, PromptTokensDetails(2)),
+    )
+
+
+def test_an_end_without_a_new_token_is_a_chunk_too() -> None:
+    cursor = OutputCursor(3)
+    advance(cursor, [5])
+    assert advance(cursor, [5], "cancelled").token_ids == []
+
+
+def test_tokens_that_the_client_has_are_skipped_but_counted() -> None:
+    cursor = OutputCursor(3, skip=1)
+    assert cursor.advance(result_of([5])) is None
+    last = advance(cursor, [5, 6], "length")
+    assert last.token_ids == [6]
+    assert last.completion_usage is not None
+    assert last.completion_usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize(("given", "counted", "shown"), [(None, 7, 7), (None, None, 0), (4, 7, 4), (0, 7, 0)])
+def test_whose_count_of_cached_tokens_is_shown(given: int | None, counted: int | None, shown: int) -> None:
+    last = advance(OutputCursor(3, cached_tokens=given), [5], "stop", cached_tokens=counted)
+    assert last.completion_usage is not None
+    assert last.completion_usage.prompt_tokens_details == PromptTokensDetails(shown)
+
+
+def test_an_engine_that_gave_up_is_a_timeout() -> None:
+    with pytest.raises(StageTimeoutError):
+        OutputCursor(3).advance(result_of([5], "timeout"))
+
+
+def test_logprobs_have_the_chosen_token_and_its_alternatives() -> None:
+    entries: list[Entry] = [{5: Logprob(-0.25, 1), 6: Logprob(-1.5, 2)}, {8: Logprob(-0.1), 7: Logprob(-3.0)}]
+    chunk = advance(OutputCursor(3), [6, 7], logprobs=entries)
+    assert chunk.log_probs == [-1.5, -3.0]
+    assert chunk.top_logprobs == [
+        [
+            {"rank": 1, "token_id": 5, "token": None, "logprob": -0.25},
+            {"rank": 2, "token_id": 6, "token": None, "logprob": -1.5},
+        ],
+        [
+            {"rank": 0, "token_id": 8, "token": None, "logprob": -0.1},
+            {"rank": 0, "token_id": 7, "token": None, "logprob": -3.0},
+        ],
+    ]
+
+
+def test_logprobs_of_skipped_tokens_are_skipped() -> None:
+    entries: list[Entry] = [{5: Logprob(-0.5)}, {6: Logprob(-0.75)}]
+    assert advance(OutputCursor(3, skip=1), [5, 6], logprobs=entries).log_probs == [-0.75]
+
+
+@pytest.mark.parametrize(
+    "entries", [[], [{5: Logprob(-0.5)}], [{5: Logprob(-0.5)}, {}], [{9: Logprob(0.0)}, {6: Logprob(0.0)}]]
+)
+def test_missing_logprobs_are_left_out_and_never_shifted(entries: list[Entry]) -> None:
+    chunk = advance(OutputCursor(3), [5, 6], logprobs=entries)
+    assert (chunk.token_ids, chunk.log_probs, chunk.top_logprobs) == ([5, 6], None, None)
+
+
+def test_plain_numbers_are_the_logprobs_of_the_chosen_tokens() -> None:
+    chunk = advance(OutputCursor(3), [5, 6], logprobs=[0.0, -2.0])
+    assert (chunk.log_probs, chunk.top_logprobs) == ([0.0, -2.0], None)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 99), max_size=12),
+    cuts=st.lists(st.integers(0, 12), max_size=6),
+    skip=st.integers(0, 3),
+)
+def test_however_the_engine_groups_them_each_token_comes_once(
+    tokens: list[int], cuts: list[int], skip: int
+) -> None:
+    cursor = OutputCursor(1, skip=skip)
+    entries: list[Entry] = [{token: Logprob(-float(place))} for place, token in enumerate(tokens)]
+    chunks = []
+    for cut in [*sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]:
+        chunks.append(cursor.advance(result_of(tokens[:cut], logprobs=entries[:cut])))
+    seen = [chunk for chunk in chunks if chunk is not None]
+    assert [token for chunk in seen for token in chunk.token_ids] == tokens[skip:]
+    assert [lp for chunk in seen for lp in chunk.log_probs or ()] == [
+        -float(n) for n in range(skip, len(tokens))
+    ]

@@ -1,0 +1,143 @@
+"""What is built from this tree: every module, the handlers folder under its name in the package, no tests."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from setuptools import find_packages  # type: ignore[import-untyped]
+
+from trtllm_disagg import __version__
+from trtllm_disagg.cli import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "trtllm_disagg"
+NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "*.log", "node_modules")
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@dataclass(frozen=True)
+class Built:
+    """A source distribution, and the wheel that was built from that."""
+
+    source: Path
+    sdist: Path
+    wheel: Path
+
+    @property
+    def wheel_files(self) -> set[str]:
+        with zipfile.ZipFile(self.wheel) as archive:
+            return set(archive.namelist())
+
+    @property
+    def sdist_files(self) -> set[str]:
+        with tarfile.open(self.sdist) as archive:
+            # The first part is the name with the version.
+            return {name.partition("/")[2] for name in archive.getnames()}
+
+
+def run(command: Sequence[object], **options: object) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    result: subprocess.CompletedProcess[str] = done
+    return result
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Built from a copy, as a bare checkout has it."""
+    folder = tmp_path_factory.mktemp("build")
+    source, out = folder / "source", folder / "dist"
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    done = run([sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source])
+    assert done.returncode == 0, done.stdout + done.stderr
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return Built(source, sdist, wheel)
+
+
+@pytest.fixture(scope="module")
+def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin/ of a new environment that has this wheel and nothing else."""
+    environment = tmp_path_factory.mktemp("environment")
+    assert run([sys.executable, "-m", "venv", "--without-pip", environment]).returncode == 0
+    python = environment / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "-q"]
+    done = run([*pip, built.wheel])
+    assert done.returncode == 0, done.stderr
+    return environment / "bin"
+
+
+def test_the_package_list_has_every_folder() -> None:
+    """find_packages follows the link trtllm_disagg/handlers -> ../handlers."""
+    found = find_packages(str(ROOT), include=[PACKAGE, f"{PACKAGE}.*"])
+    assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(found)
+
+
+def test_the_link_is_a_link_into_this_tree() -> None:
+    link = ROOT / PACKAGE / "handlers"
+    assert link.is_symlink()
+    assert link.readlink() == Path("../handlers")
+
+
+def test_there_is_one_version() -> None:
+    assert PYPROJECT["project"]["version"] == __version__
+
+
+def test_the_wheel_has_every_module(built: Built) -> None:
+    package = built.source / PACKAGE
+    files = [*package.rglob("*.py"), *(package / "handlers").rglob("*.py")]
+    modules = {str(file.relative_to(built.source)) for file in files}
+    assert {f"{PACKAGE}/handlers/chain.py", f"{PACKAGE}/handlers/strategies/router.py"} <= modules
+    in_wheel = {name for name in built.wheel_files if name.endswith(".py")}
+    assert in_wheel == modules
+
+
+def test_the_wheel_is_typed_and_licensed_and_has_nothing_else(built: Built) -> None:
+    others = {name for name in built.wheel_files if not name.endswith(".py")}
+    assert f"{PACKAGE}/py.typed" in others
+    assert {name.partition("/")[0] for name in built.wheel_files} == {
+        PACKAGE,
+        f"{PACKAGE}-{__version__}.dist-info",
+    }
+    assert any(name.endswith("licenses/LICENSE") for name in others)
+    assert not any("test_" in name or name.startswith("tests/") for name in built.wheel_files)
+
+
+def test_the_source_distribution_can_be_built_again(built: Built) -> None:
+    """The wheel of this test was built from it. Here: the handlers are in it once, as files."""
+    files = built.sdist_files
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "handlers/chain.py",
+        "handlers/strategies/agg.py",
+    } <= files
+    assert f"{PACKAGE}/handlers/chain.py" not in files
+
+
+def test_the_command_needs_no_dependency_to_say_what_it_is(installed: Path) -> None:
+    version = run([installed / "trtllm-disagg", "--version"])
+    assert (version.returncode, version.stdout, version.stderr) == (0, f"{__version__}\n", "")
+    usage = run([installed / "trtllm-disagg", "--help"])
+    assert (usage.returncode, usage.stderr) == (0, "")
+    assert all(command in usage.stdout for command in COMMANDS)
+    module = run([installed / "python", "-m", PACKAGE, "--version"], cwd=installed)
+    assert module.stdout == version.stdout
+
+
+def test_the_installed_handlers_are_part_of_the_package(installed: Path) -> None:
+    program = (
+        "import importlib.util as u, trtllm_disagg.handlers as h;"
+        "print(h.__name__, u.find_spec('handlers'), bool(u.find_spec('trtllm_disagg.handlers.strategies')))"
+    )
+    done = run([installed / "python", "-c", program], cwd=installed)
+    assert done.stdout == "trtllm_disagg.handlers None True\n", done.stderr

@@ -1,0 +1,88 @@
+"""Two workers that cannot work together are told why, before either serves."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.config import Role, WorkerConfig
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.pairing import describe_worker, require_pair
+
+ARGS: dict[str, Any] = {"kv_cache_config": {"dtype": "auto"}, "cache_transceiver_config": {"backend": "NIXL"}}
+
+
+def described(
+    role: str, args: dict[str, Any] | None = None, block_size: int = 32, **config: Any
+) -> dict[str, Any]:
+    settings = {"model": "org/model", "engine": "embedded", "role": Role(role)} | config
+    answer = describe_worker(WorkerConfig(**settings), ARGS | (args or {}), block_size)
+    crossed: dict[str, Any] = json.loads(json.dumps(answer))
+    return crossed
+
+
+def test_a_worker_describes_what_has_to_be_equal() -> None:
+    assert described("prefill", {"dtype": "float32"}, served_model_name="m") == {
+        "role": "prefill",
+        "strategy": "decode_first",
+        "engine": "embedded",
+        "model": "m",
+        "block_size": 32,
+        "dtype": "float32",
+        "kv_dtype": "auto",
+        "transceiver": "NIXL",
+    }
+
+
+def test_nothing_said_is_the_default() -> None:
+    config = WorkerConfig(model="m", engine="embedded", role=Role.AGG)
+    answer = describe_worker(config, {"kv_cache_config": None}, 16)
+    assert (answer["dtype"], answer["kv_dtype"], answer["transceiver"]) == ("auto", "auto", None)
+
+
+def test_a_pair_that_fits() -> None:
+    require_pair(described("decode"), described("prefill"))
+    require_pair(described("prefill"), described("decode"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [
+        ({"block_size": 16}, "kv_cache_config.tokens_per_block (--kv-block-size): decode 32, prefill 16"),
+        ({"engine": "tensorrt_llm"}, "--engine: decode 'embedded', prefill 'tensorrt_llm'"),
+        (
+            {"strategy": "prefill_first"},
+            "--disaggregation-strategy: decode 'decode_first', prefill 'prefill_first'",
+        ),
+        ({"served_model_name": "x"}, "--served-model-name: decode 'org/model', prefill 'x'"),
+        ({"args": {"dtype": "bfloat16"}}, "dtype: decode 'auto', prefill 'bfloat16'"),
+        (
+            {"args": {"kv_cache_config": {"dtype": "fp8"}}},
+            "kv_cache_config.dtype: decode 'auto', prefill 'fp8'",
+        ),
+        (
+            {"args": {"cache_transceiver_config": {"backend": "UCX"}}},
+            "cache_transceiver_config.backend: decode 'NIXL', prefill 'UCX'",
+        ),
+    ],
+)
+def test_a_difference_names_the_setting_and_both_values(theirs: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_pair(described("decode"), described("prefill", **theirs))
+    assert str(caught.value) == f"the two stages do not fit together; {named}"
+
+
+def test_all_differences_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_pair(described("decode"), described("decode", block_size=8, engine="tensorrt_llm"))
+    message = str(caught.value)
+    assert "--disaggregation-mode: both workers are decode" in message
+    assert message.count(";") == 3
+
+
+@pytest.mark.parametrize("answer", [{}, {"token_ids": [1], "finish_reason": "stop"}])
+def test_a_stranger_does_not_fit(answer: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="prefill 'embedded', None None"):
+        require_pair(described("prefill"), answer)

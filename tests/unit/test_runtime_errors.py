@@ -1,0 +1,268 @@
+"""Errors on their way through Dynamo: what it makes of them, and the real way from worker to worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from dynamo.llm import exceptions as dynamo_errors
+from dynamo.runtime import Context
+
+from tests.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.errors import (
+    ConfigError,
+    DisaggError,
+    EngineError,
+    HandoffRefusedError,
+    InvalidRequestError,
+    KvTransferError,
+    OverloadedError,
+    PeerUnavailableError,
+    RequestCancelledError,
+    StageTimeoutError,
+)
+from trtllm_disagg.handlers.strategies import build_generate
+from trtllm_disagg.runtime import (
+    DynamoStageClient,
+    NoStage,
+    Runtime,
+    as_dynamo_handler,
+    from_dynamo,
+    to_dynamo,
+)
+from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.testing.pair import recording_engine
+from trtllm_disagg.testing.recording_llm import LLM, Script
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+#: Our error, what Dynamo is given for it, how it arrives at the other worker.
+CROSSINGS: list[tuple[DisaggError, type[Exception], type[DisaggError]]] = [
+    (InvalidRequestError("n=2: no"), dynamo_errors.InvalidArgument, InvalidRequestError),
+    (HandoffRefusedError("n=2: no"), dynamo_errors.InvalidArgument, InvalidRequestError),
+    (ConfigError("n=2: no"), dynamo_errors.InvalidArgument, InvalidRequestError),
+    (OverloadedError("n=2: no"), dynamo_errors.HttpError, OverloadedError),
+    (PeerUnavailableError("n=2: no"), dynamo_errors.CannotConnect, PeerUnavailableError),
+    (KvTransferError("n=2: no"), dynamo_errors.CannotConnect, PeerUnavailableError),
+    (StageTimeoutError("n=2: no"), dynamo_errors.ConnectionTimeout, StageTimeoutError),
+    (RequestCancelledError("n=2: no"), dynamo_errors.Cancelled, RequestCancelledError),
+    (EngineError("n=2: no"), dynamo_errors.Unknown, EngineError),
+]
+crossings = pytest.mark.parametrize(
+    ("error", "given", "arrives_as"), CROSSINGS, ids=lambda v: type(v).__name__
+)
+
+
+def failing(error: Exception | None, chunks_before: int = 0) -> Generate:
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        for _ in range(chunks_before):
+            yield TokenChunk([5])
+        if error is not None:
+            raise error
+
+    return generate
+
+
+async def handled(generate: Generate, context: FakeContext | None = None) -> list[dict[str, Any]]:
+    handler = as_dynamo_handler(generate, {"role": "decode"})
+    return [answer async for answer in handler(raw_request(), context=context or FakeContext())]
+
+
+# -- to Dynamo
+
+
+@crossings
+def test_what_dynamo_is_given(
+    error: DisaggError, given: type[Exception], arrives_as: type[DisaggError]
+) -> None:
+    translated = to_dynamo(error)
+    assert type(translated) is given
+    assert "n=2: no" in str(translated)
+
+
+@crossings
+async def test_a_handler_raises_dynamos_errors(
+    error: DisaggError, given: type[Exception], arrives_as: type[DisaggError]
+) -> None:
+    with pytest.raises(given):
+        await handled(failing(error, chunks_before=1))
+
+
+def test_an_overloaded_worker_says_529() -> None:
+    overloaded = to_dynamo(OverloadedError("full"))
+    assert isinstance(overloaded, dynamo_errors.HttpError)
+    assert overloaded.code == OverloadedError.status == 529
+
+
+@pytest.mark.parametrize("error", [errors for errors, _, _ in CROSSINGS], ids=lambda v: type(v).__name__)
+def test_no_error_takes_the_worker_out_of_service(error: DisaggError) -> None:
+    """Dynamo stops sending requests to an instance for seconds after these."""
+    blacklisting = (
+        dynamo_errors.EngineShutdown,
+        dynamo_errors.WorkerUnavailable,
+        dynamo_errors.StreamIncomplete,
+    )
+    assert not isinstance(to_dynamo(error), blacklisting)
+
+
+async def test_a_bug_of_ours_fails_the_request_only(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(dynamo_errors.Unknown, match="KeyError: 'x'"):
+        await handled(failing(KeyError("x")))
+    assert "request request-1 failed unexpectedly" in caplog.text
+
+
+async def test_a_bad_request_is_refused_before_any_handler() -> None:
+    handler = as_dynamo_handler(failing(None), {})
+    with pytest.raises(dynamo_errors.InvalidArgument, match="token_ids"):
+        await anext(handler({"token_ids": 5}, context=FakeContext()))
+
+
+async def test_a_client_that_left_gets_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    context = FakeContext()
+    context.stop()
+    assert await handled(failing(RequestCancelledError("gone"), chunks_before=1), context) == [
+        {"token_ids": [5]}
+    ]
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+
+
+async def test_a_request_that_is_cancelled_for_another_reason_must_not_look_whole() -> None:
+    with pytest.raises(dynamo_errors.Cancelled):
+        await handled(failing(RequestCancelledError("the peer is shutting down"), chunks_before=1))
+
+
+async def test_who_are_you() -> None:
+    handler = as_dynamo_handler(failing(EngineError("not asked")), {"role": "decode"})
+    question = {"trtllm_disagg.describe": True}
+    assert [answer async for answer in handler(question, context=FakeContext())] == [{"role": "decode"}]
+
+
+# -- from Dynamo: the texts that were measured
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (ValueError("InvalidRequest: ValueError: bad"), InvalidRequestError, "bad"),
+        (ValueError("Internal: RuntimeError: boom"), EngineError, "boom"),
+        (ValueError("Internal: boom: why"), EngineError, "boom: why"),
+        (ValueError("Internal: KeyError: 'x'\nline 2"), EngineError, "'x'\nline 2"),
+        (ValueError("Unavailable: engine is gone"), PeerUnavailableError, "engine is gone"),
+        (
+            ValueError("Unavailable: Stream ended before generation completed"),
+            PeerUnavailableError,
+            "Stream ended before generation completed",
+        ),
+        (
+            Exception("Unavailable: No workers available for endpoint ns/comp/ep"),
+            PeerUnavailableError,
+            "No workers available for endpoint ns/comp/ep",
+        ),
+        (
+            Exception("Unavailable: instance_id=12 not found"),
+            PeerUnavailableError,
+            "instance_id=12 not found",
+        ),
+        (ValueError("Cancelled: left"), RequestCancelledError, "left"),
+        (ValueError("DeadlineExceeded: slow"), StageTimeoutError, "slow"),
+        (ValueError('RateLimited: {"message":"full","code":429}'), OverloadedError, "full"),
+        (ValueError('CapacityExhausted: {"message":"full","code":529}'), OverloadedError, "full"),
+        (ValueError("CapacityExhausted: []"), OverloadedError, "[]"),
+        (dynamo_errors.InvalidArgument("kv_cache: bad"), InvalidRequestError, "kv_cache: bad"),
+        (Exception("what is this"), PeerUnavailableError, "cannot be reached: what is this"),
+        (ConnectionError("refused"), PeerUnavailableError, "cannot be reached: refused"),
+    ],
+)
+def test_how_a_peers_error_arrives(error: Exception, kind: type[DisaggError], message: str) -> None:
+    translated = from_dynamo(error)
+    assert type(translated) is kind
+    assert str(translated).endswith(message)
+
+
+def test_a_worker_without_a_second_stage_calls_nobody() -> None:
+    with pytest.raises(AssertionError):
+        NoStage().call({}, FakeContext())
+
+
+# -- the real way: Dynamo's request plane, in this process
+
+
+@asynccontextmanager
+async def served(generate: Generate) -> AsyncIterator[DynamoStageClient]:
+    """A client of a second stage that answers so."""
+    config = WorkerConfig(
+        model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST, discovery_backend="mem"
+    )
+    runtime = Runtime(config)
+    serving = asyncio.create_task(runtime.serve(generate, {"role": "decode"}))
+    try:
+        yield await runtime.second_stage(config.endpoint_id)
+    finally:
+        runtime.shutdown()
+        await serving
+
+
+@pytest.mark.parametrize("chunks_before", [0, 1])
+async def test_every_error_crosses(chunks_before: int) -> None:
+    current: list[Exception] = []
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        async for chunk in failing(current[0], chunks_before)(request, context):
+            yield chunk
+
+    async with served(generate) as client:
+        for error, _, arrives_as in CROSSINGS:
+            current[:] = [error]
+            got: list[Any] = []
+            with pytest.raises(DisaggError) as caught:
+                await read(client, got)
+            assert type(caught.value) is arrives_as
+            assert str(caught.value) == "n=2: no"
+            assert got == [{"token_ids": [5]}] * chunks_before
+        assert await client.describe() == {"role": "decode"}
+
+
+async def read(client: DynamoStageClient, into: list[Any]) -> None:
+    async for answer in client.call(raw_request(), Context()):
+        into.append(answer)
+
+
+async def test_both_stages_over_dynamo() -> None:
+    LLM.forget_instances()
+    engines = {role: recording_engine() for role in (Role.PREFILL, Role.DECODE)}
+
+    def handler(role: Role, client: Any) -> Generate:
+        config = WorkerConfig(model="m", role=role, strategy=Strategy.PREFILL_FIRST)
+        return build_generate(config, engines[role], client)
+
+    async with served(handler(Role.DECODE, NoStage())) as client:
+        generate = handler(Role.PREFILL, client)
+        chunks = await collect(generate, request(), context=Context())
+    assert tokens_of(chunks) == expected_tokens(5)
+    assert len(LLM.kv_store) == 0
+
+
+async def test_a_client_that_leaves_stops_both_stages() -> None:
+    LLM.forget_instances()
+    prefill, decode = recording_engine(), recording_engine()
+    gate = asyncio.Semaphore(3)
+    decode.llm.scripts.append(Script(gate=gate))
+    second = WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST)
+    first = WorkerConfig(model="m", role=Role.PREFILL, strategy=Strategy.PREFILL_FIRST)
+    context = Context()
+    async with served(build_generate(second, decode, NoStage())) as client:
+        chunks = build_generate(first, prefill, client)(request(max_tokens=50), context)
+        seen = [await anext(chunks) for _ in range(3)]
+        context.stop_generating()
+        seen += [chunk async for chunk in chunks]
+        (result,) = decode.llm.results
+        await until(lambda: result.aborts)
+        gate.release()
+    assert tokens_of(seen)[:3] == expected_tokens(3)
+    assert result.aborts == [3]
+    assert len(LLM.kv_store) == 0

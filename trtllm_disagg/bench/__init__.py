@@ -1,0 +1,34 @@
+"""`trtllm-disagg bench NAME`: measurements, one module each, imported only when it is asked for.
+
+Tables go to stdout, or with --json a list of figures; progress goes to stderr. Every baseline runs in the same
+process and the same minutes as what it is compared with, interleaved, because machines differ and so do minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+from trtllm_disagg.cli import Command
+
+#: Each module has add_arguments(parser) and run(namespace) -> exit status.
+BENCHMARKS = {
+    "scenarios": Command(
+        "six workloads, monolithic and disaggregated, token by token the same", "trtllm_disagg.bench.scenarios"
+    ),
+    "transfer": Command("KV pulls between two processes beside memcpy", "trtllm_disagg.bench.transfer"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    benchmarks = parser.add_subparsers(dest="benchmark", metavar="NAME", required=True)
+    for name, benchmark in BENCHMARKS.items():
+        subparser = benchmarks.add_parser(
+            name, help=benchmark.help, description=benchmark.help, allow_abbrev=False
+        )
+        import_module(benchmark.module).add_arguments(subparser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0: measured, and every answer was right. A missed target is reported, it does not fail."""
+    return int(import_module(BENCHMARKS[args.benchmark].module).run(args))

@@ -1,0 +1,104 @@
+"""Which KV is moved: pool shapes of real models, and block lists as allocators make them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trtllm_disagg.kv_transfer.layout import KvLayout
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+#: Knuth's multiplicative hash: neighbouring words of the fill differ in every byte.
+_FILL_FACTOR = np.uint32(2654435761)
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """One prompt's KV, and pools with twice as many blocks as it needs."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    prompt_tokens: int = 4096
+    tokens_per_block: int = 32
+
+    @property
+    def prompt_blocks(self) -> int:
+        return -(-self.prompt_tokens // self.tokens_per_block)
+
+    @property
+    def pool_blocks(self) -> int:
+        return 2 * self.prompt_blocks
+
+    @property
+    def pool_shape(self) -> tuple[int, ...]:
+        return (self.layers, 2, self.pool_blocks, self.tokens_per_block, self.kv_heads, self.head_dim)
+
+    @property
+    def segments(self) -> int:
+        """Places in the pool that hold a part of each block: K and V of every layer."""
+        return 2 * self.layers
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of one block in one layer's K or V."""
+        return self.tokens_per_block * self.kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.segments * self.pool_blocks * self.segment_bytes
+
+    @property
+    def prompt_bytes(self) -> int:
+        return self.segments * self.prompt_blocks * self.segment_bytes
+
+    @property
+    def layout(self) -> KvLayout:
+        return KvLayout(
+            "bench", self.layers, self.tokens_per_block, self.kv_heads, self.head_dim, self.dtype
+        )
+
+    def blocks(self, pattern: str, seed: int) -> list[int]:
+        """`contiguous`: one run. `scattered`: no two neighbours in a row, the worst that an allocator can do."""
+        if pattern == "contiguous":
+            start = self.prompt_blocks // 2
+            return list(range(start, start + self.prompt_blocks))
+        ids = np.arange(0, self.pool_blocks, 2) + np.random.default_rng(seed).integers(2)
+        return [int(i) for i in np.random.default_rng(seed).permutation(ids)]
+
+    def ranges(self, remote: list[int], local: list[int]) -> np.ndarray:
+        """(n, 3) int64 rows (remote offset, local offset, bytes) in the pools, neighbours on both sides merged."""
+        pairs = np.asarray(sorted(zip(remote, local, strict=True)), np.int64)
+        breaks = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(1)) + 1
+        starts = np.concatenate(([0], breaks))
+        lengths = np.diff(np.concatenate((starts, [len(pairs)])))
+        segment = np.arange(self.segments, dtype=np.int64)[:, None] * self.pool_blocks
+        offsets = [((segment + pairs[starts, side]) * self.segment_bytes).ravel() for side in (0, 1)]
+        return np.stack([*offsets, np.tile(lengths * self.segment_bytes, self.segments)], axis=1)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        KvShape("8b-bf16", layers=32, kv_heads=8, head_dim=128, dtype="bfloat16"),  # Llama-3.1-8B
+        KvShape("0.5b-fp32", layers=24, kv_heads=2, head_dim=64, dtype="float32"),  # Qwen2.5-0.5B
+    )
+}
+
+
+def fill(pool: np.ndarray) -> None:
+    """Every word of a flat uint8 pool says where it is."""
+    words = pool.view(np.uint32)
+    step = 1 << 20
+    for start in range(0, len(words), step):
+        part = words[start : start + step]
+        part[:] = np.arange(start, start + len(part), dtype=np.uint32) * _FILL_FACTOR
+
+
+def filled_bytes(offset: int, count: int) -> np.ndarray:
+    """What `fill` puts at these bytes; both are multiples of four."""
+    words = np.arange(offset // 4, (offset + count) // 4, dtype=np.uint32) * _FILL_FACTOR
+    return words.view(np.uint8)

@@ -1,0 +1,71 @@
+"""The two yardsticks of a pull: memcpy inside one process, and the system call under NIXL's `cma`."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+
+_HUGE_PAGE = 2 << 20
+#: IOV_MAX: ranges that one call takes.
+_MAX_RANGES = 1024
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+
+
+def touched_memory(nbytes: int) -> np.ndarray:
+    """Flat uint8 memory on huge pages where the kernel gives them, every page present."""
+    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % _HUGE_PAGE
+    part = whole[start : start + nbytes]
+    part[:] = 1
+    return part
+
+
+class Memcpy:
+    """Copies `nbytes` between two buffers of this process, as numpy and torch do: with the C library's memcpy."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._source, self._target = touched_memory(nbytes), touched_memory(nbytes)
+
+    def __call__(self) -> None:
+        np.copyto(self._target, self._source)
+
+
+class ProcessVmReadv:
+    """The same ranges that a pull moves, read from process `pid` with nothing in between."""
+
+    def __init__(self, pid: int, remote_base: int, local_base: int, ranges: np.ndarray) -> None:
+        self._pid = pid
+        self._remote = _iovecs(remote_base, ranges[:, 0], ranges[:, 2])
+        self._local = _iovecs(local_base, ranges[:, 1], ranges[:, 2])
+        self._sizes = ranges[:, 2]
+
+    def __call__(self) -> None:
+        for start in range(0, len(self._sizes), _MAX_RANGES):
+            part = slice(start, start + _MAX_RANGES)
+            remote, local = self._remote[part], self._local[part]
+            moved = _libc.process_vm_readv(
+                self._pid,
+                local.ctypes.data_as(ctypes.c_void_p),
+                ctypes.c_ulong(len(local)),
+                remote.ctypes.data_as(ctypes.c_void_p),
+                ctypes.c_ulong(len(remote)),
+                ctypes.c_ulong(0),
+            )
+            if moved < 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            if moved != int(self._sizes[part].sum()):
+                raise OSError(f"process_vm_readv moved {moved} of {int(self._sizes[part].sum())} bytes")
+
+
+def _iovecs(base: int, offsets: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """struct iovec[]: an address and a size each."""
+    vectors = np.empty((len(sizes), 2), np.uint64)
+    vectors[:, 0] = offsets.astype(np.uint64) + np.uint64(base)
+    vectors[:, 1] = sizes
+    return vectors

@@ -1,0 +1,77 @@
+"""GuidedDecodingParams -> one grammar text, as llguidance writes it. Needs no torch and no tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import llguidance
+from llguidance import LLMatcher, StructTag
+
+from trtllm_disagg.embedded.sampling_params import GuidedDecodingParams
+
+_CACHED_CHECKS = 256
+
+
+def grammar_of(params: GuidedDecodingParams) -> str | None:
+    """None when no option is set. Raises ValueError naming the option and what is wrong with it."""
+    for option, make in _MAKERS.items():
+        given = getattr(params, option)
+        if given is None or given is False:
+            continue
+        try:
+            grammar = make(given)
+            _check(grammar)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"SamplingParams.guided_decoding.{option}: {error}") from None
+        return grammar
+    return None
+
+
+@functools.lru_cache(maxsize=_CACHED_CHECKS)
+def _check(grammar: str) -> None:
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    if is_error:
+        raise ValueError(messages[0].strip())
+
+
+def _from_json(schema: Any) -> str:
+    """A schema as text, as a dict, or as a pydantic model."""
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    return llguidance.grammar_from("json_schema", json.dumps(schema))
+
+
+def _from_structural_tag(text: str) -> str:
+    """TensorRT-LLM's form: structures (begin, schema, end), each begun by one of the triggers."""
+    tag = json.loads(text)
+    if not isinstance(tag, dict) or not tag.get("structures") or not tag.get("triggers"):
+        raise ValueError("llguidance needs `structures` (begin, schema, end) and `triggers`")
+    return StructTag.to_grammar([_structure(item, tag["triggers"]) for item in tag["structures"]])
+
+
+def _structure(item: Any, triggers: Seq[str]) -> StructTag:
+    if not isinstance(item, dict):
+        raise ValueError(f"{item!r} in `structures` is not an object")
+    begin = str(item.get("begin") or "")
+    trigger = next((t for t in triggers if t and begin.startswith(t)), None)
+    if trigger is None:
+        raise ValueError(f"begin {begin!r} does not start with one of the triggers {list(triggers)}")
+    return StructTag(
+        trigger=trigger, begin=begin, grammar=item.get("schema") or {}, end=str(item.get("end") or "")
+    )
+
+
+#: By field of GuidedDecodingParams. A grammar may be Lark, as llguidance has it, or GBNF.
+_MAKERS: dict[str, Callable[[Any], str]] = {
+    "json": _from_json,
+    "json_object": lambda _: _from_json({"type": "object"}),
+    "regex": functools.partial(llguidance.grammar_from, "regex"),
+    "grammar": functools.partial(llguidance.grammar_from, "grammar"),
+    "structural_tag": _from_structural_tag,
+}
