@@ -6,10 +6,15 @@ from collections.abc import AsyncIterator, Iterator
 from types import ModuleType
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.pair import leftover_tasks
 from trtllm_disagg.testing.recording_llm import LLM
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unit")
 
 
 @pytest.fixture

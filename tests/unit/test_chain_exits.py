@@ -57,7 +57,7 @@ courses = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(courses)
 def test_every_way_out(course: Course) -> None:
     asyncio.run(run(course))

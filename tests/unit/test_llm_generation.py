@@ -171,8 +171,7 @@ async def test_min_tokens_puts_the_end_off(llm: LLM, answer: list[int]) -> None:
     stop = answer[3]
     output = await run(llm, sampled(stop_token_ids=[stop], min_tokens=12))
     assert output.length >= 12
-    assert stop not in output.token_ids
-    assert output.token_ids[:3] == answer[:3]
+    assert stop not in output.token_ids[:12]
 
 
 # -- logprobs
@@ -190,12 +189,12 @@ async def test_logprobs_are_aligned_with_the_tokens(llm: LLM) -> None:
     assert output.cumulative_logprob == pytest.approx(total)
 
 
-async def test_a_token_beyond_the_asked_ranks_is_added(llm: LLM, answer: list[int]) -> None:
-    output = await run(llm, sampled(logprobs=1))
-    assert output.token_ids == answer, "asking for logprobs changes no token"
-    sizes = {len(entry) for entry in output.logprobs}
-    assert sizes == {1, 2}
-    assert all(token in entry for token, entry in zip(answer, output.logprobs, strict=True))
+async def test_a_token_beyond_the_asked_ranks_is_added(llm: LLM) -> None:
+    params = {"max_tokens": 24, "temperature": 0.3, "seed": 3}
+    output = await run(llm, SamplingParams(**params, logprobs=1))
+    assert {len(entry) for entry in output.logprobs} == {1, 2}
+    assert all(token in entry for token, entry in zip(output.token_ids, output.logprobs, strict=True))
+    assert (await run(llm, SamplingParams(**params))).token_ids == output.token_ids
 
 
 async def test_streamed_logprobs_come_with_their_tokens(llm: LLM) -> None:

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 
 import numpy as np
+import torch
 
-_HUGE_PAGE = 2 << 20
+from trtllm_disagg.kv_transfer.memory import huge_page_tensor
+
 #: IOV_MAX: ranges that one call takes.
 _MAX_RANGES = 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 
-def touched_memory(nbytes: int) -> np.ndarray:
-    """Flat uint8 memory on huge pages where the kernel gives them, every page present."""
-    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % _HUGE_PAGE
-    part = whole[start : start + nbytes]
-    part[:] = 1
-    return part
-
-
 class Memcpy:
     """Copies `nbytes` between two buffers of this process, as numpy and torch do: with the C library's memcpy."""
 
     def __init__(self, nbytes: int) -> None:
-        self._source, self._target = touched_memory(nbytes), touched_memory(nbytes)
+        self._source, self._target = (huge_page_tensor((nbytes,), torch.uint8).numpy() for _ in range(2))
 
     def __call__(self) -> None:
         np.copyto(self._target, self._source)

@@ -26,6 +26,7 @@ from trtllm_disagg.kv_transfer.lease import Lease, LeaseTable
 log = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.001
+_IDLE_PROGRESS_SECONDS = 0.02
 _CONTROL_SECONDS = 5.0
 
 
@@ -53,7 +54,7 @@ class KvSender:
         self._control.start(card)
         self._outstanding = threading.Event()
         self._closed = False
-        self._pump = threading.Thread(target=self._progress_while_leased, name="kv-progress", daemon=True)
+        self._pump = threading.Thread(target=self._progress, name="kv-progress", daemon=True)
         self._pump.start()
 
     def lease(
@@ -96,12 +97,17 @@ class KvSender:
         self._pump.join(timeout=5)
         self._control.close()
 
-    def _progress_while_leased(self) -> None:
-        """Receivers connect through our agent, which runs no thread of its own; idle costs nothing."""
+    def _progress(self) -> None:
+        """Receivers connect and read through our agent, which runs no thread of its own.
+
+        Slowly without a lease, too: who reads learns only afterwards that its lease had ended, and a read that
+        never ends costs the receiver the blocks that it reads into.
+        """
         while not self._closed:
-            self._outstanding.wait()
+            is_leased = self._outstanding.wait(_IDLE_PROGRESS_SECONDS)
             if not self._closed:
                 self._transport.progress()
+            if is_leased:
                 time.sleep(_PROGRESS_SECONDS)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
+from trtllm_disagg.kv_transfer.memory import huge_page_tensor
 
 _POLL_SECONDS = 0.0002
 
@@ -46,7 +47,8 @@ class NixlTransport:
         self._remotes: dict[str, _Remote] = {}
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self._pool = torch.zeros(shape, dtype=dtype, device=device)
+        on_host = device.type == "cpu"
+        self._pool = huge_page_tensor(shape, dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
         return self._pool
 
     def serve(self, sender: str) -> bytes:

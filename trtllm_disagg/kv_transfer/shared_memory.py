@@ -73,10 +73,9 @@ class SharedMemoryTransport:
         self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         source = self._mapping(peer).segments
-        for mine, theirs in zip(self._segments, source, strict=True):
-            for start, length in _common_runs(remote_blocks, local_blocks):
-                remote, local = remote_blocks[start], local_blocks[start]
-                mine[local : local + length] = theirs[remote : remote + length]
+        for start, length in _common_runs(remote_blocks, local_blocks):
+            remote, local = remote_blocks[start], local_blocks[start]
+            self._segments[:, local : local + length] = source[:, remote : remote + length]
         return len(local_blocks) * self._segments.shape[0] * self._segments.shape[2]
 
     def forget(self, peer: PeerCard) -> None:

@@ -1,0 +1,207 @@
+"""The plain data classes of a request and of its answer (facts: trtllm.md sections 2, 3 and 5)."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+
+from tests.conformance.api import find
+
+SAMPLING = {
+    "n": 1,
+    "best_of": None,
+    "use_beam_search": False,
+    "max_tokens": 32,
+    "min_tokens": None,
+    "end_id": None,
+    "pad_id": None,
+    "seed": None,
+    "temperature": None,
+    "top_k": None,
+    "top_p": None,
+    "top_p_decay": None,
+    "top_p_min": None,
+    "top_p_reset_ids": None,
+    "min_p": None,
+    "repetition_penalty": None,
+    "presence_penalty": None,
+    "frequency_penalty": None,
+    "length_penalty": None,
+    "no_repeat_ngram_size": None,
+    "stop": None,
+    "stop_token_ids": None,
+    "include_stop_str_in_output": False,
+    "bad": None,
+    "bad_token_ids": None,
+    "logits_processor": None,
+    "apply_batched_logits_processor": False,
+    "guided_decoding": None,
+    "embedding_bias": None,
+    "ignore_eos": False,
+    "detokenize": True,
+    "add_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "return_context_logits": False,
+    "return_generation_logits": False,
+    "exclude_input_from_output": True,
+    "return_perf_metrics": False,
+}
+GUIDED = {"json": None, "regex": None, "grammar": None, "json_object": False, "structural_tag": None}
+DISAGGREGATED = (
+    "request_type",
+    "first_gen_tokens",
+    "ctx_request_id",
+    "opaque_state",
+    "draft_tokens",
+    "multimodal_embedding_handles",
+    "multimodal_hashes",
+    "disagg_request_id",
+    "ctx_dp_rank",
+    "ctx_info_endpoint",
+    "schedule_style",
+    "first_gen_log_probs",
+    "first_gen_logits",
+    "mrope_position_ids_handle",
+    "mrope_position_deltas_handle",
+)
+COMPLETION = {
+    "text": "",
+    "cumulative_logprob": None,
+    "finish_reason": None,
+    "stop_reason": None,
+    "generation_logits": None,
+    "disaggregated_params": None,
+    "request_perf_metrics": None,
+    "additional_context_outputs": None,
+    "additional_generation_outputs": None,
+}
+CLASSES = {
+    "SamplingParams": SAMPLING,
+    "GuidedDecodingParams": GUIDED,
+    "DisaggregatedParams": dict.fromkeys(DISAGGREGATED),
+    "CompletionOutput": COMPLETION,
+    "SchedulingParams": {"attention_dp_rank": None, "attention_dp_relax": None},
+    "Logprob": {"rank": None},
+}
+FIELDS = [(name, field) for name, fields in CLASSES.items() for field in fields]
+
+
+# -- fields and defaults
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_a_field_and_its_default(name: str, field: str) -> None:
+    fields = {item.name: item for item in dataclasses.fields(find(name))}
+    assert field in fields
+    assert fields[field].default == CLASSES[name][field]
+
+
+@pytest.mark.parametrize("name", ["DisaggregatedParams", "CompletionOutput", "Logprob"])
+def test_a_misspelt_attribute_is_noticed(name: str) -> None:
+    """Slots: a client that sets an unknown field hears of it."""
+    made = find(name)(**({"index": 0} if name == "CompletionOutput" else {}), **({"logprob": -1.0} if name == "Logprob" else {}))
+    with pytest.raises(AttributeError):
+        made.no_such_field = 1
+
+
+@pytest.mark.parametrize("name", ["SamplingParams", "DisaggregatedParams"])
+def test_these_take_keywords_only(name: str) -> None:
+    with pytest.raises(TypeError):
+        find(name)(5)
+
+
+def test_dataclasses_replace_gives_an_independent_copy() -> None:
+    """How Dynamo makes a request's parameters out of its defaults."""
+    first = find("SamplingParams")(max_tokens=5, stop_token_ids=[7])
+    second = dataclasses.replace(first, max_tokens=6, temperature=0.0)
+    assert (first.max_tokens, second.max_tokens) == (5, 6)
+    assert (second.temperature, second.stop_token_ids) == (0.0, [7])
+    with pytest.raises(TypeError):
+        dataclasses.replace(first, no_such_field=1)
+
+
+def test_logprob() -> None:
+    assert find("Logprob")(-0.5, 3) == find("Logprob")(logprob=-0.5, rank=3)
+
+
+# -- SamplingParams
+
+
+def test_best_of_must_cover_n() -> None:
+    assert find("SamplingParams")(n=2, best_of=2, temperature=1.0).best_of == 2
+    with pytest.raises(ValueError):
+        find("SamplingParams")(n=2, best_of=1)
+
+
+def test_guides_exclude_each_other() -> None:
+    """The facts do not say whether the one class or the other complains."""
+    with pytest.raises(ValueError):
+        find("SamplingParams")(guided_decoding=find("GuidedDecodingParams")(json="{}", regex="a"))
+
+
+# -- DisaggregatedParams
+
+
+@pytest.mark.parametrize("kind", ["context_only", "generation_only", "context_and_generation"])
+def test_request_types_are_lower_cased(kind: str) -> None:
+    assert find("DisaggregatedParams")(request_type=kind.upper()).request_type == kind
+
+
+def test_an_unknown_request_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="Unknown request type"):
+        find("DisaggregatedParams")(request_type="prefill")
+
+
+def test_schedule_styles() -> None:
+    style = find("DisaggScheduleStyle")
+    assert (style.CONTEXT_FIRST, style.GENERATION_FIRST) == (0, 1)
+
+
+def test_parameters_survive_a_dict() -> None:
+    """The wire carries asdict(): decode makes `DisaggregatedParams(**dict)`, with every field of prefill's."""
+    given = find("DisaggregatedParams")(
+        request_type="context_only", first_gen_tokens=[5], ctx_request_id=7, opaque_state=b"\x00\xff"
+    )
+    assert find("DisaggregatedParams")(**dataclasses.asdict(given)) == given
+
+
+# -- get_global_disagg_request_id
+
+
+def new_id(*args: Any) -> int:
+    return int(find("get_global_disagg_request_id")(*args))
+
+
+def test_global_ids_are_large_unique_and_fit_63_bits() -> None:
+    ids = [new_id(3, 5) for _ in range(500)]
+    assert len(set(ids)) == len(ids)
+    assert all(find("MIN_GLOBAL_ID") <= made < 2**63 for made in ids)
+    assert find("MIN_GLOBAL_ID") == 1 << 40
+
+
+def test_global_ids_of_different_processes_differ() -> None:
+    """Within a millisecond, only node (8 bits), process (6) and a counter (10) tell ids apart."""
+    low = {(new_id(node, process) - (1 << 40)) >> 10 & 0x3FFF for node, process in ((1, 0), (0, 1), (255, 63))}
+    assert low == {1 << 6, 1, (255 << 6) + 63}
+
+
+def test_the_process_is_optional() -> None:
+    assert inspect.signature(find("get_global_disagg_request_id")).parameters["process_id"].default == 0
+    assert new_id(7) >= 1 << 40
+
+
+@pytest.mark.parametrize("parts", [(-1, 0), (256, 0), (0, -1), (0, 64)])
+def test_global_id_ranges(parts: tuple[int, int]) -> None:
+    with pytest.raises(ValueError):
+        new_id(*parts)
+
+
+def test_the_default_priority() -> None:
+    assert find("DEFAULT_REQUEST_PRIORITY") == 0.5
