@@ -27,6 +27,7 @@ COMMANDS = {
         "run one worker; flags as `python -m dynamo.trtllm` has them", "trtllm_disagg.worker_command"
     ),
     "up": Command("run a whole deployment on this machine", "trtllm_disagg.deployment.cli"),
+    "bench": Command("measure it on this machine, beside baselines", "trtllm_disagg.bench"),
     "demo": Command("watch one request pass through both orders", "trtllm_disagg.demo"),
     "demo-model": Command("make the small local model; no download", "trtllm_disagg.demo_model"),
 }

@@ -82,7 +82,7 @@ COMPLETION = {
     "additional_context_outputs": None,
     "additional_generation_outputs": None,
 }
-CLASSES = {
+CLASSES: dict[str, dict[str, Any]] = {
     "SamplingParams": SAMPLING,
     "GuidedDecodingParams": GUIDED,
     "DisaggregatedParams": dict.fromkeys(DISAGGREGATED),
@@ -106,7 +106,10 @@ def test_a_field_and_its_default(name: str, field: str) -> None:
 @pytest.mark.parametrize("name", ["DisaggregatedParams", "CompletionOutput", "Logprob"])
 def test_a_misspelt_attribute_is_noticed(name: str) -> None:
     """Slots: a client that sets an unknown field hears of it."""
-    made = find(name)(**({"index": 0} if name == "CompletionOutput" else {}), **({"logprob": -1.0} if name == "Logprob" else {}))
+    made = find(name)(
+        **({"index": 0} if name == "CompletionOutput" else {}),
+        **({"logprob": -1.0} if name == "Logprob" else {}),
+    )
     with pytest.raises(AttributeError):
         made.no_such_field = 1
 
@@ -188,7 +191,9 @@ def test_global_ids_are_large_unique_and_fit_63_bits() -> None:
 
 def test_global_ids_of_different_processes_differ() -> None:
     """Within a millisecond, only node (8 bits), process (6) and a counter (10) tell ids apart."""
-    low = {(new_id(node, process) - (1 << 40)) >> 10 & 0x3FFF for node, process in ((1, 0), (0, 1), (255, 63))}
+    low = {
+        (new_id(node, process) - (1 << 40)) >> 10 & 0x3FFF for node, process in ((1, 0), (0, 1), (255, 63))
+    }
     assert low == {1 << 6, 1, (255 << 6) + 63}
 
 

@@ -21,7 +21,7 @@ from trtllm_disagg.deployment.plan import Strategy
 
 TIMES = 10
 #: Its prefill takes long enough to leave in the middle of it.
-LONG_PROMPT = 1900
+LONG_PROMPT = 1000
 #: Tokens that take seconds.
 MANY = 1900
 
@@ -100,6 +100,19 @@ def test_hanging_up_before_the_first_token(strategy: Strategy, deployed: Served,
         wait_until_all_know(deployed)
 
     assert_nothing_happened(deployed, fleet, f"first {strategy}")
+
+
+@every_strategy
+def test_hanging_up_while_kv_travels(strategy: Strategy, deployed: Served, fleet: Fleet) -> None:
+    """At the first token: prefill sends it, where it can, before decode has fetched anything."""
+    deployed.wait_until_idle()
+
+    for _ in range(TIMES):
+        with streaming(deployed, LONG_PROMPT, max_tokens=100) as connection:
+            read_tokens(connection, 1)
+
+    wait_until_all_know(deployed)
+    assert_nothing_happened(deployed, fleet, f"travels {strategy}")
 
 
 @every_strategy

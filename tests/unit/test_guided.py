@@ -56,8 +56,8 @@ def tokens_of(text: str) -> list[int]:
 
 
 def guided(params: GuidedDecodingParams, max_tokens: int = 150, **more: Any) -> SamplingSpec:
-    more = {"greedy": False, "end_ids": (EOS,)} | more
-    return SamplingSpec(max_tokens=max_tokens, grammar=grammar_of(params), **more)
+    fields: dict[str, Any] = {"greedy": False, "end_ids": (EOS,)} | more
+    return SamplingSpec(max_tokens=max_tokens, grammar=grammar_of(params), **fields)
 
 
 def regex(pattern: str, **more: Any) -> SamplingSpec:

@@ -193,13 +193,18 @@ async def test_events_tell_of_every_block_in_order(prefill: LLM) -> None:
     assert prefill.get_kv_cache_events() == []
 
 
+def steps_of(llm: LLM) -> list[dict[str, Any]]:
+    """Without those in which nothing ran: a handoff was fetched, say."""
+    return [step for step in llm.get_stats() if step["inflightBatchingStats"]["numScheduledRequests"]]
+
+
 async def test_statistics_count_what_ran(prefill: LLM, decode: LLM) -> None:
     tokens = prompt(9)
     prefill.get_stats()
     decode.get_stats()
     handoff = to_decode(await run_prefill(prefill, tokens))
     await decode.generate_async(tokens, PARAMS, disaggregated_params=handoff)
-    (first,) = prefill.get_stats()
+    (first,) = steps_of(prefill)
     batch, pool = first["inflightBatchingStats"], first["kvCacheStats"]
     assert (batch["numContextRequests"], batch["numGenRequests"], batch["numCtxTokens"]) == (
         1,
@@ -209,11 +214,12 @@ async def test_statistics_count_what_ran(prefill: LLM, decode: LLM) -> None:
     assert (pool["maxNumBlocks"], pool["tokensPerBlock"]) == (NUM_BLOCKS, BLOCK)
     assert pool["usedNumBlocks"] + pool["freeNumBlocks"] == NUM_BLOCKS
     assert pool["usedNumBlocks"] >= 3, "leased blocks are in use"
-    steps = decode.get_stats()
+    steps = steps_of(decode)
     assert [step["inflightBatchingStats"]["numContextRequests"] for step in steps] == [0] * 11
     assert all(step["inflightBatchingStats"]["numGenRequests"] == 1 for step in steps)
     assert steps[-1]["totals"]["kvPulls"] >= 1
-    assert [step["iter"] for step in steps] == list(range(steps[0]["iter"], steps[0]["iter"] + 11))
+    iterations = [step["iter"] for step in steps]
+    assert iterations == sorted(set(iterations))
     assert first.keys() >= {"timestamp", "iterLatencyMS", "numActiveRequests", "numQueuedRequests"}
 
 

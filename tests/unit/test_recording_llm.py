@@ -15,12 +15,10 @@ from trtllm_disagg.testing import recording_llm
 from trtllm_disagg.testing.recording_llm import (
     LLM,
     DisaggregatedParams,
-    GuidedDecodingParams,
     RequestError,
     RequestOutput,
     SamplingParams,
     Script,
-    get_global_disagg_request_id,
 )
 from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.testing.recording_types import EOS_TOKEN
@@ -255,83 +253,3 @@ async def test_a_scripted_error_comes_out_of_the_iteration() -> None:
     with pytest.raises(RequestError, match="boom"):
         await anext(result)
     assert [partial async for partial in result] == []
-
-
-# -- refusals
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"inputs": 5}, TypeError),
-        ({"inputs": {"images": []}}, TypeError),
-        ({"inputs": PROMPT, "priority": 2.0}, ValueError),
-        ({"inputs": PROMPT, "sampling_params": SamplingParams(n=9)}, ValueError),
-        ({"inputs": PROMPT, "sampling_params": {"n": 1}}, TypeError),
-        ({"inputs": [1] * 64}, ValueError),
-        ({"inputs": PROMPT, "disaggregated_params": {}}, TypeError),
-    ],
-)
-def test_a_bad_request_is_refused_at_once(arguments: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        make(max_batch_size=8, max_seq_len=64).generate_async(**arguments)
-
-
-def test_a_split_request_needs_a_transceiver_and_one_choice() -> None:
-    split = DisaggregatedParams(request_type="context_only")
-    with pytest.raises(ValueError, match=r"cache_transceiver_config\.backend"):
-        LLM("m").generate_async(PROMPT, disaggregated_params=split)
-    with pytest.raises(ValueError, match="one choice"):
-        make().generate_async(PROMPT, SamplingParams(n=2), disaggregated_params=split)
-
-
-def test_after_shutdown_nothing_is_taken() -> None:
-    llm = make()
-    llm.shutdown()
-    with pytest.raises(RuntimeError, match="shutting down"):
-        llm.generate_async(PROMPT)
-
-
-def test_parameters_check_themselves() -> None:
-    with pytest.raises(ValueError, match="Unknown request type"):
-        DisaggregatedParams(request_type="both")
-    with pytest.raises(ValueError, match="best_of"):
-        SamplingParams(n=2, best_of=1)
-    with pytest.raises(ValueError, match="json, regex"):
-        GuidedDecodingParams(json="{}", regex="a")
-
-
-def test_global_ids_are_unique_and_checked() -> None:
-    ids = {get_global_disagg_request_id(3, process) for process in range(64) for _ in range(4)}
-    assert len(ids) == 256
-    assert min(ids) >= 1 << 40
-    for node, process in ((256, 0), (0, 64), (-1, 0)):
-        with pytest.raises(ValueError):
-            get_global_disagg_request_id(node, process)
-
-
-# -- events and statistics
-
-
-async def test_events_and_stats_are_drained_once() -> None:
-    llm = make(kv_cache_config={"event_buffer_max_size": 8}, enable_iter_perf_stats=True)
-    llm.kv_cache_events = [{"event_id": 0}, {"event_id": 1}]
-    llm.stats = [{"iter": 0}]
-    assert [event["event_id"] async for event in llm.get_kv_cache_events_async(timeout=0)] == [0, 1]
-    assert [event async for event in llm.get_kv_cache_events_async(timeout=0)] == []
-    assert [stat["iter"] async for stat in llm.get_stats_async(timeout=0)] == [0]
-    assert llm.get_kv_cache_capacity() == {"maxNumBlocks": 1024, "tokensPerBlock": 32}
-
-
-def test_events_and_stats_have_to_be_turned_on() -> None:
-    with pytest.raises(RuntimeError, match="event_buffer_max_size"):
-        make().get_kv_cache_events_async()
-    with pytest.raises(RuntimeError, match="enable_iter_perf_stats"):
-        make().get_stats_async()
-
-
-def test_the_tokenizer_is_there_unless_it_was_skipped() -> None:
-    tokenizer = make().tokenizer
-    assert tokenizer is not None
-    assert tokenizer.tokenizer.bos_token_id == 1
-    assert make(skip_tokenizer_init=True).tokenizer is None

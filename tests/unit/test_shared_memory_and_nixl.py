@@ -93,6 +93,16 @@ def test_a_pool_that_reads_serves_as_well(make_pool: MakePool) -> None:
     assert torch.equal(first.kv[:, :, 1], second.kv[:, :, 0])
 
 
+def test_an_engine_can_read_from_itself(make_pool: MakePool) -> None:
+    """A handoff that came back, to a worker that does both."""
+    pool = make_pool()
+    pool.fill(1.0)
+    expected = pool.kv.clone()
+    expected[:, :, [5, 2]] = pool.kv[:, :, [1, 0]]
+    assert pool.read(pool.card, [1, 0], [5, 2]) == 2 * BLOCK_BYTES
+    assert torch.equal(pool.kv, expected)
+
+
 def test_a_killed_sender_is_noticed_and_another_serves(backend: str, make_pool: MakePool) -> None:
     receiver = make_pool()
     with pool_in_a_child(backend) as (card, process):

@@ -87,8 +87,11 @@ class BlockManager:
             self._refs[block] += 1
         self.reused_blocks += len(blocks)
 
-    def commit(self, tokens: Seq[int], blocks: Seq[int], keys: list[bytes], salt: bytes) -> None:
+    def commit(
+        self, tokens: Seq[int], blocks: Seq[int], keys: list[bytes], salt: bytes, cache_salt: str = ""
+    ) -> None:
         """The full blocks of `tokens` hold their KV now. `keys` names those of an earlier call, and grows.
+        `cache_salt` is the salt as the client wrote it, for the router.
 
         Content that is known already stays where it was. That may have been evicted since, from under our later
         blocks: then it is committed again, in ours, so that a stored block's parent is always known.
@@ -105,12 +108,12 @@ class BlockManager:
         for i in range(first, full):
             key, block = keys[i], blocks[i]
             if key in self._block_of:
-                self._events.stored(parent, new)
+                self._events.stored(parent, new, cache_salt)
                 parent, new = key, []
             else:
                 self._block_of[key], self._key_of[block] = block, key
                 new.append((key, tokens[i * size : (i + 1) * size]))
-        self._events.stored(parent, new)
+        self._events.stored(parent, new, cache_salt)
 
     # -- allocation
 
@@ -187,13 +190,13 @@ class KvEventLog:
     def created(self, num_blocks: int) -> None:
         self._add({"type": "created", "num_blocks_per_cache_level": [num_blocks, 0]})
 
-    def stored(self, parent: bytes, blocks: Seq[tuple[bytes, Seq[int]]]) -> None:
+    def stored(self, parent: bytes, blocks: Seq[tuple[bytes, Seq[int]]], cache_salt: str = "") -> None:
         if blocks and self._max_size:
             self._add(
                 {
                     "type": "stored",
                     "parent_hash": event_hash(parent) if parent else None,
-                    "blocks": [_stored_block(key, tokens) for key, tokens in blocks],
+                    "blocks": [_stored_block(key, tokens, cache_salt) for key, tokens in blocks],
                 }
             )
 
@@ -218,11 +221,12 @@ def event_hash(key: bytes) -> int:
     return int.from_bytes(key[:8], "little")
 
 
-def _stored_block(key: bytes, tokens: Seq[int]) -> dict[str, Any]:
-    return {
+def _stored_block(key: bytes, tokens: Seq[int], cache_salt: str) -> dict[str, Any]:
+    block = {
         "type": "stored_block",
         "block_hash": event_hash(key),
         "tokens": [{"type": "unique_token", "token_id": int(t), "token_extra_id": 0} for t in tokens],
         "cache_level": 0,
         "priority": 35,
     }
+    return block | {"cache_salt": cache_salt} if cache_salt else block

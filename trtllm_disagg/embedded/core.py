@@ -57,6 +57,7 @@ class EngineCore:
             max_num_tokens=args.max_num_tokens,
             chunk_alignment=TILE,
             chunked=args.enable_chunked_prefill,
+            by_priority=args.scheduler_config.waiting_queue_policy == "priority",
         )
         if args.max_num_tokens < TILE:
             raise ConfigError.bad_value("max_num_tokens", args.max_num_tokens, f"at least {TILE}")
@@ -70,7 +71,7 @@ class EngineCore:
         forward = make_forward(model, pool, self.max_seq_len, args.embedded.forward)
         self._runner = ModelRunner(forward, pool)
         self._guides = create_guides(args, self.shape)
-        self._stats = IterationStats(enabled=args.enable_iter_perf_stats, max_batch_size=args.max_batch_size)
+        self._stats = IterationStats(args)
         self._receiving: dict[int, Sequence] = {}
         self._outputs: list[TokenOutput] = []
 
@@ -232,7 +233,7 @@ class EngineCore:
         """Make every block that is full now known to the prefix cache."""
         if sequence.num_computed // self.blocks.tokens_per_block > len(sequence.keys):
             tokens = sequence.tokens[: sequence.num_computed]
-            self.blocks.commit(tokens, sequence.blocks, sequence.keys, sequence.salt)
+            self.blocks.commit(tokens, sequence.blocks, sequence.keys, sequence.salt, sequence.cache_salt)
 
     def _start_pull(self, sequence: Sequence) -> None:
         self._receiving[id(sequence)] = sequence
@@ -286,7 +287,6 @@ class EngineCore:
                 f"the prompt has {sequence.num_prompt} tokens; without enable_chunked_prefill, "
                 f"max_num_tokens {self._max_prompt} is the most"
             )
-        self.scheduler.require_fits_budget(sequence)
         size = self.blocks.tokens_per_block
         wanted = -(-sequence.max_kv_tokens // size)
         possible = self.blocks.num_blocks - self.blocks.num_quarantined

@@ -160,4 +160,7 @@ def _build(start: Start, process: CoreProcess) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    logging.shutdown()
+    # All is closed; to take torch and UCX apart as well would take the worker's shutdown seconds.
+    os._exit(status)

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
+import psutil
+import torch
+
 from trtllm_disagg.embedded.block_manager import BlockManager
-from trtllm_disagg.embedded.scheduler import Row, Scheduler
+from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.scheduler import Counts, Row, Scheduler
 from trtllm_disagg.kv_transfer.exchange import Pull
 
 
 class IterationStats:
-    def __init__(self, *, enabled: bool, max_batch_size: int) -> None:
-        self._enabled = enabled
-        self._max_batch_size = max_batch_size
+    def __init__(self, args: LlmArgs) -> None:
+        self._enabled = args.enable_iter_perf_stats
+        self._max_batch_size = args.max_batch_size
+        #: Nothing tunes them while the engine runs.
+        self._sizes = {
+            f"max{name}{kind}": size
+            for name, size in (("BatchSize", args.max_batch_size), ("NumTokens", args.max_num_tokens))
+            for kind in ("Static", "TunerRecommended", "Runtime")
+        }
+        self._process = psutil.Process()
+        self._counts = Counts()
         self._iteration = 0
         self._prefill_tokens = 0
         self._decode_tokens = 0
@@ -46,14 +59,23 @@ class IterationStats:
         self._prefill_tokens += context_tokens
         self._decode_tokens += len(rows) - len(context)
         reused, missed = blocks.reused_blocks, blocks.missed_blocks
+        counts, before = replace(scheduler.counts), self._counts
+        self._counts = counts
         return [
             {
                 "timestamp": time.strftime("%m-%d-%Y %H:%M:%S"),
                 "iter": self._iteration,
                 "iterLatencyMS": seconds * 1000,
+                "newActiveRequestsQueueLatencyMS": (counts.queued_seconds - before.queued_seconds) * 1000,
+                "numNewActiveRequests": counts.admitted - before.admitted,
                 "numActiveRequests": scheduler.num_active,
                 "numQueuedRequests": len(scheduler.waiting),
+                "numCompletedRequests": counts.finished - before.finished,
                 "maxNumActiveRequests": self._max_batch_size,
+                **self._sizes,
+                "gpuMemUsage": torch.cuda.memory_allocated(),
+                "cpuMemUsage": self._process.memory_info().rss,
+                "pinnedMemUsage": 0,
                 "kvCacheStats": {
                     "maxNumBlocks": blocks.num_blocks,
                     "freeNumBlocks": blocks.num_available,

@@ -5,12 +5,13 @@ The model runs in a process of its own; this object validates, sends, and hands 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
 import logging
+import os
+import socket
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.feed import Feed
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.messages import AbortRequest, AddRequest, StepReport, TokenOutput
-from trtllm_disagg.embedded.result import RequestError, RequestOutput
+from trtllm_disagg.embedded.result import RequestError, RequestOutput, wake
 from trtllm_disagg.embedded.sampling_params import SamplingParams
 from trtllm_disagg.embedded.scheduling_params import SchedulingParams
 from trtllm_disagg.embedded.supported_args import refuse_unsupported
@@ -80,7 +81,7 @@ class LLM:
         self._core = CoreClient(
             # What is excluded has one allowed value, or stays on this side.
             self.args.model_dump(mode="json", exclude={"tokenizer", "load_format"})
-            | {"tokenizer": self._tokenizer_directory},
+            | {"tokenizer": _directory(self.args.tokenizer)},
             num_threads=self.args.embedded.num_threads,
             on_report=self._on_report,
             on_death=self._on_death,
@@ -208,6 +209,11 @@ class LLM:
         self.shutdown()
 
     @cached_property
+    def llm_id(self) -> str:
+        """Tells this LLM from all others."""
+        return f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+
+    @cached_property
     def tokenizer(self) -> Any:
         """transformers' tokenizer of the model; None with skip_tokenizer_init."""
         if self.args.skip_tokenizer_init:
@@ -234,18 +240,6 @@ class LLM:
 
     # -- internals
 
-    @property
-    def _tokenizer_directory(self) -> str | None:
-        """For the engine core, which needs the tokenizer for guided decoding only."""
-        given = self.args.tokenizer
-        if self.args.guided_decoding_backend is None or given is None:
-            return None
-        if not isinstance(given, (str, Path)):
-            raise ConfigError.bad_value(
-                "tokenizer", type(given).__name__, "a directory, when guided_decoding_backend is set"
-            )
-        return str(given)
-
     def _ended(self) -> str | None:
         """Why there is no engine any more, or None."""
         if self._fatal_error is not None:
@@ -267,7 +261,7 @@ class LLM:
         self._core.send(AbortRequest(request_id))
 
     def _on_report(self, report: StepReport) -> None:
-        """Receiver thread. One wake-up of each event loop per step, however many requests got tokens."""
+        """Receiver thread."""
         self.num_active_requests = report.num_active
         self._events.extend(report.events)
         self._stats.extend(report.stats)
@@ -280,7 +274,7 @@ class LLM:
                 self._forget_when_done(result, output)
             result.deliver(output)
             delivered.append(result)
-        _wake(delivered)
+        wake(delivered)
 
     def _forget_when_done(self, result: RequestOutput, output: TokenOutput) -> None:
         result.choices_left -= 1
@@ -297,22 +291,11 @@ class LLM:
             results, self._results = list(self._results.values()), {}
         for result in results:
             result.deliver(RequestError(reason, "Unavailable"))
-        _wake(results)
+        wake(results)
 
 
-def _wake(results: Sequence[RequestOutput]) -> None:
-    by_loop: dict[asyncio.AbstractEventLoop, list[RequestOutput]] = {}
-    for result in results:
-        if result.loop is not None:
-            by_loop.setdefault(result.loop, []).append(result)
-    for loop, woken in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # closed: nobody waits there any more
-            loop.call_soon_threadsafe(_wake_all, woken)
-
-
-def _wake_all(results: Sequence[RequestOutput]) -> None:
-    for result in results:
-        result.wake()
+def _directory(tokenizer: Any) -> str | None:
+    return str(tokenizer) if isinstance(tokenizer, (str, Path)) else None
 
 
 def _plain(value: Any) -> Any:

@@ -5,20 +5,20 @@ An unknown name is refused, like there. What the embedded engine does not do: su
 
 from __future__ import annotations
 
+import logging
 from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
+from trtllm_disagg.embedded.kv_args import (
+    BlockReuseConfig,
+    CacheTransceiverConfig,
+    KvCacheConfig,
+    KVEventsConfig,
+    StrictModel,
+)
 from trtllm_disagg.embedded.supported_args import refuse_unsupported
 
 __all__ = [
@@ -38,12 +38,10 @@ __all__ = [
     "refuse_unsupported",
 ]
 
+log = logging.getLogger(__name__)
+
 #: The options of a feature that only TensorRT-LLM has: carried, never looked into.
 Opaque = dict[str, Any] | None
-
-
-class StrictModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
 class CapacitySchedulerPolicy(StrEnum):
@@ -87,78 +85,6 @@ class CudaGraphConfig(StrictModel):
     mode: Literal["decode", "encode"] = "decode"
 
 
-class KVEventsConfig(StrictModel):
-    """Events pushed over ZeroMQ by the engine itself, instead of polled."""
-
-    enable_kv_cache_events: bool = False
-    publisher: Literal["null", "zmq"] | None = None
-    endpoint: str = Field(default="tcp://*:5557", min_length=1)
-    replay_endpoint: str | None = Field(default=None, min_length=1)
-    buffer_steps: PositiveInt = 10_000
-    hwm: PositiveInt = 100_000
-    max_queue_size: PositiveInt = 100_000
-    topic: str = ""
-
-
-class BlockReuseConfig(StrictModel):
-    policy: Literal["all_reusable", "per_request", "per_conversation"] = "all_reusable"
-    max_num_turns: PositiveInt = 1
-
-
-class KvCacheConfig(StrictModel):
-    enable_block_reuse: bool = True
-    max_tokens: PositiveInt | None = None
-    max_attention_window: list[int] | None = Field(default=None, min_length=1)
-    sink_token_length: int | None = None
-    free_gpu_memory_fraction: float | None = Field(default=0.9, ge=0, le=1)
-    host_cache_size: NonNegativeInt | None = None
-    disk_cache_size: NonNegativeInt | None = None
-    disk_cache_path: str | None = None
-    cross_kv_cache_fraction: float | None = Field(default=None, ge=0, le=1)
-    secondary_offload_min_priority: int | None = None
-    event_buffer_max_size: NonNegativeInt = 0
-    attention_dp_events_gather_period_ms: int = 5
-    kv_events_config: KVEventsConfig | None = None
-    enable_partial_reuse: bool = True
-    copy_on_partial_reuse: bool = True
-    use_uvm: bool = False
-    max_gpu_total_bytes: NonNegativeInt = 0
-    iteration_stats_interval: PositiveInt = 1
-    dtype: str = "auto"
-    tokens_per_block: PositiveInt = 32
-    use_kv_cache_manager_v2: bool | Literal["auto"] = "auto"
-    kv_cache_event_hash_algo: Literal["auto", "v1_block_key", "v2_sha256", "v2_sha256_64"] = "auto"
-    block_reuse_config: BlockReuseConfig = Field(default_factory=BlockReuseConfig)
-    pool_ratio: list[float] | None = None
-    avg_seq_len: PositiveInt | None = None
-    max_util_for_resume: float = Field(default=0.95, gt=0, le=1)
-
-    @field_validator("tokens_per_block")
-    @classmethod
-    def _power_of_two(cls, value: int) -> int:
-        if value & (value - 1):
-            raise ValueError("Input should be a power of two")
-        return value
-
-    @field_validator("dtype")
-    @classmethod
-    def _lower_case(cls, value: str) -> str:
-        return value.lower()
-
-
-class CacheTransceiverConfig(StrictModel):
-    """Without a backend, KV never leaves the engine. SHARED_MEMORY is a name of the embedded engine only."""
-
-    backend: Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI", "SHARED_MEMORY"] | None = None
-    transceiver_runtime: Literal["CPP", "PYTHON", "auto"] | None = "auto"
-    max_tokens_in_buffer: int | None = None
-    kv_transfer_timeout_ms: PositiveInt | None = 60_000
-    kv_transfer_sender_future_timeout_ms: PositiveInt | None = 1000
-    kv_transfer_poll_interval_ms: PositiveInt | None = 5000
-    kv_cache_bounce_size_mb: NonNegativeInt = 0
-    enable_pipelined_transfer: bool = False
-
-
 class EmbeddedConfig(StrictModel):
     """What only the embedded engine has."""
 
@@ -190,9 +116,9 @@ class BaseLlmArgs(StrictModel):
     pipeline_parallel_size: PositiveInt = 1
     context_parallel_size: PositiveInt = 1
     gpus_per_node: PositiveInt | None = None
-    moe_cluster_parallel_size: int | None = None
-    moe_tensor_parallel_size: int | None = None
-    moe_expert_parallel_size: int | None = None
+    moe_cluster_parallel_size: int | None = Field(default=None, validate_default=True)
+    moe_tensor_parallel_size: int | None = Field(default=None, validate_default=True)
+    moe_expert_parallel_size: int | None = Field(default=None, validate_default=True)
     enable_attention_dp: bool = False
     enable_lm_head_tp_in_adp: bool = False
     pp_partition: list[int] | None = None
@@ -240,6 +166,11 @@ class BaseLlmArgs(StrictModel):
     @classmethod
     def _none_means_default(cls, value: Any, info: Any) -> Any:
         return cls.model_fields[info.field_name].default if value is None else value
+
+    @field_validator("moe_cluster_parallel_size", "moe_tensor_parallel_size", "moe_expert_parallel_size")
+    @classmethod
+    def _unset_is_minus_one(cls, value: int | None) -> int:
+        return -1 if value is None else value
 
     @field_validator("load_format", mode="before")
     @classmethod
@@ -295,4 +226,5 @@ class LlmArgs(BaseLlmArgs):
             return data
         if data["sampler_type"] not in ("auto", "TorchSampler", None):
             raise ValueError(f"sampler_type {data['sampler_type']!r} was removed; leave it out")
+        log.warning("sampler_type is gone, and has no effect")
         return {key: value for key, value in data.items() if key != "sampler_type"}

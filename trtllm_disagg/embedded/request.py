@@ -6,11 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
+from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams, DisaggScheduleStyle
 from trtllm_disagg.embedded.messages import LogprobEntry, Ready, ReceivedHandoff, SamplingSpec
 from trtllm_disagg.embedded.sampling_params import SamplingParams, validate_sampling_params
 
 Tokenize = Callable[[str], list[int]]
+
+#: Images: refused by name, never dropped.
+_UNSERVED_PARAMS = (
+    "multimodal_embedding_handles",
+    "multimodal_hashes",
+    "multimodal_item_runs",
+    "mrope_position_ids_handle",
+    "mrope_position_deltas_handle",
+)
 
 
 @dataclass
@@ -67,11 +76,24 @@ def check_fits_a_step(prompt: Sequence[int], max_num_tokens: int) -> None:
 
 
 def request_type_of(params: DisaggregatedParams | None, can_transfer: bool) -> str:
-    """Raises ValueError when a phase is asked for that this engine was not configured for."""
+    """Raises ValueError when a phase is asked for that this engine was not configured for, NotImplementedError
+    for what it does not serve.
+    """
+    _require_served(params)
     kind = (params.request_type if params is not None else None) or "context_and_generation"
     if kind != "context_and_generation" and not can_transfer:
         raise ValueError(f"request type {kind} needs cache_transceiver_config.backend, which is not set")
     return kind
+
+
+def _require_served(params: DisaggregatedParams | None) -> None:
+    if params is None:
+        return
+    if params.schedule_style == DisaggScheduleStyle.GENERATION_FIRST:
+        raise NotImplementedError("schedule_style GENERATION_FIRST is not served by the embedded engine")
+    for name in _UNSERVED_PARAMS:
+        if getattr(params, name):
+            raise NotImplementedError(f"DisaggregatedParams.{name} is not served by the embedded engine")
 
 
 def handoff_of(params: DisaggregatedParams, ready: Ready) -> ReceivedHandoff:

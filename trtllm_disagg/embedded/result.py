@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
-from trtllm_disagg.embedded.messages import TokenOutput
+from trtllm_disagg.embedded.messages import MadeHandoff, TokenOutput
 
 
 class RequestError(RuntimeError):
@@ -95,6 +95,8 @@ class GenerationResult:
         self.context_logits: Any | None = None
         self.cached_tokens = 0
         self.decoding_iter = 0
+        #: Always: there is no speculative decoding.
+        self.avg_decoded_tokens_per_iter = 1.0
         self.metrics_dict: dict[str, Any] = {}
         self.finished = False
         self.disaggregated_params: DisaggregatedParams | None = None
@@ -210,7 +212,7 @@ class GenerationResult:
                 request_type="context_only",
                 first_gen_tokens=delivery.handoff.first_gen_tokens,
                 first_gen_log_probs=list(output.logprobs) or None,
-                ctx_request_id=delivery.handoff.ctx_request_id,
+                ctx_request_id=self._ctx_request_id(delivery.handoff),
                 disagg_request_id=self._disagg_request_id,
                 opaque_state=delivery.handoff.opaque_state,
                 ctx_info_endpoint=delivery.handoff.ctx_info_endpoint,
@@ -223,6 +225,11 @@ class GenerationResult:
             output.text = self._detokenize(output.token_ids)
 
 
+    def _ctx_request_id(self, handoff: MadeHandoff) -> int:
+        """Both phases go by the caller's id, when there is one."""
+        return handoff.ctx_request_id if self._disagg_request_id is None else self._disagg_request_id
+
+
 class RequestOutput(GenerationResult):
     """The public name of a running request."""
 
@@ -231,3 +238,19 @@ class RequestOutput(GenerationResult):
             f"RequestOutput(request_id={self.request_id}, prompt={self.prompt!r}, "
             f"prompt_token_ids={self.prompt_token_ids}, outputs={self.outputs}, finished={self.finished})"
         )
+
+
+def wake(results: Sequence[RequestOutput]) -> None:
+    """One call into each event loop, however many requests of its got tokens in a step."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[RequestOutput]] = {}
+    for result in results:
+        if result.loop is not None:
+            by_loop.setdefault(result.loop, []).append(result)
+    for loop, woken in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # closed: nobody waits there any more
+            loop.call_soon_threadsafe(_wake_all, woken)
+
+
+def _wake_all(results: Sequence[RequestOutput]) -> None:
+    for result in results:
+        result.wake()

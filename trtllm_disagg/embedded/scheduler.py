@@ -6,13 +6,13 @@ keeps them to its end; so running sequences never wait for blocks, and there is 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trtllm_disagg.embedded.block_manager import BlockManager
 from trtllm_disagg.embedded.sequence import Sequence, Status
-from trtllm_disagg.errors import InvalidRequestError
 
 
 @dataclass(slots=True)
@@ -28,6 +28,16 @@ class Row:
         return self.sequence.num_computed + self.num_tokens == len(self.sequence.tokens)
 
 
+@dataclass(slots=True)
+class Counts:
+    """Since the start."""
+
+    admitted: int = 0
+    finished: int = 0
+    #: How long the admitted ones had waited, all together.
+    queued_seconds: float = 0.0
+
+
 class Scheduler:
     def __init__(
         self,
@@ -37,6 +47,7 @@ class Scheduler:
         max_num_tokens: int,
         chunk_alignment: int,
         chunked: bool,
+        by_priority: bool = False,
     ) -> None:
         """`chunk_alignment`: a prefill chunk that does not finish its prompt ends on a multiple of it (tokens)."""
         self._blocks = blocks
@@ -45,6 +56,8 @@ class Scheduler:
         self._max_num_tokens = max_num_tokens
         self._alignment = chunk_alignment
         self._chunked = chunked
+        self._by_priority = by_priority
+        self.counts = Counts()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.receiving: set[Sequence] = set()
@@ -58,25 +71,23 @@ class Scheduler:
     def num_active(self) -> int:
         return len(self.running) + len(self.receiving)
 
-    def require_fits_budget(self, sequence: Sequence) -> None:
-        """Raise InvalidRequestError for a prompt that could never be scheduled."""
-        if not self._chunked and sequence.handle is None and sequence.num_prompt > self._max_num_tokens:
-            raise InvalidRequestError(
-                f"the prompt has {sequence.num_prompt} tokens; max_num_tokens {self._max_num_tokens} is the limit "
-                "without enable_chunked_prefill"
-            )
-
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        """First come first served; by priority when told so, and then among equals."""
+        place = len(self.waiting)
+        while self._by_priority and place and self.waiting[place - 1].priority < sequence.priority:
+            place -= 1
+        self.waiting.insert(place, sequence)
 
     def admit(self) -> Iterator[Sequence]:
-        """Move waiting sequences in, first come first served, while there is room.
+        """Move waiting sequences in, first ones first, while there is room.
 
         Yields those that want their KV pulled.
         """
         while self._can_admit():
             sequence = self.waiting.popleft()
             self._reserve(sequence)
+            self.counts.admitted += 1
+            self.counts.queued_seconds += time.monotonic() - sequence.arrived
             if sequence.handle is not None:
                 sequence.status = Status.RECEIVING
                 self.receiving.add(sequence)
@@ -106,6 +117,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """It is done, whatever it was doing; its blocks stay with the caller."""
+        self.counts.finished += 1
         match sequence.status:
             case Status.WAITING:
                 self.waiting.remove(sequence)

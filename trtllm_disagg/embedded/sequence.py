@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ class Sequence:
     #: Which tokens may come next, when a grammar says so.
     guide: Guide | None = None
 
+    arrived: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
     aborted: bool = False
     blocks: list[int] = field(default_factory=list)

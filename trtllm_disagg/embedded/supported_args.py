@@ -6,6 +6,7 @@ A setting that would change an answer is never dropped silently.
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
@@ -27,6 +28,7 @@ def refuse_unsupported(args: LlmArgs, model_dtype: str | None = None) -> list[st
         if value not in values:
             raise ConfigError.bad_value(key, value, f"{expected}, on the embedded engine")
     _check_kv_dtype(args, model_dtype)
+    _check_tokenizer(args)
     return [key for key in _NO_EFFECT if _read(args, key) != _default(args, key)]
 
 
@@ -59,6 +61,15 @@ def _check_kv_dtype(args: LlmArgs, model_dtype: str | None) -> None:
         raise ConfigError.bad_value(key, args.kv_cache_config.dtype, f"{expected}, on the embedded engine")
 
 
+def _check_tokenizer(args: LlmArgs) -> None:
+    """Guided decoding reads the tokenizer in the engine's own process."""
+    given = args.tokenizer
+    if args.guided_decoding_backend is not None and not isinstance(given, (str, Path, type(None))):
+        raise ConfigError.bad_value(
+            "tokenizer", type(given).__name__, "a directory, with guided_decoding_backend on the embedded engine"
+        )
+
+
 class _Built(NamedTuple):
     """The values of one argument that the embedded engine serves, and how an error says so."""
 
@@ -74,10 +85,10 @@ _BUILT = (
     _Built("tensor_parallel_size", *_ONE),
     _Built("pipeline_parallel_size", *_ONE),
     _Built("context_parallel_size", *_ONE),
-    # TensorRT-LLM itself turns None into -1.
-    _Built("moe_cluster_parallel_size", (None, -1, 1), "1"),
-    _Built("moe_tensor_parallel_size", (None, -1, 1), "1"),
-    _Built("moe_expert_parallel_size", (None, -1, 1), "1"),
+    # -1 is what no value becomes.
+    _Built("moe_cluster_parallel_size", (-1, 1), "1"),
+    _Built("moe_tensor_parallel_size", (-1, 1), "1"),
+    _Built("moe_expert_parallel_size", (-1, 1), "1"),
     _Built("cp_config"),
     _Built("enable_lora", *_OFF),
     _Built("lora_config"),
@@ -166,6 +177,7 @@ _NO_EFFECT = (
     "kv_cache_config.avg_seq_len",
     "kv_cache_config.max_util_for_resume",
     "scheduler_config.use_python_scheduler",
+    "scheduler_config.enable_prefix_aware_scheduling",
     # One by one: Dynamo always passes this object, with its defaults.
     "scheduler_config.dynamic_batch_config.enable_batch_size_tuning",
     "scheduler_config.dynamic_batch_config.enable_max_num_tokens_tuning",

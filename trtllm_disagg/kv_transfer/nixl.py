@@ -40,6 +40,7 @@ class NixlTransport:
         from nixl_cu12 import _api
 
         self._api = _api
+        self._name = ""
         self._agent: Any = None
         self._registration: Any = None
         self._pool: torch.Tensor | None = None
@@ -58,6 +59,7 @@ class NixlTransport:
             backends=["UCX"],
             sync_mode=self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
+        self._name = sender
         self._agent = self._api.nixl_agent(sender, config)
         base, nbytes = self._pool.data_ptr(), self._pool.nbytes
         self._registration = self._agent.register_memory([(base, nbytes, self._device, "")], self._memory)
@@ -70,6 +72,10 @@ class NixlTransport:
         self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         assert self._pool is not None
+        if peer.sender == self._name:  # NIXL knows no transfer to oneself
+            theirs, mine = torch.from_numpy(remote_blocks).long(), torch.from_numpy(local_blocks).long()
+            self._pool[:, :, mine] = self._pool[:, :, theirs]
+            return self._num_bytes(len(local_blocks))
         try:
             remote = self._remotes.get(peer.sender) or self._connect(peer)
             self._transfer(peer, remote, remote_blocks, local_blocks, timeout)
@@ -78,7 +84,7 @@ class NixlTransport:
         except Exception as error:  # the bindings raise a dozen unrelated types
             self.forget(peer)
             raise KvTransferError(f"reading KV from {peer.sender} failed: {error}") from error
-        return len(local_blocks) * self._num_segments * self._segment_bytes
+        return self._num_bytes(len(local_blocks))
 
     def forget(self, peer: PeerCard) -> None:
         if remote := self._remotes.pop(peer.sender, None):
@@ -127,6 +133,9 @@ class NixlTransport:
         """Bytes of one block in one layer's K or V."""
         assert self._pool is not None
         return int(self._pool[0, 0, 0].nbytes)
+
+    def _num_bytes(self, num_blocks: int) -> int:
+        return num_blocks * self._num_segments * self._segment_bytes
 
     def _segments(self, base: int, num_blocks: int) -> np.ndarray:
         """Descriptor table [segment * num_blocks + block] -> (address, bytes, device)."""

@@ -20,6 +20,9 @@ from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
 
+#: Every page from the start; otherwise the first read of each block would pay for its pages.
+_PRESENT = mmap.MAP_SHARED | mmap.MAP_POPULATE
+
 
 class _Address(msgspec.Struct, frozen=True):
     pid: int
@@ -60,7 +63,7 @@ class SharedMemoryTransport:
         nbytes = math.prod(shape) * dtype.itemsize
         self._fd = os.memfd_create("trtllm-disagg-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, nbytes)
-        self._memory = mmap.mmap(self._fd, nbytes)
+        self._memory = mmap.mmap(self._fd, nbytes, flags=_PRESENT)
         pool = torch.frombuffer(self._memory, dtype=dtype).view(shape)
         self._segments = pool.view(torch.uint8).numpy().reshape(shape[0] * shape[1], shape[2], -1)
         return pool
@@ -109,7 +112,7 @@ class SharedMemoryTransport:
     def _map(self, peer: PeerCard, address: _Address) -> _Mapping:
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            memory = mmap.mmap(fd, address.nbytes, prot=mmap.PROT_READ)
+            memory = mmap.mmap(fd, address.nbytes, flags=_PRESENT, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
         shape = (self._segments.shape[0], peer.num_blocks, self._segments.shape[2])

@@ -1,0 +1,195 @@
+"""What comes out of a request: growing outputs, ends, aborts, threads (facts: trtllm.md section 2)."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.conformance.api import OTHER_PROMPT, PROMPT, find, sampling
+
+#: Varied, and the same every time.
+SAMPLED = {"temperature": 1.0, "seed": 11, "max_tokens": 16}
+
+
+async def run(llm: Any, **fields: Any) -> Any:
+    result = await llm.generate_async(PROMPT, sampling(**(SAMPLED | fields))).aresult()
+    assert result.finished
+    return result.outputs[0]
+
+
+@pytest.fixture
+async def answer(llm: Any) -> list[int]:
+    """Of SAMPLED, when nothing stops it."""
+    output = await run(llm)
+    assert (output.length, output.finish_reason, output.stop_reason) == (16, "length", None)
+    return list(output.token_ids)
+
+
+# -- streams
+
+
+async def test_streamed_outputs_only_grow(llm: Any, answer: list[int]) -> None:
+    result = llm.generate_async(PROMPT, sampling(**SAMPLED), streaming=True)
+    seen: list[list[int]] = []
+    diffs: list[int] = []
+    async for update in result:
+        assert update is result
+        output = update.outputs[0]
+        assert (output.finish_reason is not None) == update.finished
+        seen.append(list(output.token_ids))
+        diffs += output.token_ids_diff
+    assert seen[-1] == answer
+    assert diffs == answer
+    assert len(seen) > 1
+    assert all(after[: len(before)] == before for before, after in pairwise(seen))
+
+
+async def test_without_streaming_there_is_one_update(llm: Any, answer: list[int]) -> None:
+    updates = [
+        list(update.outputs[0].token_ids) async for update in llm.generate_async(PROMPT, sampling(**SAMPLED))
+    ]
+    assert updates == [answer]
+
+
+async def test_several_choices(llm: Any) -> None:
+    params = sampling(**(SAMPLED | {"n": 3, "best_of": 3, "logprobs": 0}))
+    lengths: dict[int, int] = {}
+    async for update in llm.generate_async(PROMPT, params, streaming=True):
+        for output in update.outputs:
+            assert output.length >= lengths.get(output.index, 0)
+            lengths[output.index] = output.length
+    assert lengths == {0: 16, 1: 16, 2: 16}
+
+
+async def test_neighbours_run_at_the_same_time(llm: Any) -> None:
+    results = [llm.generate_async(p, sampling(max_tokens=12)) for p in (PROMPT, OTHER_PROMPT) * 3]
+    lengths = [(await result.aresult()).outputs[0].length for result in results]
+    assert lengths == [12] * 6
+
+
+def test_a_plain_thread_may_wait_or_iterate(llm: Any) -> None:
+    result = llm.generate_async(PROMPT, sampling()).result(timeout=60)
+    tokens = list(result.outputs[0].token_ids)
+    streamed = [list(u.outputs[0].token_ids) for u in llm.generate_async(PROMPT, sampling(), streaming=True)]
+    assert streamed[-1] == tokens
+    assert [list(r.outputs[0].token_ids) for r in llm.generate([PROMPT], sampling())] == [tokens]
+
+
+async def test_text(llm: Any) -> None:
+    result = llm.generate_async(PROMPT, sampling(), streaming=True)
+    text = "".join([update.outputs[0].text_diff async for update in result])
+    assert text == result.outputs[0].text
+    assert text
+    assert (await run(llm, detokenize=False)).text == ""
+
+
+# -- ends
+
+
+async def test_an_end_token_is_not_returned(llm: Any, answer: list[int]) -> None:
+    end = answer[7]
+    output = await run(llm, end_id=end, ignore_eos=False)
+    assert list(output.token_ids) == answer[: answer.index(end)]
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+
+
+@pytest.mark.parametrize("shown", [False, True])
+async def test_a_stop_token_is_named_and_returned_only_on_request(
+    llm: Any, answer: list[int], shown: bool
+) -> None:
+    stop = answer[7]
+    output = await run(
+        llm, stop_token_ids=[stop], ignore_eos=False, end_id=-1, include_stop_str_in_output=shown
+    )
+    assert list(output.token_ids) == answer[: answer.index(stop) + shown]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+
+async def test_a_stop_string(llm: Any, answer: list[int]) -> None:
+    """It is matched as tokens, so it must be one that is tokenized back to them."""
+    tokenizer = llm.tokenizer
+    candidates = [(i, tokenizer.decode(answer[i : i + 2])) for i in range(4, 14)]
+    found = [
+        (i, text)
+        for i, text in candidates
+        if text and list(tokenizer.encode(text, add_special_tokens=False)) == answer[i : i + 2]
+    ]
+    if not found:
+        pytest.skip("no two tokens of this answer are text that is tokenized back to them")
+    at, text = found[0]
+    output = await run(llm, stop=text, ignore_eos=False, end_id=-1)
+    assert (output.finish_reason, output.stop_reason) == ("stop", text)
+    assert list(output.token_ids) == answer[: output.length]
+    assert output.length <= at
+
+
+async def test_ignore_eos_ignores_stop_tokens_too(llm: Any, answer: list[int]) -> None:
+    output = await run(llm, ignore_eos=True, end_id=answer[3], stop_token_ids=[answer[5]])
+    assert list(output.token_ids) == answer
+
+
+async def test_min_tokens_puts_an_end_off(llm: Any, answer: list[int]) -> None:
+    output = await run(llm, end_id=answer[0], ignore_eos=False, min_tokens=9)
+    assert output.length >= 9
+
+
+async def test_an_abort_ends_the_stream_as_cancelled(llm: Any) -> None:
+    result = llm.generate_async(PROMPT, sampling(max_tokens=400), streaming=True)
+    async for update in result:
+        if update.outputs[0].length and not update.finished:
+            update.abort()
+    assert result.outputs[0].finish_reason == "cancelled"
+    assert result.outputs[0].length < 400
+
+
+# -- logprobs
+
+
+async def test_logprobs_are_aligned_with_the_tokens(llm: Any) -> None:
+    result = llm.generate_async(PROMPT, sampling(max_tokens=5, logprobs=2), streaming=True)
+    async for update in result:
+        output = update.outputs[0]
+        assert len(output.logprobs) == len(output.token_ids)
+        assert len(output.logprobs_diff) == len(output.token_ids_diff)
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert isinstance(entry[token], find("Logprob"))
+        assert entry[token].logprob <= 0
+        assert 2 <= len(entry) <= 3
+    total = sum(e[t].logprob for t, e in zip(output.token_ids, output.logprobs, strict=True))
+    assert output.cumulative_logprob == pytest.approx(total, rel=1e-3)
+
+
+# -- guides
+
+
+async def test_a_guided_answer_matches(llm: Any) -> None:
+    pattern = "(cat|dog)-[0-9]{2,3}"
+    guide = find("GuidedDecodingParams")(regex=pattern)
+    output = await run(llm, guided_decoding=guide, ignore_eos=False, max_tokens=40)
+    assert output.finish_reason == "stop"
+    assert re.fullmatch(pattern, output.text)
+
+
+# -- the prefix cache
+
+
+async def test_cached_tokens_count_whole_blocks(llm: Any) -> None:
+    prompt = [9, *PROMPT[1:]]
+    counts = []
+    for _ in range(2):
+        counts.append((await llm.generate_async(prompt, sampling(max_tokens=1)).aresult()).cached_tokens)
+    assert counts[0] == 0
+    assert 64 <= counts[1] < len(prompt)
+
+
+async def test_a_salt_keeps_prefixes_apart(llm: Any) -> None:
+    prompt = [10, *PROMPT[1:]]
+    salts = ["a", "b", "a"]
+    results = [await llm.generate_async(prompt, sampling(), cache_salt=salt).aresult() for salt in salts]
+    cached = [result.cached_tokens for result in results]
+    assert (cached[0], cached[1]) == (0, 0)
+    assert cached[2] >= 64
+    assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1

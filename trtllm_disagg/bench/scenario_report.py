@@ -1,0 +1,131 @@
+"""What `bench scenarios` says: a table a scenario, ratios beside the post's, figures, a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from trtllm_disagg.bench.figures import Figure, at_least, at_most, exactly
+from trtllm_disagg.bench.machine import describe_machine, load
+from trtllm_disagg.bench.plot import plot_bars
+from trtllm_disagg.bench.scenarios import Outcome
+from trtllm_disagg.bench.servers import DISAGG, MODES
+from trtllm_disagg.bench.workloads import SCALES, SEED_RATIOS
+
+#: Header, attribute of Measures, format.
+_COLUMNS = (
+    ("wall s", "wall", ".3f"),
+    ("gen tok/s", "throughput", ".0f"),
+    ("TTFT ms", "ttft", ".1f"),
+    ("TTFT p99", "ttft_p99", ".1f"),
+    ("ITL p99 ms", "itl_p99", ".1f"),
+    ("latency ms", "latency", ".1f"),
+)
+_RATIOS = (("throughput", "x"), ("ttft", "x"), ("itl_p99", "x"), ("latency", "x"))
+#: The post's strongest scenario, at its own size.
+_TARGET = ("seed", "long_prompts")
+
+
+def figures_of(outcomes: Sequence[Outcome]) -> list[Figure]:
+    figures = []
+    for outcome in outcomes:
+        name = f"{outcome.scale} {outcome.scenario.name}"
+        for mode in outcome.measures:
+            for _, column, _ in _COLUMNS:
+                unit = {"wall": "s", "throughput": "tok/s"}.get(column, "ms")
+                figures.append(Figure(f"{name} {mode} {column}", outcome.sample(mode, column).median, unit))
+        figures += _ratio_figures(outcome, name)
+    mismatches = sum(outcome.mismatches for outcome in outcomes)
+    return [*figures, exactly("token mismatches", mismatches, "tokens", 0)]
+
+
+def _ratio_figures(outcome: Outcome, name: str) -> list[Figure]:
+    figures = []
+    for mode in outcome.monolithic if DISAGG in outcome.measures else ():
+        for column, unit in _RATIOS:
+            figure, value = f"{name} {column} disagg/{mode}", outcome.ratio(mode, column).median
+            seed = SEED_RATIOS[outcome.scenario.name]
+            if (outcome.scale, outcome.scenario.name) == _TARGET and column == "throughput":
+                figures.append(at_least(figure, value, unit, seed.throughput))
+            elif (outcome.scale, outcome.scenario.name) == _TARGET and column == "ttft":
+                figures.append(at_most(figure, value, unit, seed.ttft))
+            else:
+                figures.append(Figure(figure, value, unit))
+    return figures
+
+
+def print_report(outcomes: Sequence[Outcome], load_before: float) -> None:
+    console = Console(highlight=False)
+    console.print(f"{describe_machine()}; load {load_before:.1f} before, {load():.1f} after")
+    for mode in outcomes[0].measures:
+        console.print(f"  {mode}: {MODES[mode].help}")
+    for scale in dict.fromkeys(outcome.scale for outcome in outcomes):
+        of_scale = [outcome for outcome in outcomes if outcome.scale == scale]
+        console.print(_results(scale, of_scale))
+        if DISAGG in of_scale[0].measures and of_scale[0].monolithic:
+            console.print(_ratios(scale, of_scale))
+    mismatches = sum(outcome.mismatches for outcome in outcomes)
+    console.print(f"{mismatches} of {sum(outcome.compared for outcome in outcomes)} tokens differ between modes.")
+    for figure in figures_of(outcomes):
+        if figure.missed:
+            console.print(f"missed: {figure.figure} {figure.value:.2f} {figure.unit}, target {figure.target}")
+
+
+def _results(scale: str, outcomes: Sequence[Outcome]) -> Table:
+    chunk, whole = SCALES[scale].chunk, SCALES[scale].whole_prompt
+    title = f"Scale {scale}: chunks of {chunk} prompt tokens a step, or {whole} where no prompt is cut"
+    table = Table(title=title, title_justify="left")
+    table.add_column("scenario")
+    table.add_column("mode")
+    for header, _, _ in _COLUMNS:
+        table.add_column(header, justify="right")
+    table.add_column("spread", justify="right")
+    for outcome in outcomes:
+        for number, mode in enumerate(outcome.measures):
+            label = (outcome.scenario.name, outcome.scenario.label)[number] if number < 2 else ""
+            cells = [format(outcome.sample(mode, column).median, form) for _, column, form in _COLUMNS]
+            spread = outcome.sample(mode, "wall").spread / 2
+            table.add_row(label, mode, *cells, f"±{spread:.0%}", end_section=mode == list(outcome.measures)[-1])
+    return table
+
+
+def _ratios(scale: str, outcomes: Sequence[Outcome]) -> Table:
+    table = Table(title=f"Scale {scale}: disaggregated / monolithic, in pairs", title_justify="left")
+    table.add_column("scenario")
+    table.add_column("against")
+    for header in ("throughput", "TTFT", "ITL p99", "latency"):
+        table.add_column(header, justify="right")
+    for outcome in outcomes:
+        seed = SEED_RATIOS[outcome.scenario.name]
+        table.add_row(
+            outcome.scenario.name,
+            "the post's",
+            f"{seed.throughput:.2f}x",
+            f"{seed.ttft:.2f}x",
+            "",
+            f"{seed.latency:.2f}x",
+        )
+        for mode in outcome.monolithic:
+            cells = [f"{outcome.ratio(mode, column).median:.2f}x" for column, _ in _RATIOS]
+            table.add_row("", mode, *cells, end_section=mode == outcome.monolithic[-1])
+    return table
+
+
+def plot(outcomes: Sequence[Outcome], path: Path) -> None:
+    titles = {"throughput": "gen tok/s", "ttft": "TTFT ms", "itl_p99": "ITL p99 ms"}
+    panels = {
+        f"{scale}: {title}": {
+            mode: {
+                outcome.scenario.name: outcome.sample(mode, column).median
+                for outcome in outcomes
+                if outcome.scale == scale
+            }
+            for mode in outcomes[0].measures
+        }
+        for scale in dict.fromkeys(outcome.scale for outcome in outcomes)
+        for column, title in titles.items()
+    }
+    plot_bars(panels, "Monolithic and disaggregated on the same two cores", path)

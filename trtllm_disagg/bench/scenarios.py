@@ -1,0 +1,140 @@
+"""`trtllm-disagg bench scenarios`: monolithic and disaggregated serving of the same requests on the same two cores.
+
+Engines only: no frontend, no Dynamo. Sampling at temperature 1 with seeds, so the two must agree token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from trtllm_disagg.bench.driving import Measures, Trace, drive, mismatched_tokens
+from trtllm_disagg.bench.figures import Sample, paired_ratio, to_json
+from trtllm_disagg.bench.machine import load, two_cores
+from trtllm_disagg.bench.model import DEFAULT_DIRECTORY, random_checkpoint, vocab_size
+from trtllm_disagg.bench.plot import require_matplotlib
+from trtllm_disagg.bench.progress import Progress
+from trtllm_disagg.bench.servers import DISAGG, MODES, Bench, Server, start_servers
+from trtllm_disagg.bench.workloads import SCALES, SEED_SCENARIOS, Ratios, Scale, Scenario
+from trtllm_disagg.kv_transfer.choose import TRANSPORTS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print figures instead of tables")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a PNG; needs matplotlib")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="(default: random weights, 11M parameters)")
+    parser.add_argument(
+        "--scale",
+        choices=SCALES,
+        nargs="+",
+        default=list(SCALES),
+        help="prompts as in the post, or up to 1k or 4k tokens (default: %(default)s)",
+    )
+    names = [scenario.name for scenario in SEED_SCENARIOS]
+    parser.add_argument("--scenario", choices=names, nargs="+", default=names, help="(default: all)")
+    parser.add_argument("--mode", choices=MODES, nargs="+", default=list(MODES), help="(default: all)")
+    parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="NIXL", help="(default: %(default)s)")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One scenario; measures at the same place are of the same repetition."""
+
+    scale: str
+    scenario: Scenario
+    measures: dict[str, list[Measures]] = field(default_factory=dict)
+    mismatches: int = 0
+    compared: int = 0
+
+    def sample(self, mode: str, column: str) -> Sample:
+        return Sample(tuple(getattr(measures, column) for measures in self.measures[mode]))
+
+    def ratio(self, mode: str, column: str) -> Sample:
+        """Disaggregated over `mode`."""
+        return paired_ratio(self.sample(DISAGG, column).values, self.sample(mode, column).values)
+
+    def ratios(self, mode: str) -> Ratios:
+        columns = ("throughput", "ttft", "latency")
+        return Ratios(*(self.ratio(mode, column).median for column in columns))
+
+    @property
+    def monolithic(self) -> list[str]:
+        return [mode for mode in self.measures if mode != DISAGG]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 1 when a token differs between two modes, else 0."""
+    from trtllm_disagg.bench.scenario_report import figures_of, plot, print_report
+
+    if args.plot is not None:
+        require_matplotlib()
+    before = load()
+    with Progress("scenarios") as progress:
+        model = args.model or random_checkpoint(DEFAULT_DIRECTORY)
+        outcomes = [
+            outcome for name in args.scale for outcome in measure(SCALES[name], model, args, progress.say)
+        ]
+    if args.json:
+        print(to_json(figures_of(outcomes)))
+    else:
+        print_report(outcomes, before)
+    if args.plot is not None:
+        plot(outcomes, args.plot)
+    return 1 if any(outcome.mismatches for outcome in outcomes) else 0
+
+
+def measure(
+    scale: Scale, model: Path, args: argparse.Namespace, say: Callable[[str], None]
+) -> list[Outcome]:
+    """Engines are started once for all scenarios of one batch size."""
+    wanted = [scenario for scenario in scale.scenarios if scenario.name in args.scenario]
+    outcomes: dict[str, Outcome] = {}
+    by_batch = sorted(wanted, key=lambda scenario: -scenario.max_batch_size)
+    for max_batch_size, group in groupby(by_batch, key=lambda scenario: scenario.max_batch_size):
+        bench = Bench(model, scale, max_batch_size, args.transport, two_cores())
+        with ExitStack() as stack:
+            say(f"{scale.name}: starting engines for batches of {max_batch_size}")
+            servers = start_servers(bench, args.mode, stack)
+            for scenario in group:
+                outcomes[scenario.name] = _repeat(
+                    scale, scenario, servers, vocab_size(model), args.repetitions, say
+                )
+    return [outcomes[scenario.name] for scenario in wanted]
+
+
+def _repeat(
+    scale: Scale,
+    scenario: Scenario,
+    servers: dict[str, Server],
+    vocabulary: int,
+    repetitions: int,
+    say: Callable[[str], None],
+) -> Outcome:
+    """Modes take turns, and the first turn goes round as well. Repetition -1 warms up."""
+    outcome = Outcome(scale.name, scenario, {mode: [] for mode in servers})
+    order = list(servers)
+    for repetition in range(-1, repetitions):
+        say(f"{scale.name} {scenario.name}: repetition {repetition + 1} of {repetitions}")
+        prompts = scenario.prompts(repetition, vocabulary)
+        traces: dict[str, list[Trace]] = {}
+        for mode in order:
+            traces[mode] = asyncio.run(drive(servers[mode], scenario, prompts))
+            if repetition >= 0:
+                outcome.measures[mode].append(Measures.of(traces[mode]))
+        order = [*order[1:], order[0]]
+        compare(outcome, traces)
+    return outcome
+
+
+def compare(outcome: Outcome, traces: dict[str, Sequence[Trace]] | dict[str, list[Trace]]) -> None:
+    """Every mode with the first one."""
+    first, *others = traces.values()
+    for other in others:
+        outcome.mismatches += mismatched_tokens(first, other)
+        outcome.compared += sum(len(trace.tokens) for trace in first)

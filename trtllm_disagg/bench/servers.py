@@ -1,0 +1,140 @@
+"""The same requests through one engine, or through a prefill and a decode engine; both on the same two cores."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from trtllm_disagg.bench.workloads import Scale
+from trtllm_disagg.embedded import LLM, DisaggregatedParams, SamplingParams
+
+DISAGG = "disagg"
+
+
+class Server(Protocol):
+    def answer(self, prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
+        """Tokens as they come, each exactly once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Monolithic:
+    """One engine: prefill chunks and decode rows share a forward pass."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    async def answer(self, prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
+        result = self._llm.generate_async(prompt, sampling, streaming=True)
+        async for _ in result:
+            yield result.outputs[0].token_ids_diff
+
+    def close(self) -> None:
+        self._llm.shutdown()
+
+
+class Disaggregated:
+    """Two engines. The first token comes from prefill, before any KV has moved; decode goes on from it."""
+
+    def __init__(self, prefill: LLM, decode: LLM) -> None:
+        self._prefill, self._decode = prefill, decode
+
+    async def answer(self, prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
+        only_context = DisaggregatedParams(request_type="context_only")
+        first = self._prefill.generate_async(
+            prompt, replace(sampling, max_tokens=1), disaggregated_params=only_context
+        )
+        await first.aresult()
+        yield first.outputs[0].token_ids
+        handoff = first.outputs[0].disaggregated_params
+        assert handoff is not None
+        handoff.request_type = "generation_only"
+        result = self._decode.generate_async(prompt, sampling, streaming=True, disaggregated_params=handoff)
+        repeated = 1
+        async for _ in result:
+            new = result.outputs[0].token_ids_diff
+            if new[repeated:]:
+                yield new[repeated:]
+            repeated = max(0, repeated - len(new))
+
+    def close(self) -> None:
+        self._prefill.shutdown()
+        self._decode.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all servers of one comparison have in common."""
+
+    model: Path
+    scale: Scale
+    max_batch_size: int
+    transport: str
+    cores: tuple[int, int]
+
+    def engine(self, budget: int, cores: Sequence[int], **more: Any) -> LLM:
+        """One thread a core. Nothing is found in a cache: every prompt is computed."""
+        return LLM(
+            self.model,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_seq_len=self.scale.max_seq_len,
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=budget,
+            enable_chunked_prefill=True,
+            kv_cache_config={"max_tokens": self.scale.pool_tokens, "enable_block_reuse": False},
+            embedded={"num_threads": len(cores), "cpu_affinity": list(cores), "device": "cpu"},
+            **more,
+        )
+
+    def monolithic(self, chunk: int, cores: Sequence[int]) -> Monolithic:
+        """Every decode row takes a token of the budget, so that `chunk` is left for prompts in any step."""
+        return Monolithic(self.engine(chunk + self.max_batch_size, cores))
+
+    def disaggregated(self) -> Disaggregated:
+        transfer = {"cache_transceiver_config": {"backend": self.transport}}
+        with ThreadPoolExecutor(2) as pool:
+            engines = [
+                pool.submit(self.engine, self.scale.whole_prompt, [core], **transfer) for core in self.cores
+            ]
+        return Disaggregated(*(engine.result() for engine in engines))
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    help: str
+    start: Callable[[Bench], Server]
+
+
+MODES = {
+    "mono-2t": Mode(
+        "one engine, two threads, prompts in chunks beside decode rows",
+        lambda bench: bench.monolithic(bench.scale.chunk, bench.cores),
+    ),
+    "mono-2t-whole": Mode(
+        "the same, but no prompt is ever cut",
+        lambda bench: bench.monolithic(bench.scale.whole_prompt, bench.cores),
+    ),
+    "mono-1t": Mode(
+        "one engine, one thread, chunks",
+        lambda bench: bench.monolithic(bench.scale.chunk, bench.cores[:1]),
+    ),
+    DISAGG: Mode(
+        "a prefill and a decode engine, one thread and core each, whole prompts, KV moved between them",
+        lambda bench: bench.disaggregated(),
+    ),
+}
+
+
+def start_servers(bench: Bench, modes: Sequence[str], stack: ExitStack) -> dict[str, Server]:
+    """All of them, idle until asked; `stack` closes them."""
+    servers: dict[str, Server] = {}
+    for mode in modes:
+        servers[mode] = MODES[mode].start(bench)
+        stack.callback(servers[mode].close)
+    return servers

@@ -1,0 +1,124 @@
+"""The six workloads of the post "NanoGPT: Disaggregated Prefill and Decode", its results, and larger versions."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+#: The engine prefills in tiles of so many tokens; a smaller budget would stand still beside decode rows.
+_TILE = 32
+#: The post's monolithic scheduler had 16 tokens a step for prompts of up to 40.
+_CHUNK_SHARE = 16 / 40
+#: A step with fewer prompt tokens than this reads every weight for too little work.
+_LEAST_PREFILL = 256
+_LONGEST_PROMPT = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    name: str
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+    max_batch_size: int = 4
+    #: Milliseconds between two arrivals; 0 means all at once.
+    gap: float = 0.0
+
+    @property
+    def label(self) -> str:
+        gap = f", every {self.gap:.0f} ms" if self.gap else ""
+        batch = f", batch {self.max_batch_size}" if self.max_batch_size != 4 else ""
+        return f"{self.num_requests} x {self.prompt_tokens}p/{self.output_tokens}g{gap}{batch}"
+
+    def prompts(self, repetition: int, vocab_size: int) -> list[list[int]]:
+        """Other random prompts in every repetition."""
+        source = random.Random(f"{self.name} {repetition}")
+        return [
+            [source.randrange(2, vocab_size) for _ in range(self.prompt_tokens)]
+            for _ in range(self.num_requests)
+        ]
+
+
+#: The post does not say what it generates under batch_pressure (8 follows from its 721 tok/s), nor its gap.
+SEED_SCENARIOS = (
+    Scenario("smoke", 4, 16, 8),
+    Scenario("staggered_arrivals", 8, 24, 10, gap=5.0),
+    Scenario("batch_pressure", 12, 16, 8, max_batch_size=2),
+    Scenario("long_prompts", 6, _LONGEST_PROMPT, 8),
+    Scenario("long_decode", 6, 16, 32),
+    Scenario("stress", 16, 16, 10),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """Disaggregated over monolithic. More throughput is better, less of the others."""
+
+    throughput: float
+    ttft: float
+    latency: float
+
+
+SEED_RATIOS = {
+    "smoke": Ratios(0.60, 0.89, 0.96),
+    "staggered_arrivals": Ratios(1.42, 0.47, 0.57),
+    "batch_pressure": Ratios(0.98, 0.83, 0.85),
+    "long_prompts": Ratios(1.62, 0.26, 0.35),
+    "long_decode": Ratios(1.13, 0.55, 0.68),
+    "stress": Ratios(1.04, 0.73, 0.76),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Prompts (and gaps) and answers so many times as long as the post's."""
+
+    name: str
+    longest_prompt: int
+    output_factor: int
+
+    @property
+    def _prompt_factor(self) -> float:
+        return self.longest_prompt / _LONGEST_PROMPT
+
+    @property
+    def scenarios(self) -> tuple[Scenario, ...]:
+        factor = self._prompt_factor
+        return tuple(
+            replace(
+                scenario,
+                prompt_tokens=round(scenario.prompt_tokens * factor),
+                output_tokens=scenario.output_tokens * self.output_factor,
+                gap=scenario.gap * factor,
+            )
+            for scenario in SEED_SCENARIOS
+        )
+
+    @property
+    def max_seq_len(self) -> int:
+        return max(s.prompt_tokens + s.output_tokens for s in self.scenarios)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Room for every request of a scenario at once, so that no engine ever waits for blocks."""
+        return max(s.num_requests * (s.prompt_tokens + s.output_tokens + _TILE) for s in self.scenarios)
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens a step in the post's proportion, in whole tiles."""
+        return max(_TILE, round(self.longest_prompt * _CHUNK_SHARE) // _TILE * _TILE)
+
+    @property
+    def whole_prompt(self) -> int:
+        """Prompt tokens a step that never cut a prompt."""
+        return max(_LEAST_PREFILL, self.longest_prompt)
+
+
+SCALES = {
+    scale.name: scale
+    for scale in (
+        Scale("seed", longest_prompt=_LONGEST_PROMPT, output_factor=1),
+        Scale("1k", longest_prompt=1024, output_factor=8),
+        Scale("4k", longest_prompt=4096, output_factor=16),
+    )
+}
