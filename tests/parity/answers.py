@@ -72,7 +72,7 @@ class Question:
         nvext: dict[str, Any] = {"cache_salt": self.salt} if self.salt else {}
         if self.wants_token_ids:
             nvext["extra_fields"] = ["completion_token_ids"]
-        return {**self.options, "nvext": nvext}
+        return {"nvext": nvext, **self.options}
 
 
 def ask(client: OpenAI, question: Question) -> Answer | Refusal:

@@ -140,9 +140,9 @@ def test_a_prefill_that_stops_at_its_first_token_hands_nothing_off(pair: Pair) -
 def test_a_prefix_that_decode_knows_is_not_moved_again(pair: Pair) -> None:
     stem = prompt(2 * BLOCK, salt=7)
     before = pair.pulled()
-    pair.generate(stem + [5])
+    pair.generate([*stem, 5])
     whole = pair.pulled() - before
-    pair.generate(stem + [6])
+    pair.generate([*stem, 6])
     assert pair.pulled() - before - whole == whole // 3, "one block of three"
 
 

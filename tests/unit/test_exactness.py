@@ -11,6 +11,7 @@ import torch
 from tests.conftest import Checkpoints
 from tests.cores import Core
 from trtllm_disagg.embedded import core as core_module
+from trtllm_disagg.embedded import sampler
 from trtllm_disagg.embedded.model_loader import FAMILIES
 
 NEW_TOKENS = 10
@@ -19,7 +20,7 @@ STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]
 PROMPTS = [
     [3],
     STEM + [9] * 53,
-    STEM + [11, 12, 13],
+    [*STEM, 11, 12, 13],
     [5 + i % 7 for i in range(32)],
     [2 + (i * 29) % 251 for i in range(65)],
     [200 - i for i in range(97)],
@@ -33,7 +34,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: Logits = {}
-        original = core_module.sample
+        original = sampler.sample
 
         def record(logits: torch.Tensor, sequences: Sequence[Any]) -> Any:
             for row, sequence in zip(logits, sequences, strict=True):
@@ -54,17 +55,15 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def make_core(family: str, checkpoints: Checkpoints) -> Iterator[MakeCore]:
+@pytest.fixture(
+    params=[*((family, "auto") for family in FAMILIES), ("mistral", "transformers")], ids="-".join
+)
+def make_core(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[MakeCore]:
+    family, forward = request.param
     made: list[Core] = []
 
     def make(**args: Any) -> Core:
-        made.append(Core(checkpoints(family), **args))
+        made.append(Core(checkpoints(family), embedded={"forward": forward}, **args))
         return made[-1]
 
     yield make

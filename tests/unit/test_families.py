@@ -54,9 +54,14 @@ def expected(family: str, checkpoints: Checkpoints) -> dict[int, list[int]]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def engine(family: str, checkpoints: Checkpoints) -> Iterator[Core]:
-    core = Core(checkpoints(family), max_num_tokens=64, enable_chunked_prefill=True)
+@pytest.fixture(scope="module", params=["auto", "transformers"])
+def engine(request: pytest.FixtureRequest, family: str, checkpoints: Checkpoints) -> Iterator[Core]:
+    core = Core(
+        checkpoints(family),
+        max_num_tokens=64,
+        enable_chunked_prefill=True,
+        embedded={"forward": request.param},
+    )
     yield core
     core.assert_idle()
     core.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,15 +33,15 @@ def llm(checkpoints: Checkpoints) -> Iterator[LLM]:
 
 def sampled(**more: Any) -> SamplingParams:
     """A varied answer of text, the same every time."""
-    return SamplingParams(
-        **({"max_tokens": 24, "temperature": 2.0, "seed": 5, "bad_token_ids": NOT_TEXT} | more)
-    )
+    settings: dict[str, Any] = {"max_tokens": 24, "temperature": 2.0, "seed": 5, "bad_token_ids": NOT_TEXT}
+    return SamplingParams(**(settings | more))
 
 
 async def run(llm: LLM, params: SamplingParams | None = None, **more: Any) -> CompletionOutput:
     result = await llm.generate_async(PROMPT, params, **more)
     assert result.finished
-    return result.outputs[0]
+    output: CompletionOutput = result.outputs[0]
+    return output
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ async def test_streamed_tokens_grow_up_to_the_whole_answer(llm: LLM, answer: lis
         seen.append(list(output.token_ids))
         pieces += output.token_ids_diff
     assert seen[-1] == pieces == answer
-    assert all(later[: len(earlier)] == earlier for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(seen))
     assert len(seen) > 1
 
 
@@ -163,8 +164,9 @@ async def test_the_end_token_ends_silently_unless_it_is_ignored(llm: LLM, answer
     output = await run(llm, sampled(end_id=end))
     assert output.token_ids == answer[: answer.index(end)]
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
-    for going_on in ({"end_id": end, "ignore_eos": True, "stop_token_ids": [end]}, {"end_id": -1}):
-        assert (await run(llm, sampled(**going_on))).token_ids == answer
+    ignored = sampled(end_id=end, ignore_eos=True, stop_token_ids=[end])
+    for params in (ignored, sampled(end_id=-1)):
+        assert (await run(llm, params)).token_ids == answer
 
 
 async def test_min_tokens_puts_the_end_off(llm: LLM, answer: list[int]) -> None:
@@ -190,7 +192,7 @@ async def test_logprobs_are_aligned_with_the_tokens(llm: LLM) -> None:
 
 
 async def test_a_token_beyond_the_asked_ranks_is_added(llm: LLM) -> None:
-    params = {"max_tokens": 24, "temperature": 0.3, "seed": 3}
+    params: dict[str, Any] = {"max_tokens": 24, "temperature": 0.3, "seed": 3}
     output = await run(llm, SamplingParams(**params, logprobs=1))
     assert {len(entry) for entry in output.logprobs} == {1, 2}
     assert all(token in entry for token, entry in zip(output.token_ids, output.logprobs, strict=True))

@@ -39,8 +39,12 @@ def doomed(checkpoints: Checkpoints) -> Iterator[LLM]:
     """An engine of its own, for a test that ends it."""
     with start(checkpoints(), skip_tokenizer_init=True) as made:
         yield made
-    assert not Path(f"/proc/{made.engine_pid}").exists(), "not even a zombie is left"
+    assert not exists(made.engine_pid), "not even a zombie is left"
     assert not made._core._directory.exists()
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 async def first_token(result: Any) -> None:
@@ -144,7 +148,7 @@ async def test_a_killed_engine_fails_what_runs_and_what_comes(doomed: LLM) -> No
         await blocked
     assert time.monotonic() - killed < 5
     assert not doomed._check_health()
-    assert not Path(f"/proc/{doomed.engine_pid}").exists(), "reaped before anybody asks"
+    assert not exists(doomed.engine_pid), "reaped before anybody asks"
     with pytest.raises(RuntimeError, match="exit code -9"):
         doomed.generate_async([5])
     streamed.abort()
@@ -180,7 +184,7 @@ def edit_config(model: Path, **changes: Any) -> None:
 def test_the_worker_hears_why_its_engine_did_not_start_and_reaps_it(copied: Path) -> None:
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(ConfigError, match="model: cannot load .* incomplete metadata"):
+    with pytest.raises(ConfigError, match=r"model: cannot load .* incomplete metadata"):
         start(copied)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     assert not [pid for pid in children if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()]

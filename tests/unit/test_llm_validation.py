@@ -127,8 +127,9 @@ def test_priorities_are_between_zero_and_one(llm: LLM, priority: float) -> None:
 
 @pytest.mark.parametrize("name", ["lora_request", "prompt_adapter_request"])
 def test_an_argument_that_is_not_served_is_refused_by_its_name(llm: LLM, name: str) -> None:
+    arguments: dict[str, Any] = {name: object()}
     with pytest.raises(NotImplementedError, match=name):
-        llm.generate_async([5], **{name: object()})
+        llm.generate_async([5], **arguments)
 
 
 # -- disaggregation

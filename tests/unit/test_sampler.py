@@ -57,8 +57,8 @@ def test_a_draw_is_a_number_below_one_that_every_part_of_its_key_changes(
     u = uniform(seed, index, position)
     assert 0.0 <= u < 1.0
     assert u == uniform(seed, index, position)
-    others = {uniform(seed ^ 1, index, position), uniform(seed, index + 1, position), uniform(seed, index, position + 1)}  # fmt: skip
-    assert len(others | {u}) == 4
+    others = (seed ^ 1, index, position), (seed, index + 1, position), (seed, index, position + 1)
+    assert len({u, *(uniform(*key) for key in others)}) == 4
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import numpy as np
@@ -26,7 +27,7 @@ def test_runs_cover_every_pair_once_and_are_as_long_as_they_can_be(
     runs = _common_runs(theirs, mine)
     copied = [(int(theirs[start]) + i, int(mine[start]) + i) for start, length in runs for i in range(length)]
     assert copied == list(zip(theirs.tolist(), mine.tolist(), strict=True))
-    for (start, length), (following, _) in zip(runs, runs[1:], strict=False):
+    for (start, length), (following, _) in itertools.pairwise(runs):
         end = start + length - 1
         assert following == end + 1
         assert theirs[following] != theirs[end] + 1 or mine[following] != mine[end] + 1

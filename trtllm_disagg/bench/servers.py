@@ -77,8 +77,8 @@ class Bench:
     transport: str
     cores: tuple[int, int]
 
-    def engine(self, budget: int, cores: Sequence[int], **more: Any) -> LLM:
-        """One thread a core. Nothing is found in a cache: every prompt is computed."""
+    def engine(self, budget: int, threads: int, **more: Any) -> LLM:
+        """Any engine may run on both cores. Nothing is found in a cache: every prompt is computed."""
         return LLM(
             self.model,
             skip_tokenizer_init=True,
@@ -88,20 +88,18 @@ class Bench:
             max_num_tokens=budget,
             enable_chunked_prefill=True,
             kv_cache_config={"max_tokens": self.scale.pool_tokens, "enable_block_reuse": False},
-            embedded={"num_threads": len(cores), "cpu_affinity": list(cores), "device": "cpu"},
+            embedded={"num_threads": threads, "cpu_affinity": list(self.cores), "device": "cpu"},
             **more,
         )
 
-    def monolithic(self, chunk: int, cores: Sequence[int]) -> Monolithic:
+    def monolithic(self, chunk: int, threads: int) -> Monolithic:
         """Every decode row takes a token of the budget, so that `chunk` is left for prompts in any step."""
-        return Monolithic(self.engine(chunk + self.max_batch_size, cores))
+        return Monolithic(self.engine(chunk + self.max_batch_size, threads))
 
     def disaggregated(self) -> Disaggregated:
         transfer = {"cache_transceiver_config": {"backend": self.transport}}
         with ThreadPoolExecutor(2) as pool:
-            engines = [
-                pool.submit(self.engine, self.scale.whole_prompt, [core], **transfer) for core in self.cores
-            ]
+            engines = [pool.submit(self.engine, self.scale.whole_prompt, 1, **transfer) for _ in range(2)]
         return Disaggregated(*(engine.result() for engine in engines))
 
 
@@ -114,18 +112,18 @@ class Mode:
 MODES = {
     "mono-2t": Mode(
         "one engine, two threads, prompts in chunks beside decode rows",
-        lambda bench: bench.monolithic(bench.scale.chunk, bench.cores),
+        lambda bench: bench.monolithic(bench.scale.chunk, 2),
     ),
     "mono-2t-whole": Mode(
         "the same, but no prompt is ever cut",
-        lambda bench: bench.monolithic(bench.scale.whole_prompt, bench.cores),
+        lambda bench: bench.monolithic(bench.scale.whole_prompt, 2),
     ),
     "mono-1t": Mode(
         "one engine, one thread, chunks",
-        lambda bench: bench.monolithic(bench.scale.chunk, bench.cores[:1]),
+        lambda bench: bench.monolithic(bench.scale.chunk, 1),
     ),
     DISAGG: Mode(
-        "a prefill and a decode engine, one thread and core each, whole prompts, KV moved between them",
+        "a prefill and a decode engine, one thread each, whole prompts, KV moved between them",
         lambda bench: bench.disaggregated(),
     ),
 }

@@ -1,4 +1,4 @@
-"""The engine core: requests in, steps, token outputs out. No sockets, no processes; `core_process.py` has those."""
+"""The engine core: requests in, steps, token outputs out. `core_process.py` has the sockets and the process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from trtllm_disagg.embedded.attention import TILE, KvPool
 from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog
@@ -27,7 +25,14 @@ from trtllm_disagg.embedded.model_runner import ModelRunner
 from trtllm_disagg.embedded.sampler import sample
 from trtllm_disagg.embedded.scheduler import Row, Scheduler
 from trtllm_disagg.embedded.sequence import Sequence, Status
-from trtllm_disagg.embedded.sizing import kv_layout, max_seq_len, new_pool, num_kv_blocks
+from trtllm_disagg.embedded.sizing import (
+    choose_device,
+    kv_layout,
+    max_seq_len,
+    new_pool,
+    num_kv_blocks,
+    require_room,
+)
 from trtllm_disagg.embedded.stopping import Verdict, judge
 from trtllm_disagg.embedded.transfers import KvTransfers, NullTransfers, create_transfers
 from trtllm_disagg.errors import ConfigError, DisaggError, EngineError, InvalidRequestError
@@ -41,7 +46,7 @@ class EngineCore:
 
     def __init__(self, args: LlmArgs, wake: Callable[[], None]) -> None:
         """`wake` is called from other threads when a transfer ended and `step` has something to do."""
-        device = _device(args.embedded.device)
+        device = choose_device(args.embedded.device)
         self.shape: ModelShape = read_shape(Path(args.model), args.dtype)
         kv_config = args.kv_cache_config
         size = kv_config.tokens_per_block
@@ -287,23 +292,5 @@ class EngineCore:
                 f"the prompt has {sequence.num_prompt} tokens; without enable_chunked_prefill, "
                 f"max_num_tokens {self._max_prompt} is the most"
             )
-        size = self.blocks.tokens_per_block
-        wanted = -(-sequence.max_kv_tokens // size)
-        possible = self.blocks.num_blocks - self.blocks.num_quarantined
-        if wanted > possible:
-            raise _too_big(sequence, wanted, possible, size)
-
-
-def _too_big(sequence: Sequence, wanted: int, possible: int, size: int) -> DisaggError:
-    return InvalidRequestError(
-        f"the prompt ({sequence.num_prompt} tokens) and max_tokens ({sequence.sampling.max_tokens}) need {wanted} KV "
-        f"blocks of {size} tokens; the pool has {possible} (kv_cache_config.max_tokens)"
-    )
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError.bad_value("embedded.device", wanted, "cpu; torch sees no CUDA device here")
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
+        blocks = self.blocks
+        require_room(sequence, blocks.num_blocks - blocks.num_quarantined, blocks.tokens_per_block)

@@ -22,7 +22,7 @@ from trtllm_disagg.embedded import request as checks
 from trtllm_disagg.embedded.core_client import CoreClient
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.feed import Feed
-from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.llm_args import LlmArgs, core_args
 from trtllm_disagg.embedded.messages import AbortRequest, AddRequest, StepReport, TokenOutput
 from trtllm_disagg.embedded.result import RequestError, RequestOutput, wake
 from trtllm_disagg.embedded.sampling_params import SamplingParams
@@ -79,9 +79,7 @@ class LLM:
         self._fatal_error: BaseException | None = None
         self._shut_down = False
         self._core = CoreClient(
-            # What is excluded has one allowed value, or stays on this side.
-            self.args.model_dump(mode="json", exclude={"tokenizer", "load_format"})
-            | {"tokenizer": _directory(self.args.tokenizer)},
+            core_args(self.args),
             num_threads=self.args.embedded.num_threads,
             on_report=self._on_report,
             on_death=self._on_death,
@@ -110,7 +108,8 @@ class LLM:
         """
         if reason := self._ended():
             raise RuntimeError(f"LLM is shutting down ({reason})")
-        for name, given in (("lora_request", lora_request), ("prompt_adapter_request", prompt_adapter_request)):
+        adapters = {"lora_request": lora_request, "prompt_adapter_request": prompt_adapter_request}
+        for name, given in adapters.items():
             if given is not None:
                 raise NotImplementedError(f"{name} is not served by the embedded engine")
         if not 0.0 <= priority <= 1.0:
@@ -122,7 +121,9 @@ class LLM:
         if kind != "generation_only" and not self.args.enable_chunked_prefill:
             checks.check_fits_a_step(prompt, self.args.max_num_tokens)
         if sampling.n > self.args.max_batch_size:
-            raise ValueError(f"SamplingParams.n={sampling.n} is more than max_batch_size {self.args.max_batch_size}")
+            raise ValueError(
+                f"SamplingParams.n={sampling.n} is more than max_batch_size {self.args.max_batch_size}"
+            )
         if kind != "context_and_generation" and sampling.n != 1:
             raise ValueError(f"SamplingParams.n={sampling.n}: a {kind} request has exactly one choice")
         spec = checks.sampling_spec(
@@ -292,10 +293,6 @@ class LLM:
         for result in results:
             result.deliver(RequestError(reason, "Unavailable"))
         wake(results)
-
-
-def _directory(tokenizer: Any) -> str | None:
-    return str(tokenizer) if isinstance(tokenizer, (str, Path)) else None
 
 
 def _plain(value: Any) -> Any:

@@ -228,3 +228,10 @@ class LlmArgs(BaseLlmArgs):
             raise ValueError(f"sampler_type {data['sampler_type']!r} was removed; leave it out")
         log.warning("sampler_type is gone, and has no effect")
         return {key: value for key, value in data.items() if key != "sampler_type"}
+
+
+def core_args(args: LlmArgs) -> dict[str, Any]:
+    """What the engine's own process has to know, JSON-safe."""
+    # What is excluded has one allowed value, or stays on the worker's side.
+    told = args.model_dump(mode="json", exclude={"tokenizer", "load_format"})
+    return told | {"tokenizer": str(args.tokenizer) if isinstance(args.tokenizer, (str, Path)) else None}

@@ -35,8 +35,12 @@ def prompt_of(inputs: Any, tokenize: Tokenize) -> tuple[str | None, list[int]]:
         inputs = inputs.prompt_token_ids
     text = None
     if isinstance(inputs, dict):
-        if others := [key for key in inputs.keys() - {"prompt", "prompt_token_ids"} if inputs[key] is not None]:
-            raise NotImplementedError(f"inputs with {', '.join(others)} are not served by the embedded engine")
+        if others := [
+            key for key in inputs.keys() - {"prompt", "prompt_token_ids"} if inputs[key] is not None
+        ]:
+            raise NotImplementedError(
+                f"inputs with {', '.join(others)} are not served by the embedded engine"
+            )
         text, token_ids = inputs.get("prompt"), inputs.get("prompt_token_ids")
         inputs = text if token_ids is None else token_ids
     if isinstance(inputs, str):

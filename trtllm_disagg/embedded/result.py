@@ -203,8 +203,9 @@ class GenerationResult:
         for entry in delivery.logprobs or ():
             output.logprobs.append({token: Logprob(lp, rank) for token, lp, rank in entry})
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry[0][1]
-        if delivery.trim:
-            del output.logprobs[len(output.token_ids) :]
+        while len(output.logprobs) > len(output.token_ids):
+            chosen = next(iter(output.logprobs.pop().values()))
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) - chosen.logprob
         self.cached_tokens = delivery.cached_tokens
         self.decoding_iter += 1
         if delivery.handoff is not None:
@@ -223,7 +224,6 @@ class GenerationResult:
             self.finished = self._unfinished == 0
         if self._detokenize is not None and (self._streaming or output.finish_reason):
             output.text = self._detokenize(output.token_ids)
-
 
     def _ctx_request_id(self, handoff: MadeHandoff) -> int:
         """Both phases go by the caller's id, when there is one."""

@@ -8,8 +8,18 @@ import torch
 
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.model_loader import ModelShape
-from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.embedded.sequence import Sequence
+from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.kv_transfer.layout import KvLayout
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto` is CUDA where torch sees it."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError.bad_value("embedded.device", wanted, "cpu; torch sees no CUDA device here")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
 
 
 def max_seq_len(args: LlmArgs, shape: ModelShape) -> int:
@@ -39,6 +49,17 @@ def num_kv_blocks(args: LlmArgs, shape: ModelShape) -> int:
     if blocks < 1:
         raise ConfigError(f"kv_cache_config: room for {blocks} blocks of {size} tokens; at least 1 is needed")
     return blocks
+
+
+def require_room(sequence: Sequence, num_blocks: int, tokens_per_block: int) -> None:
+    """Raise InvalidRequestError when the longest possible answer needs more blocks than there are."""
+    wanted = -(-sequence.max_kv_tokens // tokens_per_block)
+    if wanted > num_blocks:
+        raise InvalidRequestError(
+            f"the prompt ({sequence.num_prompt} tokens) and max_tokens ({sequence.sampling.max_tokens}) "
+            f"need {wanted} KV blocks of {tokens_per_block} tokens; the pool has {num_blocks} "
+            "(kv_cache_config.max_tokens)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

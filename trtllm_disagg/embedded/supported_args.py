@@ -66,7 +66,9 @@ def _check_tokenizer(args: LlmArgs) -> None:
     given = args.tokenizer
     if args.guided_decoding_backend is not None and not isinstance(given, (str, Path, type(None))):
         raise ConfigError.bad_value(
-            "tokenizer", type(given).__name__, "a directory, with guided_decoding_backend on the embedded engine"
+            "tokenizer",
+            type(given).__name__,
+            "a directory, with guided_decoding_backend on the embedded engine",
         )
 
 

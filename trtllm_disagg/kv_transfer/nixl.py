@@ -32,8 +32,7 @@ class NixlTransport:
     name = "NIXL"
 
     def __init__(self) -> None:
-        # UCX reads these when the first agent is made.
-        os.environ.setdefault("UCX_TLS", "cma,tcp")
+        # Read when the first agent is made.
         os.environ.setdefault("UCX_LOG_LEVEL", "error")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         # Import errors are the caller's to handle: DEFAULT falls back to shared memory, NIXL does not.
@@ -49,7 +48,11 @@ class NixlTransport:
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         on_host = device.type == "cpu"
-        self._pool = huge_page_tensor(shape, dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
+        if on_host:  # what a GPU's memory takes, UCX chooses best by itself
+            os.environ.setdefault("UCX_TLS", "cma,tcp")
+        self._pool = (
+            huge_page_tensor(shape, dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
+        )
         return self._pool
 
     def serve(self, sender: str) -> bytes:

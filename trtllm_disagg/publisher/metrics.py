@@ -52,10 +52,11 @@ class EngineMetrics(Collector):
         self._hold("handoffs_held", rank, stat.get("numHandoffsHeld"))
 
     def collect(self) -> Iterator[Metric]:
-        for name, value in self._counted.items():
+        # Dynamo asks from a thread of its own: no dict is iterated that may grow meanwhile.
+        for name, value in list(self._counted.items()):
             yield CounterMetricFamily(PREFIX + name, _COUNTERS[name], value=value)
-        for name, by_rank in self._held.items():
-            yield GaugeMetricFamily(PREFIX + name, _GAUGES[name], value=sum(by_rank.values()))
+        for name, by_rank in list(self._held.items()):
+            yield GaugeMetricFamily(PREFIX + name, _GAUGES[name], value=sum(list(by_rank.values())))
 
     def _count(self, name: str, more: float) -> None:
         self._counted[name] = self._counted.get(name, 0) + more

@@ -1,0 +1,161 @@
+"""Every script in launch/ brings up what it says, answers, and is gone without a trace when told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.deployments import DEMO_CONFIGS, MODEL_NAME, ROOT, WORKER_SIDE, Fleet, demo_model, wait_until
+from tests.parity.answers import Question, ask
+from trtllm_disagg.deployment.guardian import MARK_VARIABLE, kill_marked, marked_processes
+from trtllm_disagg.deployment.plan import LOOPBACK, Strategy
+from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
+
+START_SECONDS = 120.0
+STOP_SECONDS = 30.0
+
+
+class Launch:
+    """The scripts of one deployment; all that they start carries `mark`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self.http_port = free_http_port(LOOPBACK, 0)
+        self._directory = directory
+        self._ports = iter(free_system_ports(2))
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, script: str, *args: str, **variables: str) -> None:
+        environment = {
+            "PYTHON": sys.executable,
+            "MODEL": str(demo_model()),
+            "SERVED_MODEL_NAME": MODEL_NAME,
+            "ENGINE": "embedded",
+            "ENGINE_CONFIGS": str(DEMO_CONFIGS),
+            "HTTP_PORT": str(self.http_port),
+            "DYN_FILE_KV": str(self._directory / "discovery"),
+            MARK_VARIABLE: self.mark,
+        }
+        with self._log(script).open("wb") as log:
+            self._running[script] = subprocess.Popen(
+                [str(ROOT / "launch" / script), *args],
+                env={**os.environ, **environment, **variables},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def next_port(self) -> str:
+        return str(next(self._ports))
+
+    def wait_until_listed(self) -> None:
+        def is_listed() -> bool:
+            for script, process in self._running.items():
+                assert process.poll() is None, f"{script} ended:\n{self.said(script)}"
+            try:
+                answer = httpx.get(f"http://{LOOPBACK}:{self.http_port}/v1/models")
+            except httpx.TransportError:
+                return False
+            return MODEL_NAME in answer.text
+
+        wait_until(is_listed, "the model is listed", START_SECONDS)
+
+    def wait_until_said(self, script: str, line: str) -> None:
+        wait_until(lambda: line in self.said(script).splitlines(), line, START_SECONDS)
+
+    def stop(self, script: str, number: signal.Signals = signal.SIGTERM) -> int:
+        process = self._running.pop(script)
+        process.send_signal(number)
+        return process.wait(STOP_SECONDS)
+
+    def said(self, script: str) -> str:
+        return self._log(script).read_text(errors="replace")
+
+    def close(self) -> None:
+        kill_marked(self.mark)
+        for process in self._running.values():
+            process.wait()
+
+    def _log(self, script: str) -> Path:
+        return self._directory / f"{script}.log"
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launch = Launch(tmp_path)
+    yield launch
+    launch.close()
+
+
+def assert_answers(launch: Launch, fleet: Fleet) -> None:
+    question = Question("chat", [{"role": "user", "content": "Ready?"}], {"max_tokens": 8}, salt=launch.mark)
+    with OpenAI(
+        base_url=f"http://{LOOPBACK}:{launch.http_port}/v1", api_key="none", max_retries=0, timeout=30.0
+    ) as client:
+        assert ask(client, question) == ask(fleet["agg"].openai, question)
+
+
+def test_every_script_is_launched_here() -> None:
+    scripts = {path.name for path in (ROOT / "launch").glob("*.sh")}
+    assert scripts == {"agg.sh", "decode.sh", "disagg.sh", "frontend.sh", "lib.sh", "prefill.sh"}
+
+
+def test_frontend_and_agg(launch: Launch, fleet: Fleet) -> None:
+    launch.start("frontend.sh")
+    launch.start("agg.sh", DYN_SYSTEM_PORT=launch.next_port())
+    launch.wait_until_listed()
+
+    assert_answers(launch, fleet)
+
+    assert launch.stop("agg.sh") == 0
+    assert launch.stop("frontend.sh") == 0
+    assert marked_processes(launch.mark) == []
+
+
+def test_prefill_and_decode_each_on_its_own(launch: Launch, fleet: Fleet) -> None:
+    launch.start("frontend.sh")
+    launch.start("prefill.sh", DYN_SYSTEM_PORT=launch.next_port(), STRATEGY="prefill_first")
+    launch.start("decode.sh", DYN_SYSTEM_PORT=launch.next_port(), STRATEGY="prefill_first")
+    launch.wait_until_listed()
+
+    assert_answers(launch, fleet)
+
+    assert launch.stop("prefill.sh") == 0
+    assert launch.stop("decode.sh") == 0
+    assert launch.stop("frontend.sh") == 0
+    assert marked_processes(launch.mark) == []
+
+
+@pytest.mark.parametrize("strategy", WORKER_SIDE)
+def test_disagg(launch: Launch, fleet: Fleet, strategy: Strategy) -> None:
+    ports = {name: launch.next_port() for name in ("PREFILL_SYSTEM_PORT", "DECODE_SYSTEM_PORT")}
+    launch.start("disagg.sh", strategy, **ports)
+    ready = f"ready http://{LOOPBACK}:{launch.http_port} model={MODEL_NAME} strategy={strategy}"
+    launch.wait_until_said("disagg.sh", ready)
+
+    assert_answers(launch, fleet)
+
+    assert launch.stop("disagg.sh", signal.SIGINT if strategy == "decode_first" else signal.SIGTERM) == 0
+    assert "killed what was left" not in launch.said("disagg.sh")
+    assert marked_processes(launch.mark) == []
+
+
+def test_disagg_ends_when_a_worker_cannot_start(launch: Launch) -> None:
+    launch.start("disagg.sh", "decode_first", ENGINE_CONFIGS="/none", PREFILL_SYSTEM_PORT=launch.next_port())
+
+    wait_until(lambda: not marked_processes(launch.mark), "everything has ended", STOP_SECONDS)
+
+    assert launch.stop("disagg.sh") == 1
+    assert "/none/prefill.yaml' is not allowed; expected a YAML file that exists" in launch.said("disagg.sh")
+    assert "error: a process ended" in launch.said("disagg.sh")

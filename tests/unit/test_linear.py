@@ -1,0 +1,70 @@
+"""A prepacked linear computes what nn.Linear does, and in float32 the same bits for a row in any batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trtllm_disagg.embedded.linear import PackedLinear, pack_linears, packing_works
+
+SHAPES = [(64, 192), (192, 64), (64, 258), (100, 17)]
+
+
+def make(k: int, n: int, dtype: torch.dtype = torch.float32, *, bias: bool = False) -> nn.Linear:
+    torch.manual_seed(k * n)
+    return nn.Linear(k, n, bias=bias).to(dtype).requires_grad_(False)
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+def test_packing_works_with_the_pinned_torch() -> None:
+    assert packing_works()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_computes_what_linear_computes(shape: tuple[int, int], bias: bool) -> None:
+    linear = make(*shape, bias=bias)
+    x = torch.randn(3, 5, shape[0])
+    y = PackedLinear(linear)(x)
+    assert y.shape == (3, 5, shape[1])
+    torch.testing.assert_close(y, linear(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(shape: tuple[int, int]) -> None:
+    packed = PackedLinear(make(*shape))
+    x = torch.randn(300, shape[0])
+    alone = torch.cat([packed(row[None]) for row in x])
+    for count in (2, 3, 9, 16, 17, 64, 65, 300):
+        assert torch.equal(packed(x[:count]), alone[:count]), count
+        assert torch.equal(packed(x[-count:]), alone[-count:]), count
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert PackedLinear(make(64, 192))(torch.empty(1, 0, 64)).shape == (1, 0, 192)
+
+
+def test_bfloat16_stays_bfloat16_and_close() -> None:
+    linear = make(64, 192, torch.bfloat16, bias=True)
+    x = torch.randn(7, 64).to(torch.bfloat16)
+    y = PackedLinear(linear)(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, linear(x), atol=0.02, rtol=0.02)
+
+
+def test_every_plain_linear_is_replaced_wherever_it_is() -> None:
+    class Special(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.ModuleDict({"a": nn.Linear(16, 16), "b": Special(16, 16)}))
+    pack_linears(model)
+    kinds = [type(module) for module in model.modules() if isinstance(module, (nn.Linear, PackedLinear))]
+    assert kinds == [PackedLinear, PackedLinear, Special]
