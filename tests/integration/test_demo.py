@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[2]
 async def test_the_demo_shows_both_orders_and_that_they_agree(checkpoints: Checkpoints) -> None:
     command = (sys.executable, "-m", "trtllm_disagg", "demo", "--model", str(checkpoints("llama")))
     process = await asyncio.create_subprocess_exec(
-        *command, "--max-tokens", "12", cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *command,
+        "--max-tokens",
+        "12",
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     output, errors = (text.decode() for text in await asyncio.wait_for(process.communicate(), 200))
 

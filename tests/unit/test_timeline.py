@@ -12,7 +12,9 @@ from trtllm_disagg.handlers.journal import PREFIX
 ANSWER = Answer(text="hello", sent=100.0, first_text=100.02, done=100.10)
 
 
-def journal(path: Path, part: str, *, start: float, chunks: tuple[float, ...], end: float, tokens: int) -> None:
+def journal(
+    path: Path, part: str, *, start: float, chunks: tuple[float, ...], end: float, tokens: int
+) -> None:
     entry = {
         "request": "r",
         "part": part,
@@ -24,7 +26,9 @@ def journal(path: Path, part: str, *, start: float, chunks: tuple[float, ...], e
         "second_chunk": chunks[1] if len(chunks) > 1 else None,
         "end": end,
     }
-    path.write_text(f"noise: request r: nothing of ours\n12:00:00 INFO x.journal: {PREFIX}{json.dumps(entry)}\n")
+    path.write_text(
+        f"noise: request r: nothing of ours\n12:00:00 INFO x.journal: {PREFIX}{json.dumps(entry)}\n"
+    )
 
 
 def test_prefill_first_is_told_from_both_journals(tmp_path: Path) -> None:

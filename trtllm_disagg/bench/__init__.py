@@ -14,7 +14,8 @@ from trtllm_disagg.cli import Command
 #: Each module has add_arguments(parser) and run(namespace) -> exit status.
 BENCHMARKS = {
     "scenarios": Command(
-        "six workloads, monolithic and disaggregated, token by token the same", "trtllm_disagg.bench.scenarios"
+        "six workloads, monolithic and disaggregated, token by token the same",
+        "trtllm_disagg.bench.scenarios",
     ),
     "transfer": Command("KV pulls between two processes beside memcpy", "trtllm_disagg.bench.transfer"),
 }

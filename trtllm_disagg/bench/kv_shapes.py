@@ -57,9 +57,7 @@ class KvShape:
 
     @property
     def layout(self) -> KvLayout:
-        return KvLayout(
-            "bench", self.layers, self.tokens_per_block, self.kv_heads, self.head_dim, self.dtype
-        )
+        return KvLayout("bench", self.layers, self.tokens_per_block, self.kv_heads, self.head_dim, self.dtype)
 
     def blocks(self, pattern: str, seed: int) -> list[int]:
         """`contiguous`: one run. `scattered`: no two neighbours in a row, the worst that an allocator can do."""

@@ -32,7 +32,11 @@ def plot_bars(panels: Mapping[str, Mapping[str, Mapping[str, float]]], title: st
     """One panel a quantity: panels[quantity][series][label] -> height."""
     _grouped_bars(
         [
-            (quantity, list(next(iter(series.values()))), {name: list(v.values()) for name, v in series.items()})
+            (
+                quantity,
+                list(next(iter(series.values()))),
+                {name: list(v.values()) for name, v in series.items()},
+            )
             for quantity, series in panels.items()
         ],
         title,

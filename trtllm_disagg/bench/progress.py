@@ -1,4 +1,7 @@
-"""One line on stderr that says what is being measured: rewritten on a terminal, appended anywhere else."""
+"""The two channels: results on stdout, and on stderr one line that says what is being measured.
+
+The line is rewritten on a terminal and appended anywhere else.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ import sys
 import time
 from types import TracebackType
 
+from rich.console import Console
+
+#: Columns that the widest table needs; rich would cut it to 80 in a file.
+_WIDTH = 118
 _CLEAR = "\r\x1b[K"
 
 
@@ -17,7 +24,9 @@ class Progress:
 
     def say(self, text: str) -> None:
         line = f"bench {self._name} [{time.monotonic() - self._started:4.0f} s] {text}"
-        print(f"{_CLEAR}{line}" if self._rewrites else line, end="" if self._rewrites else "\n", file=sys.stderr)
+        print(
+            f"{_CLEAR}{line}" if self._rewrites else line, end="" if self._rewrites else "\n", file=sys.stderr
+        )
         sys.stderr.flush()
 
     def __enter__(self) -> Progress:
@@ -28,3 +37,10 @@ class Progress:
     ) -> None:
         if self._rewrites:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
+
+
+def wide_console() -> Console:
+    console = Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    return console

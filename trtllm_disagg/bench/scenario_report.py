@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from trtllm_disagg.bench.figures import Figure, at_least, at_most, exactly
 from trtllm_disagg.bench.machine import describe_machine, load
 from trtllm_disagg.bench.plot import plot_bars
+from trtllm_disagg.bench.progress import wide_console
 from trtllm_disagg.bench.scenarios import Outcome
 from trtllm_disagg.bench.servers import DISAGG, MODES
 from trtllm_disagg.bench.workloads import SCALES, SEED_RATIOS
@@ -58,7 +58,7 @@ def _ratio_figures(outcome: Outcome, name: str) -> list[Figure]:
 
 
 def print_report(outcomes: Sequence[Outcome], load_before: float) -> None:
-    console = Console(highlight=False)
+    console = wide_console()
     console.print(f"{describe_machine()}; load {load_before:.1f} before, {load():.1f} after")
     for mode in outcomes[0].measures:
         console.print(f"  {mode}: {MODES[mode].help}")
@@ -68,7 +68,9 @@ def print_report(outcomes: Sequence[Outcome], load_before: float) -> None:
         if DISAGG in of_scale[0].measures and of_scale[0].monolithic:
             console.print(_ratios(scale, of_scale))
     mismatches = sum(outcome.mismatches for outcome in outcomes)
-    console.print(f"{mismatches} of {sum(outcome.compared for outcome in outcomes)} tokens differ between modes.")
+    console.print(
+        f"{mismatches} of {sum(outcome.compared for outcome in outcomes)} tokens differ between modes."
+    )
     for figure in figures_of(outcomes):
         if figure.missed:
             console.print(f"missed: {figure.figure} {figure.value:.2f} {figure.unit}, target {figure.target}")
@@ -78,8 +80,8 @@ def _results(scale: str, outcomes: Sequence[Outcome]) -> Table:
     chunk, whole = SCALES[scale].chunk, SCALES[scale].whole_prompt
     title = f"Scale {scale}: chunks of {chunk} prompt tokens a step, or {whole} where no prompt is cut"
     table = Table(title=title, title_justify="left")
-    table.add_column("scenario")
-    table.add_column("mode")
+    table.add_column("scenario", no_wrap=True)
+    table.add_column("mode", no_wrap=True)
     for header, _, _ in _COLUMNS:
         table.add_column(header, justify="right")
     table.add_column("spread", justify="right")
@@ -88,7 +90,9 @@ def _results(scale: str, outcomes: Sequence[Outcome]) -> Table:
             label = (outcome.scenario.name, outcome.scenario.label)[number] if number < 2 else ""
             cells = [format(outcome.sample(mode, column).median, form) for _, column, form in _COLUMNS]
             spread = outcome.sample(mode, "wall").spread / 2
-            table.add_row(label, mode, *cells, f"±{spread:.0%}", end_section=mode == list(outcome.measures)[-1])
+            table.add_row(
+                label, mode, *cells, f"±{spread:.0%}", end_section=mode == list(outcome.measures)[-1]
+            )
     return table
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scale",
         choices=SCALES,
         nargs="+",
-        default=list(SCALES),
-        help="prompts as in the post, or up to 1k or 4k tokens (default: %(default)s)",
+        default=["seed"],
+        help="prompts as in the post, or up to 1k or 4k tokens, which takes minutes (default: %(default)s)",
     )
     names = [scenario.name for scenario in SEED_SCENARIOS]
     parser.add_argument("--scenario", choices=names, nargs="+", default=names, help="(default: all)")
@@ -63,6 +63,13 @@ class Outcome:
         columns = ("throughput", "ttft", "latency")
         return Ratios(*(self.ratio(mode, column).median for column in columns))
 
+    def compare(self, traces: Mapping[str, Sequence[Trace]]) -> None:
+        """Every mode's tokens with those of one of them."""
+        first, *others = traces.values()
+        for other in others:
+            self.mismatches += mismatched_tokens(first, other)
+            self.compared += sum(len(trace.tokens) for trace in first)
+
     @property
     def monolithic(self) -> list[str]:
         return [mode for mode in self.measures if mode != DISAGG]
@@ -89,9 +96,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(outcome.mismatches for outcome in outcomes) else 0
 
 
-def measure(
-    scale: Scale, model: Path, args: argparse.Namespace, say: Callable[[str], None]
-) -> list[Outcome]:
+def measure(scale: Scale, model: Path, args: argparse.Namespace, say: Callable[[str], None]) -> list[Outcome]:
     """Engines are started once for all scenarios of one batch size."""
     wanted = [scenario for scenario in scale.scenarios if scenario.name in args.scenario]
     outcomes: dict[str, Outcome] = {}
@@ -116,25 +121,21 @@ def _repeat(
     repetitions: int,
     say: Callable[[str], None],
 ) -> Outcome:
-    """Modes take turns, and the first turn goes round as well. Repetition -1 warms up."""
+    """Modes take turns, and whose turn is first changes as well."""
     outcome = Outcome(scale.name, scenario, {mode: [] for mode in servers})
+    say(f"{scale.name} {scenario.name}: warming up")
+    warm_up = scenario.warm_up
+    outcome.compare(
+        {m: asyncio.run(drive(s, warm_up, warm_up.prompts(-1, vocabulary))) for m, s in servers.items()}
+    )
     order = list(servers)
-    for repetition in range(-1, repetitions):
-        say(f"{scale.name} {scenario.name}: repetition {repetition + 1} of {repetitions}")
+    for repetition in range(repetitions):
         prompts = scenario.prompts(repetition, vocabulary)
         traces: dict[str, list[Trace]] = {}
         for mode in order:
+            say(f"{scale.name} {scenario.name}: {mode}, repetition {repetition + 1} of {repetitions}")
             traces[mode] = asyncio.run(drive(servers[mode], scenario, prompts))
-            if repetition >= 0:
-                outcome.measures[mode].append(Measures.of(traces[mode]))
+            outcome.measures[mode].append(Measures.of(traces[mode]))
         order = [*order[1:], order[0]]
-        compare(outcome, traces)
+        outcome.compare(traces)
     return outcome
-
-
-def compare(outcome: Outcome, traces: dict[str, Sequence[Trace]] | dict[str, list[Trace]]) -> None:
-    """Every mode with the first one."""
-    first, *others = traces.values()
-    for other in others:
-        outcome.mismatches += mismatched_tokens(first, other)
-        outcome.compared += sum(len(trace.tokens) for trace in first)

@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from trtllm_disagg.bench.figures import Figure, at_least, to_json
@@ -27,7 +26,7 @@ from trtllm_disagg.bench.kv_pulls import (
 from trtllm_disagg.bench.kv_shapes import SHAPES
 from trtllm_disagg.bench.machine import describe_machine, load
 from trtllm_disagg.bench.plot import plot_transfer, require_matplotlib
-from trtllm_disagg.bench.progress import Progress
+from trtllm_disagg.bench.progress import Progress, wide_console
 from trtllm_disagg.kv_transfer.choose import TRANSPORTS
 
 #: Percent of memcpy that a pull should reach.
@@ -99,7 +98,11 @@ def figures_of(times: PullTimes) -> list[Figure]:
         Figure(f"{prefix} memcpy rate", times.rate(MEMCPY).median, "GiB/s"),
         *figures,
         Figure(f"{prefix} blocks per request", times.shape.prompt_blocks, "blocks"),
-        Figure(f"{prefix} descriptors per request", times.shape.prompt_blocks * times.shape.segments, "descriptors"),
+        Figure(
+            f"{prefix} descriptors per request",
+            times.shape.prompt_blocks * times.shape.segments,
+            "descriptors",
+        ),
         Figure(f"{prefix} one block", times.milliseconds(ONE_BLOCK).median, "ms"),
         Figure(f"{prefix} control round trip", times.milliseconds(NO_BLOCK).median, "ms"),
         Figure(f"{prefix} first pull", 1000 * times.first, "ms"),
@@ -107,11 +110,11 @@ def figures_of(times: PullTimes) -> list[Figure]:
 
 
 def _print(results: Sequence[PullTimes], figures: Sequence[Figure], load_before: float) -> None:
-    console = Console()
-    console.print(f"{describe_machine()}; load {load_before:.1f} before, {load():.1f} after", highlight=False)
+    console = wide_console()
+    console.print(f"{describe_machine()}; load {load_before:.1f} before, {load():.1f} after")
     for times in results:
         console.print(_table(times))
-        console.print(_costs(times), highlight=False)
+        console.print(_costs(times))
     missed = [figure for figure in figures if figure.missed]
     for figure in missed:
         console.print(f"missed: {figure.figure} {figure.value:.0f} {figure.unit}, target {figure.target}")
@@ -130,7 +133,11 @@ def _table(times: PullTimes) -> Table:
         share = times.share_of_memcpy(name)
         ranges = times.ranges.get(name.rpartition(" ")[2], 1)
         table.add_row(
-            name, f"{times.rate(name).median:.2f}", f"{share.median:.0f}", f"±{share.spread / 2:.0%}", str(ranges)
+            name,
+            f"{times.rate(name).median:.2f}",
+            f"{share.median:.0f}",
+            f"±{share.spread / 2:.0%}",
+            str(ranges),
         )
     return table
 

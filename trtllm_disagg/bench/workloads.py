@@ -10,7 +10,7 @@ _TILE = 32
 #: The post's monolithic scheduler had 16 tokens a step for prompts of up to 40.
 _CHUNK_SHARE = 16 / 40
 #: A step with fewer prompt tokens than this reads every weight for too little work.
-_LEAST_PREFILL = 256
+_LEAST_PREFILL = 2 * _TILE
 _LONGEST_PROMPT = 40
 
 
@@ -30,6 +30,11 @@ class Scenario:
         batch = f", batch {self.max_batch_size}" if self.max_batch_size != 4 else ""
         return f"{self.num_requests} x {self.prompt_tokens}p/{self.output_tokens}g{gap}{batch}"
 
+    @property
+    def warm_up(self) -> Scenario:
+        """Enough to connect the engines and to size every buffer."""
+        return replace(self, num_requests=min(2, self.num_requests), output_tokens=2)
+
     def prompts(self, repetition: int, vocab_size: int) -> list[list[int]]:
         """Other random prompts in every repetition."""
         source = random.Random(f"{self.name} {repetition}")
@@ -42,7 +47,7 @@ class Scenario:
 #: The post does not say what it generates under batch_pressure (8 follows from its 721 tok/s), nor its gap.
 SEED_SCENARIOS = (
     Scenario("smoke", 4, 16, 8),
-    Scenario("staggered_arrivals", 8, 24, 10, gap=5.0),
+    Scenario("staggered_arrivals", 8, 24, 10, gap=10.0),
     Scenario("batch_pressure", 12, 16, 8, max_batch_size=2),
     Scenario("long_prompts", 6, _LONGEST_PROMPT, 8),
     Scenario("long_decode", 6, 16, 32),
@@ -71,11 +76,11 @@ SEED_RATIOS = {
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Prompts (and gaps) and answers so many times as long as the post's."""
+    """Prompts, gaps and answers so many times as long as the post's."""
 
     name: str
     longest_prompt: int
-    output_factor: int
+    output_factor: float
 
     @property
     def _prompt_factor(self) -> float:
@@ -88,7 +93,7 @@ class Scale:
             replace(
                 scenario,
                 prompt_tokens=round(scenario.prompt_tokens * factor),
-                output_tokens=scenario.output_tokens * self.output_factor,
+                output_tokens=round(scenario.output_tokens * self.output_factor),
                 gap=scenario.gap * factor,
             )
             for scenario in SEED_SCENARIOS
@@ -118,7 +123,7 @@ SCALES = {
     scale.name: scale
     for scale in (
         Scale("seed", longest_prompt=_LONGEST_PROMPT, output_factor=1),
-        Scale("1k", longest_prompt=1024, output_factor=8),
-        Scale("4k", longest_prompt=4096, output_factor=16),
+        Scale("1k", longest_prompt=1024, output_factor=25.6),  # the post's proportions
+        Scale("4k", longest_prompt=4096, output_factor=12.8),  # more reading than writing
     )
 }

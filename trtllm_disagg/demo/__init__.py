@@ -27,11 +27,16 @@ _DEFAULT_CONFIGS = Path("engine_configs/demo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, default=_DEFAULT_MODEL, help="made when missing (default: %(default)s)")
+    parser.add_argument(
+        "--model", type=Path, default=_DEFAULT_MODEL, help="made when missing (default: %(default)s)"
+    )
     parser.add_argument("--question", default=QUESTION, help="(default: %(default)r)")
     parser.add_argument("--max-tokens", type=int, default=60, help="(default: %(default)s)")
     parser.add_argument(
-        "--engine-configs", type=Path, default=_DEFAULT_CONFIGS, help="used when it is there (default: %(default)s)"
+        "--engine-configs",
+        type=Path,
+        default=_DEFAULT_CONFIGS,
+        help="used when it is there (default: %(default)s)",
     )
 
 
@@ -47,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one_order(number: int, order: Strategy, args: argparse.Namespace) -> Answer:
-    _say(f"{number}. {order}: the frontend sends the request to the {order.removesuffix('_first')} worker first")
+    _say(
+        f"{number}. {order}: the frontend sends the request to the {order.removesuffix('_first')} worker first"
+    )
     config = DeploymentConfig(
         strategy=order,
         model=str(args.model),

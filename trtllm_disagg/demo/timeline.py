@@ -69,7 +69,9 @@ def _what(entry: Entry) -> str:
     if role == "prefill" and entry.tokens == 1:
         return f"prefilled {entry.prompt_tokens} tokens, gave token 1"
     if role == "prefill":
-        return f"prefilled {entry.prompt_tokens} tokens, gave token 1, passed on {entry.tokens - 1} of decode's"
+        return (
+            f"prefilled {entry.prompt_tokens} tokens, gave token 1, passed on {entry.tokens - 1} of decode's"
+        )
     if entry.part.endswith("decode_first"):
         return f"passed on token 1, decoded {entry.tokens - 1}"
     return f"decoded {entry.tokens}"
@@ -78,7 +80,11 @@ def _what(entry: Entry) -> str:
 def _handoff(timeline: Timeline) -> float | None:
     """From the first token to the second one, at the worker that saw both."""
     for entry in timeline.entries.values():
-        if entry.first_chunk is not None and entry.second_chunk is not None and entry.start == _first_start(timeline):
+        if (
+            entry.first_chunk is not None
+            and entry.second_chunk is not None
+            and entry.start == _first_start(timeline)
+        ):
             return entry.second_chunk - entry.first_chunk
     return None
 

@@ -237,4 +237,6 @@ def attend_rows(
                 position += count
             for g in range(group):
                 for d in range(dim):
-                    out[r, kv * group + g, d] = _pack(total_out[g, d] * query[g, d], out[r, kv * group + g, d])
+                    out[r, kv * group + g, d] = _pack(
+                        total_out[g, d] * query[g, d], out[r, kv * group + g, d]
+                    )

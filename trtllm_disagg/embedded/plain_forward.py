@@ -85,7 +85,8 @@ class PlainForward:
                 residual, hidden = as_array(x), torch.empty(x.shape, dtype=self._dtype)
             norm = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._final_norm
             self._feed_forward(layer, attended, residual, hidden, norm)
-        return self._head(hidden)
+        logits: torch.Tensor = self._head(hidden)
+        return logits
 
     def _attend(self, i: int, layer: _Layer, hidden: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         """(tokens, hidden) -> (tokens, heads * dim); the tokens' K and V are in the pool afterwards."""
@@ -144,7 +145,8 @@ def _take(layer: Any, config: Any) -> _Layer:
 
 def _window(attention: Any, config: Any) -> int | None:
     """Mistral's attention asks its configuration; the others know their own layer's window."""
-    return config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
+    owner = config if config.model_type == "mistral" else attention
+    return getattr(owner, "sliding_window", None)
 
 
 def _joined(linears: Iterable[nn.Linear]) -> PackedLinear:
