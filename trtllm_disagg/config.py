@@ -226,6 +226,15 @@ class WorkerConfig:
         return self.next_endpoint or EndpointParts(self.namespace, _NEXT_COMPONENT, "generate").url
 
     @property
+    def partner_endpoint_id(self) -> str | None:
+        """Where workers of the other role are, unless they were given another endpoint; None in mode agg."""
+        if self.role is Role.AGG or self.calls_second_stage:
+            return self.next_endpoint_id
+        is_routed_decode = self.strategy is Strategy.ROUTER and self.role is Role.DECODE
+        component = _ROUTED_PREFILL_COMPONENT if is_routed_decode else _FIRST_COMPONENT
+        return EndpointParts(self.namespace, component, "generate").url
+
+    @property
     def _component(self) -> str:
         if not self.is_first_stage:
             return _NEXT_COMPONENT

@@ -1,10 +1,11 @@
-"""Do a first stage and its second stage fit together? Asked once, before the first registers the model."""
+"""Do prefill and decode workers fit together? Asked before a worker registers the model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from trtllm_disagg.config import WorkerConfig
+from trtllm_disagg.config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
 
 #: What must be equal on both sides, and the setting that decides it.
@@ -44,3 +45,11 @@ def require_pair(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         differences.insert(0, f"--disaggregation-mode: both workers are {mine['role']}")
     if differences:
         raise ConfigError("the two stages do not fit together; " + "; ".join(differences))
+
+
+def require_fit(mine: dict[str, Any], others: Iterable[dict[str, Any]]) -> None:
+    """The same for whoever else is there; workers of another model or strategy are none of our business."""
+    for theirs in others:
+        is_partner = {mine["role"], theirs.get("role")} == {Role.PREFILL, Role.DECODE}
+        if is_partner and all(theirs.get(key) == mine[key] for key in ("model", "strategy")):
+            require_pair(mine, theirs)

@@ -29,6 +29,9 @@ from trtllm_disagg.wire import decode_request, encode_chunk
 
 log = logging.getLogger(__name__)
 
+_VISIBLE_POLL_SECONDS = 0.01
+_DESCRIBE_SECONDS = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -54,14 +57,41 @@ class Runtime:
         )
         self.endpoint = self._runtime.endpoint(parse_endpoint_id(config.endpoint_id).dotted)
         self.instance_id: int = self.endpoint.connection_id()
+        self._told_to_stop = False
 
-    async def second_stage(self, endpoint_id: str) -> DynamoStageClient:
-        """A client of the other stage, once at least one instance of it is there."""
-        endpoint = self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted)
-        client = await endpoint.client()
+    async def second_stage(self, endpoint_id: str) -> DynamoStageClient | None:
+        """A client of the other stage, once an instance of it is there; None when told to stop before."""
+        client = await self._client(endpoint_id)
         log.info("waiting for the second stage at %s", endpoint_id)
-        await client.wait_for_instances()
+        try:
+            await client.wait_for_instances()
+        except Exception:
+            if self._told_to_stop:
+                return None
+            raise
         return DynamoStageClient(client)
+
+    async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
+        """What those who are at an endpoint now say of themselves. Who does not answer is left out."""
+        client = await self._client(endpoint_id)
+        answers: list[dict[str, Any]] = []
+        for instance_id in client.instance_ids():
+            with suppress(Exception):
+                async with asyncio.timeout(_DESCRIBE_SECONDS):
+                    async for item in await client.direct({_DESCRIBE: True}, instance_id):
+                        answers.append(item.data())
+        return answers
+
+    async def wait_until_visible(self) -> None:
+        """Until others find this worker. Of two that start at the same time, one sees the other after this."""
+        client = await self.endpoint.client()
+        while True:
+            if self.instance_id in client.instance_ids():
+                return
+            await asyncio.sleep(_VISIBLE_POLL_SECONDS)
+
+    async def _client(self, endpoint_id: str) -> Any:
+        return await self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted).client()
 
     async def register(self, model: ServedModel) -> None:
         """Make this worker known to the frontend."""
@@ -92,8 +122,13 @@ class Runtime:
 
     def stop_on_signals(self, drain: Callable[[], Awaitable[None]]) -> None:
         """SIGTERM and SIGINT: leave discovery, let running requests end, `drain`, then `serve` returns."""
+
+        async def stop() -> None:
+            self._told_to_stop = True
+            await drain()
+
         install_signal_handlers(
-            asyncio.get_running_loop(), self._runtime, [self.endpoint], drain_callback=drain
+            asyncio.get_running_loop(), self._runtime, [self.endpoint], drain_callback=stop
         )
 
     async def serve(self, generate: Generate, describe: dict[str, Any]) -> None:

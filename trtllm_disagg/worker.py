@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.journal import journaled
 from trtllm_disagg.handlers.strategies import build_generate
-from trtllm_disagg.pairing import describe_worker, require_pair
+from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
 from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import NoStage, Runtime, ServedModel
+from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
 
@@ -48,23 +49,58 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
     runtime.stop_on_signals(_drain(engine))
     if config.next_endpoint_id is not None:
         client = await runtime.second_stage(config.next_endpoint_id)
+        if client is None:
+            return
         require_pair(me, await client.describe())
+    await _require_fit(config, runtime, me)
     generate = journaled(build_generate(config, engine, client), _part(config))
     publishers = await create_publishers(config, runtime.endpoint, engine.llm, block_size)
     for publisher in publishers:
         await publisher.start()
-    if config.is_first_stage:
-        model = ServedModel(
-            block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
+
+    async def introduce() -> None:
+        await runtime.wait_until_visible()
+        # Once more: somebody may have come at the same time.
+        await _require_fit(config, runtime, me)
+        if config.is_first_stage:
+            model = ServedModel(
+                block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
+            )
+            await runtime.register(model)
+        log.info(
+            "worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id
         )
-        await runtime.register(model)
-    log.info("worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id)
+
     try:
         async with _stop_when_dead(engine, runtime):
-            await runtime.serve(generate, me)
+            await _serve_and(introduce(), runtime, generate, me)
     finally:
         for publisher in publishers:
             await publisher.stop()
+
+
+async def _require_fit(config: WorkerConfig, runtime: Runtime, me: dict[str, Any]) -> None:
+    if config.partner_endpoint_id is not None:
+        require_fit(me, await runtime.partners(config.partner_endpoint_id))
+
+
+async def _serve_and(
+    introduce: Coroutine[Any, Any, None], runtime: Runtime, generate: Generate, me: dict[str, Any]
+) -> None:
+    """Nobody is introduced who does not serve yet. A failed introduction ends the service, and is raised."""
+    serving = asyncio.create_task(runtime.serve(generate, me))
+    introduction = asyncio.create_task(introduce, name="introduction")
+    introduction.add_done_callback(lambda task: runtime.shutdown() if _failed(task) else None)
+    try:
+        await serving
+    finally:
+        introduction.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await introduction
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return not task.cancelled() and task.exception() is not None
 
 
 def _part(config: WorkerConfig) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.deployments import DEMO_CONFIGS, WORKER_SIDE, Fleet, Served, demo_config, demo_model, served
+from tests.deployments import DEMO_CONFIGS, DISAGGREGATED, Fleet, Served, demo_config, demo_model, served
 from tests.parity.answers import Api, Question, Refusal, ask
 from trtllm_disagg.deployment import DeploymentFailedError
 from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
@@ -148,21 +148,21 @@ def mismatches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[Str
         return str(failed.value)
 
     with ThreadPoolExecutor(2) as side_by_side:
-        yield dict(zip(WORKER_SIDE, side_by_side.map(report, WORKER_SIDE), strict=True))
+        yield dict(zip(DISAGGREGATED, side_by_side.map(report, DISAGGREGATED), strict=True))
 
 
-@pytest.mark.parametrize("strategy", WORKER_SIDE)
+@pytest.mark.parametrize("strategy", DISAGGREGATED)
 def test_different_block_sizes_are_found_before_the_model_is_registered(
     strategy: Strategy, mismatches: Mapping[Strategy, str]
 ) -> None:
-    first, second = (
-        ("prefill 32", "decode 16") if strategy == "prefill_first" else ("decode 16", "prefill 32")
-    )
     report = mismatches[strategy]
+    # Of two that have no order between them, the one that comes second finds out.
+    finder = {"prefill_first": "prefill", "decode_first": "decode"}.get(strategy, report.partition("-0 ")[0])
+    sizes = "decode 16, prefill 32" if finder == "decode" else "prefill 32, decode 16"
 
-    assert report.startswith(f"{strategy.partition('_')[0]}-0 ")
+    assert report.startswith(f"{finder}-0 ")
     assert "died before the deployment was ready: exit code 2" in report
-    said = f"kv_cache_config.tokens_per_block (--kv-block-size): {first}, {second}"
+    said = f"kv_cache_config.tokens_per_block (--kv-block-size): {sizes}"
     assert f"the two stages do not fit together; {said}" in report
     assert "worker ready" not in report
 

@@ -71,8 +71,8 @@ class Launch:
 
         wait_until(is_listed, "the model is listed", START_SECONDS)
 
-    def wait_until_said(self, script: str, line: str) -> None:
-        wait_until(lambda: line in self.said(script).splitlines(), line, START_SECONDS)
+    def wait_until_said(self, script: str, words: str) -> None:
+        wait_until(lambda: words in self.said(script), words, START_SECONDS)
 
     def stop(self, script: str, number: signal.Signals = signal.SIGTERM) -> int:
         process = self._running.pop(script)
@@ -159,3 +159,12 @@ def test_disagg_ends_when_a_worker_cannot_start(launch: Launch) -> None:
     assert launch.stop("disagg.sh") == 1
     assert "/none/prefill.yaml' is not allowed; expected a YAML file that exists" in launch.said("disagg.sh")
     assert "error: a process ended" in launch.said("disagg.sh")
+
+
+def test_a_worker_that_waits_for_the_other_stage_can_be_stopped(launch: Launch) -> None:
+    launch.start("decode.sh", STRATEGY="decode_first", DYN_SYSTEM_PORT=launch.next_port())
+    launch.wait_until_said("decode.sh", "waiting for the second stage")
+
+    assert launch.stop("decode.sh") == 0
+    assert "Traceback" not in launch.said("decode.sh")
+    assert marked_processes(launch.mark) == []

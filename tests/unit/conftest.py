@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.conftest import Checkpoints
+from trtllm_disagg.embedded import LLM as EmbeddedLLM
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.pair import leftover_tasks
 from trtllm_disagg.testing.recording_llm import LLM
@@ -34,3 +36,16 @@ def tensorrt_llm() -> Iterator[ModuleType]:
     """`import tensorrt_llm` gives the recording stand-in."""
     with mounted_recording_llm() as module:
         yield module
+
+
+@pytest.fixture(scope="session")
+def embedded_llm(checkpoints: Checkpoints) -> Iterator[EmbeddedLLM]:
+    """An engine process without a transport, shared by all who leave it as it was."""
+    with EmbeddedLLM(
+        checkpoints(),
+        kv_cache_config={"max_tokens": 4096},
+        max_seq_len=512,
+        max_batch_size=4,
+        max_num_tokens=96,
+    ) as llm:
+        yield llm

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog, block_key, event_hash
 from trtllm_disagg.errors import EngineError
@@ -52,85 +51,93 @@ class Replay:
 
 
 class Holder:
-    """A sequence: its blocks, and how far they are committed."""
+    """A sequence: its blocks, and the keys of those that are committed."""
 
     def __init__(self, tokens: list[int], blocks: list[int], keys: list[bytes]) -> None:
         self.tokens, self.blocks, self.keys = tokens, blocks, keys
 
 
-class AnyOrder(RuleBasedStateMachine):
-    """Sequences over two tokens only, so that prefixes are shared and committed twice all the time."""
+#: Few, so that prefixes are shared, committed twice, and evicted from under one another all the time.
+PROMPTS = [[0] * 2, [0] * 4, [0] * 6, [0] * 7, [1] * 2, [1] * 4, [1] * 3, [0, 0, 1, 1], [0, 0, 1, 1, 0, 0]]
+
+
+class Simulation:
+    """Sequences come, fill up and go."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.log = KvEventLog(10_000, 64)
         self.blocks = BlockManager(NUM_BLOCKS, SIZE, enable_reuse=True, events=self.log)
         self.replay = Replay()
         self.holders: list[Holder] = []
         self.quarantined = 0
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4 * SIZE))
-    def admit(self, tokens: list[int]) -> None:
-        keys = self.blocks.prompt_keys(tokens, b"")
-        known = self.blocks.match(keys)
-        self.blocks.acquire(known)
+    def admit(self, which: int) -> None:
+        tokens = PROMPTS[which % len(PROMPTS)]
+        known = self.blocks.match(self.blocks.prompt_keys(tokens, b""))
         wanted = -(-len(tokens) // SIZE) - len(known)
-        if not self.blocks.can_allocate(wanted):
-            with pytest.raises(EngineError, match="available"):
-                self.blocks.allocate(wanted)
-            self.blocks.release(known)
+        if not self.blocks.can_allocate(wanted, besides=known):
             return
+        self.blocks.acquire(known)
         fresh = self.blocks.allocate(wanted)
         assert fresh == sorted(fresh)
         assert not set(fresh) & {b for holder in self.holders for b in holder.blocks}, "given out twice"
-        self.holders.append(Holder(tokens, known + fresh, keys[: len(known)]))
+        keys = self.blocks.prompt_keys(tokens, b"")[: len(known)]
+        self.holders.append(Holder(tokens, known + fresh, keys))
 
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data(), count=st.integers(1, 4))
-    def commit(self, data: st.DataObject, count: int) -> None:
-        holder = data.draw(st.sampled_from(self.holders))
-        computed = holder.tokens[: (len(holder.keys) + count) * SIZE]
-        self.blocks.commit(computed, holder.blocks, holder.keys, b"")
-        assert holder.keys == self.blocks.prompt_keys(computed, b"")
+    def commit(self, which: int) -> None:
+        """One more block is full."""
+        unfinished = [h for h in self.holders if len(h.keys) < len(h.tokens) // SIZE]
+        if unfinished:
+            holder = unfinished[which % len(unfinished)]
+            computed = holder.tokens[: (len(holder.keys) + 1) * SIZE]
+            self.blocks.commit(computed, holder.blocks, holder.keys, b"")
+            assert holder.keys == self.blocks.prompt_keys(computed, b"")
 
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        holder = data.draw(st.sampled_from(self.holders))
-        self.holders.remove(holder)
-        self.blocks.release(holder.blocks)
+    def release(self, which: int) -> None:
+        if self.holders:
+            self.blocks.release(self.holders.pop(which % len(self.holders)).blocks)
 
-    @precondition(lambda self: self.holders and self.quarantined < NUM_BLOCKS // 2)
-    @rule(data=st.data())
-    def quarantine(self, data: st.DataObject) -> None:
-        holder = data.draw(st.sampled_from(self.holders))
-        fresh = holder.blocks[len(holder.keys) :]
-        self.holders.remove(holder)
-        self.blocks.quarantine(fresh)
-        self.blocks.release(holder.blocks[: len(holder.keys)])
-        self.quarantined += len(fresh)
+    def evict(self, which: int) -> None:
+        """What nobody uses is forgotten."""
+        self.blocks.release(self.blocks.allocate(self.blocks.num_available))
 
-    @invariant()
-    def every_block_is_in_one_state(self) -> None:
+    def quarantine(self, which: int) -> None:
+        """A pull timed out: its fresh blocks are lost."""
+        if self.holders and not self.quarantined:
+            holder = self.holders.pop(which % len(self.holders))
+            fresh = [block for block in holder.blocks if block not in self.blocks._key_of]
+            self.blocks.quarantine(fresh)
+            self.blocks.release([block for block in holder.blocks if block not in fresh])
+            self.quarantined = len(fresh)
+
+    def check(self) -> None:
         self.blocks.check()
         used = {block for holder in self.holders for block in holder.blocks}
         assert self.blocks.num_used == len(used) + self.quarantined
         assert self.blocks.num_quarantined == self.quarantined
-
-    @invariant()
-    def the_router_knows_exactly_the_known_blocks(self) -> None:
         self.replay.apply(self.log.take())
         assert self.replay.known == {event_hash(key) for key in self.blocks.known_keys()}
 
-    def teardown(self) -> None:
-        for holder in self.holders:
-            self.blocks.release(holder.blocks)
-        self.blocks.check()
-        assert self.blocks.num_available == NUM_BLOCKS - self.quarantined
+
+step = st.tuples(
+    st.sampled_from(["admit", "admit", "commit", "commit", "release", "evict", "quarantine"]),
+    st.integers(0, 99),
+)
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+@settings(max_examples=150, deadline=None)
+@given(st.lists(step, min_size=30, max_size=60))
+def test_in_any_order_each_block_has_one_state_and_the_router_knows_what_is_known(
+    steps: list[tuple[str, int]],
+) -> None:
+    simulation = Simulation()
+    for action, which in steps:
+        getattr(simulation, action)(which)
+        simulation.check()
+    while simulation.holders:
+        simulation.release(0)
+    simulation.check()
+    assert simulation.blocks.num_available == NUM_BLOCKS - simulation.quarantined
 
 
 # -- eviction

@@ -146,3 +146,23 @@ def test_an_endpoint_splits_into_its_parts() -> None:
 def test_flags_are_named_after_fields_unless_dynamo_has_another_name() -> None:
     assert flag_of("max_seq_len") == "--max-seq-len"
     assert flag_of("role") == "--disaggregation-mode"
+
+
+@pytest.mark.parametrize(
+    ("role", "strategy", "partner"),
+    [
+        (Role.AGG, Strategy.DECODE_FIRST, None),
+        (Role.PREFILL, Strategy.DECODE_FIRST, "dyn://dynamo.tensorrt_llm.generate"),
+        (Role.DECODE, Strategy.DECODE_FIRST, "dyn://dynamo.tensorrt_llm_next.generate"),
+        (Role.PREFILL, Strategy.PREFILL_FIRST, "dyn://dynamo.tensorrt_llm_next.generate"),
+        (Role.DECODE, Strategy.PREFILL_FIRST, "dyn://dynamo.tensorrt_llm.generate"),
+        (Role.PREFILL, Strategy.ROUTER, "dyn://dynamo.tensorrt_llm.generate"),
+        (Role.DECODE, Strategy.ROUTER, "dyn://dynamo.prefill.generate"),
+    ],
+)
+def test_partners_find_each_other(role: Role, strategy: Strategy, partner: str | None) -> None:
+    worker = WorkerConfig(model="m", role=role, strategy=strategy)
+    assert worker.partner_endpoint_id == partner
+    if partner is not None:
+        other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}[role]
+        assert WorkerConfig(model="m", role=other, strategy=strategy).endpoint_id == partner

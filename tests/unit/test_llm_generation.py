@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.conftest import Checkpoints
 from tests.models import EOS, VOCAB
-from trtllm_disagg.embedded import LLM, CompletionOutput, KvCacheConfig, RequestOutput, SamplingParams
+from trtllm_disagg.embedded import LLM, CompletionOutput, RequestOutput, SamplingParams
 from trtllm_disagg.embedded.request import PreprocessedInputs
 
 PROMPT = [7, 30, 200, 11, 64, 5]
@@ -19,16 +17,9 @@ PROMPT = [7, 30, 200, 11, 64, 5]
 NOT_TEXT = [0, EOS, *range(96, VOCAB)]
 
 
-@pytest.fixture(scope="module")
-def llm(checkpoints: Checkpoints) -> Iterator[LLM]:
-    with LLM(
-        checkpoints(),
-        kv_cache_config=KvCacheConfig(max_tokens=2048, event_buffer_max_size=1000),
-        max_seq_len=256,
-        max_batch_size=8,
-        enable_iter_perf_stats=True,
-    ) as made:
-        yield made
+@pytest.fixture
+def llm(embedded_llm: LLM) -> LLM:
+    return embedded_llm
 
 
 def sampled(**more: Any) -> SamplingParams:
@@ -66,7 +57,7 @@ async def test_defaults_are_greedy_and_32_tokens(llm: LLM) -> None:
 async def test_max_tokens_none_fills_max_seq_len_and_more_is_cut_to_it(llm: LLM) -> None:
     for max_tokens in (None, 10_000):
         output = await run(llm, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-        assert (output.length, output.finish_reason) == (256 - len(PROMPT), "length")
+        assert (output.length, output.finish_reason) == (512 - len(PROMPT), "length")
 
 
 async def test_a_seed_repeats_an_answer_and_none_does_not(llm: LLM, answer: list[int]) -> None:

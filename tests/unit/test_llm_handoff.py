@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,14 +228,41 @@ async def test_statistics_count_what_ran(prefill: LLM, decode: LLM) -> None:
 # -- the end
 
 
-async def test_a_killed_prefill_engine_fails_its_handoffs_only(checkpoints: Checkpoints, decode: LLM) -> None:
-    """The last test of its prefill engine's kind: decode works on without it."""
-    with start(checkpoints) as doomed:
+async def test_a_killed_engine_fails_what_it_ran_and_held_and_nothing_else(
+    checkpoints: Checkpoints, decode: LLM
+) -> None:
+    doomed = start(checkpoints)
+    try:
         handoffs = [to_decode(await run_prefill(doomed, prompt(20 + i))) for i in range(2)]
         await decode.generate_async(prompt(20), PARAMS, disaggregated_params=handoffs[0])
+        endless = SamplingParams(max_tokens=400, ignore_eos=True)
+        streamed = doomed.generate_async([5], endless, streaming=True)
+        await anext(streamed)
+        blocked = asyncio.create_task(asyncio.to_thread(doomed.generate_async([6], endless).result))
+        assert doomed._check_health()
         os.kill(doomed.engine_pid, signal.SIGKILL)
-        with pytest.raises(RequestError) as error:
-            await decode.generate_async(prompt(21), PARAMS, disaggregated_params=handoffs[1])
-    assert error.value.category == "Unavailable"
+        async with asyncio.timeout(10):
+            with pytest.raises(RuntimeError, match="exit code -9"):  # at once, or when it is found out
+                await doomed.generate_async([7])
+            with pytest.raises(RequestError, match="the engine process ended with exit code -9") as error:
+                async for _ in streamed:
+                    pass
+            assert error.value.category == "Unavailable"
+            with pytest.raises(RequestError, match="exit code -9"):
+                await blocked
+            with pytest.raises(RequestError) as error:
+                await decode.generate_async(prompt(21), PARAMS, disaggregated_params=handoffs[1])
+            assert error.value.category == "Unavailable"
+        assert not doomed._check_health()
+        assert not is_process(doomed.engine_pid), "reaped before anybody asks"
+        with pytest.raises(RuntimeError, match="exit code -9"):
+            doomed.generate_async([5])
+        streamed.abort()
+    finally:
+        doomed.shutdown()
     assert (await decode.generate_async(prompt(21), PARAMS)).outputs[0].finish_reason == "length"
     await eventually(lambda: no_leases(decode))
+
+
+def is_process(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()

@@ -15,27 +15,18 @@ from trtllm_disagg.embedded import LLM, DisaggregatedParams, SamplingParams
 from trtllm_disagg.embedded.disaggregated_params import MIN_GLOBAL_ID, get_global_disagg_request_id
 from trtllm_disagg.errors import ConfigError
 
-MAX_SEQ_LEN = 64
+MAX_SEQ_LEN, MAX_NUM_TOKENS = 512, 96
 
 
-@pytest.fixture(scope="module")
-def llm(checkpoints: Checkpoints) -> Iterator[LLM]:
-    """Without a transport, and with steps shorter than the longest prompt."""
-    with LLM(
-        checkpoints(),
-        kv_cache_config={"max_tokens": 256},
-        max_seq_len=MAX_SEQ_LEN,
-        max_batch_size=2,
-        max_num_tokens=48,
-        skip_tokenizer_init=True,
-    ) as made:
-        yield made
+@pytest.fixture
+def llm(embedded_llm: LLM) -> LLM:
+    return embedded_llm
 
 
 @pytest.fixture(autouse=True)
 def _the_engine_never_hears_of_it(llm: LLM) -> Iterator[None]:
     yield
-    assert llm._results == {}
+    assert llm._results == {}, "it was sent"
     assert len(llm.generate([5, 6]).outputs[0].token_ids) == 32
 
 
@@ -43,17 +34,20 @@ def _the_engine_never_hears_of_it(llm: LLM) -> Iterator[None]:
     ("inputs", "error", "reason"),
     [
         ([], ValueError, "the prompt is empty"),
-        ([5] * MAX_SEQ_LEN, ValueError, "64 tokens; max_seq_len 64 leaves room for at most 63"),
-        ([5] * 49, ValueError, "without enable_chunked_prefill, max_num_tokens 48 is the most"),
+        ([5] * MAX_SEQ_LEN, ValueError, "512 tokens; max_seq_len 512 leaves room for at most 511"),
+        (
+            [5] * (MAX_NUM_TOKENS + 1),
+            ValueError,
+            "without enable_chunked_prefill, max_num_tokens 96 is the most",
+        ),
         ([5, VOCAB], ValueError, r"token ids outside \[0, 258\)"),
         ([5, -1], ValueError, r"token ids outside \[0, 258\)"),
-        ("text", ValueError, "skip_tokenizer_init is set; pass token ids"),
+        ("", ValueError, "the prompt is empty"),
         (7, TypeError, "must be type str or list of int, but got <class 'int'>"),
         (None, TypeError, "NoneType"),
         (b"\x05", TypeError, "bytes"),
         ([5, "6"], TypeError, "list"),
         ({}, TypeError, "NoneType"),
-        ({"prompt_token_ids": "56"}, ValueError, "skip_tokenizer_init"),
         ({"prompt_token_ids": [5.5]}, TypeError, "list"),
         ({"prompt_token_ids": [5], "multi_modal_data": {}}, NotImplementedError, "multi_modal_data"),
         (np.asarray([5.0]), TypeError, "ndarray"),
@@ -72,7 +66,7 @@ def test_prompts(llm: LLM, inputs: Any, error: type[Exception], reason: str) -> 
         ({"max_tokens": -5}, "max_tokens=-5"),
         ({"min_tokens": -1}, "min_tokens=-1"),
         ({"n": 0}, "n=0"),
-        ({"n": 3}, "n=3 is more than max_batch_size 2"),
+        ({"n": 5}, "n=5 is more than max_batch_size 4"),
         ({"temperature": -0.1}, "temperature=-0.1 is not allowed; expected at least 0"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": -1}, "top_k=-1"),
@@ -84,7 +78,6 @@ def test_prompts(llm: LLM, inputs: Any, error: type[Exception], reason: str) -> 
         ({"bad_token_ids": ["a"]}, "bad_token_ids holds 'a'"),
         ({"end_id": VOCAB}, "end_id holds 258"),
         ({"end_id": -2}, "end_id holds -2"),
-        ({"stop": "text"}, "skip_tokenizer_init"),
     ],
     ids=repr,
 )

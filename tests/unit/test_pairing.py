@@ -9,7 +9,7 @@ import pytest
 
 from trtllm_disagg.config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.pairing import describe_worker, require_pair
+from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
 
 ARGS: dict[str, Any] = {"kv_cache_config": {"dtype": "auto"}, "cache_transceiver_config": {"backend": "NIXL"}}
 
@@ -86,3 +86,22 @@ def test_all_differences_are_named_at_once() -> None:
 def test_a_stranger_does_not_fit(answer: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="prefill 'embedded', None None"):
         require_pair(described("prefill"), answer)
+
+
+def test_whoever_is_there_already_has_to_fit() -> None:
+    decode, prefill = described("decode"), described("prefill", block_size=64)
+    with pytest.raises(ConfigError, match="decode 32, prefill 64"):
+        require_fit(decode, [described("prefill"), prefill])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"role": "agg"},
+        {"role": "decode"},
+        {"role": "prefill", "strategy": "prefill_first"},
+        {"role": "prefill", "served_model_name": "another"},
+    ],
+)
+def test_workers_of_other_deployments_may_be_as_they_like(other: dict[str, Any]) -> None:
+    require_fit(described("decode"), [described(block_size=64, **other)])

@@ -201,7 +201,9 @@ async def served(generate: Generate) -> AsyncIterator[DynamoStageClient]:
     runtime = Runtime(config)
     serving = asyncio.create_task(runtime.serve(generate, {"role": "decode"}))
     try:
-        yield await runtime.second_stage(config.endpoint_id)
+        client = await runtime.second_stage(config.endpoint_id)
+        assert client is not None
+        yield client
     finally:
         runtime.shutdown()
         await serving

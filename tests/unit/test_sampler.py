@@ -91,19 +91,6 @@ def test_a_row_gets_the_same_token_and_logprobs_alone_and_in_any_batch(rows: lis
     assert sample(logits[order], sequences[::-1]) == together[::-1]
 
 
-def test_a_large_vocabulary_changes_nothing_of_that() -> None:
-    """Beyond 32768 elements torch would split one row's sum among threads, but not many rows' sums."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        logits = torch.randn(5, 70_001, generator=torch.Generator().manual_seed(1))
-        sequences = [sequence(spec(top_p=0.7, logprobs=2), seed=i) for i in range(5)]
-        together = sample(logits, sequences)
-        assert together == [sample(logits[i : i + 1], [s])[0] for i, s in enumerate(sequences)]
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_choices_and_positions_draw_independently() -> None:
     flat = torch.zeros(1, VOCAB)
     assert len({one(flat, sequence(spec(), index=i)) for i in range(40)}) > VOCAB // 2

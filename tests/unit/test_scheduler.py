@@ -225,6 +225,27 @@ def test_a_known_prefix_is_not_computed_again_but_its_last_token_is() -> None:
     assert pulled.num_cached == 2 * SIZE, "its first token is known, so all of it may come from the cache"
 
 
+@pytest.mark.parametrize(("by_priority", "order"), [(False, [1, 2, 3, 4, 5]), (True, [3, 5, 1, 4, 2])])
+def test_who_waits_first_goes_first_unless_priorities_say_otherwise(
+    by_priority: bool, order: list[int]
+) -> None:
+    blocks = BlockManager(16, SIZE, enable_reuse=True, events=KvEventLog(0, 64))
+    scheduler = Scheduler(
+        blocks,
+        max_batch_size=1,
+        max_num_tokens=64,
+        chunk_alignment=TILE,
+        chunked=True,
+        by_priority=by_priority,
+    )
+    engine = Engine(scheduler, blocks, 64)
+    for request_id, priority in enumerate([0.5, 0.1, 0.9, 0.5, 0.9], 1):
+        scheduler.add(sequence(request_id, 4, max_tokens=1, priority=priority))
+    while len(engine.finished) < len(order):
+        engine.step()
+    assert engine.finished == order
+
+
 @pytest.mark.parametrize("status", [Status.WAITING, Status.RECEIVING, Status.RUNNING])
 def test_a_finished_sequence_leaves_no_trace_whatever_it_was_doing(status: Status) -> None:
     scheduler, blocks = make()

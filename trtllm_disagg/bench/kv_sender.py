@@ -44,8 +44,12 @@ class SenderProcess:
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        self._send(msgspec.json.encode(shape))
-        self.serving = msgspec.json.decode(self._answer(), type=Serving)
+        try:
+            self._send(msgspec.json.encode(shape))
+            self.serving = msgspec.json.decode(self._answer(), type=Serving)
+        except BaseException:
+            self.close()
+            raise
 
     def lease(self, blocks: Sequence[int]) -> KvHandle:
         self._send(msgspec.json.encode(list(blocks)))

@@ -144,9 +144,9 @@ def _table(times: PullTimes) -> Table:
 
 def _costs(times: PullTimes) -> str:
     shape = times.shape
+    one, none = times.milliseconds(ONE_BLOCK).median, times.milliseconds(NO_BLOCK).median
     return (
-        f"{shape.prompt_blocks} blocks, {shape.prompt_blocks * shape.segments} descriptors a request of "
-        f"{shape.segment_bytes >> 10} KiB each; a pull of one block takes {times.milliseconds(ONE_BLOCK).median:.2f} ms, "
-        f"of none {times.milliseconds(NO_BLOCK).median:.2f} ms, the first one of a connection "
-        f"{1000 * times.first:.0f} ms\n"
+        f"A request is {shape.prompt_blocks} blocks, {shape.prompt_blocks * shape.segments} descriptors of "
+        f"{shape.segment_bytes >> 10} KiB. A pull of one block takes {one:.2f} ms, of none {none:.2f} ms, "
+        f"the first one of a connection {1000 * times.first:.0f} ms.\n"
     )

@@ -26,9 +26,9 @@ class Recipe:
     kv_heads: int = 2
     head_dim: int = 64
     max_positions: int = 4096
-    window: int = 256
+    window: int = 128
     batch: int = 8
-    steps: int = 200
+    steps: int = 330
     long_share: float = 0.15
     matrix_learning_rate: float = 3e-2
     learning_rate: float = 1.5e-2

@@ -268,8 +268,7 @@ class LLM:
         self._stats.extend(report.stats)
         delivered: list[RequestOutput] = []
         for output in report.outputs:
-            result = self._results.get(output.request_id)
-            if result is None:
+            if (result := self._results.get(output.request_id)) is None:
                 continue
             if output.finish_reason is not None or output.error is not None:
                 self._forget_when_done(result, output)

@@ -1,0 +1,102 @@
+"""The arithmetic that all benchmarks share, and the JSON that they print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg import cli
+from trtllm_disagg.bench import machine, plot
+from trtllm_disagg.bench.figures import (
+    Figure,
+    Sample,
+    at_least,
+    at_most,
+    exactly,
+    paired_ratio,
+    to_json,
+)
+from trtllm_disagg.bench.progress import Progress
+from trtllm_disagg.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("figure", "target", "ok"),
+    [
+        (at_least("f", 1.62, "x", 1.62), ">= 1.62", True),
+        (at_least("f", 1.61, "x", 1.62), ">= 1.62", False),
+        (at_most("f", 0.26, "x", 0.26), "<= 0.26", True),
+        (at_most("f", 0.27, "x", 0.26), "<= 0.26", False),
+        (exactly("f", 0, "tokens", 0), "== 0", True),
+        (exactly("f", 1, "tokens", 0), "== 0", False),
+        (Figure("f", 1.0, "s"), None, None),
+    ],
+)
+def test_a_figure_knows_whether_it_meets_its_target(
+    figure: Figure, target: str | None, ok: bool | None
+) -> None:
+    assert (figure.target, figure.ok, figure.missed) == (target, ok, ok is False)
+
+
+def test_json_is_a_list_of_figures() -> None:
+    assert json.loads(to_json([at_most("ttft", 12.34567, "ms", 20), Figure("wall", 2, "s")])) == [
+        {"figure": "ttft", "value": 12.35, "unit": "ms", "target": "<= 20", "ok": True},
+        {"figure": "wall", "value": 2.0, "unit": "s", "target": None, "ok": None},
+    ]
+
+
+def test_a_sample_is_its_median_and_the_distance_of_its_quartiles() -> None:
+    assert Sample((1.0, 2.0, 3.0, 4.0, 100.0)).median == 3.0
+    assert Sample((1.0, 2.0, 3.0, 4.0, 100.0)).spread == pytest.approx(2 / 3)
+    assert Sample((5.0,)).spread == 0.0
+    assert Sample((0.0, 0.0)).spread == 0.0
+
+
+def test_ratios_are_taken_in_pairs() -> None:
+    """A machine that was twice as slow in the second round changes nothing."""
+    ratio = paired_ratio([1.0, 2.0, 1.5], [2.0, 4.0, 3.0])
+    assert ratio.values == (0.5, 0.5, 0.5)
+    with pytest.raises(ValueError, match="zip"):
+        paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_the_machine_is_described_without_names() -> None:
+    assert "cores (" in machine.describe_machine()
+    assert "GiB" in machine.describe_machine()
+    assert machine.load() >= 0
+
+
+def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 7, 9})
+    assert machine.two_cores() == (3, 7)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
+    with pytest.raises(ConfigError, match="a core each"):
+        machine.two_cores()
+
+
+def test_progress_goes_to_stderr_a_line_each_when_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("scenarios") as progress:
+        progress.say("starting")
+        progress.say("measuring")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [line.partition("] ")[2] for line in captured.err.splitlines()] == ["starting", "measuring"]
+
+
+@pytest.mark.parametrize("benchmark", ["scenarios", "transfer"])
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
+    benchmark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="matplotlib is not installed"):
+        cli.run(["bench", benchmark, "--plot", str(tmp_path / "plot.png")])
+
+
+def test_an_unknown_benchmark_or_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.run(["bench", "nothing"])
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="unknown flag --repetition"):
+        cli.run(["bench", "scenarios", "--repetition", "3"])

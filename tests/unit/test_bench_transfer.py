@@ -1,0 +1,210 @@
+"""`bench transfer`: do the bytes arrive, are ranges and rates computed right, is a wrong byte noticed?"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trtllm_disagg import cli
+from trtllm_disagg.bench import kv_shapes, transfer
+from trtllm_disagg.bench.figures import Figure
+from trtllm_disagg.bench.kv_pulls import (
+    MEMCPY,
+    NO_BLOCK,
+    ONE_BLOCK,
+    PATTERNS,
+    PullTimes,
+    Receiver,
+    connected,
+    pull_of,
+    readv_of,
+)
+from trtllm_disagg.bench.kv_shapes import SHAPES, KvShape, fill, filled_bytes
+from trtllm_disagg.bench.raw_copy import Memcpy, ProcessVmReadv
+from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.memory import huge_page_tensor
+
+TINY = KvShape(
+    "tiny", layers=2, kv_heads=1, head_dim=8, dtype="float32", prompt_tokens=64, tokens_per_block=8
+)
+
+
+# -- shapes and blocks
+
+
+@pytest.mark.parametrize(("name", "mib"), [("8b-bf16", 512), ("0.5b-fp32", 96)])
+def test_the_bytes_of_a_4k_prompt(name: str, mib: int) -> None:
+    assert SHAPES[name].prompt_tokens == 4096
+    assert SHAPES[name].prompt_bytes == mib << 20
+    assert SHAPES[name].pool_bytes == 2 * SHAPES[name].prompt_bytes
+
+
+def test_contiguous_blocks_are_one_run_and_scattered_ones_have_no_neighbours() -> None:
+    run = TINY.blocks("contiguous", seed=1)
+    assert run == list(range(run[0], run[0] + 8))
+    remote, local = TINY.blocks("scattered", seed=1), TINY.blocks("scattered", seed=2)
+    assert remote != local
+    for blocks in (remote, local):
+        assert len(set(blocks)) == 8
+        assert max(blocks) < TINY.pool_blocks
+        assert 1 not in np.abs(np.diff(blocks))
+
+
+def test_ranges_merge_neighbours_on_both_sides_only() -> None:
+    size = TINY.segment_bytes
+    contiguous = TINY.ranges([2, 3, 4], [7, 8, 9])
+    assert contiguous.tolist() == [
+        [(segment * 16 + 2) * size, (segment * 16 + 7) * size, 3 * size] for segment in range(4)
+    ]
+    assert len(TINY.ranges([2, 3, 4], [7, 9, 8])) == 3 * 4
+    assert TINY.ranges([5, 2, 3], [1, 8, 9])[:2].tolist() == [
+        [2 * size, 8 * size, 2 * size],
+        [5 * size, size, size],
+    ]
+
+
+def test_a_filled_pool_says_where_each_byte_is() -> None:
+    pool = np.zeros(1 << 16, np.uint8)
+    fill(pool)
+    assert np.array_equal(pool[512:1024], filled_bytes(512, 512))
+    blocks = pool.reshape(-1, 256)
+    assert len(np.unique(blocks, axis=0)) == len(blocks)
+
+
+# -- the yardsticks
+
+
+def test_process_vm_readv_moves_exactly_the_ranges() -> None:
+    source, target = huge_page_tensor((1 << 16,), torch.uint8), huge_page_tensor((1 << 16,), torch.uint8)
+    fill(source.numpy())
+    ranges = np.asarray([[256 * i, 256 * (255 - i), 256] for i in range(0, 256, 2)], np.int64)
+    ProcessVmReadv(os.getpid(), source.data_ptr(), target.data_ptr(), ranges)()
+    for remote, local, count in ranges.tolist():
+        assert np.array_equal(target.numpy()[local : local + count], filled_bytes(remote, count))
+    assert int((target != 0).sum()) <= len(ranges) * 256
+
+
+def test_process_vm_readv_takes_more_ranges_than_one_call_does() -> None:
+    source, target = huge_page_tensor((1 << 16,), torch.uint8), huge_page_tensor((1 << 16,), torch.uint8)
+    fill(source.numpy())
+    ranges = np.asarray([[16 * i, 16 * i, 16] for i in range(4096)], np.int64)
+    ProcessVmReadv(os.getpid(), source.data_ptr(), target.data_ptr(), ranges)()
+    assert torch.equal(source, target)
+
+
+def test_process_vm_readv_of_nobody_is_an_error() -> None:
+    with pytest.raises(OSError, match="No such process"):
+        ProcessVmReadv(2**22 + 1, 4096, 4096, np.asarray([[0, 0, 16]], np.int64))()
+
+
+def test_memcpy_copies() -> None:
+    copy = Memcpy(4096)
+    copy._source[:] = 7
+    copy()
+    assert (copy._target == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_huge_page_memory_is_zeroed_aligned_and_writable(dtype: torch.dtype) -> None:
+    pool = huge_page_tensor((3, 2, 5, 7), dtype)
+    assert (pool.shape, pool.dtype, pool.is_contiguous()) == ((3, 2, 5, 7), dtype, True)
+    assert pool.data_ptr() % (2 << 20) == 0
+    assert not pool.any()
+    pool[2, 1, 4, 6] = 1
+    assert pool.flatten()[-1] == 1
+
+
+# -- pulls
+
+
+@pytest.fixture(params=["NIXL", "SHARED_MEMORY"])
+def receiver(request: pytest.FixtureRequest) -> Iterator[Receiver]:
+    with connected(request.param, TINY) as (_, receiver):
+        yield receiver
+
+
+def test_pulls_put_every_byte_in_its_place_and_a_wrong_one_is_noticed(receiver: Receiver) -> None:
+    for pattern in PATTERNS:
+        remote, local = TINY.blocks(pattern, seed=1), TINY.blocks(pattern, seed=2)
+        assert receiver.pull(remote, local) > 0
+        receiver.require_arrived(remote, local)
+    receiver.pool[1, 0, local[3], 2, 0, 5] += 1
+    with pytest.raises(
+        KvTransferError, match=f"segment 2: block {remote[3]} did not arrive whole in {local[3]}"
+    ):
+        receiver.require_arrived(remote, local)
+    with pytest.raises(KvTransferError, match="did not arrive whole"):
+        receiver.require_arrived(list(reversed(remote)), local)
+    receiver.pull([], [])
+
+
+def test_a_sender_that_cannot_start_is_an_error() -> None:
+    with (
+        pytest.raises(KvTransferError, match="the sending process ended with exit code"),
+        connected("NONE", TINY),
+    ):
+        pass
+
+
+# -- the command
+
+
+def test_the_command_prints_figures_of_every_shape_and_transport(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(kv_shapes.SHAPES, "tiny", TINY)
+    arguments = ["bench", "transfer", "--shape", "tiny", "--rounds", "2", "--json"]
+    assert cli.run(arguments) == 0
+    figures = {entry["figure"]: Figure(**entry) for entry in json.loads(capsys.readouterr().out)}
+    for backend in ("NIXL", "SHARED_MEMORY"):
+        assert figures[f"tiny {backend} contiguous share of memcpy"].target == ">= 85"
+        assert figures[f"tiny {backend} scattered share of memcpy"].target == ">= 65"
+        assert figures[f"tiny {backend} blocks per request"].value == 8
+        assert figures[f"tiny {backend} descriptors per request"].value == 32
+        assert figures[f"tiny {backend} contiguous ranges after merging"].value == 4
+        assert figures[f"tiny {backend} scattered ranges after merging"].value == 32
+        assert figures[f"tiny {backend} one block"].unit == "ms"
+        assert figures[f"tiny {backend} one block"].value > 0
+
+
+def times_of(**seconds: list[float]) -> PullTimes:
+    names = [MEMCPY, ONE_BLOCK, NO_BLOCK, *(of(p) for p in PATTERNS for of in (pull_of, readv_of))]
+    every = {name: [0.5, 1.0, 2.0] for name in names}
+    every |= {pull_of(pattern): values for pattern, values in seconds.items()}
+    return PullTimes(SHAPES["8b-bf16"], "NIXL", 0.1, {"contiguous": 64, "scattered": 8192}, every)
+
+
+def test_rates_and_shares_of_memcpy() -> None:
+    times = times_of(contiguous=[0.5, 1.0, 2.0], scattered=[1.0, 2.0, 4.0])
+    assert times.rate(MEMCPY).median == 0.5  # 512 MiB in one second
+    assert times.share_of_memcpy(pull_of("contiguous")).values == (100.0, 100.0, 100.0)
+    assert times.share_of_memcpy(pull_of("scattered")).median == 50.0
+    figures = {figure.figure: figure for figure in transfer.figures_of(times)}
+    assert figures["8b-bf16 NIXL contiguous share of memcpy"].ok is True
+    assert figures["8b-bf16 NIXL scattered share of memcpy"].ok is False
+    assert figures["8b-bf16 NIXL one block"].value == 1000.0
+    assert figures["8b-bf16 NIXL first pull"].value == 100.0
+
+
+def test_the_tables_name_what_was_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    times = times_of(contiguous=[0.5, 1.0, 2.0], scattered=[1.0, 2.0, 4.0])
+    transfer._print([times], transfer.figures_of(times), load_before=0.1)
+    output = capsys.readouterr().out
+    assert "8b-bf16 over NIXL: 4096 tokens, 512 MiB" in output
+    assert "128 blocks, 8192 descriptors of 64 KiB" in output
+    assert "missed: 8b-bf16 NIXL scattered share of memcpy 50 %, target >= 65" in output
+
+
+def test_a_plot_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from trtllm_disagg.bench.plot import plot_transfer
+
+    times = times_of(contiguous=[0.5, 1.0, 2.0], scattered=[1.0, 2.0, 4.0])
+    plot_transfer([times, times], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
