@@ -29,7 +29,6 @@ from trtllm_disagg.wire import decode_request, encode_chunk
 
 log = logging.getLogger(__name__)
 
-_VISIBLE_POLL_SECONDS = 0.01
 _DESCRIBE_SECONDS = 5.0
 
 
@@ -57,6 +56,7 @@ class Runtime:
         )
         self.endpoint = self._runtime.endpoint(parse_endpoint_id(config.endpoint_id).dotted)
         self.instance_id: int = self.endpoint.connection_id()
+        self._clients: dict[str, Any] = {}
         self._told_to_stop = False
 
     async def second_stage(self, endpoint_id: str) -> DynamoStageClient | None:
@@ -82,16 +82,12 @@ class Runtime:
                         answers.append(item.data())
         return answers
 
-    async def wait_until_visible(self) -> None:
-        """Until others find this worker. Of two that start at the same time, one sees the other after this."""
-        client = await self.endpoint.client()
-        while True:
-            if self.instance_id in client.instance_ids():
-                return
-            await asyncio.sleep(_VISIBLE_POLL_SECONDS)
-
     async def _client(self, endpoint_id: str) -> Any:
-        return await self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted).client()
+        """One for each endpoint: every one watches the discovery directory, and a user may have 128 watches."""
+        if endpoint_id not in self._clients:
+            endpoint = self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted)
+            self._clients[endpoint_id] = await endpoint.client()
+        return self._clients[endpoint_id]
 
     async def register(self, model: ServedModel) -> None:
         """Make this worker known to the frontend."""

@@ -59,14 +59,13 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
         await publisher.start()
 
     async def introduce() -> None:
-        await runtime.wait_until_visible()
-        # Once more: somebody may have come at the same time.
-        await _require_fit(config, runtime, me)
         if config.is_first_stage:
             model = ServedModel(
                 block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
             )
             await runtime.register(model)
+        # Once more: somebody may have come at the same time.
+        await _require_fit(config, runtime, me)
         log.info(
             "worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id
         )
@@ -87,7 +86,7 @@ async def _require_fit(config: WorkerConfig, runtime: Runtime, me: dict[str, Any
 async def _serve_and(
     introduce: Coroutine[Any, Any, None], runtime: Runtime, generate: Generate, me: dict[str, Any]
 ) -> None:
-    """Nobody is introduced who does not serve yet. A failed introduction ends the service, and is raised."""
+    """A failed introduction ends the service, and is raised."""
     serving = asyncio.create_task(runtime.serve(generate, me))
     introduction = asyncio.create_task(introduce, name="introduction")
     introduction.add_done_callback(lambda task: runtime.shutdown() if _failed(task) else None)

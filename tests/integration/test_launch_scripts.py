@@ -61,8 +61,7 @@ class Launch:
 
     def wait_until_listed(self) -> None:
         def is_listed() -> bool:
-            for script, process in self._running.items():
-                assert process.poll() is None, f"{script} ended:\n{self.said(script)}"
+            self._require_all_run()
             try:
                 answer = httpx.get(f"http://{LOOPBACK}:{self.http_port}/v1/models")
             except httpx.TransportError:
@@ -72,7 +71,11 @@ class Launch:
         wait_until(is_listed, "the model is listed", START_SECONDS)
 
     def wait_until_said(self, script: str, words: str) -> None:
-        wait_until(lambda: words in self.said(script), words, START_SECONDS)
+        def is_said() -> bool:
+            self._require_all_run()
+            return words in self.said(script)
+
+        wait_until(is_said, words, START_SECONDS)
 
     def stop(self, script: str, number: signal.Signals = signal.SIGTERM) -> int:
         process = self._running.pop(script)
@@ -86,6 +89,10 @@ class Launch:
         kill_marked(self.mark)
         for process in self._running.values():
             process.wait()
+
+    def _require_all_run(self) -> None:
+        for script, process in self._running.items():
+            assert process.poll() is None, f"{script} ended:\n{self.said(script)}"
 
     def _log(self, script: str) -> Path:
         return self._directory / f"{script}.log"

@@ -125,7 +125,7 @@ step = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(step, min_size=30, max_size=60))
 def test_in_any_order_each_block_has_one_state_and_the_router_knows_what_is_known(
     steps: list[tuple[str, int]],
