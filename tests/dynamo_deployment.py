@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import json
 import os
@@ -20,6 +21,14 @@ import pytest
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
 
+PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_libc = ctypes.CDLL(None)
 START_TIMEOUT = 120.0
 SETTLE_TIMEOUT = 15.0
 #: Short: upstream's idle prefill worker would drain for 30 s.
@@ -87,6 +96,8 @@ class DynamoDeployment:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A test run that is killed has no teardown.
+                preexec_fn=_die_with_parent,
             )
 
     def wait_ready(self, body: dict[str, Any]) -> None:
