@@ -385,7 +385,7 @@ def test_progress_is_ten_lines_where_there_is_no_terminal(
             report(step, 100, 5 - step / 50)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 11
-    assert lines[0].startswith("demo-model: step 1/100, loss 4.98, ")
+    assert lines[0] == "demo-model: step 1/100, loss 4.98"
     assert lines[-1] == "demo-model: step 100/100, loss 3.00, 0 s left"
 
 

@@ -20,7 +20,7 @@ from trtllm_disagg.deployment.plan import Strategy
 from trtllm_disagg.deployment.status import status_for
 
 ORDERS: tuple[Strategy, ...] = ("prefill_first", "decode_first")
-QUESTION = "Tell me about lists"
+QUESTION = "What is a list?"
 _DEFAULT_MODEL = Path(".cache/demo-model")
 _JOURNAL_SECONDS = 2.0
 _DEFAULT_CONFIGS = Path("engine_configs/demo")

@@ -35,11 +35,16 @@ def progress_report() -> Iterator[Report]:
 
 
 def line_report() -> Report:
-    start = time.monotonic()
+    first = 0.0
 
     def report(step: int, steps: int, loss: float) -> None:
-        if step == 1 or step * LINES // steps != (step - 1) * LINES // steps:
-            left = (time.monotonic() - start) / step * (steps - step)
+        nonlocal first
+        if step == 1:
+            # The first step warms up; its own time says nothing about the others.
+            first = time.monotonic()
+            say(f"step {step}/{steps}, loss {loss:.2f}")
+        elif step * LINES // steps != (step - 1) * LINES // steps:
+            left = (time.monotonic() - first) / (step - 1) * (steps - step)
             say(f"step {step}/{steps}, loss {loss:.2f}, {left:.0f} s left")
 
     return report
