@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 0.001
 _IDLE_PROGRESS_SECONDS = 0.02
 _CONTROL_SECONDS = 5.0
+_MAX_LANES = 64
 
 
 class KvSender:
@@ -127,7 +128,10 @@ class Pull:
 
 
 class KvReceiver:
-    """Pulls on a thread of its own, so the engine steps on; finished pulls wait in `take_finished`."""
+    """Pulls beside the engine's thread, so the engine steps on; finished pulls wait in `take_finished`.
+
+    Each sender has a lane of its own, one pull at a time: one that stalls delays nobody else's.
+    """
 
     def __init__(
         self,
@@ -145,17 +149,17 @@ class KvReceiver:
         #: By endpoint.
         self._cards: dict[str, PeerCard] = {}
         self._finished: queue.SimpleQueue[Pull] = queue.SimpleQueue()
-        self._executor = ThreadPoolExecutor(1, "kv-pull")
+        self._lanes: dict[str, ThreadPoolExecutor] = {}
         self.in_flight = 0
         self.card_loads = 0
 
     def start(self, pull: Pull) -> None:
         self.in_flight += 1
-        self._executor.submit(self._run, pull)
+        self._lane(pull.handle).submit(self._run, pull)
 
     def release(self, handle: KvHandle) -> None:
         """Tell the sender that nobody will read; best effort, its lease ends by itself."""
-        self._executor.submit(self._release, handle)
+        self._lane(handle).submit(self._release, handle)
 
     def take_finished(self) -> list[Pull]:
         pulls: list[Pull] = []
@@ -166,8 +170,22 @@ class KvReceiver:
         return pulls
 
     def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        for lane in self._lanes.values():
+            lane.shutdown(wait=False, cancel_futures=True)
+        for lane in self._lanes.values():
+            lane.shutdown(wait=True)
         self._client.close()
+
+    def _lane(self, handle: KvHandle) -> ThreadPoolExecutor:
+        """The sender's; the last one is shared by all that come when there are too many (restarts, forgeries)."""
+        key = (
+            handle.endpoint
+            if handle.endpoint in self._lanes or len(self._lanes) < _MAX_LANES - 1
+            else "others"
+        )
+        if key not in self._lanes:
+            self._lanes[key] = ThreadPoolExecutor(1, "kv-pull")
+        return self._lanes[key]
 
     def _run(self, pull: Pull) -> None:
         started = time.monotonic()
