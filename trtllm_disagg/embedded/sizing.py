@@ -35,20 +35,27 @@ def max_seq_len(args: LlmArgs, shape: ModelShape) -> int:
     return args.max_seq_len
 
 
+#: Of the longest kind; how many a pool of unstated size holds at most. A small model needs no gigabytes.
+_DEFAULT_SEQUENCES = 32
+
+
 def num_kv_blocks(args: LlmArgs, shape: ModelShape) -> int:
-    """From kv_cache_config.max_tokens, or from a fraction of the memory that is free now. It never grows."""
-    config = args.kv_cache_config
-    size = config.tokens_per_block
-    if config.max_tokens is not None:
-        blocks = config.max_tokens // size
-    else:
-        block_bytes = 2 * shape.num_layers * size * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-        fraction = config.free_gpu_memory_fraction
-        # On a CPU "free memory" is shared with everybody else, so a tenth of what was asked for a GPU.
-        blocks = int(_available_bytes() * (fraction if fraction is not None else 0.9) / 10) // block_bytes
+    """From kv_cache_config.max_tokens; else from a fraction of the memory that is free now, up to what 32 of the
+    longest sequences take. It never grows.
+    """
+    size = args.kv_cache_config.tokens_per_block
+    blocks = (args.kv_cache_config.max_tokens or _default_tokens(args, shape)) // size
     if blocks < 1:
         raise ConfigError(f"kv_cache_config: room for {blocks} blocks of {size} tokens; at least 1 is needed")
     return blocks
+
+
+def _default_tokens(args: LlmArgs, shape: ModelShape) -> int:
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    fraction = args.kv_cache_config.free_gpu_memory_fraction
+    # On a CPU "free memory" is shared with everybody else, so a tenth of what was asked for a GPU.
+    affordable = int(_available_bytes() * (0.9 if fraction is None else fraction) / 10) // token_bytes
+    return min(affordable, _DEFAULT_SEQUENCES * max_seq_len(args, shape))
 
 
 def require_room(sequence: Sequence, num_blocks: int, tokens_per_block: int) -> None:

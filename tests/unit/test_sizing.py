@@ -1,0 +1,43 @@
+"""How big the KV pool is when nobody says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Checkpoints
+from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.model_loader import ModelShape, read_shape
+from trtllm_disagg.embedded.sizing import num_kv_blocks
+from trtllm_disagg.errors import ConfigError
+
+
+@pytest.fixture
+def shape(checkpoints: Checkpoints) -> ModelShape:
+    return read_shape(checkpoints("llama"), "auto")
+
+
+def blocks(shape: ModelShape, max_seq_len: int | None = None, **kv: Any) -> int:
+    kv = {"tokens_per_block": 16} | kv
+    args = LlmArgs(model=Path("unread"), max_seq_len=max_seq_len, kv_cache_config=kv)  # type: ignore[arg-type]
+    return num_kv_blocks(args, shape)
+
+
+def test_a_stated_size_is_taken(shape: ModelShape) -> None:
+    assert blocks(shape, max_tokens=1000) == 62
+
+
+def test_a_small_model_takes_no_more_than_32_sequences_need(shape: ModelShape) -> None:
+    assert blocks(shape, max_seq_len=512) == 32 * 512 // 16
+
+
+def test_little_memory_makes_a_small_pool(shape: ModelShape) -> None:
+    # A token of this model takes 2 KiB, so this is room for a few thousand of them on any machine.
+    assert 0 < blocks(shape, free_gpu_memory_fraction=1e-4) < 32 * shape.max_positions // 16
+
+
+def test_a_pool_without_a_block_is_refused(shape: ModelShape) -> None:
+    with pytest.raises(ConfigError, match="room for 0 blocks of 16 tokens"):
+        blocks(shape, max_tokens=15)
