@@ -30,10 +30,23 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return checkpoint
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever asks for the fleet comes last.
+
+    Its deployments stay to the end, and every process that watches a discovery directory takes from the 128
+    inotify instances that Linux gives a user.
+    """
+    items.sort(key=uses_fleet)
+
+
+def uses_fleet(item: pytest.Item) -> bool:
+    return "fleet" in getattr(item, "fixturenames", ())
+
+
 @pytest.fixture(scope="session")
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """fleet["agg"] -> that deployment of the demo model; the others load meanwhile."""
-    users = [item for item in request.session.items if "fleet" in getattr(item, "fixturenames", ())]
+    users = [item for item in request.session.items if uses_fleet(item)]
     params = [item.callspec.params for item in users if hasattr(item, "callspec")]
     wanted = {"agg", *(each["strategy"] for each in params if "strategy" in each)}
     fleet = Fleet(tmp_path_factory.mktemp("fleet"), wanted)

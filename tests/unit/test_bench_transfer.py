@@ -22,11 +22,12 @@ from trtllm_disagg.bench.kv_pulls import (
     PullTimes,
     Receiver,
     connected,
+    memcpy_of,
     pull_of,
     readv_of,
 )
 from trtllm_disagg.bench.kv_shapes import SHAPES, KvShape, fill, filled_bytes
-from trtllm_disagg.bench.raw_copy import Memcpy, ProcessVmReadv
+from trtllm_disagg.bench.raw_copy import Memcpy, MemcpyBlocks, ProcessVmReadv
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.memory import huge_page_tensor
 
@@ -110,6 +111,17 @@ def test_memcpy_copies() -> None:
     assert (copy._target == 7).all()
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_memcpy_of_blocks_copies_those_of_every_segment(pattern: str) -> None:
+    remote, local = TINY.blocks(pattern, seed=1), TINY.blocks(pattern, seed=2)
+    copy = MemcpyBlocks(TINY, TINY.ranges(remote, local))
+    fill(copy._source.reshape(-1))
+    copy()
+    assert np.array_equal(copy._target[:, local], copy._source[:, remote])
+    untouched = [block for block in range(TINY.pool_blocks) if block not in local]
+    assert not copy._target[:, untouched].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_huge_page_memory_is_zeroed_aligned_and_writable(dtype: torch.dtype) -> None:
     pool = huge_page_tensor((3, 2, 5, 7), dtype)
@@ -174,7 +186,7 @@ def test_the_command_prints_figures_of_every_shape_and_transport(
 
 
 def times_of(**seconds: list[float]) -> PullTimes:
-    names = [MEMCPY, ONE_BLOCK, NO_BLOCK, *(of(p) for p in PATTERNS for of in (pull_of, readv_of))]
+    names = [MEMCPY, ONE_BLOCK, NO_BLOCK, *(of(p) for p in PATTERNS for of in (pull_of, readv_of, memcpy_of))]
     every = {name: [0.5, 1.0, 2.0] for name in names}
     every |= {pull_of(pattern): values for pattern, values in seconds.items()}
     return PullTimes(SHAPES["8b-bf16"], "NIXL", 0.1, {"contiguous": 64, "scattered": 8192}, every)

@@ -15,7 +15,7 @@ import torch
 from trtllm_disagg.bench.figures import Sample, paired_ratio
 from trtllm_disagg.bench.kv_sender import SenderProcess
 from trtllm_disagg.bench.kv_shapes import KvShape, filled_bytes
-from trtllm_disagg.bench.raw_copy import Memcpy, ProcessVmReadv
+from trtllm_disagg.bench.raw_copy import Memcpy, MemcpyBlocks, ProcessVmReadv
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.choose import create_transport
 from trtllm_disagg.kv_transfer.exchange import KvReceiver, Pull
@@ -29,6 +29,10 @@ _PULL_SECONDS = 120.0
 
 def pull_of(pattern: str) -> str:
     return f"pull, {pattern}"
+
+
+def memcpy_of(pattern: str) -> str:
+    return f"memcpy of the blocks, {pattern}"
 
 
 def readv_of(pattern: str) -> str:
@@ -129,6 +133,7 @@ def time_pulls(backend: str, shape: KvShape, rounds: int, say: Callable[[str], N
         for pattern in PATTERNS:
             here, there = sender.serving, receiver.pool.data_ptr()
             raw = ProcessVmReadv(here.pid, here.pool_address, there, ranges[pattern])
+            timed[memcpy_of(pattern)] = _timer(MemcpyBlocks(shape, ranges[pattern]))
             timed[readv_of(pattern)] = _timer(raw)
             timed[pull_of(pattern)] = lambda p=pattern: receiver.pull(remote[p], local[p])  # type: ignore[misc]
         timed[ONE_BLOCK] = lambda: receiver.pull([3], [5])

@@ -1,4 +1,4 @@
-"""The two yardsticks of a pull: memcpy inside one process, and the system call under NIXL's `cma`."""
+"""The yardsticks of a pull: memcpy inside one process, and the system call under NIXL's `cma`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import numpy as np
 import torch
 
+from trtllm_disagg.bench.kv_shapes import KvShape
 from trtllm_disagg.kv_transfer.memory import huge_page_tensor
 
 #: IOV_MAX: ranges that one call takes.
@@ -24,6 +25,23 @@ class Memcpy:
 
     def __call__(self) -> None:
         np.copyto(self._target, self._source)
+
+
+class MemcpyBlocks:
+    """The same blocks that a pull moves, between two pools of this process: what is left to a perfect transport."""
+
+    def __init__(self, shape: KvShape, ranges: np.ndarray) -> None:
+        size, in_segment = shape.segment_bytes, shape.pool_blocks * shape.segment_bytes
+        self._source, self._target = (
+            huge_page_tensor((shape.pool_bytes,), torch.uint8).numpy().reshape(shape.segments, -1, size)
+            for _ in range(2)
+        )
+        first = ranges[ranges[:, 0] < in_segment] // size
+        self._runs = [(remote, local, count) for remote, local, count in first.tolist()]
+
+    def __call__(self) -> None:
+        for remote, local, count in self._runs:
+            self._target[:, local : local + count] = self._source[:, remote : remote + count]
 
 
 class ProcessVmReadv:

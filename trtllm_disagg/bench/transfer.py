@@ -19,6 +19,7 @@ from trtllm_disagg.bench.kv_pulls import (
     ONE_BLOCK,
     PATTERNS,
     PullTimes,
+    memcpy_of,
     pull_of,
     readv_of,
     time_pulls,
@@ -87,10 +88,13 @@ def figures_of(times: PullTimes) -> list[Figure]:
                 "%",
                 TARGETS[pattern],
             ),
-            Figure(
-                f"{prefix} process_vm_readv {pattern} share of memcpy",
-                times.share_of_memcpy(readv_of(pattern)).median,
-                "%",
+            *(
+                Figure(
+                    f"{prefix} {yardstick.replace(',', '')} share of memcpy",
+                    times.share_of_memcpy(yardstick).median,
+                    "%",
+                )
+                for yardstick in (memcpy_of(pattern), readv_of(pattern))
             ),
             Figure(f"{prefix} {pattern} ranges after merging", times.ranges[pattern], "ranges"),
         ]
@@ -129,7 +133,7 @@ def _table(times: PullTimes) -> Table:
     table.add_column("")
     for name in ("GiB/s", "% of memcpy", "spread", "ranges"):
         table.add_column(name, justify="right")
-    for name in (MEMCPY, *(of(p) for p in PATTERNS for of in (readv_of, pull_of))):
+    for name in (MEMCPY, *(of(p) for p in PATTERNS for of in (memcpy_of, readv_of, pull_of))):
         share = times.share_of_memcpy(name)
         ranges = times.ranges.get(name.rpartition(" ")[2], 1)
         table.add_row(
