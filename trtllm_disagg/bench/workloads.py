@@ -123,7 +123,7 @@ SCALES = {
     scale.name: scale
     for scale in (
         Scale("seed", longest_prompt=_LONGEST_PROMPT, output_factor=1),
-        Scale("1k", longest_prompt=1024, output_factor=25.6),  # the post's proportions
-        Scale("4k", longest_prompt=4096, output_factor=12.8),  # more reading than writing
+        Scale("1k", longest_prompt=1024, output_factor=12.8),
+        Scale("4k", longest_prompt=4096, output_factor=12.8),
     )
 }
