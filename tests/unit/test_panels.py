@@ -1,0 +1,58 @@
+"""The kernel for a few rows: oneDNN's bits, whatever the shape, or not used at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trtllm_disagg.embedded.linear import PackedLinear
+from trtllm_disagg.embedded.panel_product import has_bfloat16_products
+from trtllm_disagg.embedded.panels import MOST_ROWS, panels_of
+
+SHAPES = [(64, 64), (192, 512), (128, 640), (1000, 96), (128, 1536), (64, 2816), (3, 2)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> object:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def linear(outputs: int, inputs: int, dtype: torch.dtype, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(outputs + inputs)
+    return nn.Linear(inputs, outputs, bias=bias).to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_a_row_has_the_same_bits_in_any_company(outputs: int, inputs: int, bias: bool) -> None:
+    packed = PackedLinear(linear(outputs, inputs, torch.float32, bias))
+    x = torch.randn(MOST_ROWS + 20, inputs)
+    with torch.inference_mode():
+        every = packed(x)
+        for rows in (1, 2, 5, 6, 7, 13, 48):
+            assert torch.equal(packed(x[:rows]), every[:rows]), rows
+
+
+@pytest.mark.skipif(not has_bfloat16_products(), reason="this processor has no bfloat16 products")
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_bfloat16_has_the_librarys_bits_where_the_kernel_is_used(outputs: int, inputs: int) -> None:
+    packed = PackedLinear(linear(outputs, inputs, torch.bfloat16))
+    if packed.panels is None:
+        pytest.skip("the kernel does not give the library's bits here, so it is not used")
+    x = torch.randn(20, inputs).to(torch.bfloat16)
+    with torch.inference_mode():
+        assert torch.equal(packed(x), packed._library(x))
+
+
+def test_a_product_that_it_does_not_reproduce_is_left_to_the_library() -> None:
+    layer = linear(128, 64, torch.float32, bias=False)
+    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.contiguous(), 8)
+
+    def other_bits(x: torch.Tensor) -> torch.Tensor:
+        return torch.nextafter(layer(x), torch.tensor(100.0))
+
+    assert panels_of(packed, torch.float32, 128, 64, other_bits) is None
