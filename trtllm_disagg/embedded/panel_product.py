@@ -104,7 +104,7 @@ def _pass(rows: int, arithmetic: type[_Float32 | _BFloat16], prefetch: bool) -> 
     bytes. A step is four bytes of x. `add?` 0: out is written, else added to.
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def product(
         typing: Any,
         x: Any,
