@@ -97,7 +97,8 @@ class StepLayout:
         self.last = torch.tensor(last, dtype=torch.long, device=device)
         self._masks: dict[tuple[int, int, int, int], torch.Tensor] = {}
         on_cpu = device.type == "cpu"
-        self._decode = DecodeRows.of(rows, size) if on_cpu else None
+        self.decode = DecodeRows.of(rows, size) if on_cpu else None
+        self.all_decode = self.decode is not None and self.decode.count == len(rows)
 
     def attend(
         self,
@@ -120,13 +121,13 @@ class StepLayout:
         """The same, when the tokens' K and V are in the pool already."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         out = torch.empty_like(query)
-        if self._decode is not None:
-            count = self._decode.count
-            self._decode.attend(query[:count], keys, values, out[:count], scale, window)
+        if self.decode is not None:
+            count = self.decode.count
+            self.decode.attend(query[:count], keys, values, out[:count], scale, window)
         for span in self._spans:
             if span.is_prefill:
                 self._attend_prefill(span, query, keys, values, out, scale, window)
-            elif self._decode is None:
+            elif self.decode is None:
                 self._attend_decode(span, query, keys, values, out, scale, window)
         return out
 

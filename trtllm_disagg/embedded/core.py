@@ -163,6 +163,7 @@ class EngineCore:
         self.blocks.check()
 
     def close(self) -> None:
+        self._runner.close()
         self.transfers.close()
 
     # -- internals

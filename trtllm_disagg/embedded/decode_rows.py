@@ -20,8 +20,8 @@ class DecodeRows:
         self._tokens_per_block = tokens_per_block
         self._contexts = np.array([row.sequence.num_computed + 1 for row in rows], np.int64)
         lengths = -(-self._contexts // tokens_per_block)
-        self._tables = np.zeros((len(rows), int(lengths.max())), np.int64)
-        for table, row, length in zip(self._tables, rows, lengths, strict=True):
+        self.tables = np.zeros((len(rows), int(lengths.max())), np.int64)
+        for table, row, length in zip(self.tables, rows, lengths, strict=True):
             table[:length] = row.sequence.blocks[:length]
         self._starts: dict[int, np.ndarray] = {}
         self._longest = int(self._contexts.max())
@@ -43,14 +43,13 @@ class DecodeRows:
         window: int | None,
     ) -> None:
         """query and out (rows, heads, dim); keys and values are the layer's pool (slots, kv heads, dim)."""
-        group = query.shape[1] // keys.shape[1]
-        if self._scores.shape[0] < group:
-            self._scores = np.empty((group, self._longest), np.float32)
+        if self._scores.shape[0] < query.shape[1]:
+            self._scores = np.empty((query.shape[1], self._longest), np.float32)
         kernels.attend_rows(
             as_array(query),
             as_array(keys),
             as_array(values),
-            self._tables,
+            self.tables,
             self._contexts,
             self._starts_for(window or 0),
             self._tokens_per_block,

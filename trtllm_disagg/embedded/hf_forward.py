@@ -26,3 +26,6 @@ class HfForward:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def close(self) -> None:
+        """Nothing runs beside it."""

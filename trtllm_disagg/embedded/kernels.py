@@ -1,7 +1,8 @@
 """What lies between the matrix products of a transformer layer, each as one compiled call (numba, CPU).
 
 Every row is computed by itself, in an order that depends on nothing but its own length, so the bits of a token do
-not change with who else is in the batch. Storage is float32, or bfloat16 as uint16 (numba has no such type); all
+not change with who else is in the batch; and the compiler may not reorder anything (lanes.py has the sums), so they
+do not change with who calls. Storage is float32, or bfloat16 as uint16 (numba has no such type); all
 arithmetic is float32. Compiled on first use and cached beside this file.
 """
 
@@ -10,26 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
-_OPTIONS: dict[str, Any] = {"fastmath": True, "boundscheck": False, "nogil": True, "error_model": "numpy"}
-_KERNEL: dict[str, Any] = _OPTIONS | {"cache": True}
+from trtllm_disagg.embedded.compiled import compiled
+from trtllm_disagg.embedded.head_sums import add_weighted, scores_of
+from trtllm_disagg.embedded.lanes import exp, exponentials, fma, on_its_own, sum_of_squares
 
-_LOG2_E = np.float32(1.4426950408889634)
-#: 2**r on [0, 1), highest power first; relative error below 3e-7.
-_P6, _P5, _P4, _P3, _P2, _P1 = (
-    np.float32(c)
-    for c in (
-        1.5403530393381609e-4,
-        1.3333558146428443e-3,
-        9.618129107628477e-3,
-        5.550410866482158e-2,
-        2.402265069591007e-1,
-        6.931471805599453e-1,
-    )
-)
-_ONE, _ZERO, _LOWEST = np.float32(1.0), np.float32(0.0), np.float32(-3.0e38)
+_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 
 def _load(value: Any) -> Any:
@@ -71,59 +60,66 @@ def _pack_overload(value: Any, like: Any) -> Any:
     return same
 
 
-@njit(inline="always", **_OPTIONS)
-def _exp(x: Any) -> Any:
-    """exp by 2**k * 2**r: it vectorises, which the C library's does not. Arguments up to 88."""
-    z = max(x * _LOG2_E, np.float32(-126.0))
-    k = np.floor(z)
-    r = z - k
-    p = (((((_P6 * r + _P5) * r + _P4) * r + _P3) * r + _P2) * r + _P1) * r + _ONE
-    # numba widens integer sums to 64 bits.
-    return p * np.int32((np.int32(k) + 127) << 23).view(np.float32)
-
-
-@njit(**_KERNEL)
+@compiled()
 def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """out (rows, n) = x / rms(x) * weight; x and weight float32."""
     rows, n = x.shape
     for r in range(rows):
-        total = _ZERO
-        for i in range(n):
-            total += x[r, i] * x[r, i]
-        scale = _ONE / np.sqrt(total / np.float32(n) + eps)
+        scale = _ONE / np.sqrt(sum_of_squares(x[r]) / np.float32(n) + eps)
         for i in range(n):
             out[r, i] = _pack(x[r, i] * scale * weight[i], out[r, i])
 
 
-@njit(**_KERNEL)
+@compiled()
 def add_rms_norm(x: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
     """x (rows, n) float32 += delta; out = x / rms(x) * weight."""
     rows, n = x.shape
     for r in range(rows):
-        total = _ZERO
         for i in range(n):
-            v = x[r, i] + _load(delta[r, i])
-            x[r, i] = v
-            total += v * v
-        scale = _ONE / np.sqrt(total / np.float32(n) + eps)
+            x[r, i] += _load(delta[r, i])
+        scale = _ONE / np.sqrt(sum_of_squares(x[r]) / np.float32(n) + eps)
         for i in range(n):
             out[r, i] = _pack(x[r, i] * scale * weight[i], out[r, i])
 
 
-@njit(**_KERNEL)
-def silu_mul(gate_up: Any, out: Any) -> None:
-    """out (rows, n) = silu(gate) * up, for gate_up (rows, 2 n)."""
-    rows, width = gate_up.shape
-    n = width // 2
-    for r in range(rows):
-        for i in range(n):
-            gate = _load(gate_up[r, i])
-            up = _load(gate_up[r, n + i])
+@compiled()
+def silu_mul(gate_up: Any, out: Any, first: Any, last: Any) -> None:
+    """out (rows, n) = silu(gate) * up, for gate_up (rows, 2 n), in the columns `first` to `last`."""
+    n = out.shape[1]
+    for r in range(out.shape[0]):
+        # Slices from zero on: an index that might be negative costs more than the arithmetic.
+        gates, ups = gate_up[r, first:last], gate_up[r, n + first : n + last]
+        target = out[r, first:last]
+        for i in range(target.shape[0]):
+            gate = _load(gates[i])
             # Below -88 the exponential would overflow, and silu is zero.
-            out[r, i] = _pack(gate / (_ONE + _exp(min(-gate, np.float32(88.0)))) * up, out[r, i])
+            silu = gate / (_ONE + exp(min(-gate, np.float32(88.0))))
+            target[i] = _pack(silu * _load(ups[i]), target[i])
 
 
-@njit(**_KERNEL)
+@compiled()
+def embed(tokens: Any, embedding: Any, out: Any) -> None:
+    """out (rows, n) float32 = the rows of embedding (vocabulary, n)."""
+    for r in range(out.shape[0]):
+        for i in range(out.shape[1]):
+            out[r, i] = _load(embedding[tokens[r], i])
+
+
+@compiled()
+def add_bias_and_round(x: Any, bias: Any, first: Any, last: Any, like: Any) -> None:
+    """x (rows, columns) float32 += bias, which may be empty, then to the precision of `like`, in some columns."""
+    for r in range(x.shape[0]):
+        numbers = x[r, first:last]
+        if bias.shape[0] > 0:
+            some = bias[first:last]
+            for i in range(numbers.shape[0]):
+                numbers[i] = _load(_pack(numbers[i] + some[i], like))
+        else:
+            for i in range(numbers.shape[0]):
+                numbers[i] = _load(_pack(numbers[i], like))
+
+
+@compiled()
 def rotate_and_store(
     qkv: Any,
     positions: Any,
@@ -140,37 +136,58 @@ def rotate_and_store(
     """Split qkv (rows, (Hq + 2 H) * D); normalise (when q_norm is not empty) and rotate q and k; k and v go into
     keys and values (slots, H, D), q into q (rows, Hq, D). cos and sin are (positions, D / 2), float32.
     """
-    rows = qkv.shape[0]
-    num_heads, dim = q.shape[1], q.shape[2]
-    kv_heads = keys.shape[1]
-    half = dim // 2
-    head_buffer = np.empty(dim, np.float32)
-    for r in range(rows):
+    buffer = np.empty(q.shape[2], np.float32)
+    for r in range(qkv.shape[0]):
         c, s, slot = cos[positions[r]], sin[positions[r]], slots[r]
-        for head in range(num_heads + kv_heads):
-            base = head * dim
-            for d in range(dim):
-                head_buffer[d] = _load(qkv[r, base + d])
-            norm = q_norm if head < num_heads else k_norm
-            if norm.shape[0] > 0:
-                total = _ZERO
-                for d in range(dim):
-                    total += head_buffer[d] * head_buffer[d]
-                scale = _ONE / np.sqrt(total / np.float32(dim) + eps)
-                for d in range(dim):
-                    head_buffer[d] = head_buffer[d] * scale * norm[d]
-            out = q[r, head] if head < num_heads else keys[slot, head - num_heads]
-            for d in range(half):
-                a, b = head_buffer[d], head_buffer[half + d]
-                out[d] = _pack(a * c[d] - b * s[d], out[d])
-                out[half + d] = _pack(b * c[d] + a * s[d], out[d])
-        base = (num_heads + kv_heads) * dim
-        for head in range(kv_heads):
-            for d in range(dim):
-                values[slot, head, d] = qkv[r, base + head * dim + d]
+        for kv in range(keys.shape[1]):
+            rotate_group(qkv[r], kv, c, s, q_norm, k_norm, eps, keys[slot], values[slot], q[r], buffer)
 
 
-@njit(**_KERNEL)
+@compiled()
+def rotate_group(
+    qkv: Any,
+    kv: Any,
+    c: Any,
+    s: Any,
+    q_norm: Any,
+    k_norm: Any,
+    eps: Any,
+    key: Any,
+    value: Any,
+    q: Any,
+    buffer: Any,
+) -> None:
+    """One row, one KV head and its query heads: qkv is the row, key and value (H, D) its slot, q (Hq, D) its own."""
+    num_heads, dim = q.shape
+    kv_heads = key.shape[0]
+    group = num_heads // kv_heads
+    for g in range(group):
+        head = kv * group + g
+        _rotate(qkv[head * dim : (head + 1) * dim], c, s, q_norm, eps, q[head], buffer)
+    head = num_heads + kv
+    _rotate(qkv[head * dim : (head + 1) * dim], c, s, k_norm, eps, key[kv], buffer)
+    base = (num_heads + kv_heads + kv) * dim
+    for d in range(dim):
+        value[kv, d] = _pack(_load(qkv[base + d]), value[kv, d])
+
+
+@compiled()
+def _rotate(x: Any, c: Any, s: Any, norm: Any, eps: Any, out: Any, buffer: Any) -> None:
+    dim = x.shape[0]
+    half = dim // 2
+    for d in range(dim):
+        buffer[d] = _load(x[d])
+    if norm.shape[0] > 0:
+        scale = _ONE / np.sqrt(sum_of_squares(buffer) / np.float32(dim) + eps)
+        for d in range(dim):
+            buffer[d] = buffer[d] * scale * norm[d]
+    for d in range(half):
+        a, b = buffer[d], buffer[half + d]
+        out[d] = _pack(fma(a, c[d], -(b * s[d])), out[d])
+        out[half + d] = _pack(fma(b, c[d], a * s[d]), out[d])
+
+
+@compiled()
 def attend_rows(
     q: Any,
     keys: Any,
@@ -185,58 +202,82 @@ def attend_rows(
 ) -> None:
     """One query a row: q and out (rows, Hq, D), keys and values (slots, H, D), tables (rows, blocks) of block ids.
 
-    Row r sees positions starts[r] to contexts[r]. `scores` is scratch (Hq / H, longest context), float32.
+    Row r sees positions starts[r] to contexts[r]. `scores` is scratch (Hq, longest context), float32.
     """
     rows, num_heads, dim = q.shape
-    kv_heads = keys.shape[1]
-    group = num_heads // kv_heads
-    query = np.empty((group, dim), np.float32)
-    total_out = np.empty((group, dim), np.float32)
+    query = np.empty((num_heads, dim), np.float32)
+    summed = np.empty((num_heads, dim), np.float32)
     for r in range(rows):
-        start, context = starts[r], contexts[r]
-        for kv in range(kv_heads):
-            for g in range(group):
-                for d in range(dim):
-                    query[g, d] = _load(q[r, kv * group + g, d]) * scale
-                    total_out[g, d] = _ZERO
-            i, position = 0, start
-            while position < context:
-                inside = position % block
-                first = tables[r, position // block] * block + inside
-                count = min(block - inside, context - position)
-                for t in range(count):
-                    for g in range(group):
-                        score = _ZERO
-                        for d in range(dim):
-                            score += query[g, d] * _load(keys[first + t, kv, d])
-                        scores[g, i] = score
-                    i += 1
-                position += count
-            n = i
-            for g in range(group):
-                top, weight = _LOWEST, _ZERO
-                for i in range(n):
-                    top = max(top, scores[g, i])
-                for i in range(n):
-                    e = _exp(scores[g, i] - top)
-                    scores[g, i] = e
-                    weight += e
-                for d in range(dim):
-                    query[g, d] = _ONE / weight
-            i, position = 0, start
-            while position < context:
-                inside = position % block
-                first = tables[r, position // block] * block + inside
-                count = min(block - inside, context - position)
-                for t in range(count):
-                    for g in range(group):
-                        e = scores[g, i]
-                        for d in range(dim):
-                            total_out[g, d] += e * _load(values[first + t, kv, d])
-                    i += 1
-                position += count
-            for g in range(group):
-                for d in range(dim):
-                    out[r, kv * group + g, d] = _pack(
-                        total_out[g, d] * query[g, d], out[r, kv * group + g, d]
-                    )
+        attend_heads(
+            q[r],
+            0,
+            keys.shape[1],
+            keys,
+            values,
+            tables[r],
+            starts[r],
+            contexts[r],
+            block,
+            scale,
+            scores,
+            query,
+            summed,
+            out[r],
+        )
+
+
+@compiled()
+def attend_heads(
+    q: Any,
+    first_head: Any,
+    last_head: Any,
+    keys: Any,
+    values: Any,
+    table: Any,
+    start: Any,
+    context: Any,
+    block: Any,
+    scale: Any,
+    scores: Any,
+    query: Any,
+    summed: Any,
+    out: Any,
+) -> None:
+    """One row, some KV heads and their query heads: q and out (Hq, D); scores (Hq, longest context), query and
+    summed (Hq, D) are scratch.
+    """
+    on_its_own()
+    num_heads, dim = query.shape
+    group = num_heads // keys.shape[1]
+    lower, upper = first_head * group, last_head * group
+    factors = np.empty(num_heads, np.float32)
+    for h in range(lower, upper):
+        row, asked, sums = q[h], query[h], summed[h]
+        for d in range(dim):
+            asked[d] = _load(row[d]) * scale
+            sums[d] = _ZERO
+    i, position = 0, start
+    while position < context:
+        slot, count = _run(table, position, context, block)
+        scores_of(query, keys, slot, first_head, last_head, count, scores, i)
+        i += count
+        position += count
+    for h in range(lower, upper):
+        factors[h] = _ONE / exponentials(scores[h], i)
+    i, position = 0, start
+    while position < context:
+        slot, count = _run(table, position, context, block)
+        add_weighted(scores, i, values, slot, first_head, last_head, count, summed)
+        i += count
+        position += count
+    for h in range(lower, upper):
+        factor, sums, target = factors[h], summed[h], out[h]
+        for d in range(dim):
+            target[d] = _pack(sums[d] * factor, target[d])
+
+
+@compiled(inline="always")
+def _run(table: Any, position: Any, context: Any, block: Any) -> Any:
+    """The slots from this position to the end of its block or of the context: (first, count)."""
+    inside = position % block
+    return table[position // block] * block + inside, min(block - inside, context - position)

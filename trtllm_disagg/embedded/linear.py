@@ -21,7 +21,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         # Model code looks at weight.dtype.
         self.weight = linear.weight
-        self.bias_values = None if linear.bias is None else linear.bias.detach()
+        self.bias_values: torch.Tensor | None = None if linear.bias is None else linear.bias.detach()
         weight = linear.weight.detach().contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HINT_ROWS)
         self._pad_single_row = weight.dtype == torch.float32
@@ -29,8 +29,7 @@ class PackedLinear(nn.Module):
         self.panels: Panels | None = panels_of(
             self._packed, weight.dtype, self.out_features, self.in_features, self._library_product
         )
-        # The kernel uses one thread.
-        self._few_rows = MOST_ROWS if self.panels is not None and torch.get_num_threads() == 1 else 0
+        self._few_rows = MOST_ROWS if self.panels is not None else 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)

@@ -17,7 +17,8 @@ from trtllm_disagg.embedded.attention import KvPool
 from trtllm_disagg.embedded.hf_forward import HfForward
 from trtllm_disagg.embedded.linear import pack_linears, packing_works
 from trtllm_disagg.embedded.model_runner import Forward
-from trtllm_disagg.embedded.plain_forward import PlainForward, supports
+from trtllm_disagg.embedded.plain_forward import PlainForward
+from trtllm_disagg.embedded.plain_model import supports
 from trtllm_disagg.errors import ConfigError
 
 log = logging.getLogger(__name__)

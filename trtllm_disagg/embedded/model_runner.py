@@ -15,8 +15,10 @@ class Forward(Protocol):
     """A model. It knows nothing of requests, phases or disaggregation."""
 
     def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
-        """Logits of the rows in `layout.last`: (sampling rows, vocabulary)."""
+        """Logits of the rows in `layout.last`: (sampling rows, vocabulary). Valid until the next call."""
         ...
+
+    def close(self) -> None: ...
 
 
 class ModelRunner:
@@ -35,3 +37,6 @@ class ModelRunner:
             ]
         ]
         return self._forward(tokens, StepLayout(rows, self._pool))
+
+    def close(self) -> None:
+        self._forward.close()

@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import types
+from numba.extending import intrinsic, overload
+
+from trtllm_disagg.embedded.compiled import compiled
 
 PANEL = 64
 #: More rows than this in one pass do not fit the registers.
@@ -180,10 +182,8 @@ _b1, _b2, _b3, _b4, _b5, _b6 = (
     _pass(rows, _BFloat16, prefetch=rows == _MOST) for rows in range(1, _MOST + 1)
 )
 
-_OPTIONS: dict[str, Any] = {"boundscheck": False, "nogil": True, "error_model": "numpy", "cache": True}
 
-
-@njit(**_OPTIONS)
+@compiled()
 def multiply_float32(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
     """out (rows, at least 64 * last) float32 = x (rows, inputs) float32 by panels `first` to `last` of the weight
     at address `weight`. x and out have their rows' elements side by side.
@@ -216,7 +216,7 @@ def multiply_float32(x: Any, weight: Any, block: Any, out: Any, first: Any, last
                 _f6(a + row * x_stride, x_stride, w, steps, o + row * out_stride, out_stride, start, ahead)
 
 
-@njit(**_OPTIONS)
+@compiled()
 def multiply_bfloat16(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
     """The same for bfloat16 x (as uint16) and weight; out is float32. `block` is even."""
     rows, inputs = x.shape
@@ -244,3 +244,17 @@ def multiply_bfloat16(x: Any, weight: Any, block: Any, out: Any, first: Any, las
             for row in range(odd, rows, _MOST):
                 ahead = steps * 4 * PANEL
                 _b6(a + row * x_stride, x_stride, w, steps, o + row * out_stride, out_stride, start, ahead)
+
+
+def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
+    """For compiled code: the one of the two that fits x."""
+
+
+@overload(multiply)
+def _multiply_overload(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> Any:
+    kernel = multiply_bfloat16 if x.dtype == types.uint16 else multiply_float32
+
+    def product(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
+        kernel(x, weight, block, out, first, last)
+
+    return product

@@ -18,6 +18,7 @@ from trtllm_disagg.kv_transfer.choose import create_transport
 from trtllm_disagg.kv_transfer.exchange import KvReceiver, KvSender, Pull
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
 from trtllm_disagg.kv_transfer.layout import KvLayout, prompt_digest
+from trtllm_disagg.kv_transfer.memory import new_memory
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ def create_transfers(
     """The transfers and the pool, which must live in memory that the transport can serve."""
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
-        return NullTransfers(), torch.zeros(pool.shape, dtype=pool.dtype, device=pool.device)
+        return NullTransfers(), new_memory(pool.shape, pool.dtype, pool.device)
     transport = create_transport(config.backend)
     kv = transport.allocate(pool.shape, pool.dtype, pool.device)
     return KvTransfers(transport, layout, pool.num_blocks, args, wake), kv

@@ -24,3 +24,10 @@ def huge_page_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE_BYTES
     return whole[start : start + nbytes].zero_().view(dtype).view(shape)
+
+
+def new_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeroed; on the host in huge pages."""
+    if device.type == "cpu":
+        return huge_page_tensor(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
