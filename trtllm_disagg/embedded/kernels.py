@@ -30,6 +30,8 @@ _P6, _P5, _P4, _P3, _P2, _P1 = (
     )
 )
 _ONE, _ZERO, _LOWEST = np.float32(1.0), np.float32(0.0), np.float32(-3.0e38)
+#: Beyond it tanh is one, in float32.
+_TWO, _FLAT = np.float32(2.0), np.float32(10.0)
 
 
 def _load(value: Any) -> Any:
@@ -82,6 +84,12 @@ def _exp(x: Any) -> Any:
     return p * np.int32((np.int32(k) + 127) << 23).view(np.float32)
 
 
+@njit(inline="always", **_OPTIONS)
+def _tanh(x: Any) -> Any:
+    e = _exp(_TWO * min(max(x, -_FLAT), _FLAT))
+    return (e - _ONE) / (e + _ONE)
+
+
 @njit(**_KERNEL)
 def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """out (rows, n) = x / rms(x) * weight; x and weight float32."""
@@ -121,6 +129,22 @@ def silu_mul(gate_up: Any, out: Any) -> None:
             up = _load(gate_up[r, n + i])
             # Below -88 the exponential would overflow, and silu is zero.
             out[r, i] = _pack(gate / (_ONE + _exp(min(-gate, np.float32(88.0)))) * up, out[r, i])
+
+
+@njit(**_KERNEL)
+def weighted_sum(x: Any, places: Any, weights: Any, out: Any) -> None:
+    """out[r] = sum over j of weights[r, j] * x[places[r, j]], in the order of j; weights float32."""
+    rows, count = places.shape
+    n = out.shape[1]
+    total = np.empty(n, np.float32)
+    for r in range(rows):
+        total[:] = _ZERO
+        for j in range(count):
+            place, weight = places[r, j], weights[r, j]
+            for i in range(n):
+                total[i] += weight * _load(x[place, i])
+        for i in range(n):
+            out[r, i] = _pack(total[i], out[r, i])
 
 
 @njit(**_KERNEL)
@@ -180,12 +204,13 @@ def attend_rows(
     starts: Any,
     block: Any,
     scale: Any,
+    softcap: Any,
     scores: Any,
     out: Any,
 ) -> None:
     """One query a row: q and out (rows, Hq, D), keys and values (slots, H, D), tables (rows, blocks) of block ids.
 
-    Row r sees positions starts[r] to contexts[r]. `scores` is scratch (Hq / H, longest context), float32.
+    Row r sees positions starts[r] to contexts[r]. A softcap above zero bounds the scores. `scores` is scratch (Hq / H, longest context), float32.
     """
     rows, num_heads, dim = q.shape
     kv_heads = keys.shape[1]
@@ -215,6 +240,9 @@ def attend_rows(
             n = i
             for g in range(group):
                 top, weight = _LOWEST, _ZERO
+                if softcap > _ZERO:
+                    for i in range(n):
+                        scores[g, i] = softcap * _tanh(scores[g, i] / softcap)
                 for i in range(n):
                     top = max(top, scores[g, i])
                 for i in range(n):

@@ -14,6 +14,7 @@ import torch
 
 from trtllm_disagg.embedded import attention
 from trtllm_disagg.embedded.attention import KvPool
+from trtllm_disagg.embedded.experts import pack_experts
 from trtllm_disagg.embedded.hf_forward import HfForward
 from trtllm_disagg.embedded.linear import pack_linears, packing_works
 from trtllm_disagg.embedded.model_runner import Forward
@@ -23,7 +24,7 @@ from trtllm_disagg.errors import ConfigError
 log = logging.getLogger(__name__)
 
 #: Families whose outputs are tested against transformers' own generate (tests/unit/test_families.py).
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "qwen3_moe", "mixtral")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -105,6 +106,7 @@ def make_forward(model: Any, pool: KvPool, max_positions: int, kind: str) -> For
         return HfForward(model, pool)
     if kind == "auto" and supports(model.config):
         return PlainForward(model, pool, max_positions)
+    pack_experts(model)
     pack_linears(model)
     return HfForward(model, pool)
 
