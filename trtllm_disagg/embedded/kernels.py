@@ -210,7 +210,8 @@ def attend_rows(
 ) -> None:
     """One query a row: q and out (rows, Hq, D), keys and values (slots, H, D), tables (rows, blocks) of block ids.
 
-    Row r sees positions starts[r] to contexts[r]. A softcap above zero bounds the scores. `scores` is scratch (Hq / H, longest context), float32.
+    Row r sees positions starts[r] to contexts[r]. A softcap above zero bounds the scores. `scores` is scratch
+    (Hq / H, longest context), float32.
     """
     rows, num_heads, dim = q.shape
     kv_heads = keys.shape[1]
