@@ -16,7 +16,7 @@ from trtllm_disagg.embedded import attention
 from trtllm_disagg.embedded.attention import KvPool
 from trtllm_disagg.embedded.experts import pack_experts
 from trtllm_disagg.embedded.hf_forward import HfForward
-from trtllm_disagg.embedded.linear import pack_linears, packing_works
+from trtllm_disagg.embedded.linear import pack_linears, packing_works, unmap
 from trtllm_disagg.embedded.model_runner import Forward
 from trtllm_disagg.embedded.plain_forward import PlainForward, supports
 from trtllm_disagg.errors import ConfigError
@@ -108,6 +108,7 @@ def make_forward(model: Any, pool: KvPool, max_positions: int, kind: str) -> For
         return PlainForward(model, pool, max_positions)
     pack_experts(model)
     pack_linears(model)
+    unmap(model)
     return HfForward(model, pool)
 
 

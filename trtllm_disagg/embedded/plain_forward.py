@@ -56,7 +56,8 @@ class PlainForward:
         """Takes `model` apart: it cannot be used afterwards."""
         config, decoder = model.config, model.model
         self._dtype = decoder.embed_tokens.weight.dtype
-        self._embedding: torch.Tensor = decoder.embed_tokens.weight.detach()
+        # Copies, here and of the norms: one number that stays in the mapped file keeps all of it in memory.
+        self._embedding: torch.Tensor = decoder.embed_tokens.weight.detach().clone()
         self._eps = np.float32(config.rms_norm_eps)
         self._num_heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim = pool.kv.shape[-1]
@@ -163,7 +164,7 @@ def _joined(linears: Iterable[nn.Linear]) -> PackedLinear:
 def _weights(norm: nn.Module) -> np.ndarray:
     weight = norm.weight
     assert isinstance(weight, torch.Tensor)
-    return weight.detach().float().numpy()
+    return weight.detach().to(torch.float32, copy=True).numpy()
 
 
 def _rotations(rotary: Any, count: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
