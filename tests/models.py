@@ -34,12 +34,25 @@ def write_checkpoint(directory: Path, family: str = "llama", *, seed: int = 0, *
         settings["sliding_window"] = 40
     if family == "qwen3":
         settings["head_dim"] = 16
+    if family == "gemma2":
+        # Every other layer has the window. As for the vocabulary: the cap on the logits is element-wise too.
+        settings |= {"sliding_window": 40, "head_dim": 16, "query_pre_attn_scalar": 24, "vocab_size": 320}
+        settings |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    if family == "qwen3_moe":
+        # The first layer is dense.
+        settings |= {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+        settings |= {"mlp_only_layers": [0], "norm_topk_prob": True}
+    if family == "mixtral":
+        settings |= {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 40}
     settings |= overrides
     config_class = {
         "llama": transformers.LlamaConfig,
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
         "mistral": transformers.MistralConfig,
+        "gemma2": transformers.Gemma2Config,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
+        "mixtral": transformers.MixtralConfig,
     }[family]
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config_class(**settings), dtype=torch.float32)

@@ -17,16 +17,20 @@ _EQUAL = {
     "dtype": "dtype",
     "transceiver": "cache_transceiver_config.backend",
     "model": "--served-model-name",
+    "weights": "--model (hash of config.json and weights)",
 }
 
 
-def describe_worker(config: WorkerConfig, engine_args: dict[str, Any], block_size: int) -> dict[str, Any]:
-    """What the other stage has to know of this worker; JSON."""
+def describe_worker(
+    config: WorkerConfig, engine_args: dict[str, Any], block_size: int, weights: str | None = None
+) -> dict[str, Any]:
+    """What the other stage has to know of this worker; JSON. `weights` identifies them, where they are on disk."""
     return {
         "role": config.role.value,
         "strategy": config.strategy.value,
         "engine": config.engine,
         "model": config.model_name,
+        "weights": weights,
         "block_size": block_size,
         "dtype": engine_args.get("dtype", "auto"),
         "kv_dtype": (engine_args.get("kv_cache_config") or {}).get("dtype", "auto"),

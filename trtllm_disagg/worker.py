@@ -7,9 +7,11 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.config import Role, WorkerConfig
+from trtllm_disagg.embedded.checkpoint import fingerprint
 from trtllm_disagg.engine import Engine, load_api, resolve_engine
 from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
@@ -44,7 +46,7 @@ async def run_worker(config: WorkerConfig) -> None:
 
 async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engine, runtime: Runtime) -> None:
     block_size, num_blocks = _capacity(config, engine)
-    me = describe_worker(config, engine_args, block_size)
+    me = describe_worker(config, engine_args, block_size, _weights(config))
     client: Any = NoStage()
     runtime.stop_on_signals(_drain(engine))
     if config.next_endpoint_id is not None:
@@ -105,6 +107,12 @@ def _failed(task: asyncio.Task[None]) -> bool:
 def _part(config: WorkerConfig) -> str:
     """How logs name what this worker does."""
     return "agg" if config.role is Role.AGG else f"{config.role}/{config.strategy}"
+
+
+def _weights(config: WorkerConfig) -> str | None:
+    """What two workers behind one name must have in common; None for a model that the engine downloads itself."""
+    directory = Path(config.model)
+    return fingerprint(directory) if (directory / "config.json").is_file() else None
 
 
 def _capacity(config: WorkerConfig, engine: Engine) -> tuple[int, int]:

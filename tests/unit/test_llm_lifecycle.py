@@ -151,7 +151,9 @@ def edit_config(model: Path, **changes: Any) -> None:
 def test_the_worker_hears_why_its_engine_did_not_start_and_reaps_it(copied: Path) -> None:
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(ConfigError, match=r"model: cannot load .* incomplete metadata"):
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors has .* bytes where its header tells of .*; copy it"
+    ):
         start(copied)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     assert not [pid for pid in children if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()]
@@ -162,7 +164,7 @@ def test_truncated_weights_are_refused(copied: Path) -> None:
     for size in (weights.stat().st_size - 1, 100, 0):
         with weights.open("r+b") as file:
             file.truncate(size)
-        with pytest.raises(ConfigError, match="model: cannot load"):
+        with pytest.raises(ConfigError, match=r"model: .*model\.safetensors (has|is truncated)"):
             Core(copied)
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import Checkpoints
 from trtllm_disagg.config import Role, WorkerConfig
+from trtllm_disagg.embedded.checkpoint import fingerprint
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
 
@@ -15,10 +17,14 @@ ARGS: dict[str, Any] = {"kv_cache_config": {"dtype": "auto"}, "cache_transceiver
 
 
 def described(
-    role: str, args: dict[str, Any] | None = None, block_size: int = 32, **config: Any
+    role: str,
+    args: dict[str, Any] | None = None,
+    block_size: int = 32,
+    weights: str | None = "ab",
+    **config: Any,
 ) -> dict[str, Any]:
     settings = {"model": "org/model", "engine": "embedded", "role": Role(role)} | config
-    answer = describe_worker(WorkerConfig(**settings), ARGS | (args or {}), block_size)
+    answer = describe_worker(WorkerConfig(**settings), ARGS | (args or {}), block_size, weights)
     crossed: dict[str, Any] = json.loads(json.dumps(answer))
     return crossed
 
@@ -33,6 +39,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "dtype": "float32",
         "kv_dtype": "auto",
         "transceiver": "NIXL",
+        "weights": "ab",
     }
 
 
@@ -57,6 +64,7 @@ def test_a_pair_that_fits() -> None:
             "--disaggregation-strategy: decode 'decode_first', prefill 'prefill_first'",
         ),
         ({"served_model_name": "x"}, "--served-model-name: decode 'org/model', prefill 'x'"),
+        ({"weights": "cd"}, "--model (hash of config.json and weights): decode 'ab', prefill 'cd'"),
         ({"args": {"dtype": "bfloat16"}}, "dtype: decode 'auto', prefill 'bfloat16'"),
         (
             {"args": {"kv_cache_config": {"dtype": "fp8"}}},
@@ -105,3 +113,10 @@ def test_whoever_is_there_already_has_to_fit() -> None:
 )
 def test_workers_of_other_deployments_may_be_as_they_like(other: dict[str, Any]) -> None:
     require_fit(described("decode"), [described(block_size=64, **other)])
+
+
+def test_two_models_behind_one_name_do_not_fit(checkpoints: Checkpoints) -> None:
+    one, other = (fingerprint(checkpoints(seed=seed)) for seed in (0, 1))
+    assert one == fingerprint(checkpoints(seed=0))
+    with pytest.raises(ConfigError, match=rf"--model \(hash .*\): decode '{one}', prefill '{other}'"):
+        require_fit(described("decode", weights=one), [described("prefill", weights=other)])

@@ -39,5 +39,9 @@ def test_little_memory_makes_a_small_pool(shape: ModelShape) -> None:
 
 
 def test_a_pool_without_a_block_is_refused(shape: ModelShape) -> None:
-    with pytest.raises(ConfigError, match="room for 0 blocks of 16 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"max_tokens: 15 is not allowed; expected at least one block of .* 16"
+    ):
         blocks(shape, max_tokens=15)
+    with pytest.raises(ConfigError, match="free_gpu_memory_fraction: 1e-12 is not allowed; expected more"):
+        blocks(shape, free_gpu_memory_fraction=1e-12)

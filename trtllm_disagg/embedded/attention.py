@@ -10,8 +10,10 @@ however its prompt was chunked, batched or found in the prefix cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trtllm_disagg.embedded.decode_rows import DecodeRows
 from trtllm_disagg.embedded.scheduler import Row
+from trtllm_disagg.embedded.softcap import capped_attention
 
 NAME = "trtllm_disagg_paged"
 TILE = 32
 
 #: What transformers passes along besides what we use; anything else might change the answer, so it raises.
 _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "is_causal", "cache_position"}
+_HARMLESS |= {"output_router_logits"}
 
 
 class KvPool:
@@ -108,31 +112,39 @@ class StepLayout:
         value: torch.Tensor,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """query (tokens, heads, dim), key and value (tokens, kv heads, dim) -> (tokens, heads, dim)."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         keys.index_copy_(0, self.slots, key)
         values.index_copy_(0, self.slots, value)
-        return self.attend_stored(layer, query, scale, window)
+        return self.attend_stored(layer, query, scale, window, softcap)
 
     def attend_stored(
-        self, layer: int, query: torch.Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """The same, when the tokens' K and V are in the pool already."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         out = torch.empty_like(query)
         if self.decode is not None:
             count = self.decode.count
-            self.decode.attend(query[:count], keys, values, out[:count], scale, window)
+            self.decode.attend(query[:count], keys, values, out[:count], scale, window, softcap)
+        attention = scaled_dot_product_attention if softcap is None else partial(capped_attention, softcap)
         for span in self._spans:
             if span.is_prefill:
-                self._attend_prefill(span, query, keys, values, out, scale, window)
+                self._attend_prefill(attention, span, query, keys, values, out, scale, window)
             elif self.decode is None:
-                self._attend_decode(span, query, keys, values, out, scale, window)
+                self._attend_decode(attention, span, query, keys, values, out, scale, window)
         return out
 
     def _attend_decode(
         self,
+        attention: Callable[..., torch.Tensor],
         span: _Span,
         query: torch.Tensor,
         keys: torch.Tensor,
@@ -147,13 +159,12 @@ class StepLayout:
         num_heads, dim = query.shape[1], query.shape[2]
         kv_heads = k.shape[1]
         grouped = query[span.start].view(1, kv_heads, num_heads // kv_heads, dim)
-        attended = scaled_dot_product_attention(
-            grouped, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale
-        )
+        attended = attention(grouped, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale)
         out[span.start] = attended.view(num_heads, dim)
 
     def _attend_prefill(
         self,
+        attention: Callable[..., torch.Tensor],
         span: _Span,
         query: torch.Tensor,
         keys: torch.Tensor,
@@ -173,7 +184,7 @@ class StepLayout:
             rows = slice(begin + offset, end + offset)
             # A windowed tile starts at an absolute multiple as well, for the same sums in the same order.
             first = max(0, tile_start - window + 1) // TILE * TILE if window else 0
-            attended = scaled_dot_product_attention(
+            attended = attention(
                 _at_its_place(query[rows], begin - tile_start).transpose(0, 1)[None],
                 k[:, :, first:end],
                 v[:, :, first:end],
@@ -217,6 +228,7 @@ def paged_attention(
     paged: StepLayout,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query (1, heads, tokens, dim) -> (1, tokens, heads, dim)."""
@@ -233,5 +245,6 @@ def paged_attention(
         value[0].transpose(0, 1),
         scaling if scaling is not None else query.shape[-1] ** -0.5,
         sliding_window,
+        softcap,
     )
     return out[None], None

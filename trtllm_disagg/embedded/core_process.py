@@ -7,6 +7,8 @@ worker is gone, and so is this process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import logging
 import os
 import shutil
@@ -24,6 +26,9 @@ log = logging.getLogger("trtllm_disagg.embedded")
 
 _commands = msgspec.msgpack.Decoder(Command)
 _encoder = msgspec.msgpack.Encoder()
+
+#: After so long without work, memory that steps needed goes back to the system.
+_IDLE_SECONDS = 1.0
 
 
 class Start(msgspec.Struct):
@@ -61,9 +66,17 @@ class CoreProcess:
     def serve(self, core: Any) -> None:
         """Until Shutdown. Sleeps whenever the core has nothing to do."""
         self.report(core.ready())
+        is_tidy = False
         while True:
             timeout = 0.0 if core.has_work else core.seconds_to_deadline()
-            for command in self._receive(timeout):
+            if not is_tidy:
+                timeout = _IDLE_SECONDS if timeout is None else min(timeout, _IDLE_SECONDS)
+            commands = self._receive(timeout)
+            is_idle = not (commands or core.has_work)
+            if is_idle and not is_tidy:
+                _return_free_memory()
+            is_tidy = is_idle
+            for command in commands:
                 match command:
                     case Shutdown():
                         return
@@ -156,7 +169,15 @@ def _build(start: Start, process: CoreProcess) -> Any:
     torch.set_num_threads(args.embedded.num_threads)
     if args.embedded.cpu_affinity is not None:
         os.sched_setaffinity(0, args.embedded.cpu_affinity)
-    return EngineCore(args, process.wake)
+    core = EngineCore(args, process.wake)
+    gc.collect()
+    return core
+
+
+def _return_free_memory() -> None:
+    """What loading, packing and long prompts took and freed; glibc keeps it otherwise."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class DecodeRows:
         out: torch.Tensor,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> None:
         """query and out (rows, heads, dim); keys and values are the layer's pool (slots, kv heads, dim)."""
         if self._scores.shape[0] < query.shape[1]:
@@ -54,6 +55,7 @@ class DecodeRows:
             self._starts_for(window or 0),
             self._tokens_per_block,
             np.float32(scale),
+            np.float32(softcap or 0.0),
             self._scores,
             as_array(out),
         )

@@ -28,6 +28,8 @@ QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(5)
 #: Places in `Buffers.control`.
 ROWS, ARRIVED, ARRIVED_BEFORE, STOP = range(4)
 
+_NO_CAP = np.float32(0.0)
+
 
 class Weights(NamedTuple):
     """What stays. T is float32, or bfloat16 as uint16; L layers, n hidden, D of a head."""
@@ -149,6 +151,7 @@ def _attend(w: Any, b: Any, layer: Any, rank: Any, size: Any, tokens_per_block: 
             position + 1,
             tokens_per_block,
             w.scale[layer],
+            _NO_CAP,
             b.scores[rank],
             query,
             summed,
@@ -214,7 +217,8 @@ def serve(rank: Any, size: Any, w: Any, b: Any, tokens_per_block: Any, event_fd:
     """What the other threads do: a part of every step, asleep between them."""
     scratch = np.zeros(1, np.int64)
     while True:
-        sleep_until_called(event_fd, scratch)
+        called = sleep_until_called(event_fd, scratch)
         if b.control[STOP] != 0:
             return
-        decode(rank, size, w, b, tokens_per_block)
+        if called:
+            decode(rank, size, w, b, tokens_per_block)

@@ -18,7 +18,9 @@ from trtllm_disagg.embedded.compiled import compiled
 from trtllm_disagg.embedded.head_sums import add_weighted, scores_of
 from trtllm_disagg.embedded.lanes import exp, exponentials, fma, on_its_own, sum_of_squares
 
-_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+_ONE, _ZERO, _TWO = np.float32(1.0), np.float32(0.0), np.float32(2.0)
+#: Beyond it tanh is one, in float32.
+_FLAT = np.float32(10.0)
 
 
 def _load(value: Any) -> Any:
@@ -58,6 +60,12 @@ def _pack_overload(value: Any, like: Any) -> Any:
         return value
 
     return same
+
+
+@compiled(inline="always")
+def _tanh(x: Any) -> Any:
+    e = exp(_TWO * min(max(x, -_FLAT), _FLAT))
+    return (e - _ONE) / (e + _ONE)
 
 
 @compiled()
@@ -117,6 +125,23 @@ def add_bias_and_round(x: Any, bias: Any, first: Any, last: Any, like: Any) -> N
         else:
             for i in range(numbers.shape[0]):
                 numbers[i] = _load(_pack(numbers[i], like))
+
+
+@compiled()
+def weighted_sum(x: Any, places: Any, weights: Any, out: Any) -> None:
+    """out[r] = sum over j of weights[r, j] * x[places[r, j]], in the order of j; weights float32."""
+    rows, count = places.shape
+    n = out.shape[1]
+    total = np.empty(n, np.float32)
+    for r in range(rows):
+        target = out[r]
+        total[:] = _ZERO
+        for j in range(count):
+            row, weight = x[places[r, j]], weights[r, j]
+            for i in range(n):
+                total[i] = fma(weight, _load(row[i]), total[i])
+        for i in range(n):
+            target[i] = _pack(total[i], target[i])
 
 
 @compiled()
@@ -197,12 +222,14 @@ def attend_rows(
     starts: Any,
     block: Any,
     scale: Any,
+    softcap: Any,
     scores: Any,
     out: Any,
 ) -> None:
     """One query a row: q and out (rows, Hq, D), keys and values (slots, H, D), tables (rows, blocks) of block ids.
 
-    Row r sees positions starts[r] to contexts[r]. `scores` is scratch (Hq, longest context), float32.
+    Row r sees positions starts[r] to contexts[r]. A softcap above zero bounds the scores. `scores` is scratch
+    (Hq, longest context), float32.
     """
     rows, num_heads, dim = q.shape
     query = np.empty((num_heads, dim), np.float32)
@@ -219,6 +246,7 @@ def attend_rows(
             contexts[r],
             block,
             scale,
+            softcap,
             scores,
             query,
             summed,
@@ -238,6 +266,7 @@ def attend_heads(
     context: Any,
     block: Any,
     scale: Any,
+    softcap: Any,
     scores: Any,
     query: Any,
     summed: Any,
@@ -263,6 +292,10 @@ def attend_heads(
         i += count
         position += count
     for h in range(lower, upper):
+        if softcap > _ZERO:
+            capped = scores[h]
+            for t in range(i):
+                capped[t] = softcap * _tanh(capped[t] / softcap)
         factors[h] = _ONE / exponentials(scores[h], i)
     i, position = 0, start
     while position < context:

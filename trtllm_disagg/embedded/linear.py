@@ -19,9 +19,10 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # Model code looks at weight.dtype.
-        self.weight = linear.weight
-        self.bias_values: torch.Tensor | None = None if linear.bias is None else linear.bias.detach()
+        # Model code looks at weight.dtype; the numbers themselves are only in the packed copy.
+        self.weight = linear.weight.detach().to("meta")
+        # A copy: one number that stays in the mapped file keeps all of it in memory.
+        self.bias_values: torch.Tensor | None = None if linear.bias is None else linear.bias.detach().clone()
         weight = linear.weight.detach().contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HINT_ROWS)
         self._pad_single_row = weight.dtype == torch.float32
@@ -77,3 +78,9 @@ def pack_linears(module: nn.Module) -> None:
             setattr(module, name, PackedLinear(child))
         else:
             pack_linears(child)
+
+
+def unmap(module: nn.Module) -> None:
+    """Copy what has not been packed, so that the checkpoint file that it is mapped from can go."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()

@@ -20,6 +20,7 @@ import pydantic
 
 from trtllm_disagg.embedded import request as checks
 from trtllm_disagg.embedded.core_client import CoreClient
+from trtllm_disagg.embedded.detokenizer import decoder
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.feed import Feed
 from trtllm_disagg.embedded.llm_args import LlmArgs, core_args
@@ -255,8 +256,7 @@ class LLM:
     def _detokenizer(self, sampling: SamplingParams) -> Any:
         if not sampling.detokenize or self.args.skip_tokenizer_init:
             return None
-        tokenizer = self.tokenizer
-        return lambda ids: tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens)
+        return decoder(self.tokenizer, skip_special_tokens=sampling.skip_special_tokens)
 
     def _abort(self, request_id: int) -> None:
         self._core.send(AbortRequest(request_id))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import warnings
 from dataclasses import dataclass
@@ -14,8 +12,10 @@ import torch
 
 from trtllm_disagg.embedded import attention
 from trtllm_disagg.embedded.attention import KvPool
+from trtllm_disagg.embedded.checkpoint import check_checkpoint, fingerprint, read_json
+from trtllm_disagg.embedded.experts import pack_experts
 from trtllm_disagg.embedded.hf_forward import HfForward
-from trtllm_disagg.embedded.linear import pack_linears, packing_works
+from trtllm_disagg.embedded.linear import pack_linears, packing_works, unmap
 from trtllm_disagg.embedded.model_runner import Forward
 from trtllm_disagg.embedded.plain_forward import PlainForward
 from trtllm_disagg.embedded.plain_model import supports
@@ -24,7 +24,15 @@ from trtllm_disagg.errors import ConfigError
 log = logging.getLogger(__name__)
 
 #: Families whose outputs are tested against transformers' own generate (tests/unit/test_families.py).
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "qwen3_moe", "mixtral")
+_SIZES = (
+    "hidden_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -45,30 +53,34 @@ class ModelShape:
 
 def read_shape(directory: Path, dtype: str) -> ModelShape:
     """Raises ConfigError for what cannot be served, before anything big is loaded."""
-    config = _read_json(directory / "config.json")
-    family = config.get("model_type")
+    file = directory / "config.json"
+    raw = read_json(file)
+    family = raw.get("model_type")
     if family not in FAMILIES:
-        raise ConfigError.bad_value(
-            f"{directory}/config.json model_type", family, f"one of {', '.join(FAMILIES)}"
-        )
-    if not list(directory.glob("*.safetensors")):
-        raise ConfigError(f"model: {directory} holds no *.safetensors file")
-    heads = int(config["num_attention_heads"])
+        raise ConfigError.bad_value(f"{file} model_type", family, f"one of {', '.join(FAMILIES)}")
+    config = _transformers_config(directory)
+    sizes = {name: _positive(file, config, name) for name in _SIZES}
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if heads % kv_heads:
+        raise ConfigError.bad_value(f"{file} num_key_value_heads", kv_heads, f"a divisor of {heads} heads")
+    if hasattr(config, "num_experts_per_tok") and config.hidden_act not in ("silu", "swish"):
+        raise ConfigError.bad_value(f"{file} hidden_act", config.hidden_act, "silu, for experts")
+    check_checkpoint(directory, sizes["vocab_size"], any_dtype=dtype != "auto")
     return ModelShape(
-        num_layers=int(config["num_hidden_layers"]),
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-        vocab_size=int(config["vocab_size"]),
-        max_positions=int(config.get("max_position_embeddings") or 2048),
-        end_ids=_end_ids(directory, config),
-        dtype=_dtype(config, dtype),
-        fingerprint=_fingerprint(directory),
+        num_layers=sizes["num_hidden_layers"],
+        num_kv_heads=kv_heads,
+        # Some families have a default of their own.
+        head_dim=int(getattr(config, "head_dim", None) or sizes["hidden_size"] // heads),
+        vocab_size=sizes["vocab_size"],
+        max_positions=sizes["max_position_embeddings"],
+        end_ids=_end_ids(directory, raw),
+        dtype=_dtype(raw, dtype),
+        fingerprint=fingerprint(directory),
     )
 
 
 def load_model(directory: Path, shape: ModelShape) -> Any:
     """transformers' model, in eval mode and with our attention. Raises ConfigError for a broken checkpoint."""
-    from safetensors import SafetensorError
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -84,8 +96,8 @@ def load_model(directory: Path, shape: ModelShape) -> Any:
                 local_files_only=True,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"model: cannot load {directory}: {error}") from error
+        except Exception as error:  # a wrong setting may surface as any kind
+            raise ConfigError(f"model: cannot load {directory}: {type(error).__name__}: {error}") from error
     if missing := sorted(report["missing_keys"]):
         # transformers goes on with random ones.
         raise ConfigError(f"model: {directory} lacks {len(missing)} weights: {', '.join(missing[:3])}")
@@ -106,14 +118,16 @@ def make_forward(model: Any, pool: KvPool, max_positions: int, kind: str) -> For
         return HfForward(model, pool)
     if kind == "auto" and supports(model.config):
         return PlainForward(model, pool, max_positions)
+    pack_experts(model)
     pack_linears(model)
+    unmap(model)
     return HfForward(model, pool)
 
 
 def _end_ids(directory: Path, config: dict[str, Any]) -> list[int]:
     """End-of-sequence ids: generation_config.json's when it has some, else config.json's."""
     generation = directory / "generation_config.json"
-    found = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    found = read_json(generation).get("eos_token_id") if generation.exists() else None
     found = found if found is not None else config.get("eos_token_id")
     return [found] if isinstance(found, int) else list(found or [])
 
@@ -127,23 +141,19 @@ def _dtype(config: dict[str, Any], wanted: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _fingerprint(directory: Path) -> str:
-    """Over config.json and, of each weight file, its size and both ends (the start holds all names and shapes)."""
-    hasher = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
-    for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            hasher.update(path.name.encode() + size.to_bytes(8, "little") + file.read(65536))
-            file.seek(max(0, size - 65536))
-            hasher.update(file.read())
-    return hasher.hexdigest()
+def _transformers_config(directory: Path) -> Any:
+    """Its own reading: it knows each family's defaults. Its complaints are of many kinds."""
+    from transformers import AutoConfig
 
-
-def _read_json(path: Path) -> dict[str, Any]:
     try:
-        loaded = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"model: cannot read {path}: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"model: {path} is not a JSON object")
-    return loaded
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model: {directory}/config.json is not a configuration: {reason}") from error
+
+
+def _positive(file: Path, config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if type(value) is not int or value < 1:
+        raise ConfigError.bad_value(f"{file} {name}", value, "a whole number of at least 1")
+    return value

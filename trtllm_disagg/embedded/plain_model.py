@@ -66,7 +66,8 @@ def take_apart(model: Any, max_positions: int, head_dim: int) -> PlainModel:
         # At no time are there two copies of more than one layer.
         decoder.layers[i] = nn.Identity()
     return PlainModel(
-        embedding=decoder.embed_tokens.weight.detach(),
+        # Copies, here and of the norms: one number that stays in the mapped file keeps all of it in memory.
+        embedding=decoder.embed_tokens.weight.detach().clone(),
         layers=layers,
         final_norm=_weights(decoder.norm),
         head=PackedLinear(model.lm_head),
@@ -114,7 +115,7 @@ def _joined(linears: Iterable[nn.Linear]) -> PackedLinear:
 def _weights(norm: nn.Module) -> np.ndarray:
     weight = norm.weight
     assert isinstance(weight, torch.Tensor)
-    return weight.detach().float().numpy()
+    return weight.detach().to(torch.float32, copy=True).numpy()
 
 
 def _rotations(rotary: Any, count: int, dim: int) -> tuple[np.ndarray, np.ndarray]:

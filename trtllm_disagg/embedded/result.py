@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trtllm_disagg.embedded.detokenizer import GrowingText
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.messages import MadeHandoff, TokenOutput
 
@@ -102,7 +103,7 @@ class GenerationResult:
         self.disaggregated_params: DisaggregatedParams | None = None
         self._streaming = streaming
         self._abort = abort
-        self._detokenize = detokenize
+        self._texts = [GrowingText(detokenize) for _ in range(num_choices)] if detokenize else []
         self._disagg_request_id = disagg_request_id
         self._unfinished = num_choices
         #: The receiver thread counts down how many choices it still owes.
@@ -222,8 +223,12 @@ class GenerationResult:
             output.finish_reason, output.stop_reason = delivery.finish_reason, delivery.stop_reason
             self._unfinished -= 1
             self.finished = self._unfinished == 0
-        if self._detokenize is not None and (self._streaming or output.finish_reason):
-            output.text = self._detokenize(output.token_ids)
+        if self._texts:
+            text = self._texts[delivery.index]
+            if output.finish_reason is not None:
+                output.text = text.whole(output.token_ids)
+            elif self._streaming:
+                output.text = text.update(output.token_ids)
 
     def _ctx_request_id(self, handoff: MadeHandoff) -> int:
         """Both phases go by the caller's id, when there is one."""

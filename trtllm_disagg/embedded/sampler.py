@@ -5,32 +5,21 @@ So a request gives the same tokens alone, in any batch, and whichever process ma
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
 
+from trtllm_disagg.embedded.draw import draw
 from trtllm_disagg.embedded.messages import LogprobEntry
 from trtllm_disagg.embedded.sequence import Sequence
-
-_KEY = struct.Struct("<QIQ")
-#: Colder than this is the same as greedy.
-_COLDEST = 1e-6
 
 
 @dataclass(slots=True)
 class Sampled:
     token: int
     logprobs: LogprobEntry | None
-
-
-def uniform(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) from a counter, 53 bits: blake2b over (seed, choice, position)."""
-    digest = hashlib.blake2b(_KEY.pack(seed, index, position), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
@@ -40,7 +29,7 @@ def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
     tokens = scores.argmax(-1).tolist()
     drawn = [i for i, s in enumerate(sequences) if not s.sampling.greedy]
     if drawn:
-        for i, token in zip(drawn, _draw(scores[drawn], [sequences[i] for i in drawn]), strict=True):
+        for i, token in zip(drawn, draw(scores[drawn], [sequences[i] for i in drawn]), strict=True):
             tokens[i] = token
     entries = _logprobs(raw, tokens, sequences)
     return [Sampled(token, entry) for token, entry in zip(tokens, entries, strict=True)]
@@ -99,32 +88,6 @@ def _penalise(scores: torch.Tensor, sequence: Sequence) -> None:
         output = torch.tensor(list(counts), device=scores.device)
         times = torch.tensor(list(counts.values()), device=scores.device)
         scores[output] -= spec.presence_penalty + spec.frequency_penalty * times
-
-
-def _draw(scores: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
-    """Temperature, then top-k, top-p, min-p over the sorted distribution, then the inverse of its sum at u.
-
-    Sums are running sums, which are the same for a row whatever the other rows are, and in double precision: in
-    float32 the tail of a large vocabulary would be lost.
-    """
-    specs = [s.sampling for s in sequences]
-
-    def column(values: Seq[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]
-
-    # From the maximum down, so that a tiny temperature gives minus infinity and not the difference of two.
-    cooled = (scores - scores.amax(-1, keepdim=True)) / column([max(s.temperature, _COLDEST) for s in specs])
-    probs, order = torch.softmax(cooled, -1).sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[1], device=probs.device)[None]
-    probs *= rank < column([s.top_k or probs.shape[1] for s in specs])
-    total = probs.cumsum(-1)
-    keep = total - probs < column([s.top_p for s in specs]) * total[:, -1:]
-    keep &= probs >= column([s.min_p for s in specs]) * probs[:, :1]
-    keep[:, 0] = True
-    total = (probs * keep).cumsum(-1)
-    u = column([uniform(s.seed, s.index, len(s.tokens)) for s in sequences])
-    picked = torch.searchsorted(total, u * total[:, -1:], right=True).clamp_(max=probs.shape[1] - 1)
-    return [int(t) for t in order.gather(1, picked)[:, 0].tolist()]
 
 
 def _logprobs(raw: torch.Tensor, tokens: Seq[int], sequences: Seq[Sequence]) -> list[LogprobEntry | None]:

@@ -46,8 +46,21 @@ def num_kv_blocks(args: LlmArgs, shape: ModelShape) -> int:
     size = args.kv_cache_config.tokens_per_block
     blocks = (args.kv_cache_config.max_tokens or _default_tokens(args, shape)) // size
     if blocks < 1:
-        raise ConfigError(f"kv_cache_config: room for {blocks} blocks of {size} tokens; at least 1 is needed")
+        raise _too_small(args, size)
     return blocks
+
+
+def _too_small(args: LlmArgs, size: int) -> ConfigError:
+    config = args.kv_cache_config
+    if config.max_tokens is not None:
+        return ConfigError.bad_value(
+            "kv_cache_config.max_tokens", config.max_tokens, f"at least one block of tokens_per_block {size}"
+        )
+    return ConfigError.bad_value(
+        "kv_cache_config.free_gpu_memory_fraction",
+        config.free_gpu_memory_fraction,
+        f"more: with the memory that is free now there is no room for one block of {size} tokens",
+    )
 
 
 def _default_tokens(args: LlmArgs, shape: ModelShape) -> int:

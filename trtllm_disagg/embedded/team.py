@@ -53,9 +53,11 @@ def meet(arrivals: Any, everybody: Any) -> None:
 
 
 @compiled()
-def sleep_until_called(event_fd: Any, scratch: Any) -> None:
-    """Block in the kernel until somebody writes to this eventfd. `scratch` is an int64 array of one."""
-    _read(event_fd, scratch.ctypes.data, 8)
+def sleep_until_called(event_fd: Any, scratch: Any) -> Any:
+    """Block in the kernel until somebody writes to this eventfd. False when something else ended the wait, a signal
+    say. `scratch` is an int64 array of one.
+    """
+    return _read(event_fd, scratch.ctypes.data, 8) == 8
 
 
 @compiled()

@@ -1,0 +1,70 @@
+"""An engine holds its weights once: resident memory of the engine's own process, measured from outside."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.models import write_checkpoint
+from trtllm_disagg.embedded import LLM, SamplingParams
+
+MIB = 2**20
+#: Python, torch, transformers, compiled kernels, and the activations of a step of 512 tokens.
+PROGRAM = 400 * MIB
+MAX_TOKENS = 4096
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 100 million parameters."""
+    return write_checkpoint(
+        tmp_path_factory.mktemp("large"),
+        vocab_size=8192,
+        hidden_size=768,
+        intermediate_size=2560,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+    )
+
+
+def resident(pid: int) -> dict[str, int]:
+    """VmRSS and VmHWM (the most there ever was), bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS", "VmHWM")))
+    return {name: int(value.split()[0]) * 1024 for name, value in fields.items()}
+
+
+def settled(pid: int, limit: float) -> dict[str, int]:
+    """An idle engine gives back what a step took; it does not say when."""
+    end = time.monotonic() + 5
+    while resident(pid)["VmRSS"] > limit and time.monotonic() < end:
+        time.sleep(0.1)
+    return resident(pid)
+
+
+@pytest.mark.parametrize("forward", ["auto", "transformers"])
+def test_resident_memory_is_the_weights_once_and_the_pool(checkpoint: Path, forward: str) -> None:
+    weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    assert weights > 350 * MIB
+    with LLM(
+        checkpoint,
+        kv_cache_config={"max_tokens": MAX_TOKENS},
+        max_num_tokens=512,
+        enable_chunked_prefill=True,
+        embedded={"forward": forward},
+        skip_tokenizer_init=True,
+    ) as llm:
+        pool = MAX_TOKENS * 2 * 12 * 4 * 64 * 4
+        limit = 1.25 * weights + pool + PROGRAM
+        started = settled(llm.engine_pid, limit)
+        prompt = [2 + i * 7 % 8000 for i in range(1500)]
+        llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False))
+        worked = settled(llm.engine_pid, limit)
+    report = f"{forward}: weights {weights >> 20}, pool {pool >> 20} MiB; started {started}, worked {worked}"
+    print(report)
+    assert started["VmRSS"] <= limit, report
+    assert worked["VmRSS"] <= limit, report

@@ -1,0 +1,69 @@
+"""Attention with a soft-cap is transformers' eager attention of Gemma 2, in torch and in the decode kernel."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from trtllm_disagg.embedded import kernels
+from trtllm_disagg.embedded.softcap import capped_attention
+from trtllm_disagg.embedded.views import as_array
+
+HEADS, KV_HEADS, DIM, KEYS = 6, 2, 16, 45
+SCALE, CAP = 0.7, 3.0
+
+
+def inputs(num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_queries)
+    shapes = (1, HEADS, num_queries, DIM), (1, KV_HEADS, KEYS, DIM), (1, KV_HEADS, KEYS, DIM)
+    query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
+    return query * 2, key, value
+
+
+def expected(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    module = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, training=False)
+    bias = None if mask is None else torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    out: torch.Tensor = eager_attention_forward(module, query, key, value, bias, scaling=SCALE, softcap=CAP)[
+        0
+    ].transpose(1, 2)
+    return out
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_many_queries(masked: bool) -> None:
+    query, key, value = inputs(9)
+    mask = torch.arange(KEYS)[None] <= torch.arange(36, 45)[:, None] if masked else None
+    made = capped_attention(CAP, query, key, value, attn_mask=mask, scale=SCALE, enable_gqa=True)
+    torch.testing.assert_close(made, expected(query, key, value, mask), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [CAP, 0.0])
+def test_one_query_in_the_decode_kernel(cap: float) -> None:
+    query, key, value = inputs(1)
+    out = torch.empty(1, HEADS, DIM)
+    kernels.attend_rows(
+        as_array(query[:, :, 0]),
+        as_array(key[0].transpose(0, 1).contiguous()),
+        as_array(value[0].transpose(0, 1).contiguous()),
+        np.arange(KEYS // 15)[None],
+        np.array([KEYS]),
+        np.array([0]),
+        15,
+        np.float32(SCALE),
+        np.float32(cap),
+        np.empty((HEADS, KEYS), np.float32),
+        as_array(out),
+    )
+    wanted = (
+        expected(query, key, value, None)
+        if cap
+        else torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=SCALE, enable_gqa=True)
+    )
+    torch.testing.assert_close(out[None].transpose(1, 2), wanted, atol=1e-5, rtol=1e-5)
