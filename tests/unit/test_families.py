@@ -11,7 +11,7 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.cores import Core
-from trtllm_disagg.embedded import plain_model
+from trtllm_disagg.embedded import decode_rows, model_loader, plain_model
 from trtllm_disagg.embedded.model_loader import FAMILIES
 
 #: 1: nothing but the last token; 32: one whole tile and block; 130: over five tiles, and over Mistral's window of 40.
@@ -83,3 +83,20 @@ def test_greedy_tokens_are_those_of_transformers_when_all_run_together(
     ids = {length: engine.add(prompt(length), NEW_TOKENS) for length in LENGTHS}
     engine.run(*ids.values())
     assert {length: engine.answers[i, 0].tokens for length, i in ids.items()} == expected
+
+
+def test_the_path_that_cuda_takes(
+    family: str,
+    checkpoints: Checkpoints,
+    expected: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Simulated on the CPU: transformers' modules as they are, and torch's attention for decode rows too."""
+    monkeypatch.setattr(model_loader, "packing_works", lambda: False)
+    monkeypatch.setattr(decode_rows.DecodeRows, "of", lambda rows, size: None)
+    core = Core(checkpoints(family), max_num_tokens=64, enable_chunked_prefill=True)
+    ids = {length: core.add(prompt(length), NEW_TOKENS) for length in LENGTHS}
+    core.run(*ids.values())
+    assert {length: core.answers[i, 0].tokens for length, i in ids.items()} == expected
+    core.assert_idle()
+    core.close()

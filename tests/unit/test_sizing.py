@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import Checkpoints
 from trtllm_disagg.embedded.llm_args import LlmArgs
@@ -19,10 +20,10 @@ def shape(checkpoints: Checkpoints) -> ModelShape:
     return read_shape(checkpoints("llama"), "auto")
 
 
-def blocks(shape: ModelShape, max_seq_len: int | None = None, **kv: Any) -> int:
+def blocks(shape: ModelShape, max_seq_len: int | None = None, *, device: str = "cpu", **kv: Any) -> int:
     kv = {"tokens_per_block": 16} | kv
     args = LlmArgs(model=Path("unread"), max_seq_len=max_seq_len, kv_cache_config=kv)  # type: ignore[arg-type]
-    return num_kv_blocks(args, shape)
+    return num_kv_blocks(args, shape, torch.device(device))
 
 
 def test_a_stated_size_is_taken(shape: ModelShape) -> None:
@@ -45,3 +46,11 @@ def test_a_pool_without_a_block_is_refused(shape: ModelShape) -> None:
         blocks(shape, max_tokens=15)
     with pytest.raises(ConfigError, match="free_gpu_memory_fraction: 1e-12 is not allowed; expected more"):
         blocks(shape, free_gpu_memory_fraction=1e-12)
+
+
+def test_on_cuda_it_is_a_share_of_the_memory_of_the_device(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4096 * token_bytes, 1 << 40))
+    assert blocks(shape, device="cuda", free_gpu_memory_fraction=0.5) == 2048 // 16

@@ -51,7 +51,7 @@ class EngineCore:
         kv_config = args.kv_cache_config
         size = kv_config.tokens_per_block
         self.max_seq_len = max_seq_len(args, self.shape)
-        num_blocks = num_kv_blocks(args, self.shape)
+        num_blocks = num_kv_blocks(args, self.shape, device)
         self._events = KvEventLog(kv_config.event_buffer_max_size, self.max_seq_len)
         self.blocks = BlockManager(
             num_blocks, size, enable_reuse=kv_config.enable_block_reuse, events=self._events

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -39,12 +40,12 @@ def max_seq_len(args: LlmArgs, shape: ModelShape) -> int:
 _DEFAULT_SEQUENCES = 32
 
 
-def num_kv_blocks(args: LlmArgs, shape: ModelShape) -> int:
+def num_kv_blocks(args: LlmArgs, shape: ModelShape, device: torch.device) -> int:
     """From kv_cache_config.max_tokens; else from a fraction of the memory that is free now, up to what 32 of the
     longest sequences take. It never grows.
     """
     size = args.kv_cache_config.tokens_per_block
-    blocks = (args.kv_cache_config.max_tokens or _default_tokens(args, shape)) // size
+    blocks = (args.kv_cache_config.max_tokens or _default_tokens(args, shape, device)) // size
     if blocks < 1:
         raise _too_small(args, size)
     return blocks
@@ -63,12 +64,21 @@ def _too_small(args: LlmArgs, size: int) -> ConfigError:
     )
 
 
-def _default_tokens(args: LlmArgs, shape: ModelShape) -> int:
+def _default_tokens(args: LlmArgs, shape: ModelShape, device: torch.device) -> int:
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
     fraction = args.kv_cache_config.free_gpu_memory_fraction
-    # On a CPU "free memory" is shared with everybody else, so a tenth of what was asked for a GPU.
-    affordable = int(_available_bytes() * (0.9 if fraction is None else fraction) / 10) // token_bytes
+    affordable = int(_free_bytes(args, device) * (0.9 if fraction is None else fraction)) // token_bytes
     return min(affordable, _DEFAULT_SEQUENCES * max_seq_len(args, shape))
+
+
+def _free_bytes(args: LlmArgs, device: torch.device) -> int:
+    """What will be free on the device once the weights are there. On a CPU a tenth of what is free: it is shared
+    with everybody else.
+    """
+    if device.type == "cpu":
+        return _available_bytes() // 10
+    weights = sum(file.stat().st_size for file in Path(args.model).glob("*.safetensors"))
+    return max(0, torch.cuda.mem_get_info(device)[0] - weights)
 
 
 def require_room(sequence: Sequence, num_blocks: int, tokens_per_block: int) -> None:
