@@ -14,7 +14,6 @@ from trtllm_disagg.bench.engine.contestants import PEERS
 from trtllm_disagg.bench.engine.plan import DTYPES, QUICK, SIZES, Plan
 from trtllm_disagg.bench.figures import to_json
 from trtllm_disagg.bench.machine import load
-from trtllm_disagg.bench.plot import require_matplotlib
 from trtllm_disagg.bench.progress import Progress
 
 PARTS = ("speed", "overheads", "scaling")
@@ -45,8 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0. Raises EngineError when the embedded engine fails; peers may be absent, or fail."""
+    # Every contestant's process imports this package, and none needs these.
     from trtllm_disagg.bench.engine.report import print_report
     from trtllm_disagg.bench.engine.results import measure
+    from trtllm_disagg.bench.plot import require_matplotlib
 
     if args.plot is not None:
         require_matplotlib()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-DTYPES = ("float32", "bfloat16")
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPES = tuple(ITEM_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

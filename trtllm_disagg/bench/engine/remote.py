@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import msgspec
 from trtllm_disagg.errors import EngineError
 
 _TIMEOUT_SECONDS = 10
+_ANSWER_SECONDS = 900.0
 _SLEEP_SECONDS = 2.0
 _POLL_SECONDS = 0.005
 
@@ -105,6 +107,8 @@ class Remote:
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], _ANSWER_SECONDS)[0]:
+            raise EngineError(f"{self._factory}: no answer for {_ANSWER_SECONDS:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()

@@ -80,6 +80,8 @@ def _by_table(results: Results) -> Iterable[tuple[str, Sequence[Figure]]]:
         yield "Speed: targets", judged
     for found in results.overheads:
         yield f"Beside the model, {found.name}, one thread", overheads.figures_of(found)
+    if results.added_ttft:
+        yield "The LLM API", [overheads.added_ttft_figure(seconds) for seconds in results.added_ttft]
     for grown in results.scalings:
         yield f"Growth, {grown.name}, one thread", scaling.figures_of(grown)
 

@@ -16,6 +16,8 @@ from trtllm_disagg.bench.figures import Figure
 class Results:
     speeds: list[speed.Speeds] = field(default_factory=list)
     overheads: list[overheads.Overheads] = field(default_factory=list)
+    #: Seconds that the LLM API adds.
+    added_ttft: list[float] = field(default_factory=list)
     scalings: list[scaling.Scaling] = field(default_factory=list)
 
     @property
@@ -23,6 +25,7 @@ class Results:
         return [
             *(figure for found in self.speeds for figure in speed.figures_of(found)),
             *(figure for found in self.overheads for figure in overheads.figures_of(found)),
+            *(overheads.added_ttft_figure(seconds) for seconds in self.added_ttft),
             *(figure for found in self.scalings for figure in scaling.figures_of(found)),
         ]
 
@@ -41,6 +44,7 @@ def measure(
         ]
     if "overheads" in parts:
         results.overheads = [overheads.measure_overheads(plan, *kind, cache, say) for kind in kinds]
+        results.added_ttft = [overheads.measure_added_ttft(plan, cache, say)]
     if "scaling" in parts:
         size, dtype = kinds[0][0], kinds[-1][1]
         results.scalings = [scaling.measure_scaling(plan, size, dtype, cache, say)]

@@ -69,6 +69,10 @@ class _Rounds:
             with self._forgiven(name):
                 self._remotes[name] = self._connect(contestant)
         self._roofs = self._connect(_ROOFS)
+        for name, remote in list(self._remotes.items()):
+            with self._forgiven(name):
+                remote.await_ready()
+        self._roofs.await_ready()
 
     def compare_answers(self) -> None:
         """Do all have the same weights? In bfloat16 answers part sooner or later."""
@@ -144,9 +148,4 @@ class _Rounds:
             max_tokens=plan.longest,
         )
         threads = {"OMP_NUM_THREADS": str(speeds.threads)}
-        remote = self._stack.enter_context(
-            Remote(contestant.factory, start, threads | contestant.environment)
-        )
-        remote.await_ready()
-        remote.await_sleep()
-        return remote
+        return self._stack.enter_context(Remote(contestant.factory, start, threads | contestant.environment))

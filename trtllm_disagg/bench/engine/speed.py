@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trtllm_disagg.bench.engine.contestants import EMBEDDED, LLAMA_CPP
-from trtllm_disagg.bench.engine.plan import Size
+from trtllm_disagg.bench.engine.plan import ITEM_BYTES, Size
 from trtllm_disagg.bench.engine.targets import judged
 from trtllm_disagg.bench.figures import Figure, Sample, paired_ratio
 
 PREFILL = "prefill"
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def decode_of(batch: int) -> str:
@@ -70,7 +69,7 @@ class Speeds:
 
     def read_share(self) -> Sample:
         """Percent of the read bandwidth at batch 1; only weights are counted."""
-        gigabytes = 1e-9 * self.size.streamed_parameters * _ITEM_BYTES[self.dtype]
+        gigabytes = 1e-9 * self.size.streamed_parameters * ITEM_BYTES[self.dtype]
         ratios = paired_ratio([gigabytes * rate for rate in self.rates[decode_of(1)][EMBEDDED]], self.read)
         return Sample(tuple(100 * ratio for ratio in ratios.values))
 
