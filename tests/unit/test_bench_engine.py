@@ -94,6 +94,8 @@ def speeds_of(**rates: Sequence[float]) -> Speeds:
         },
         read=[20.0, 10.0, 20.0],
         multiply=[100.0, 50.0, 100.0],
+        cores=2,
+        busy_cores=0.5,
         agreeing={"transformers": (3, 4)},
     )
 
@@ -115,6 +117,15 @@ def test_ratios_are_taken_in_pairs_with_the_best_peer() -> None:
     assert figures[f"{name} decode b1 share of the read bandwidth"].value == pytest.approx(share)
     product = 100 * 2 * size.layer_parameters * 100 / 100e9
     assert figures[f"{name} prefill share of the matrix product's rate"].value == pytest.approx(product)
+
+
+def test_a_crowded_machine_gives_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    speeds = speeds_of(embedded=[10, 5, 10], **{LLAMA_CPP: [8, 4, 8]})
+    assert any(figure.target for figure in speed.figures_of(speeds))
+    speeds.threads, speeds.busy_cores = 2, 0.2
+    assert not any(figure.target for figure in speed.figures_of(speeds))
+    report.print_report(Results([speeds]), Plan(), 0.5)
+    assert "No verdict: 2 threads had not enough of 2 cores." in capsys.readouterr().out
 
 
 def test_without_peers_there_are_no_ratios() -> None:

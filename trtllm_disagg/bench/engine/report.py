@@ -65,6 +65,8 @@ def _remarks(console: Console, speeds: Speeds) -> None:
         f"Hardware: reads {read:.1f} GB/s, multiplies {multiply:.0f} GFLOP/s. "
         f"Others kept {speeds.busy_cores:.2f} cores busy."
     )
+    if speeds.is_crowded:
+        console.print(f"No verdict: {speeds.threads} threads had not enough of {speeds.cores} cores.")
     for peer, (equal, of) in speeds.agreeing.items():
         console.print(f"{peer}: {equal} of {of} greedy answers are the embedded engine's.")
     for peer, reason in speeds.absent.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ def measure_speeds(
     say: Callable[[str], None],
 ) -> Speeds:
     """Raises EngineError when the embedded engine fails; a peer that fails is reported as absent."""
-    speeds = Speeds(size, dtype, threads)
+    speeds = Speeds(size, dtype, threads, cores=len(os.sched_getaffinity(0)))
     with ExitStack() as stack:
         rounds = _Rounds(plan, speeds, cache, say, stack)
         rounds.start([EMBEDDED, *peers])

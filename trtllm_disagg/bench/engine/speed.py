@@ -10,6 +10,7 @@ from trtllm_disagg.bench.engine.targets import judged
 from trtllm_disagg.bench.figures import Figure, Sample, paired_ratio
 
 PREFILL = "prefill"
+_TOLERATED_CORES = 0.1
 
 
 def decode_of(batch: int) -> str:
@@ -32,7 +33,8 @@ class Speeds:
     absent: dict[str, str] = field(default_factory=dict)
     #: Of the peers: greedy answers that are the embedded engine's, of so many.
     agreeing: dict[str, tuple[int, int]] = field(default_factory=dict)
-    #: Cores that processes beside this benchmark's kept busy meanwhile, on average.
+    #: Cores of the machine, and how many of them others kept busy meanwhile, on average.
+    cores: int = 0
     busy_cores: float = 0.0
 
     @property
@@ -42,6 +44,11 @@ class Speeds:
     @property
     def contestants(self) -> list[str]:
         return list(next(iter(self.rates.values())))
+
+    @property
+    def is_crowded(self) -> bool:
+        """Others took cores that were needed. Who spins while waiting for its threads then loses most: no verdict."""
+        return self.threads + self.busy_cores > self.cores + _TOLERATED_CORES
 
     def drop(self, peer: str, reason: str) -> None:
         """It failed; what it did so far is forgotten."""
@@ -75,26 +82,27 @@ class Speeds:
 
 
 def figures_of(speeds: Speeds) -> list[Figure]:
+    judge = Figure if speeds.is_crowded else judged
     figures: list[Figure] = []
     for test, rates in speeds.rates.items():
         name = f"{speeds.name} {test}"
         figures += [Figure(f"{name} {who}", speeds.rate(test, who).median, "tok/s") for who in rates]
         if test == PREFILL and LLAMA_CPP in rates:
             ratio = speeds.against(test, LLAMA_CPP).median
-            figures.append(judged(f"{name} {EMBEDDED} / {LLAMA_CPP}", ratio, "x"))
+            figures.append(judge(f"{name} {EMBEDDED} / {LLAMA_CPP}", ratio, "x"))
         if test != PREFILL and (peer := speeds.best_peer(test)) is not None:
-            figures.append(judged(f"{name} {EMBEDDED} / best peer", speeds.against(test, peer).median, "x"))
+            figures.append(judge(f"{name} {EMBEDDED} / best peer", speeds.against(test, peer).median, "x"))
     figures += [
         Figure(f"{speeds.name} cores busy with other things", speeds.busy_cores, "cores"),
         Figure(f"{speeds.name} read bandwidth", Sample(tuple(speeds.read)).median, "GB/s"),
         Figure(f"{speeds.name} matrix product's rate", Sample(tuple(speeds.multiply)).median, "GFLOP/s"),
-        judged(
+        judge(
             f"{speeds.name} prefill share of the matrix product's rate", speeds.prefill_share().median, "%"
         ),
     ]
     if decode_of(1) in speeds.rates:
         share = speeds.read_share().median
-        figures.append(judged(f"{speeds.name} decode b1 share of the read bandwidth", share, "%"))
+        figures.append(judge(f"{speeds.name} decode b1 share of the read bandwidth", share, "%"))
     return figures + [
         Figure(f"{speeds.name} greedy answers equal, {peer}", 100 * equal / of, "%")
         for peer, (equal, of) in speeds.agreeing.items()
