@@ -83,6 +83,7 @@ def _shares(axis: Any, several: list[Speeds]) -> None:
         axis.bar(place - 0.2, speeds.prefill_share().median, 0.4, color="#555555", label="prefill / product")
         if decode_of(1) in speeds.rates:
             axis.bar(place + 0.2, speeds.read_share().median, 0.4, color="#ff7f0e", label="decode b1 / read")
+    axis.set_ylim(0, 1.35 * axis.get_ylim()[1])  # room for the legend
     labels = [f"{speeds.size.name}\n{_short(speeds)}" for speeds in several]
     axis.set_xticks(range(len(several)), labels, fontsize=7)
     _legend(axis)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from trtllm_disagg.bench.figures import Figure
 
 #: Of the curves along which something else grows.
 _BATCH = 8
+_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,9 @@ def measure_scaling(plan: Plan, size: Size, dtype: str, cache: Path, say: Callab
 
     with Remote("trtllm_disagg.bench.engine.own_engine:OwnEngine", start, environment) as remote:
         remote.await_ready()
-        batch = Curve({b: step(remote, b, plan.context) for b in plan.scaling_batches})
-        context = Curve({c: step(remote, _BATCH, c) for c in plan.scaling_contexts})
-        pool = Curve({blocks: step_in_pool(remote, blocks) for blocks in plan.scaling_pools})
+        batch = _best(plan.scaling_batches, lambda rows: step(remote, rows, plan.context))
+        context = _best(plan.scaling_contexts, lambda tokens: step(remote, _BATCH, tokens))
+        pool = _best(plan.scaling_pools, lambda blocks: step_in_pool(remote, blocks))
     with Remote("trtllm_disagg.bench.engine.block_costs:BlockCosts", start, environment) as remote:
         remote.await_ready()
         per_block = {blocks: costs(remote, blocks) for blocks in plan.block_pools}
@@ -92,6 +93,12 @@ def measure_scaling(plan: Plan, size: Size, dtype: str, cache: Path, say: Callab
         Curve({blocks: cost[what] for blocks, cost in per_block.items()}) for what in ("lookup", "allocation")
     )
     return Scaling(size, dtype, batch, context, pool, lookup, allocation)
+
+
+def _best(xs: Sequence[int], measure: Callable[[int], float]) -> Curve:
+    """Of some passes over all points: what disturbs one of them is gone in the next."""
+    passes = [[measure(x) for x in xs] for _ in range(_PASSES)]
+    return Curve(dict(zip(xs, map(min, zip(*passes, strict=True)), strict=True)))
 
 
 def _pool_batch(plan: Plan) -> int:
