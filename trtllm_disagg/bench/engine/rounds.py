@@ -47,6 +47,11 @@ def measure_speeds(
     return speeds
 
 
+def _undisturbed(seconds: Sequence[float]) -> float:
+    """A turn's step: the lower quartile, because whatever disturbs a step makes it longer."""
+    return float(np.percentile(seconds, 25))
+
+
 class _Rounds:
     """All contestants of one `Speeds`, asleep but for one."""
 
@@ -115,7 +120,7 @@ class _Rounds:
 
         def decode(batch: int) -> Callable[[str], float]:
             prompts = plan.prompts(size, batch, plan.decode_prompt, "decode")
-            return lambda name: batch / float(np.median(self._call(name, "decode", prompts, plan.steps)))
+            return lambda name: batch / _undisturbed(self._call(name, "decode", prompts, plan.steps))
 
         return {PREFILL: prefill} | {decode_of(batch): decode(batch) for batch in plan.batches}
 
