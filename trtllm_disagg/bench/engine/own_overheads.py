@@ -35,13 +35,15 @@ class OwnOverheads(OwnEngine):
         core: Any = self.core
         runner = core._runner = _TimedRunner(core._runner)
         whole, forward, reports = [], [], []
-        with self._decoding(prompts, steps):
-            for _ in range(steps):
-                seconds, report = self._step()
-                whole.append(seconds)
-                forward.append(runner.seconds)
-                reports.append(report)
-        core._runner = runner._runner
+        try:
+            with self._decoding(prompts, steps):
+                for _ in range(steps):
+                    seconds, report = self._step()
+                    whole.append(seconds)
+                    forward.append(runner.seconds)
+                    reports.append(report)
+        finally:
+            core._runner = runner._runner
         return {"step": whole, "forward": forward, "ipc": _ipc_seconds(reports)}
 
 
