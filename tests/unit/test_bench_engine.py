@@ -94,8 +94,7 @@ def speeds_of(**rates: Sequence[float]) -> Speeds:
         },
         read=[20.0, 10.0, 20.0],
         multiply=[100.0, 50.0, 100.0],
-        cores=2,
-        busy_cores=0.5,
+        waited=0.04,
         agreeing={"transformers": (3, 4)},
     )
 
@@ -122,10 +121,10 @@ def test_ratios_are_taken_in_pairs_with_the_best_peer() -> None:
 def test_a_crowded_machine_gives_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     speeds = speeds_of(embedded=[10, 5, 10], **{LLAMA_CPP: [8, 4, 8]})
     assert any(figure.target for figure in speed.figures_of(speeds))
-    speeds.threads, speeds.busy_cores = 2, 0.2
+    speeds.waited = 0.06
     assert not any(figure.target for figure in speed.figures_of(speeds))
     report.print_report(Results([speeds]), Plan(), 0.5)
-    assert "No verdict: 2 threads had not enough of 2 cores." in capsys.readouterr().out
+    assert "No verdict: others needed the cores as well." in capsys.readouterr().out
 
 
 def test_without_peers_there_are_no_ratios() -> None:

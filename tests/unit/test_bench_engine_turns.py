@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,8 @@ import pytest
 from tests.models import VOCAB, write_checkpoint
 from trtllm_disagg.bench.engine import rounds
 from trtllm_disagg.bench.engine.block_costs import BlockCosts
-from trtllm_disagg.bench.engine.busy import BusyCores
 from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED, LLAMA_CPP, PEERS, Contestant
+from trtllm_disagg.bench.engine.core_waits import CoreWaits
 from trtllm_disagg.bench.engine.own_engine import OwnEngine
 from trtllm_disagg.bench.engine.own_overheads import OwnOverheads
 from trtllm_disagg.bench.engine.plan import QUICK, SIZES
@@ -88,12 +90,17 @@ def test_the_embedded_engine_must_not_fail(monkeypatch: pytest.MonkeyPatch, tmp_
         measure_speeds(QUICK, SIZES["1M"], "float32", 1, [], tmp_path, lambda _: None)
 
 
-def test_others_are_told_from_us() -> None:
-    with Remote(f"{FAKES}:Fake", START, {}) as remote:
-        remote.await_ready()
-        everybody, but_him = BusyCores([]), BusyCores([remote.pid])
-        remote.call("burn", 0.5)
-        assert everybody.others() > but_him.others() + 0.2
+def test_who_shares_a_core_waits_for_it() -> None:
+    """Two processes that want the same core: each waits while the other runs."""
+    with Remote(f"{FAKES}:Fake", START, {}) as one, Remote(f"{FAKES}:Fake", START, {}) as other:
+        for remote in (one, other):
+            remote.await_ready()
+            os.sched_setaffinity(remote.pid, {min(os.sched_getaffinity(0))})
+        waits = CoreWaits([one.pid, other.pid])
+        assert waits.share() < 0.5
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda remote: remote.call("burn", 0.4), (one, other)))
+        assert waits.share() > 0.3
 
 
 # -- the embedded engine, stepped by hand

@@ -63,10 +63,10 @@ def _remarks(console: Console, speeds: Speeds) -> None:
     read, multiply = Sample(tuple(speeds.read)).median, Sample(tuple(speeds.multiply)).median
     console.print(
         f"Hardware: reads {read:.1f} GB/s, multiplies {multiply:.0f} GFLOP/s. "
-        f"Others kept {speeds.busy_cores:.2f} cores busy."
+        f"Waiting for a core: {speeds.waited:.0%} of the time."
     )
     if speeds.is_crowded:
-        console.print(f"No verdict: {speeds.threads} threads had not enough of {speeds.cores} cores.")
+        console.print("No verdict: others needed the cores as well.")
     for peer, (equal, of) in speeds.agreeing.items():
         console.print(f"{peer}: {equal} of {of} greedy answers are the embedded engine's.")
     for peer, reason in speeds.absent.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_disagg.bench.engine.busy import BusyCores
 from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED, Contestant
+from trtllm_disagg.bench.engine.core_waits import CoreWaits
 from trtllm_disagg.bench.engine.plan import Plan, Size
 from trtllm_disagg.bench.engine.remote import Remote, Start
 from trtllm_disagg.bench.engine.speed import PREFILL, Speeds, decode_of
@@ -33,17 +32,17 @@ def measure_speeds(
     say: Callable[[str], None],
 ) -> Speeds:
     """Raises EngineError when the embedded engine fails; a peer that fails is reported as absent."""
-    speeds = Speeds(size, dtype, threads, cores=len(os.sched_getaffinity(0)))
+    speeds = Speeds(size, dtype, threads)
     with ExitStack() as stack:
         rounds = _Rounds(plan, speeds, cache, say, stack)
         rounds.start([EMBEDDED, *peers])
         rounds.compare_answers()
         rounds.measure(-1)  # warms up
         speeds.rates.clear()
-        busy = BusyCores(rounds.pids)
+        waits = CoreWaits(rounds.pids)
         for number in range(plan.rounds):
             rounds.measure(number)
-        speeds.busy_cores = busy.others()
+        speeds.waited = waits.share()
     return speeds
 
 

@@ -10,7 +10,7 @@ from trtllm_disagg.bench.engine.targets import judged
 from trtllm_disagg.bench.figures import Figure, Sample, paired_ratio
 
 PREFILL = "prefill"
-_TOLERATED_CORES = 0.1
+_TOLERATED_WAIT = 0.05
 
 
 def decode_of(batch: int) -> str:
@@ -33,9 +33,8 @@ class Speeds:
     absent: dict[str, str] = field(default_factory=dict)
     #: Of the peers: greedy answers that are the embedded engine's, of so many.
     agreeing: dict[str, tuple[int, int]] = field(default_factory=dict)
-    #: Cores of the machine, and how many of them others kept busy meanwhile, on average.
-    cores: int = 0
-    busy_cores: float = 0.0
+    #: How much of their time all contestants waited for a core that somebody else had; 0 on a calm machine.
+    waited: float = 0.0
 
     @property
     def name(self) -> str:
@@ -47,8 +46,8 @@ class Speeds:
 
     @property
     def is_crowded(self) -> bool:
-        """Others took cores that were needed. Who spins while waiting for its threads then loses most: no verdict."""
-        return self.threads + self.busy_cores > self.cores + _TOLERATED_CORES
+        """No verdict then: who spins while waiting for its own threads loses most."""
+        return self.waited > _TOLERATED_WAIT
 
     def drop(self, peer: str, reason: str) -> None:
         """It failed; what it did so far is forgotten."""
@@ -93,7 +92,7 @@ def figures_of(speeds: Speeds) -> list[Figure]:
         if test != PREFILL and (peer := speeds.best_peer(test)) is not None:
             figures.append(judge(f"{name} {EMBEDDED} / best peer", speeds.against(test, peer).median, "x"))
     figures += [
-        Figure(f"{speeds.name} cores busy with other things", speeds.busy_cores, "cores"),
+        Figure(f"{speeds.name} waiting for a core", 100 * speeds.waited, "%"),
         Figure(f"{speeds.name} read bandwidth", Sample(tuple(speeds.read)).median, "GB/s"),
         Figure(f"{speeds.name} matrix product's rate", Sample(tuple(speeds.multiply)).median, "GFLOP/s"),
         judge(
