@@ -13,6 +13,7 @@ from trtllm_disagg.cli import Command
 
 #: Each module has add_arguments(parser) and run(namespace) -> exit status.
 BENCHMARKS = {
+    "engine": Command("the embedded engine beside llama.cpp and others", "trtllm_disagg.bench.engine"),
     "scenarios": Command(
         "six workloads, monolithic and disaggregated, token by token the same",
         "trtllm_disagg.bench.scenarios",

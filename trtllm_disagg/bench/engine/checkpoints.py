@@ -1,0 +1,130 @@
+"""The same random weights in the form that each contestant reads, made once and kept in the cache directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trtllm_disagg.bench.engine.plan import Size
+from trtllm_disagg.bench.model import random_checkpoint
+
+DEFAULT_DIRECTORY = Path(".cache/bench-engine")
+
+
+def safetensors(cache: Path, size: Size, dtype: str) -> Path:
+    """float32 whatever `dtype` is: who runs bfloat16 rounds it while loading."""
+    directory = random_checkpoint(cache / size.name, **size.settings)
+    if not (directory / "tokenizer.json").exists():
+        _write_tokenizer(directory, size.vocab_size)
+    return directory
+
+
+def gguf(cache: Path, size: Size, dtype: str) -> Path:
+    """llama.cpp's file: rows of Q and K in its rotary order, norms in float32."""
+    source = safetensors(cache, size, dtype)
+    path = cache / f"{size.name}-{dtype}.gguf"
+    if not _is_newer(path, source):
+        scratch = path.with_suffix(".part")
+        _write_gguf(scratch, source, size, dtype)
+        scratch.replace(path)
+    return path
+
+
+def ctranslate2(cache: Path, size: Size, dtype: str) -> Path:
+    """CTranslate2's directory, from its own converter."""
+    source = safetensors(cache, size, dtype)
+    directory = cache / f"{size.name}-ctranslate2"
+    if not _is_newer(directory / "model.bin", source):
+        from ctranslate2.converters import TransformersConverter
+
+        TransformersConverter(str(source)).convert(str(directory), force=True)
+    return directory
+
+
+def _is_newer(file: Path, source: Path) -> bool:
+    return file.exists() and file.stat().st_mtime >= (source / "model.safetensors").stat().st_mtime
+
+
+def _write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """CTranslate2 wants words; t7 is token 7."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<s>": 0, "</s>": 1, "<pad>": 2} | {f"t{i}": i for i in range(3, vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+    ).save_pretrained(directory)
+
+
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_ROPE_BASE = 10000.0
+_NORM_EPS = 1e-6
+
+
+def _write_gguf(path: Path, source: Path, size: Size, dtype: str) -> None:
+    import gguf
+    import numpy as np
+    from gguf.gguf_writer import logger
+    from safetensors.numpy import load_file
+
+    logger.setLevel("WARNING")
+    settings = size.settings
+    heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(size.name)
+    writer.add_context_length(settings["max_position_embeddings"])
+    writer.add_embedding_length(settings["hidden_size"])
+    writer.add_block_count(settings["num_hidden_layers"])
+    writer.add_feed_forward_length(settings["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(_NORM_EPS)
+    writer.add_rope_dimension_count(settings["hidden_size"] // heads)
+    writer.add_rope_freq_base(_ROPE_BASE)
+    writer.add_vocab_size(size.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_file_type({"float32": 0, "bfloat16": 32}[dtype])
+
+    def put(name: str, weight: Any) -> None:
+        if weight.ndim == 1 or dtype == "float32":
+            writer.add_tensor(name, np.ascontiguousarray(weight, np.float32))
+        else:
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+
+    weights = load_file(source / "model.safetensors")
+    for name, target in _NAMES.items():
+        put(target, weights[name])
+    for layer in range(settings["num_hidden_layers"]):
+        for name, target in _LAYER_NAMES.items():
+            weight = weights[f"model.layers.{layer}.{name}.weight"]
+            if target in ("attn_q", "attn_k"):
+                weight = _interleaved(weight, heads if target == "attn_q" else kv_heads)
+            put(f"blk.{layer}.{target}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _interleaved(weight: Any, heads: int) -> Any:
+    """A head's rows with the two halves of each rotated pair side by side."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)

@@ -1,0 +1,136 @@
+"""What the embedded engine costs beside the model: time around a step, the LLM API, memory. One thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED
+from trtllm_disagg.bench.engine.plan import ITEM_BYTES, SIZES, Plan, Size
+from trtllm_disagg.bench.engine.remote import Remote, Start
+from trtllm_disagg.bench.engine.targets import judged
+from trtllm_disagg.bench.figures import Figure
+
+#: The API does not know how large the model is; beside a small one's step its own time shows best.
+_TTFT_SIZE = SIZES["1M"]
+_TTFT_PROMPTS, _TTFT_TOKENS, _TTFT_WARM_UP = 100, 32, 5
+_STREAMED_TOKENS = 32
+_FIXED_BYTES = 400e6
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """One size and dtype. Medians; seconds and bytes."""
+
+    size: Size
+    dtype: str
+    batch: int
+    step: float
+    forward: float
+    ipc: float
+    cpu_per_token: float
+    resident: float
+    pool: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.size.name} {self.dtype}"
+
+    @property
+    def share(self) -> float:
+        """Percent of a step, sent and all, that is not the forward."""
+        whole = self.step + self.ipc
+        return 100 * (whole - self.forward) / whole
+
+    @property
+    def weights(self) -> float:
+        return self.size.parameters * ITEM_BYTES[self.dtype]
+
+    @property
+    def allowed(self) -> float:
+        return 1.25 * self.weights + self.pool + _FIXED_BYTES
+
+
+def measure_overheads(
+    plan: Plan, size: Size, dtype: str, cache: Path, say: Callable[[str], None]
+) -> Overheads:
+    batch = max(plan.batches)
+    contexts = plan.prompts(size, batch, plan.decode_prompt, "decode")
+    short = plan.prompts(size, batch, _TTFT_TOKENS, "stream")
+    say(f"{size.name} {dtype}: steps without the API")
+    with _started("own_overheads:OwnOverheads", plan, size, dtype, cache) as core:
+        split = core.call("split", contexts, 2 * plan.steps)
+    say(f"{size.name} {dtype}: {batch} streams through the API")
+    with _started("llm_api:LlmApi", plan, size, dtype, cache) as api:
+        streamed = api.call("stream", short, _STREAMED_TOKENS)
+        # Once more with the longest rows, so that the pool has been written to.
+        api.call("stream", contexts, 2)
+        memory = api.call("memory")
+    return Overheads(
+        size,
+        dtype,
+        batch,
+        step=float(np.median(split["step"])),
+        forward=float(np.median(split["forward"])),
+        ipc=float(np.median(split["ipc"])),
+        cpu_per_token=streamed["cpu_per_token"],
+        resident=memory["resident"],
+        pool=memory["pool_tokens"] * size.kv_bytes_per_token(ITEM_BYTES[dtype]),
+    )
+
+
+def measure_added_ttft(plan: Plan, cache: Path, say: Callable[[str], None]) -> float:
+    """Seconds to the first token through the LLM API beyond those of the core alone, prompt by prompt in turn."""
+    say("first tokens with and without the API")
+    size = _TTFT_SIZE
+    prompts = plan.prompts(size, _TTFT_PROMPTS, _TTFT_TOKENS, "ttft")
+    with (
+        _started("own_engine:OwnEngine", plan, size, "float32", cache) as core,
+        _started("llm_api:LlmApi", plan, size, "float32", cache) as api,
+    ):
+        added = [api.call("ttft", prompt) - core.call("prefill", prompt) for prompt in prompts]
+    return float(np.median(added[_TTFT_WARM_UP:]))
+
+
+@contextmanager
+def _started(factory: str, plan: Plan, size: Size, dtype: str, cache: Path) -> Iterator[Remote]:
+    contestant = CONTESTANTS[EMBEDDED]
+    start = Start(
+        model=str(contestant.checkpoint(cache, size, dtype)),
+        dtype=dtype,
+        threads=1,
+        vocab_size=size.vocab_size,
+        max_batch=max(plan.batches),
+        max_tokens=plan.longest,
+    )
+    environment = contestant.environment | {"OMP_NUM_THREADS": "1"}
+    with Remote(f"trtllm_disagg.bench.engine.{factory}", start, environment) as remote:
+        remote.await_ready()
+        yield remote
+
+
+def figures_of(overheads: Overheads) -> list[Figure]:
+    name, batch = overheads.name, overheads.batch
+    return [
+        Figure(f"{name} step at batch {batch}", 1e3 * overheads.step, "ms"),
+        Figure(f"{name} scheduler and sampling of it", 1e6 * (overheads.step - overheads.forward), "us"),
+        Figure(f"{name} IPC of it", 1e6 * overheads.ipc, "us"),
+        judged(f"{name} scheduler, sampling and IPC, share of a step at batch {batch}", overheads.share, "%"),
+        judged(f"{name} worker CPU per token", 1e6 * overheads.cpu_per_token, "us"),
+        Figure(f"{name} resident", overheads.resident / 1e6, "MB"),
+        Figure(f"{name} weights", overheads.weights / 1e6, "MB"),
+        Figure(f"{name} KV pool", overheads.pool / 1e6, "MB"),
+        judged(
+            f"{name} resident / (1.25 x weights + KV pool + 400 MB)",
+            overheads.resident / overheads.allowed,
+            "x",
+        ),
+    ]
+
+
+def added_ttft_figure(seconds: float) -> Figure:
+    return judged("added to TTFT by the LLM API", 1e3 * seconds, "ms")

@@ -1,0 +1,82 @@
+"""What the hardware can do: reading memory, and multiplying matrices, with so many threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch.nn.functional import linear
+
+from trtllm_disagg.bench.engine.remote import Start
+
+#: Many times any cache.
+_READ_BYTES = 256 << 20
+_ROWS, _FEATURES = 512, 2048
+_HINT_ROWS = 512
+_BEST_OF = 3
+
+
+@njit(nogil=True, fastmath=True, cache=True)
+def _sum(numbers: Any) -> Any:
+    total = np.float32(0.0)
+    for i in range(numbers.shape[0]):
+        total += numbers[i]
+    return total
+
+
+class Roofs:
+    """Best of several ways and of several times: a roof is what can be reached."""
+
+    def __init__(self, start: Start) -> None:
+        torch.set_num_threads(start.threads)
+        self._threads = start.threads
+        self._pool = ThreadPoolExecutor(start.threads)
+        self._numbers = np.ones(_READ_BYTES // 4, np.float32)
+        self._tensor = torch.from_numpy(self._numbers)
+        dtype = getattr(torch, start.dtype)
+        self._x = torch.randn(_ROWS, _FEATURES).to(dtype)
+        self._weight = torch.randn(_FEATURES, _FEATURES).to(dtype)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, _HINT_ROWS)
+        # A gemv is a way to read, too.
+        self._matrix = self._tensor.view(-1, _FEATURES)
+        self._vector = torch.ones(_FEATURES)
+
+    def read(self) -> float:
+        """GB/s."""
+        return _READ_BYTES / 1e9 / _best(self._sum_in_threads, self._tensor.sum, self._gemv)
+
+    def multiply(self) -> float:
+        """GFLOP/s of a 512 x 2048 x 2048 product in `dtype`."""
+        with torch.inference_mode():
+            return 2e-9 * _ROWS * _FEATURES**2 / _best(self._multiply, self._multiply_packed)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _sum_in_threads(self) -> object:
+        return list(self._pool.map(_sum, np.array_split(self._numbers, self._threads)))
+
+    def _gemv(self) -> object:
+        return torch.mv(self._matrix, self._vector)
+
+    def _multiply(self) -> object:
+        return linear(self._x, self._weight)
+
+    def _multiply_packed(self) -> object:
+        return torch.ops.mkldnn._linear_pointwise(self._x, self._packed, None, "none", [], "")
+
+
+def _best(*ways: Callable[[], object]) -> float:
+    """Seconds."""
+    return min(_seconds(way) for _ in range(_BEST_OF) for way in ways)
+
+
+def _seconds(way: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    way()
+    return time.perf_counter() - started
