@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog
@@ -45,8 +46,12 @@ class SimulatedModel:
 
     def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
         self.kv = torch.full((1, 2, num_blocks, tokens_per_block, 1, 1), -1.0, dtype=torch.float64)
-        self._slots = self.kv[0, 0].view(-1)
+        self._slots = self.kv[0, 0].view(-1).numpy()
         self._size = tokens_per_block
+
+    def spoil(self, blocks: list[int]) -> None:
+        """Nobody may look at what is in free blocks."""
+        self.kv[:, :, blocks] = -1.0
 
     def run(self, row: Row) -> int:
         """The token that comes out of the row's last position."""
@@ -55,15 +60,14 @@ class SimulatedModel:
         return self.compute(s.tokens[:end], s.blocks, s.num_computed, 1 if s.in_prefill else 2)
 
     def compute(self, tokens: list[int], blocks: list[int], begin: int, rounding: int) -> int:
-        slots = [blocks[p // self._size] * self._size + p % self._size for p in range(len(tokens))]
-        known = self._slots[torch.tensor(slots)].tolist()
-        total = sum(known[:begin])
+        positions = np.arange(len(tokens))
+        slots = np.asarray(blocks)[positions // self._size] * self._size + positions % self._size
+        total = int(self._slots[slots[:begin]].sum())
         for position in range(begin, len(tokens)):
-            known[position] = (int(total) * 31 + tokens[position] * 7 + position + rounding) % _PRIME
-            total += known[position]
-        fresh = torch.tensor(known[begin:], dtype=torch.float64)
-        self._slots[torch.tensor(slots[begin:], dtype=torch.long)] = fresh
-        return FIRST_OUTPUT + int(total) % 997
+            value = (total * 31 + tokens[position] * 7 + position + rounding) % _PRIME
+            self._slots[slots[position]] = value
+            total += value
+        return FIRST_OUTPUT + total % 997
 
 
 @dataclass
@@ -96,6 +100,7 @@ class Engine:
         self.leased: list[list[int]] = []
 
     def step(self) -> list[Row]:
+        self.model.spoil(list(self.blocks._free))
         self.receiving += self.scheduler.admit()
         rows = self.scheduler.schedule()
         self._check(rows)

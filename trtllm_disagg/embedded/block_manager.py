@@ -106,6 +106,12 @@ class BlockManager:
         self._refs[block] = 1
         self.reused_blocks += 1
 
+    def touch(self, block: int) -> None:
+        """A known block was of use without becoming anybody's."""
+        if block in self._cached:
+            self._cached.move_to_end(block)
+        self.reused_blocks += 1
+
     def acquire(self, blocks: Seq[int]) -> None:
         """Become a user of known blocks."""
         for block in blocks:

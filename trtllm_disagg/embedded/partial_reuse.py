@@ -35,13 +35,12 @@ class CopyStart:
 
     def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
         found = self._blocks.match_start(parent, tokens, salt)
-        if found is None or not self._blocks.can_allocate(count, besides=[found.block]):
+        if found is None:
             return self._blocks.allocate(count), 0
-        # In use meanwhile: otherwise allocating might evict it.
-        self._blocks.acquire([found.block])
+        # It was useful just now, so it is evicted last; and even then its content is still there.
+        self._blocks.touch(found.block)
         fresh = self._blocks.allocate(count)
         self._memory.copy_start(found.block, fresh[0], found.num_tokens)
-        self._blocks.release([found.block])
         return fresh, found.num_tokens
 
 
