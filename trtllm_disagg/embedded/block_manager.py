@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -226,7 +226,7 @@ class KvEventLog:
         self._max_size = max_size
         self._window_size = window_size
         self._next_id = 0
-        self._events: list[dict[str, Any]] = []
+        self._events: deque[dict[str, Any]] = deque(maxlen=max_size)
 
     def created(self, num_blocks: int) -> None:
         self._add({"type": "created", "num_blocks_per_cache_level": [num_blocks, 0]})
@@ -245,7 +245,8 @@ class KvEventLog:
         self._add({"type": "removed", "block_hashes": [event_hash(key)]})
 
     def take(self) -> list[dict[str, Any]]:
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def _add(self, data: dict[str, Any]) -> None:
@@ -253,8 +254,6 @@ class KvEventLog:
             return
         self._events.append({"event_id": self._next_id, "data": data, "window_size": self._window_size})
         self._next_id += 1
-        if len(self._events) > self._max_size:
-            del self._events[0]
 
 
 def event_hash(key: bytes) -> int:
