@@ -56,7 +56,8 @@ def test_a_removed_block_leaves_nothing_behind() -> None:
         index.add(b"p", tokens, block)
     for block in range(4):
         index.remove(block)
-    assert index._roots == index._place_of == {}
+    assert index._roots == {}
+    assert index._place_of == {}
 
 
 def test_a_fork_that_is_left_with_one_way_is_closed() -> None:

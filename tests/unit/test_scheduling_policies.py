@@ -228,12 +228,13 @@ def test_the_last_one_left_waits_for_leases_that_hold_its_blocks() -> None:
     engine.scheduler.add(sequence(1, 30, max_tokens=30))
     for _ in range(10):
         engine.step()
-    (s,) = engine.scheduler.paused
-    assert not engine.scheduler.has_runnable, "the process sleeps until the lease ends"
+    assert [s.request_id for s in engine.scheduler.paused] == [1]
+    asleep = not engine.scheduler.has_runnable
     engine.blocks.release(leased)
+    assert asleep, "until the lease ends"
     assert engine.scheduler.has_runnable
     engine.drain()
-    assert engine.answers[1] == solo(tuple(s.tokens[:30]), 30, 16)
+    assert engine.answers[1] == solo((1,) * 30, 30, 16)
 
 
 def test_a_prompt_received_whole_that_no_step_can_hold_is_recomputed_in_pieces() -> None:

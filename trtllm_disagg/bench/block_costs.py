@@ -22,11 +22,9 @@ POOLS = (1_000, 10_000, 100_000, 1_000_000)
 STAGES = ("keys", "match", "match_start", "allocate", "commit", "release")
 
 
-def full_pool(num_blocks: int) -> tuple[BlockManager, Callable[[int], list[int]]]:
+def full_pool(num_blocks: int, events: KvEventLog) -> tuple[BlockManager, Callable[[int], list[int]]]:
     """Every block is known and unused: prompts whose first halves are all different, and shared by nobody yet."""
-    blocks = BlockManager(
-        num_blocks, SIZE, enable_reuse=True, enable_partial_reuse=True, events=KvEventLog(100_000, 4096)
-    )
+    blocks = BlockManager(num_blocks, SIZE, enable_reuse=True, enable_partial_reuse=True, events=events)
     half = SIZE * BLOCKS_PER_REQUEST // 2
 
     def stem(i: int) -> list[int]:
@@ -36,6 +34,7 @@ def full_pool(num_blocks: int) -> tuple[BlockManager, Callable[[int], list[int]]
         taken = blocks.allocate(BLOCKS_PER_REQUEST // 2)
         blocks.commit(stem(i), taken, [], b"")
         blocks.release(taken)
+        events.take()
     return blocks, stem
 
 
@@ -62,13 +61,15 @@ def measure(num_blocks: int, requests: int = 50) -> tuple[list[float], float]:
     started = time.perf_counter()
     BlockManager(num_blocks, SIZE, enable_reuse=True, events=KvEventLog(0, 4096))
     seconds = time.perf_counter() - started
-    blocks, stem = full_pool(num_blocks)
+    events = KvEventLog(100_000, 4096)
+    blocks, stem = full_pool(num_blocks, events)
     last = num_blocks // (BLOCKS_PER_REQUEST // 2)
     times = []
     for i in range(min(requests, last // 4)):
         known = stem(last - i)  # the newest ones are evicted last
         prompt = known + [60_000 + i] * (SIZE * BLOCKS_PER_REQUEST - len(known))
         stamps = list(one_request(blocks, prompt))
+        events.take()  # as every step does
         times.append([(b - a) * 1e6 for a, b in pairwise(stamps)])
     blocks.check()
     return [statistics.median(stage) for stage in zip(*times, strict=True)], seconds
