@@ -181,6 +181,20 @@ def test_the_last_one_admitted_is_paused_and_those_paused_come_back_in_order(swa
     assert engine.answers == {i: solo((i,) * 40, 60, 16) for i in range(1, 5)}
 
 
+def test_who_comes_back_gets_further_before_being_paused_again() -> None:
+    engine = busy(embedded={"swap_tokens": 10_000})
+    at_last_pause: dict[int, int] = {}
+    pauses = 0
+    while engine.scheduler.everyone():
+        before = list(engine.scheduler.paused)
+        engine.step()
+        for s in set(engine.scheduler.paused) - set(before):
+            assert len(s.tokens) > at_last_pause.get(s.order, 0)
+            at_last_pause[s.order] = len(s.tokens)
+            pauses += 1
+    assert pauses > len(at_last_pause), "somebody was paused twice"
+
+
 def test_nobody_is_admitted_while_somebody_is_paused() -> None:
     engine = busy()
     while not engine.scheduler.paused:
