@@ -182,7 +182,10 @@ def test_the_last_one_admitted_is_paused_and_those_paused_come_back_in_order(swa
 
 
 def test_who_comes_back_gets_further_before_being_paused_again() -> None:
-    engine = busy(embedded={"swap_tokens": 10_000})
+    policy = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    engine = Engine(30, 4, {"scheduler_config": policy, "embedded": {"swap_tokens": 10_000}})
+    for request_id in range(8):
+        engine.scheduler.add(sequence(request_id, 10, max_tokens=20 + 10 * (request_id % 3)))
     at_last_pause: dict[int, int] = {}
     pauses = 0
     while engine.scheduler.everyone():
