@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog
-from trtllm_disagg.embedded.create_scheduler import create_scheduler
+from trtllm_disagg.embedded.block_manager import KvEventLog
+from trtllm_disagg.embedded.create_scheduler import create_blocks, create_scheduler
 from trtllm_disagg.embedded.kv_memory import LocalKvMemory
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.messages import SamplingSpec
@@ -84,13 +85,8 @@ class Engine:
         args = LlmArgs(**(defaults | {"enable_chunked_prefill": True} | self.args))
         self.max_num_tokens = args.max_num_tokens
         self.events = KvEventLog(100_000, 64)
-        self.blocks = BlockManager(
-            self.num_blocks,
-            self.tokens_per_block,
-            enable_reuse=args.kv_cache_config.enable_block_reuse,
-            enable_partial_reuse=args.kv_cache_config.enable_partial_reuse,
-            events=self.events,
-        )
+        args.kv_cache_config.tokens_per_block = self.tokens_per_block
+        self.blocks = create_blocks(args.kv_cache_config, self.num_blocks, self.events)
         self.model = SimulatedModel(self.num_blocks, self.tokens_per_block)
         self.memory = LocalKvMemory(self.model.kv)
         self.scheduler = create_scheduler(args, self.blocks, self.memory, self.alignment)
@@ -191,3 +187,12 @@ class Engine:
             else:
                 break
         assert self.scheduler.everyone() == [], "left behind"
+
+
+@functools.cache
+def solo(prompt: tuple[int, ...], max_tokens: int, size: int) -> list[int]:
+    """Alone, in one piece, in a pool with room for everything."""
+    engine = Engine(64, size, {"max_num_tokens": 1024, "kv_cache_config": {"enable_block_reuse": False}})
+    engine.scheduler.add(sequence(0, len(prompt), max_tokens, prompt=list(prompt)))
+    engine.drain()
+    return engine.answers[0]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trtllm_disagg.embedded.attention import TILE, KvPool
-from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog
-from trtllm_disagg.embedded.create_scheduler import create_scheduler
+from trtllm_disagg.embedded.block_manager import KvEventLog
+from trtllm_disagg.embedded.create_scheduler import create_blocks, create_scheduler
 from trtllm_disagg.embedded.guided import create_guides
 from trtllm_disagg.embedded.iteration_stats import IterationStats
 from trtllm_disagg.embedded.kv_memory import LocalKvMemory
@@ -55,13 +55,7 @@ class EngineCore:
         self.max_seq_len = max_seq_len(args, self.shape)
         num_blocks = num_kv_blocks(args, self.shape)
         self._events = KvEventLog(kv_config.event_buffer_max_size, self.max_seq_len)
-        self.blocks = BlockManager(
-            num_blocks,
-            size,
-            enable_reuse=kv_config.enable_block_reuse,
-            enable_partial_reuse=kv_config.enable_partial_reuse,
-            events=self._events,
-        )
+        self.blocks = create_blocks(kv_config, num_blocks, self._events)
         self._max_prompt = self.max_seq_len if args.enable_chunked_prefill else args.max_num_tokens
         model = load_model(Path(args.model), self.shape)
         self.transfers: KvTransfers | NullTransfers

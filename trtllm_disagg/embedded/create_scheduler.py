@@ -1,12 +1,12 @@
-"""The scheduler that the arguments of LLM(...) ask for: every policy is chosen here, once."""
+"""The scheduler and its blocks, as the arguments of LLM(...) ask for: every policy is chosen here, once."""
 
 from __future__ import annotations
 
-from trtllm_disagg.embedded.block_manager import BlockManager
+from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog
 from trtllm_disagg.embedded.capacity import create_capacity
 from trtllm_disagg.embedded.chunking import create_chunking
 from trtllm_disagg.embedded.kv_memory import KvMemory, SwapSpace
-from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.llm_args import KvCacheConfig, LlmArgs
 from trtllm_disagg.embedded.partial_reuse import create_partial_reuse
 from trtllm_disagg.embedded.reservation import Reservations
 from trtllm_disagg.embedded.scheduler import Scheduler
@@ -14,6 +14,16 @@ from trtllm_disagg.errors import ConfigError
 
 #: Of the pool, what may be put aside when `embedded.swap_tokens` does not say.
 _DEFAULT_SWAP = 1 / 4
+
+
+def create_blocks(config: KvCacheConfig, num_blocks: int, events: KvEventLog) -> BlockManager:
+    return BlockManager(
+        num_blocks,
+        config.tokens_per_block,
+        enable_reuse=config.enable_block_reuse,
+        enable_partial_reuse=config.enable_partial_reuse,
+        events=events,
+    )
 
 
 def create_scheduler(args: LlmArgs, blocks: BlockManager, memory: KvMemory, alignment: int) -> Scheduler:
