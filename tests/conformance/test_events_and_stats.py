@@ -201,7 +201,7 @@ async def test_every_iteration_tells_everything(llm: Any) -> None:
 
 
 async def test_statistics_add_up(llm: Any) -> None:
-    prompt = [62, *PROMPT]
+    prompt = [247, *PROMPT]
     stats = await stats_of(llm, prompt, max_tokens=6)
     inflight = [stat["inflightBatchingStats"] for stat in stats]
     assert sum(stat["numCtxTokens"] for stat in inflight) == len(prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -29,8 +30,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield deployment
 
 
+_FIRST = itertools.count(1300)
+
+
 def fresh(count: int) -> list[int]:
-    return random.choices(range(300, 1300), k=count)
+    """Not even its first token is that of an earlier one: the start of a block would be reused."""
+    return [next(_FIRST), *random.choices(range(300, 1300), k=count - 1)]
 
 
 class Routed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -14,6 +15,8 @@ from trtllm_disagg.deployment.plan import Strategy
 
 BLOCK = 16  # tokens, as engine_configs/demo says
 TOKENS = 12
+
+_FIRST = itertools.count(1300)
 
 Work = dict[str, float]
 COUNTERS = ("prefill_tokens", "decode_tokens", "kv_pulls", "kv_bytes_pulled")
@@ -42,7 +45,8 @@ def complete(deployed: Served, prompt: list[int]) -> None:
 
 
 def fresh_prompt(count: int) -> list[int]:
-    return random.choices(range(300, 1300), k=count)
+    """Not even its first token is that of an earlier one: the start of a block would be reused."""
+    return [next(_FIRST), *random.choices(range(300, 1300), k=count - 1)]
 
 
 def assert_work(deployed: Served, before: Mapping[str, Work], expected: Mapping[str, Work]) -> None:

@@ -135,7 +135,7 @@ def test_the_router_hears_of_cached_blocks(deployment: DynamoDeployment) -> None
     def is_known() -> bool:
         answer = deployment.post_ok(COMPLETIONS, completion(PROMPTS[2], max_tokens=2))
         cached_tokens = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return bool(answer["nvext"]["timing"]["kv_hit_rate"] == 0.5 and cached_tokens == 32)
+        return bool(answer["nvext"]["timing"]["kv_hit_rate"] == 0.5 and cached_tokens >= 32)
 
     deployment.wait_until(is_known, "one of two blocks is known to the router, and reused")
 

@@ -28,7 +28,7 @@ class Case:
     name: str
     build: Build
     apis: tuple[Api, ...] = BOTH
-    #: Its prompts hold earlier answers. A prefill worker has never seen those, so it has less of them cached.
+    #: What it finds in the cache depends on earlier answers, which a prefill worker has never seen.
     reuses_answers: bool = False
 
     def questions(self, oracle: Oracle, api: Api, stream: bool, salt: str = "") -> list[Question]:
@@ -185,8 +185,9 @@ CASES = (
     Case("logprobs", with_logprobs("What is a module?", 3, max_tokens=16)),
     Case("logprobs_seeded", with_logprobs("What is a class?", 5, **_SEEDED)),
     Case("logprobs_max_tokens_1", with_logprobs("What is a method?", 2, max_tokens=1)),
-    Case("same_again", _same_again),
-    Case("shared_prefix", _shared_prefix),
+    # In agg the answer fills up the block that the prompt ends in, so that its start can be found again.
+    Case("same_again", _same_again, reuses_answers=True),
+    Case("shared_prefix", _shared_prefix, reuses_answers=True),
     Case("conversation", _conversation, ("chat",), reuses_answers=True),
     Case("around_blocks", _around_blocks, COMPLETIONS),
     Case("long_prompt", _long_prompt),

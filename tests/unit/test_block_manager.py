@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog, block_key, event_hash
+from tests.replay import Replay
+from trtllm_disagg.embedded.block_manager import ROOT, BlockManager, KvEventLog, block_key, event_hash
 from trtllm_disagg.errors import EngineError
 
 SIZE = 2
@@ -25,29 +25,6 @@ def store(blocks: BlockManager, tokens: Sequence[int]) -> list[int]:
     taken = blocks.allocate(len(tokens) // SIZE)
     blocks.commit(tokens, taken, [], b"")
     return taken
-
-
-class Replay:
-    """What a router knows: the events, applied in order."""
-
-    def __init__(self) -> None:
-        self.known: set[int] = set()
-        self.last_id = -1
-
-    def apply(self, events: list[dict[str, Any]]) -> None:
-        for event in events:
-            assert event["event_id"] == self.last_id + 1
-            self.last_id = event["event_id"]
-            data = event["data"]
-            if data["type"] == "stored":
-                parent = data["parent_hash"]
-                assert parent is None or parent in self.known, "the parent of a stored block is not known"
-                hashes = [block["block_hash"] for block in data["blocks"]]
-                assert not self.known & set(hashes), "a block is stored twice"
-                self.known |= set(hashes)
-            elif data["type"] == "removed":
-                assert set(data["block_hashes"]) <= self.known, "an unknown block is removed"
-                self.known -= set(data["block_hashes"])
 
 
 class Holder:
@@ -66,7 +43,9 @@ class Simulation:
 
     def __init__(self) -> None:
         self.log = KvEventLog(10_000, 64)
-        self.blocks = BlockManager(NUM_BLOCKS, SIZE, enable_reuse=True, events=self.log)
+        self.blocks = BlockManager(
+            NUM_BLOCKS, SIZE, enable_reuse=True, enable_partial_reuse=True, events=self.log
+        )
         self.replay = Replay()
         self.holders: list[Holder] = []
         self.quarantined = 0
@@ -101,6 +80,14 @@ class Simulation:
         """What nobody uses is forgotten."""
         self.blocks.release(self.blocks.allocate(self.blocks.num_available))
 
+    def take_over(self, which: int) -> None:
+        """Somebody goes on from the start of a known block that nobody uses."""
+        tokens = PROMPTS[which % len(PROMPTS)]
+        found = self.blocks.match_start(ROOT, tokens[:1], b"")
+        if found is not None and self.blocks.is_spare(found.block):
+            self.blocks.take_over(found.block)
+            self.holders.append(Holder([tokens[0], 2], [found.block], []))
+
     def quarantine(self, which: int) -> None:
         """A pull timed out: its fresh blocks are lost."""
         if self.holders and not self.quarantined:
@@ -120,7 +107,7 @@ class Simulation:
 
 
 step = st.tuples(
-    st.sampled_from(["admit", "admit", "commit", "commit", "release", "evict", "quarantine"]),
+    st.sampled_from(["admit", "admit", "commit", "commit", "release", "evict", "take_over", "quarantine"]),
     st.integers(0, 99),
 )
 

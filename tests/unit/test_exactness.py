@@ -65,7 +65,8 @@ def make_core(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Itera
     made: list[Core] = []
 
     def make(**args: Any) -> Core:
-        made.append(Core(checkpoints(family), embedded={"forward": forward}, **args))
+        embedded = {"forward": forward, **args.pop("embedded", {})}
+        made.append(Core(checkpoints(family), embedded=embedded, **args))
         return made[-1]
 
     yield make
@@ -125,6 +126,61 @@ def test_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, tokens_pe
         assert_same_bits(recorder.take(), solo)
 
 
+@pytest.mark.parametrize("copied", [True, False], ids=["copied", "taken over"])
+def test_partly_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, copied: bool) -> None:
+    """The stem ends in the middle of a block, and of a tile."""
+    core = make_core(
+        kv_cache_config={"max_tokens": 1024, "tokens_per_block": 64, "copy_on_partial_reuse": copied}
+    )
+    longest, other = PROMPTS[1], PROMPTS[2]
+    for prompt in (longest, other):
+        answer = core.run(core.add(prompt, NEW_TOKENS))
+    assert answer.cached_tokens == len(STEM)
+    again = core.run(core.add(longest, NEW_TOKENS))
+    assert again.cached_tokens == (128 if copied else 64)
+    assert_same_bits(recorder.take(), {key: row for key, row in solo.items() if key[0] in (1, 2)})
+
+
+@pytest.mark.parametrize("policy", ["EQUAL_PROGRESS", "FORCE_CHUNK"])
+def test_chunked_by_turns(make_core: MakeCore, recorder: Recorder, solo: Logits, policy: str) -> None:
+    core = make_core(
+        max_num_tokens=100,
+        enable_chunked_prefill=True,
+        scheduler_config={"context_chunking_policy": policy},
+    )
+    core.run(*(core.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
+    assert_same_bits(recorder.take(), solo)
+
+
+def crowded(swap_tokens: int, **args: Any) -> dict[str, Any]:
+    """A pool that the answers do not fit into together."""
+    return {
+        "kv_cache_config": {"max_tokens": 160, "tokens_per_block": 4},
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+        "embedded": {"swap_tokens": swap_tokens},
+        **args,
+    }
+
+
+def run_and_see_who_is_paused(core: Core, ids: list[int]) -> set[str]:
+    kinds = set()
+    while not all(core.answers[request_id, 0].done for request_id in ids):
+        core.wait()
+        core.step()
+        kinds |= {s.request_type for s in core.engine.scheduler.paused}
+    assert not any(core.answers[request_id, 0].error for request_id in ids)
+    return kinds
+
+
+@pytest.mark.parametrize("swap_tokens", [0, 160], ids=["recomputed", "put aside"])
+def test_preempted(make_core: MakeCore, recorder: Recorder, solo: Logits, swap_tokens: int) -> None:
+    core = make_core(**crowded(swap_tokens))
+    ids = [core.add([7 + i, 8, 9], 45) for i in range(4)]
+    kinds = run_and_see_who_is_paused(core, ids + [core.add(prompt, NEW_TOKENS) for prompt in PROMPTS])
+    assert kinds == {"context_and_generation"}
+    assert_same_bits(recorder.take(), solo)
+
+
 def test_in_scattered_blocks(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
     """A sequence whose blocks are no run is gathered, not viewed."""
     core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": 16})
@@ -134,6 +190,22 @@ def test_in_scattered_blocks(make_core: MakeCore, recorder: Recorder, solo: Logi
     for prompt in PROMPTS:
         core.generate(prompt, NEW_TOKENS)
     blocks.release(taken[1::2])
+    assert_same_bits(recorder.take(), solo)
+
+
+@pytest.mark.parametrize("swap_tokens", [0, 160], ids=["recomputed", "put aside"])
+def test_disaggregated_and_preempted(
+    make_core: MakeCore, recorder: Recorder, solo: Logits, swap_tokens: int
+) -> None:
+    """Without room to put it aside, decode computes for itself what prefill had sent."""
+    transfer = {"cache_transceiver_config": {"backend": "SHARED_MEMORY"}}
+    small = crowded(swap_tokens)
+    prefill = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": 4}, **transfer)
+    decode = make_core(max_num_tokens=64, **small, **transfer)
+    handoffs = [prefill.prefill(prompt) for prompt in PROMPTS]
+    ids = [decode.add([7 + i, 8, 9], 45) for i in range(4)]
+    more = [decode.add_decode(p, h, NEW_TOKENS) for p, h in zip(PROMPTS, handoffs, strict=True)]
+    assert "generation_only" in run_and_see_who_is_paused(decode, ids + more)
     assert_same_bits(recorder.take(), solo)
 
 

@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from trtllm_disagg.embedded.llm_args import (
     CacheTransceiverConfig,
+    CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
     KvCacheConfig,
     LlmArgs,
     LoadFormat,
@@ -46,8 +48,6 @@ def test_the_defaults_are_served() -> None:
         ({"kv_cache_config": {"disk_cache_size": 1}}, "kv_cache_config.disk_cache_size"),
         ({"kv_cache_config": {"max_attention_window": [64]}}, "kv_cache_config.max_attention_window"),
         ({"kv_cache_config": {"kv_events_config": {"enable_kv_cache_events": True}}}, "kv_events_config"),
-        ({"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}}, "'MAX_UTILIZATION'"),
-        ({"scheduler_config": {"context_chunking_policy": "EQUAL_PROGRESS"}}, "'EQUAL_PROGRESS'"),
         ({"cache_transceiver_config": {"backend": "UCX"}}, "cache_transceiver_config.backend"),
     ],
 )
@@ -65,7 +65,9 @@ def test_what_would_change_answers_is_refused_by_name(values: dict[str, Any], ke
         {"cache_transceiver_config": {"backend": "SHARED_MEMORY"}},
         {"cache_transceiver_config": {"backend": "DEFAULT"}},
         {"scheduler_config": {"dynamic_batch_config": {}}},
-        {"scheduler_config": {"context_chunking_policy": "FIRST_COME_FIRST_SERVED"}},
+        *({"scheduler_config": {"context_chunking_policy": name}} for name in ContextChunkingPolicy),
+        *({"scheduler_config": {"capacity_scheduler_policy": name}} for name in CapacitySchedulerPolicy),
+        {"kv_cache_config": {"enable_partial_reuse": False, "max_util_for_resume": 0.5}},
         {"dtype": "float32", "kv_cache_config": {"dtype": "float32"}},
         {"embedded": {"num_threads": 2, "cpu_affinity": [0, 1], "device": "cpu"}},
     ],

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from trtllm_disagg.embedded.partial_index import Found, NoPartialIndex, PartialIndex
 from trtllm_disagg.errors import EngineError
 
 ROOT = b""
@@ -27,7 +28,13 @@ def block_key(parent: bytes, tokens: Seq[int], salt: bytes = b"") -> bytes:
 
 class BlockManager:
     def __init__(
-        self, num_blocks: int, tokens_per_block: int, *, enable_reuse: bool, events: KvEventLog
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        *,
+        enable_reuse: bool,
+        events: KvEventLog,
+        enable_partial_reuse: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
@@ -39,6 +46,9 @@ class BlockManager:
         self._refs = [0] * num_blocks
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._partial: PartialIndex | NoPartialIndex = (
+            PartialIndex() if enable_reuse and enable_partial_reuse else NoPartialIndex()
+        )
         self._quarantined: set[int] = set()
         self.reused_blocks = 0
         self.missed_blocks = 0
@@ -79,6 +89,29 @@ class BlockManager:
                 blocks.append(block)
         return blocks
 
+    def match_start(self, parent: bytes, tokens: Seq[int], salt: bytes) -> Found | None:
+        """The known block after `parent` (ROOT: the first of a prompt) that has the most of these tokens at its
+        start; they are fewer than a block, or no whole block of them is known. Not acquired yet.
+        """
+        return self._partial.longest(parent or salt, tokens)
+
+    def is_spare(self, block: int) -> bool:
+        """A known block that nobody uses, and that is no other known block's parent."""
+        return block in self._cached and not self._partial.has_children(self._key_of[block])
+
+    def take_over(self, block: int) -> None:
+        """Become the one user of a spare block, whose content is not known any more."""
+        del self._cached[block]
+        self._forget(block)
+        self._refs[block] = 1
+        self.reused_blocks += 1
+
+    def touch(self, block: int) -> None:
+        """A known block was of use without becoming anybody's."""
+        if block in self._cached:
+            self._cached.move_to_end(block)
+        self.reused_blocks += 1
+
     def acquire(self, blocks: Seq[int]) -> None:
         """Become a user of known blocks."""
         for block in blocks:
@@ -111,8 +144,10 @@ class BlockManager:
                 self._events.stored(parent, new, cache_salt)
                 parent, new = key, []
             else:
+                content = tokens[i * size : (i + 1) * size]
                 self._block_of[key], self._key_of[block] = block, key
-                new.append((key, tokens[i * size : (i + 1) * size]))
+                self._partial.add((keys[i - 1] if i else ROOT) or salt, content, block)
+                new.append((key, content))
         self._events.stored(parent, new, cache_salt)
 
     # -- allocation
@@ -155,10 +190,14 @@ class BlockManager:
         if self._free:
             return self._free.popitem()[0]
         block, _ = self._cached.popitem(last=False)
+        self._forget(block)
+        return block
+
+    def _forget(self, block: int) -> None:
         key = self._key_of.pop(block)
         del self._block_of[key]
+        self._partial.remove(block)
         self._events.removed(key)
-        return block
 
     # -- invariants
 
@@ -176,6 +215,8 @@ class BlockManager:
             self._key_of
         ):
             raise EngineError("KV prefix index is broken")
+        if not self._partial.holds(set(self._key_of)):
+            raise EngineError("KV partial-block index is broken")
 
 
 class KvEventLog:
@@ -185,7 +226,7 @@ class KvEventLog:
         self._max_size = max_size
         self._window_size = window_size
         self._next_id = 0
-        self._events: list[dict[str, Any]] = []
+        self._events: deque[dict[str, Any]] = deque(maxlen=max_size)
 
     def created(self, num_blocks: int) -> None:
         self._add({"type": "created", "num_blocks_per_cache_level": [num_blocks, 0]})
@@ -204,7 +245,8 @@ class KvEventLog:
         self._add({"type": "removed", "block_hashes": [event_hash(key)]})
 
     def take(self) -> list[dict[str, Any]]:
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def _add(self, data: dict[str, Any]) -> None:
@@ -212,8 +254,6 @@ class KvEventLog:
             return
         self._events.append({"event_id": self._next_id, "data": data, "window_size": self._window_size})
         self._next_id += 1
-        if len(self._events) > self._max_size:
-            del self._events[0]
 
 
 def event_hash(key: bytes) -> int:

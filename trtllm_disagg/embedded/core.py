@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trtllm_disagg.embedded.attention import TILE, KvPool
-from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog
+from trtllm_disagg.embedded.block_manager import KvEventLog
+from trtllm_disagg.embedded.create_scheduler import create_blocks, create_scheduler
 from trtllm_disagg.embedded.guided import create_guides
 from trtllm_disagg.embedded.iteration_stats import IterationStats
+from trtllm_disagg.embedded.kv_memory import LocalKvMemory
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.messages import (
     AddRequest,
@@ -23,7 +25,7 @@ from trtllm_disagg.embedded.messages import (
 from trtllm_disagg.embedded.model_loader import ModelShape, load_model, make_forward, read_shape
 from trtllm_disagg.embedded.model_runner import ModelRunner
 from trtllm_disagg.embedded.sampler import sample
-from trtllm_disagg.embedded.scheduler import Row, Scheduler
+from trtllm_disagg.embedded.scheduler import Row
 from trtllm_disagg.embedded.sequence import Sequence, Status
 from trtllm_disagg.embedded.sizing import (
     choose_device,
@@ -35,7 +37,7 @@ from trtllm_disagg.embedded.sizing import (
 )
 from trtllm_disagg.embedded.stopping import Verdict, judge
 from trtllm_disagg.embedded.transfers import KvTransfers, NullTransfers, create_transfers
-from trtllm_disagg.errors import ConfigError, DisaggError, EngineError, InvalidRequestError
+from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError
 from trtllm_disagg.kv_transfer.exchange import Pull
 
 log = logging.getLogger(__name__)
@@ -53,25 +55,14 @@ class EngineCore:
         self.max_seq_len = max_seq_len(args, self.shape)
         num_blocks = num_kv_blocks(args, self.shape, device)
         self._events = KvEventLog(kv_config.event_buffer_max_size, self.max_seq_len)
-        self.blocks = BlockManager(
-            num_blocks, size, enable_reuse=kv_config.enable_block_reuse, events=self._events
-        )
-        self.scheduler = Scheduler(
-            self.blocks,
-            max_batch_size=args.max_batch_size,
-            max_num_tokens=args.max_num_tokens,
-            chunk_alignment=TILE,
-            chunked=args.enable_chunked_prefill,
-            by_priority=args.scheduler_config.waiting_queue_policy == "priority",
-        )
-        if args.max_num_tokens < TILE:
-            raise ConfigError.bad_value("max_num_tokens", args.max_num_tokens, f"at least {TILE}")
+        self.blocks = create_blocks(kv_config, num_blocks, self._events)
         self._max_prompt = self.max_seq_len if args.enable_chunked_prefill else args.max_num_tokens
         model = load_model(Path(args.model), self.shape)
         self.transfers: KvTransfers | NullTransfers
         self.transfers, kv = create_transfers(
             args, kv_layout(self.shape, size), new_pool(self.shape, num_blocks, size, device), wake
         )
+        self.scheduler = create_scheduler(args, self.blocks, LocalKvMemory(kv), TILE)
         pool = KvPool(kv)
         forward = make_forward(model, pool, self.max_seq_len, args.embedded.forward)
         self._runner = ModelRunner(forward, pool)
@@ -231,9 +222,15 @@ class EngineCore:
         sequence.blocks = []
 
     def _retire_request(self, request_id: int, error: DisaggError) -> None:
-        for sequence in self.scheduler.find(request_id):
-            self._retire(sequence)
-        self._fail(request_id, error)
+        """Once; what a read is still filling is freed when the read has ended."""
+        living = [s for s in self.scheduler.find(request_id) if not s.aborted]
+        for sequence in living:
+            if sequence.status is Status.RECEIVING:
+                sequence.aborted = True
+            else:
+                self._retire(sequence)
+        if living:
+            self._fail(request_id, error)
 
     def _commit(self, sequence: Sequence) -> None:
         """Make every block that is full now known to the prefix cache."""
@@ -253,6 +250,7 @@ class EngineCore:
             self._retire(sequence)
             if not sequence.aborted:
                 self._fail(sequence.request_id, pull.error)
+            self._refuse_what_never_fits()
             return
         if sequence.aborted:
             self._retire(sequence)
@@ -277,12 +275,14 @@ class EngineCore:
         self.blocks.quarantine(pull.local)
         lost = set(pull.local)
         sequence.blocks = [block for block in sequence.blocks if block not in lost]
-        # The pool is smaller now; who does not fit any more would wait, and let wait, for ever.
-        for waiting in list(self.scheduler.waiting):
+
+    def _refuse_what_never_fits(self) -> None:
+        """The pool is smaller now; who does not fit any more would wait, and let wait, for ever."""
+        for sequence in self.scheduler.everyone():
             try:
-                self._require_fits(waiting)
+                self._require_fits(sequence)
             except DisaggError as error:
-                self._retire_request(waiting.request_id, error)
+                self._retire_request(sequence.request_id, error)
 
     def _fail(self, request_id: int, error: DisaggError) -> None:
         self._outputs.append(TokenOutput(request_id, error=str(error), error_category=error.category))

@@ -48,7 +48,8 @@ class IterationStats:
         seconds: float,
     ) -> list[dict[str, Any]]:
         """One dict for a step that ran, or that changed what is held; none when statistics are off."""
-        held = (scheduler.num_active, len(scheduler.waiting), blocks.num_used, num_handoffs)
+        paused = scheduler.paused
+        held = (scheduler.num_active, len(paused), len(scheduler.waiting), blocks.num_used, num_handoffs)
         if not self._enabled or (not rows and held == self._held):
             return []
         self._held = held
@@ -91,7 +92,7 @@ class IterationStats:
                     "numScheduledRequests": len(rows),
                     "numContextRequests": len(context),
                     "numGenRequests": len(rows) - len(context),
-                    "numPausedRequests": 0,
+                    "numPausedRequests": len(paused),
                     "numCtxTokens": context_tokens,
                     "microBatchId": 0,
                     "avgNumDecodedTokensPerIter": 1.0,
@@ -104,7 +105,7 @@ class IterationStats:
                     "numQueuedGenKvTokens": sum(
                         s.num_prompt for s in scheduler.waiting if s.handle is not None
                     ),
-                    "numPausedKvTokens": 0,
+                    "numPausedKvTokens": sum(len(s.tokens) for s in paused),
                 },
                 # Ours: finished prefills whose KV waits for a decode, and running totals that prove who did what.
                 "numHandoffsHeld": num_handoffs,

@@ -93,6 +93,9 @@ class EmbeddedConfig(StrictModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     #: transformers: its own modules even for families that have a leaner forward here.
     forward: Literal["auto", "transformers"] = "auto"
+    #: KV tokens of preempted requests that may be put aside (MAX_UTILIZATION); what has no room there is computed
+    #: again. None: a quarter of the pool.
+    swap_tokens: NonNegativeInt | None = None
     #: Address that the KV control channel listens on; decode workers on other hosts need to reach it.
     transfer_host: str = Field(default="127.0.0.1", min_length=1)
 

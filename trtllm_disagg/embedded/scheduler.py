@@ -1,17 +1,20 @@
 """Who runs in the next step: every decode row first, then prefill chunks with what is left of the token budget.
 
-GUARANTEED_NO_EVICT: a sequence is admitted when the KV blocks of its longest possible answer are available, and
-keeps them to its end; so running sequences never wait for blocks, and there is no deadlock when KV is full.
+Who may start, and with how many KV blocks, is `capacity.py`; how prompts share a budget is `chunking.py`; where the
+blocks come from is `reservation.py`.
 """
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trtllm_disagg.embedded.block_manager import BlockManager
+from trtllm_disagg.embedded.capacity import Capacity
+from trtllm_disagg.embedded.chunking import Chunking
+from trtllm_disagg.embedded.reservation import Plan, Reservations
 from trtllm_disagg.embedded.sequence import Sequence, Status
 
 
@@ -34,6 +37,8 @@ class Counts:
 
     admitted: int = 0
     finished: int = 0
+    #: One request may be paused several times.
+    paused: int = 0
     #: How long the admitted ones had waited, all together.
     queued_seconds: float = 0.0
 
@@ -41,34 +46,40 @@ class Counts:
 class Scheduler:
     def __init__(
         self,
-        blocks: BlockManager,
+        reservations: Reservations,
+        capacity: Capacity,
+        chunking: Chunking,
         *,
         max_batch_size: int,
         max_num_tokens: int,
-        chunk_alignment: int,
-        chunked: bool,
         by_priority: bool = False,
     ) -> None:
-        """`chunk_alignment`: a prefill chunk that does not finish its prompt ends on a multiple of it (tokens)."""
-        self._blocks = blocks
+        self._reservations = reservations
+        self._capacity = capacity
+        self._chunking = chunking
         # Every decode row takes a token of the budget, in every step.
         self._max_active = min(max_batch_size, max_num_tokens)
         self._max_num_tokens = max_num_tokens
-        self._alignment = chunk_alignment
-        self._chunked = chunked
         self._by_priority = by_priority
         self.counts = Counts()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.receiving: set[Sequence] = set()
+        #: Preempted; the one admitted first is the first to go on.
+        self.paused: list[Sequence] = []
 
     @property
     def has_runnable(self) -> bool:
         """False when nothing can run before someone else frees blocks: a lease that ends, a pull that finishes."""
-        return bool(self.running) or self._can_admit()
+        return bool(self.running) or (self._opens() and self._plan_next() is not None)
 
     @property
     def num_active(self) -> int:
+        """Admitted and not done yet, paused ones included."""
+        return self._num_in_batch + len(self.paused)
+
+    @property
+    def _num_in_batch(self) -> int:
         return len(self.running) + len(self.receiving)
 
     def add(self, sequence: Sequence) -> None:
@@ -79,16 +90,21 @@ class Scheduler:
         self.waiting.insert(place, sequence)
 
     def admit(self) -> Iterator[Sequence]:
-        """Move waiting sequences in, first ones first, while there is room.
+        """Move paused and waiting sequences in, first ones first, while there is room.
 
         Yields those that want their KV pulled.
         """
-        while self._can_admit():
-            sequence = self.waiting.popleft()
-            self._reserve(sequence)
-            self.counts.admitted += 1
-            self.counts.queued_seconds += time.monotonic() - sequence.arrived
-            if sequence.handle is not None:
+        if not self._opens():
+            return
+        while plan := self._plan_next():
+            sequence = plan.sequence
+            self._reservations.carry_out(plan)
+            if sequence.status is Status.PAUSED:
+                self.paused.remove(sequence)
+            else:
+                self.waiting.popleft()
+                self._count_in(sequence)
+            if sequence.is_pulled:
                 sequence.status = Status.RECEIVING
                 self.receiving.add(sequence)
                 yield sequence
@@ -103,17 +119,11 @@ class Scheduler:
         self.running.append(sequence)
 
     def schedule(self) -> list[Row]:
-        decode = [s for s in self.running if not s.in_prefill]
-        rows = [Row(s, 1) for s in decode]
-        budget = self._max_num_tokens - len(rows)
-        for sequence in self.running:
-            if sequence.in_prefill:
-                tokens = self._chunk(sequence, budget)
-                if not tokens:
-                    break  # nobody overtakes a prompt that waits for room
-                rows.append(Row(sequence, tokens))
-                budget -= tokens
-        return rows
+        self._capacity.grow(self.running, self._pause)
+        rows = [Row(s, 1) for s in self.running if not s.in_prefill]
+        prompts = [s for s in self.running if s.in_prefill]
+        shares = self._chunking.share(prompts, self._max_num_tokens - len(rows))
+        return rows + [Row(s, tokens) for s, tokens in zip(prompts, shares, strict=True) if tokens]
 
     def finish(self, sequence: Sequence) -> None:
         """It is done, whatever it was doing; its blocks stay with the caller."""
@@ -125,46 +135,37 @@ class Scheduler:
                 self.running.remove(sequence)
             case Status.RECEIVING:
                 self.receiving.remove(sequence)
+            case Status.PAUSED:
+                self.paused.remove(sequence)
+                self._reservations.forget(sequence)
         sequence.status = Status.FINISHED
 
     def find(self, request_id: int) -> list[Sequence]:
-        everyone = (*self.waiting, *self.running, *self.receiving)
-        return [s for s in everyone if s.request_id == request_id]
+        return [s for s in self.everyone() if s.request_id == request_id]
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        left = sequence.num_prompt - sequence.num_computed
-        if left <= budget:
-            return left
-        if not self._chunked:
-            return 0
-        end = sequence.num_computed + budget
-        return max(0, end - end % self._alignment - sequence.num_computed)
+    def everyone(self) -> list[Sequence]:
+        return [*self.waiting, *self.running, *self.receiving, *self.paused]
 
-    def _can_admit(self) -> bool:
-        if not self.waiting or self.num_active >= self._max_active:
-            return False
-        known, wanted = self._needs(self.waiting[0])
-        return self._blocks.can_allocate(wanted, besides=known)
+    def _opens(self) -> bool:
+        return self._capacity.opens(self._num_in_batch)
 
-    def _reserve(self, sequence: Sequence) -> None:
-        known, wanted = self._needs(sequence)
-        # Acquire first: otherwise allocating might evict a known block.
-        self._blocks.acquire(known)
-        sequence.blocks = known + self._blocks.allocate(wanted)
-        sequence.keys = self._prompt_keys(sequence)[: len(known)]
-        sequence.num_computed = len(known) * self._blocks.tokens_per_block
-        sequence.num_cached = sequence.num_computed
+    def _plan_next(self) -> Plan | None:
+        """For the first in line; None when there is nobody, or no room for it."""
+        if self._num_in_batch >= self._max_active or not (self.paused or self.waiting):
+            return None
+        first = self.paused[0] if self.paused else self.waiting[0]
+        return self._reservations.plan(
+            first, self._capacity.tokens_to_start(first), self._capacity.headroom(first, self.running)
+        )
 
-    def _needs(self, sequence: Sequence) -> tuple[list[int], int]:
-        """Its blocks that are known already, and how many more its longest possible answer takes."""
-        size, keys = self._blocks.tokens_per_block, self._prompt_keys(sequence)
-        # At least one prompt token must be computed to have logits, unless prefill did it elsewhere.
-        usable = keys if sequence.handle is not None else keys[: (sequence.num_prompt - 1) // size]
-        known = self._blocks.match(usable)
-        return known, -(-sequence.max_kv_tokens // size) - len(known)
+    def _count_in(self, sequence: Sequence) -> None:
+        sequence.order = self.counts.admitted
+        self.counts.admitted += 1
+        self.counts.queued_seconds += time.monotonic() - sequence.arrived
 
-    def _prompt_keys(self, sequence: Sequence) -> list[bytes]:
-        if sequence.prompt_keys is None:
-            prompt = sequence.tokens[: sequence.num_prompt]
-            sequence.prompt_keys = self._blocks.prompt_keys(prompt, sequence.salt)
-        return sequence.prompt_keys
+    def _pause(self, sequence: Sequence) -> None:
+        self.counts.paused += 1
+        self.running.remove(sequence)
+        self._reservations.give_up(sequence)
+        sequence.status = Status.PAUSED
+        bisect.insort(self.paused, sequence, key=lambda s: s.order)

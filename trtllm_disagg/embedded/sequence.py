@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from trtllm_disagg.embedded.kv_memory import Saved
 from trtllm_disagg.embedded.messages import AddRequest, ReceivedHandoff, SamplingSpec
 from trtllm_disagg.kv_transfer.handle import KvHandle
 
@@ -20,6 +21,7 @@ class Status(Enum):
     WAITING = auto()  # no blocks yet
     RECEIVING = auto()  # generation_only: its KV is on the way
     RUNNING = auto()
+    PAUSED = auto()  # preempted: its tokens are kept, its blocks are not
     FINISHED = auto()
 
 
@@ -44,6 +46,10 @@ class Sequence:
     arrived: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
     aborted: bool = False
+    #: When it was admitted first, counted from 0.
+    order: int = -1
+    #: Its KV, while it is paused and there was room to put it aside.
+    saved: Saved | None = None
     blocks: list[int] = field(default_factory=list)
     #: Keys of the prompt's full blocks, once asked for.
     prompt_keys: list[bytes] | None = None
@@ -88,6 +94,16 @@ class Sequence:
     @property
     def in_prefill(self) -> bool:
         return self.num_computed < self.num_prompt
+
+    @property
+    def has_first_token(self) -> bool:
+        """Its first output token is known, here or from the prefill side: no logits of the prompt are needed."""
+        return self.num_output > 0 or self.handle is not None
+
+    @property
+    def is_pulled(self) -> bool:
+        """Its prompt's KV will come from the prefill side."""
+        return self.num_output == 0 and self.handle is not None
 
     @property
     def is_context_only(self) -> bool:

@@ -120,16 +120,6 @@ _BUILT = (
     _Built("kv_cache_config.kv_events_config.enable_kv_cache_events", *_OFF),
     _Built("kv_cache_config.block_reuse_config.policy", ("all_reusable",), "all_reusable"),
     _Built(
-        "scheduler_config.capacity_scheduler_policy",
-        ("GUARANTEED_NO_EVICT",),
-        "GUARANTEED_NO_EVICT (the others: not yet)",
-    ),
-    _Built(
-        "scheduler_config.context_chunking_policy",
-        (None, "FIRST_COME_FIRST_SERVED"),
-        "FIRST_COME_FIRST_SERVED (the others: not yet)",
-    ),
-    _Built(
         "cache_transceiver_config.backend",
         (None, "DEFAULT", "NIXL", "SHARED_MEMORY"),
         "DEFAULT, NIXL or SHARED_MEMORY",
@@ -177,7 +167,6 @@ _NO_EFFECT = (
     "kv_cache_config.use_kv_cache_manager_v2",
     "kv_cache_config.pool_ratio",
     "kv_cache_config.avg_seq_len",
-    "kv_cache_config.max_util_for_resume",
     "scheduler_config.use_python_scheduler",
     "scheduler_config.enable_prefix_aware_scheduling",
     # One by one: Dynamo always passes this object, with its defaults.
