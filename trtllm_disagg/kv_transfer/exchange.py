@@ -224,16 +224,14 @@ class KvReceiver:
                 f"the handoff names block {max(pull.remote)}; its prefill worker has {card.num_blocks}"
             )
         if pull.local:
+            _require_held(handle, self._client.begin(handle, _CONTROL_SECONDS))
             pull.bytes_moved = self._transport.read(
                 card, np.asarray(pull.remote, np.int32), np.asarray(pull.local, np.int32), self._timeout
             )
-        if not self._client.confirm(handle, _CONTROL_SECONDS):
-            raise HandoffRefusedError(
-                f"prefill worker {handle.sender} does not hold this handoff (stale, used before, or forged)"
-            )
+        _require_held(handle, self._client.confirm(handle, _CONTROL_SECONDS))
 
     def _load_card(self, handle: KvHandle) -> PeerCard:
-        card = self._client.card(handle, _CONTROL_SECONDS)
+        card = self._client.card(handle.endpoint, _CONTROL_SECONDS)
         if card.sender != handle.sender:
             raise KvTransferError(
                 f"the handoff is from {handle.sender}, but {card.sender} is at {handle.endpoint} now"
@@ -251,3 +249,10 @@ class KvReceiver:
     def _release(self, handle: KvHandle) -> None:
         with contextlib.suppress(KvTransferError):
             self._client.release(handle, _CONTROL_SECONDS)
+
+
+def _require_held(handle: KvHandle, is_held: bool) -> None:
+    if not is_held:
+        raise HandoffRefusedError(
+            f"prefill worker {handle.sender} does not hold this handoff (stale, used before, or forged)"
+        )
