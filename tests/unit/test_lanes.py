@@ -32,6 +32,9 @@ class NoBytes:
     def read(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
         return 0
 
+    def write(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
+        raise AssertionError("not asked for here")
+
     def forget(self, peer: PeerCard) -> None:
         """Nothing is remembered."""
 

@@ -33,6 +33,9 @@ class CountingTransport:
     ) -> int:
         raise AssertionError("not asked for here")
 
+    def write(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
+        raise AssertionError("not asked for here")
+
     def forget(self, peer: PeerCard) -> None:
         """Knows nobody."""
 

@@ -11,15 +11,16 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer.base import KvTransport, PeerCard, ReadTimeoutError
+from trtllm_disagg.kv_transfer.cards import Cards
 from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
+from trtllm_disagg.kv_transfer.lanes import Lanes
 from trtllm_disagg.kv_transfer.layout import KvLayout
 from trtllm_disagg.kv_transfer.lease import Lease, LeaseTable
 
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 0.001
 _IDLE_PROGRESS_SECONDS = 0.02
 _CONTROL_SECONDS = 5.0
-_MAX_LANES = 64
 
 
 class KvSender:
@@ -145,21 +145,19 @@ class KvReceiver:
         self._layout = layout
         self._timeout = timeout_seconds
         self._on_finished = on_finished
-        self._client = ControlClient()
-        #: By endpoint.
-        self._cards: dict[str, PeerCard] = {}
+        self.client = ControlClient()
+        self.cards = Cards(self.client, self._check)
+        self.lanes = Lanes()
         self._finished: queue.SimpleQueue[Pull] = queue.SimpleQueue()
-        self._lanes: dict[str, ThreadPoolExecutor] = {}
         self.in_flight = 0
-        self.card_loads = 0
 
     def start(self, pull: Pull) -> None:
         self.in_flight += 1
-        self._lane(pull.handle).submit(self._run, pull)
+        self.lanes.submit(pull.handle.endpoint, self._run, pull)
 
     def release(self, handle: KvHandle) -> None:
         """Tell the sender that nobody will read; best effort, its lease ends by itself."""
-        self._lane(handle).submit(self._release, handle)
+        self.lanes.submit(handle.endpoint, self._release, handle)
 
     def take_finished(self) -> list[Pull]:
         pulls: list[Pull] = []
@@ -170,22 +168,8 @@ class KvReceiver:
         return pulls
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.shutdown(wait=False, cancel_futures=True)
-        for lane in self._lanes.values():
-            lane.shutdown(wait=True)
-        self._client.close()
-
-    def _lane(self, handle: KvHandle) -> ThreadPoolExecutor:
-        """The sender's; the last one is shared by all that come when there are too many (restarts, forgeries)."""
-        key = (
-            handle.endpoint
-            if handle.endpoint in self._lanes or len(self._lanes) < _MAX_LANES - 1
-            else "others"
-        )
-        if key not in self._lanes:
-            self._lanes[key] = ThreadPoolExecutor(1, "kv-pull")
-        return self._lanes[key]
+        self.lanes.close()
+        self.client.close()
 
     def _run(self, pull: Pull) -> None:
         started = time.monotonic()
@@ -207,16 +191,14 @@ class KvReceiver:
 
     def _lost_touch(self, pull: Pull) -> None:
         """The next pull starts afresh; should the sender be alive, its blocks are free again."""
-        card = self._cards.pop(pull.handle.endpoint, None)
+        card = self.cards.drop(pull.handle.endpoint)
         if card is not None and not pull.may_land_later:
             self._transport.forget(card)
         self._release(pull.handle)
 
     def _pull(self, pull: Pull) -> None:
         handle = pull.handle
-        card = self._cards.get(handle.endpoint)
-        if card is None or card.sender != handle.sender:
-            card = self._load_card(handle)
+        card = self.cards.of_peer(handle.endpoint, handle.sender)
         if handle.layout != self._layout.fingerprint():
             raise HandoffRefusedError("the handoff names another KV layout than its prefill worker has")
         if max(pull.remote, default=-1) >= card.num_blocks:
@@ -224,31 +206,23 @@ class KvReceiver:
                 f"the handoff names block {max(pull.remote)}; its prefill worker has {card.num_blocks}"
             )
         if pull.local:
-            _require_held(handle, self._client.begin(handle, _CONTROL_SECONDS))
+            _require_held(handle, self.client.begin(handle, _CONTROL_SECONDS))
             pull.bytes_moved = self._transport.read(
                 card, np.asarray(pull.remote, np.int32), np.asarray(pull.local, np.int32), self._timeout
             )
-        _require_held(handle, self._client.confirm(handle, _CONTROL_SECONDS))
+        _require_held(handle, self.client.confirm(handle, _CONTROL_SECONDS))
 
-    def _load_card(self, handle: KvHandle) -> PeerCard:
-        card = self._client.card(handle.endpoint, _CONTROL_SECONDS)
-        if card.sender != handle.sender:
-            raise KvTransferError(
-                f"the handoff is from {handle.sender}, but {card.sender} is at {handle.endpoint} now"
-            )
+    def _check(self, card: PeerCard) -> None:
         self._layout.require_same(card.layout)
         if card.transport != self._transport.name:
             raise HandoffRefusedError(
                 f"prefill sends KV by {card.transport}, decode reads by {self._transport.name}; "
                 "set the same cache_transceiver_config.backend on both"
             )
-        self.card_loads += 1
-        self._cards[handle.endpoint] = card
-        return card
 
     def _release(self, handle: KvHandle) -> None:
         with contextlib.suppress(KvTransferError):
-            self._client.release(handle, _CONTROL_SECONDS)
+            self.client.release(handle, _CONTROL_SECONDS)
 
 
 def _require_held(handle: KvHandle, is_held: bool) -> None:
