@@ -48,6 +48,7 @@ class NoBytes:
 @pytest.fixture
 def sender() -> Iterator[KvSender]:
     made = KvSender(NoBytes(), LAYOUT, 8, host="127.0.0.1", lease_seconds=60, on_lease_ended=lambda: None)
+    made.start()
     yield made
     made.close()
 

@@ -88,7 +88,7 @@ class Scheduler:
             self._reserve(sequence)
             self.counts.admitted += 1
             self.counts.queued_seconds += time.monotonic() - sequence.arrived
-            if sequence.handle is not None:
+            if sequence.wants_kv:
                 sequence.status = Status.RECEIVING
                 self.receiving.add(sequence)
                 yield sequence
@@ -97,7 +97,7 @@ class Scheduler:
                 self.running.append(sequence)
 
     def received(self, sequence: Sequence) -> None:
-        """The KV of a generation_only sequence is here: it decodes from token two on."""
+        """The KV of a sequence is here: a generation_only one decodes from token two on."""
         self.receiving.discard(sequence)
         sequence.status = Status.RUNNING
         self.running.append(sequence)
@@ -159,7 +159,7 @@ class Scheduler:
         """Its blocks that are known already, and how many more its longest possible answer takes."""
         size, keys = self._blocks.tokens_per_block, self._prompt_keys(sequence)
         # At least one prompt token must be computed to have logits, unless prefill did it elsewhere.
-        usable = keys if sequence.handle is not None else keys[: (sequence.num_prompt - 1) // size]
+        usable = keys if sequence.is_generation_only else keys[: (sequence.num_prompt - 1) // size]
         known = self._blocks.match(usable)
         return known, -(-sequence.max_kv_tokens // size) - len(known)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from trtllm_disagg.embedded.messages import AddRequest, ReceivedHandoff, SamplingSpec
+from trtllm_disagg.embedded.messages import AddRequest, ReceivedHandoff, Rendezvous, SamplingSpec
 from trtllm_disagg.kv_transfer.handle import KvHandle
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Sequence:
     priority: float = 0.5
     handoff: ReceivedHandoff | None = None
     handle: KvHandle | None = None
+    rendezvous: Rendezvous | None = None
     #: Which tokens may come next, when a grammar says so.
     guide: Guide | None = None
 
@@ -52,6 +53,8 @@ class Sequence:
     num_computed: int = 0
     #: Prompt tokens whose KV was found in the cache (of the prefill side, when there was one).
     num_cached: int = 0
+    #: context_only: the first blocks of the prompt that decode has, and that need not be computed here.
+    num_fetchable: int = 0
 
     @classmethod
     def from_request(cls, request: AddRequest, index: int, handle: KvHandle | None) -> Sequence:
@@ -70,6 +73,7 @@ class Sequence:
             priority=request.priority,
             handoff=request.handoff,
             handle=handle,
+            rendezvous=request.rendezvous,
         )
 
     @property
@@ -92,6 +96,15 @@ class Sequence:
     @property
     def is_context_only(self) -> bool:
         return self.request_type == "context_only"
+
+    @property
+    def is_generation_only(self) -> bool:
+        return self.request_type == "generation_only"
+
+    @property
+    def wants_kv(self) -> bool:
+        """Before it can run, another engine's KV has to come here."""
+        return self.is_generation_only or self.num_fetchable > len(self.keys)
 
     @property
     def max_kv_tokens(self) -> int:

@@ -9,7 +9,8 @@ prompt's KV into an answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from trtllm_disagg.kv_transfer.base import PeerCard
 from trtllm_disagg.kv_transfer.channel import ChannelClient, ChannelServer
 from trtllm_disagg.kv_transfer.handle import UNREADABLE, KvHandle
 from trtllm_disagg.kv_transfer.lease import LeaseTable
+from trtllm_disagg.kv_transfer.offer import FromDecode, FromPrefill
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,10 @@ class Release(msgspec.Struct, tag="release"):
     lease: bytes
 
 
-_requests = msgspec.msgpack.Decoder(GetCard | Begin | Finish | Release)
+#: Who answers what kind of message.
+Desks = Mapping[type, Callable[[Any], bytes]]
+
+_requests = msgspec.msgpack.Decoder(GetCard | Begin | Finish | Release | FromDecode | FromPrefill)
 _cards = msgspec.msgpack.Decoder(PeerCard)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -52,11 +57,14 @@ class ControlServer:
         self._leases = leases
         self._on_lease_ended = on_lease_ended
         self._card = b""
+        self._desks: Desks = {}
         self._channel = ChannelServer(host, self._answer)
         self.endpoint = self._channel.endpoint
 
-    def start(self, card: PeerCard) -> None:
+    def start(self, card: PeerCard, desks: Desks | None = None) -> None:
+        """`desks` answer what is not about leases."""
         self._card = _encoder.encode(card)
+        self._desks = desks or {}
         self._channel.start()
 
     def close(self) -> None:
@@ -78,6 +86,9 @@ class ControlServer:
             case Release(lease):
                 self._leases.release(lease)
                 answer = b"ok"
+            case _:
+                desk = self._desks.get(type(request))
+                return b"bad" if desk is None else desk(request)
         self._on_lease_ended()
         return answer
 
@@ -111,6 +122,9 @@ class ControlClient:
 
     def release(self, handle: KvHandle, timeout: float) -> None:
         self._ask(handle.endpoint, Release(handle.lease), timeout)
+
+    def say(self, endpoint: str, message: FromDecode | FromPrefill, timeout: float) -> bytes:
+        return self._ask(endpoint, message, timeout)
 
     def close(self) -> None:
         self._channel.close()

@@ -7,7 +7,6 @@ import logging
 import os
 import queue
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -18,16 +17,15 @@ import numpy as np
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer.base import KvTransport, PeerCard, ReadTimeoutError
 from trtllm_disagg.kv_transfer.cards import Cards
-from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer
+from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer, Desks
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
 from trtllm_disagg.kv_transfer.lanes import Lanes
 from trtllm_disagg.kv_transfer.layout import KvLayout
 from trtllm_disagg.kv_transfer.lease import Lease, LeaseTable
+from trtllm_disagg.kv_transfer.pump import Pump
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_SECONDS = 0.001
-_IDLE_PROGRESS_SECONDS = 0.02
 _CONTROL_SECONDS = 5.0
 
 
@@ -51,12 +49,16 @@ class KvSender:
         self.leases = LeaseTable(lease_seconds)
         self._control = ControlServer(host, self.leases, on_lease_ended)
         self.endpoint = self._control.endpoint
-        card = PeerCard(self.name, transport.name, layout, num_blocks, transport.serve(self.name))
-        self._control.start(card)
-        self._outstanding = threading.Event()
-        self._closed = False
-        self._pump = threading.Thread(target=self._progress, name="kv-progress", daemon=True)
-        self._pump.start()
+        self._card = PeerCard(self.name, transport.name, layout, num_blocks, transport.serve(self.name))
+        self._expects: Callable[[], bool] = bool
+        self.pump = Pump(transport, lambda: bool(len(self.leases)) or self._expects())
+
+    def start(self, desks: Desks | None = None, expects: Callable[[], bool] = bool) -> None:
+        """Answer peers from now on. `desks` answer what is not about leases; `expects` tells that somebody other
+        than the holder of a lease may read or write here.
+        """
+        self._expects = expects
+        self._control.start(self._card, desks)
 
     def lease(
         self,
@@ -83,33 +85,15 @@ class KvSender:
             cached_tokens=cached_tokens,
         )
         lease.digest = handle.digest()
-        self._outstanding.set()
+        self.pump.hurry()
         return handle.encode()
 
     def take_ended(self) -> list[Lease]:
-        ended = self.leases.take_ended()
-        if not len(self.leases):
-            self._outstanding.clear()
-        return ended
+        return self.leases.take_ended()
 
     def close(self) -> None:
-        self._closed = True
-        self._outstanding.set()
-        self._pump.join(timeout=5)
+        self.pump.close()
         self._control.close()
-
-    def _progress(self) -> None:
-        """Receivers connect and read through our agent, which runs no thread of its own.
-
-        Slowly without a lease, too: who reads learns only afterwards that its lease had ended, and a read that
-        never ends costs the receiver the blocks that it reads into.
-        """
-        while not self._closed:
-            is_leased = self._outstanding.wait(_IDLE_PROGRESS_SECONDS)
-            if not self._closed:
-                self._transport.progress()
-            if is_leased:
-                time.sleep(_PROGRESS_SECONDS)
 
 
 @dataclass(slots=True, kw_only=True)

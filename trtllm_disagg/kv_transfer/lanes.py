@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,16 +15,19 @@ class Lanes:
 
     def __init__(self) -> None:
         self._lanes: dict[str, ThreadPoolExecutor] = {}
+        self._lock = threading.Lock()
         self._closed = False
 
     def submit(self, endpoint: str, work: Callable[..., None], *args: Any) -> None:
-        """Used by the engine's thread, and by work on the same lane."""
-        if not self._closed:
-            self._lane(endpoint).submit(work, *args)
+        """From any thread. Nothing happens after `close`."""
+        with self._lock:
+            if not self._closed:
+                self._lane(endpoint).submit(work, *args)
 
     def close(self) -> None:
         """What has begun ends; what waits is dropped."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
         for lane in self._lanes.values():
             lane.shutdown(wait=False, cancel_futures=True)
         for lane in self._lanes.values():

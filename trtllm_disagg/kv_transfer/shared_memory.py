@@ -110,7 +110,9 @@ class SharedMemoryTransport:
             self._fd = -1
 
     def _mapping(self, peer: PeerCard, mappings: dict[str, _Mapping], access: int) -> _Mapping:
-        """The peer's pool, mapped once for each kind of access. A dead peer's memory lives on here, so its process is asked for first."""
+        """The peer's pool, mapped once for each kind of access. A dead peer's memory lives on here, so its process
+        is asked for first.
+        """
         try:
             address = msgspec.msgpack.decode(peer.address, type=_Address)
             if not _is_running(address):
