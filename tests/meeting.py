@@ -11,7 +11,7 @@ from typing import Any
 from tests.cores import Answer, Core
 from trtllm_disagg.embedded.messages import Rendezvous, SamplingSpec
 
-HANG_SECONDS = 20.0
+HANG_SECONDS = 10.0
 _ids = itertools.count(1 << 40)
 
 

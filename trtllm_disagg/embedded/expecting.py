@@ -50,7 +50,10 @@ class Expecting:
     def withhold(self, sequence: Sequence) -> list[int]:
         """It has ended: the blocks that prefill cannot write into."""
         expected, _ = self._expected.pop(sequence, (None, 0.0))
-        if expected is None or self._expecter.give_up(expected):
+        if expected is None:
+            self._decline_if_early(sequence)
+            return sequence.blocks
+        if self._expecter.give_up(expected):
             return sequence.blocks
         offered = expected.blocks[expected.num_known :]
         self._limbo[expected] = offered
@@ -74,6 +77,10 @@ class Expecting:
         for expected in self._expecter.take_freed():
             self._hooks.blocks.release(self._limbo.pop(expected, []))
             self._hooks.blocks.restore(self._quarantined.pop(expected, []))
+
+    def _decline_if_early(self, sequence: Sequence) -> None:
+        if sequence.rendezvous is not None and not sequence.num_output:
+            self._expecter.decline(sequence.rendezvous.endpoint, sequence.rendezvous.request)
 
     def _received(self, sequence: Sequence, expected: Expected, notice: Notice) -> None:
         self._hooks.count_arrival(notice.bytes_moved, expected.num_known)

@@ -53,10 +53,8 @@ class Pushing:
     def enter(self, sequence: Sequence) -> None:
         assert sequence.rendezvous is not None
         request = sequence.rendezvous.request
-        if push := self._book.take(request):
-            self._meet(sequence, push)
-        else:
-            self._awaited[request] = sequence, time.monotonic() + self._seconds
+        self._awaited[request] = sequence, time.monotonic() + self._seconds
+        self._look_for(request, sequence)
 
     def start(self, sequence: Sequence) -> None:
         """Decode has more of the prompt than this engine: read it instead of computing it."""
@@ -111,15 +109,17 @@ class Pushing:
         for request, (sequence, _) in self._awaited.items():
             if sequence.request_id == request_id:
                 del self._awaited[request]
+                self._book.leave(request)
                 self._hooks.emit(TokenOutput(request_id, sequence.index, finish_reason="cancelled"))
                 return True
         return False
 
     def step(self) -> None:
         if self._book.take_news():
-            self._look_for_offers()
+            for request, (sequence, _) in list(self._awaited.items()):
+                self._look_for(request, sequence)
             for sequence in [s for s, pushing in self._pushing.items() if pushing.push.is_withdrawn]:
-                self._hooks.fail(sequence.request_id, KvTransferError("the decode worker has given up"))
+                self._hooks.fail(sequence.request_id, KvTransferError(_GIVEN_UP))
         self._expire()
         for move in self._pusher.take_finished():
             self._moved(move)
@@ -131,19 +131,22 @@ class Pushing:
 
     # -- internals
 
-    def _look_for_offers(self) -> None:
-        for request, (sequence, _) in list(self._awaited.items()):
-            if push := self._book.take(request):
-                del self._awaited[request]
-                self._meet(sequence, push)
+    def _look_for(self, request: int, sequence: Sequence) -> None:
+        if push := self._book.take(request):
+            del self._awaited[request]
+            self._meet(sequence, push)
+        elif self._book.was_left(request):
+            self._leave(request, _GIVEN_UP)
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for request, (sequence, end) in list(self._awaited.items()):
-            if end <= now:
-                del self._awaited[request]
-                reason = f"no decode worker offered its blocks within {self._seconds:g} s"
-                self._hooks.fail(sequence.request_id, KvTransferError(reason))
+        for request in [request for request, (_, end) in self._awaited.items() if end <= now]:
+            self._leave(request, f"no decode worker offered its blocks within {self._seconds:g} s")
+
+    def _leave(self, request: int, reason: str) -> None:
+        sequence, _ = self._awaited.pop(request)
+        self._book.leave(request)
+        self._hooks.fail(sequence.request_id, KvTransferError(reason))
 
     def _meet(self, sequence: Sequence, push: Push) -> None:
         offer = push.offer
@@ -191,3 +194,6 @@ class Pushing:
 
     def _sequences_of(self, push: Push) -> list[Sequence]:
         return [sequence for sequence, pushing in self._pushing.items() if pushing.push is push]
+
+
+_GIVEN_UP = "the decode worker has given up on this request"

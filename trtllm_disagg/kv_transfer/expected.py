@@ -105,6 +105,10 @@ class KvExpecter:
         self._lanes.submit(expected.endpoint, self._withdraw, expected)
         return False
 
+    def decline(self, endpoint: str, request: int) -> None:
+        """Nothing will be offered for this request; best effort, prefill's wait ends by itself."""
+        self._lanes.submit(endpoint, self._decline, endpoint, request)
+
     def take_freed(self) -> list[Expected]:
         """Given up, and nobody writes there any more."""
         return _take(self._freed)
@@ -164,7 +168,7 @@ class KvExpecter:
                 expected.prefill = self._cards.of(expected.endpoint).sender
                 answer = self._client.say(expected.endpoint, self._offer_of(expected), _CONTROL_SECONDS)
             if answer != b"ok":
-                raise _refused(answer)
+                self._leave(expected.ticket, error=_refused(answer), stopped=True)
         except PeerGoneError as error:
             self._cards.drop(expected.endpoint)
             self._leave(expected.ticket, error=error, stopped=True)
@@ -192,6 +196,11 @@ class KvExpecter:
             num_known=expected.num_known,
             seconds=expected.seconds,
         )
+
+    def _decline(self, endpoint: str, request: int) -> None:
+        with contextlib.suppress(DisaggError):
+            prefill = self._cards.of(endpoint).sender
+            self._client.say(endpoint, Withdraw(prefill, request, new_ticket()), _CONTROL_SECONDS)
 
     def _withdraw(self, expected: Expected) -> None:
         question = Withdraw(expected.prefill, expected.request, expected.ticket)
@@ -260,6 +269,8 @@ def _refused(answer: bytes) -> DisaggError:
     reason = answer.decode(errors="replace")[:100]
     if answer == b"full":
         return OverloadedError("the prefill worker has too many offers")
+    if answer == b"left":
+        return KvTransferError("the prefill worker has given up on this request")
     return HandoffRefusedError(f"the prefill worker does not take these blocks: {reason}")
 
 

@@ -84,6 +84,9 @@ class OfferBook:
         self._open: dict[int, tuple[Offer, float]] = {}
         self._pushes: dict[bytes, Push] = {}
         self._withdrawn: deque[bytes] = deque(maxlen=_REMEMBERED)
+        #: Requests that decode, or prefill, has given up before they met.
+        self._left_by_decode: deque[int] = deque(maxlen=_REMEMBERED)
+        self._left_by_prefill: deque[int] = deque(maxlen=_REMEMBERED)
         self._has_news = threading.Event()
 
     # -- the control channel's threads
@@ -98,6 +101,8 @@ class OfferBook:
             self._drop_void()
             if offer.ticket in self._withdrawn:
                 return b"withdrawn"
+            if offer.request in self._left_by_prefill:
+                return b"left"
             if offer.request in self._open or any(
                 push.offer.request == offer.request for push in self._pushes.values()
             ):
@@ -118,7 +123,10 @@ class OfferBook:
             if offer is not None and offer.ticket == withdraw.ticket:
                 del self._open[withdraw.request]
             push = self._pushes.get(withdraw.ticket)
+            if push is None:
+                self._left_by_decode.append(withdraw.request)
         if push is None:
+            self._tell_news()
             return b"stopped"
         push.is_withdrawn = True
         push.close()
@@ -149,6 +157,17 @@ class OfferBook:
                 return None
             push = self._pushes[offer.ticket] = Push(offer)
             return push
+
+    def was_left(self, request: int) -> bool:
+        """Decode has given up on a request that it had not met here yet."""
+        with self._lock:
+            return request in self._left_by_decode
+
+    def leave(self, request: int) -> None:
+        """Prefill has given up on it: whoever offers, or has just offered, is told."""
+        with self._lock:
+            self._left_by_prefill.append(request)
+            self._open.pop(request, None)
 
     def forget(self, push: Push) -> None:
         """It is over: decode has its notice, or was told. A write that may still land is remembered for good."""
