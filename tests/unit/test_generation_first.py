@@ -61,9 +61,11 @@ def test_two_stages_give_the_tokens_of_one(duo: Duo, agg: Core, num_tokens: int)
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_either_side_may_come_first(duo: Duo, agg: Core, first: str) -> None:
     met = duo.request(prompt(70, salt=110 + len(first)))
-    sides = [lambda: duo.add_prefill(met), lambda: duo.add_decode(met)]
-    for add in sides if first == "prefill" else sides[::-1]:
-        add()
+    for side in ("prefill", "decode") if first == "prefill" else ("decode", "prefill"):
+        if side == "prefill":
+            duo.add_prefill(met)
+        else:
+            duo.add_decode(met)
         for _ in range(5):
             duo.step()
     duo.run()

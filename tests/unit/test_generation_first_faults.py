@@ -30,8 +30,10 @@ def make_duo(checkpoints: Checkpoints) -> Iterator[MakeDuo]:
     def make(seconds: float = 60.0, **args: Any) -> Duo:
         transceiver = {"backend": "SHARED_MEMORY", "kv_transfer_timeout_ms": round(seconds * 1000)}
         settings = {"cache_transceiver_config": transceiver, "enable_chunked_prefill": True}
-        cores = [Core(checkpoints(), **(settings | {"max_num_tokens": 64} | args)) for _ in range(2)]
-        made.append(Duo(*cores))
+        prefill, decode = (
+            Core(checkpoints(), **(settings | {"max_num_tokens": 64} | args)) for _ in range(2)
+        )
+        made.append(Duo(prefill, decode))
         return made[-1]
 
     yield make
@@ -316,7 +318,7 @@ def test_a_forged_notice_is_not_believed(make_duo: MakeDuo) -> None:
 @pytest.fixture(scope="module")
 def small(checkpoints: Checkpoints) -> Iterator[Duo]:
     """Pools of eight blocks: two or three requests fill one."""
-    cores = [
+    prefill, decode = (
         Core(
             checkpoints(),
             cache_transceiver_config={"backend": "SHARED_MEMORY"},
@@ -327,8 +329,8 @@ def small(checkpoints: Checkpoints) -> Iterator[Duo]:
             max_num_tokens=64,
         )
         for _ in range(2)
-    ]
-    duo = Duo(*cores)
+    )
+    duo = Duo(prefill, decode)
     yield duo
     duo.close()
 

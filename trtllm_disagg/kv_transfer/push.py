@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from trtllm_disagg.kv_transfer.endpoint import is_endpoint
 from trtllm_disagg.kv_transfer.offer import Offer, Watch, Withdraw
 
 _REMEMBERED = 4096
@@ -95,7 +96,11 @@ class OfferBook:
         """`ok`, or why not."""
         if offer.prefill != self._name:
             return b"stranger"
-        if offer.layout != self._layout or offer.num_known > len(offer.blocks):
+        if (
+            offer.layout != self._layout
+            or offer.num_known > len(offer.blocks)
+            or not is_endpoint(offer.endpoint)
+        ):
             return b"unfit"
         with self._lock:
             self._drop_void()
