@@ -27,12 +27,14 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
     assert described("prefill", {"dtype": "float32"}, served_model_name="m") == {
         "role": "prefill",
         "strategy": "decode_first",
+        "schedule_style": "context_first",
         "engine": "embedded",
         "model": "m",
         "block_size": 32,
         "dtype": "float32",
         "kv_dtype": "auto",
         "transceiver": "NIXL",
+        "ctx_info_endpoint": [],
     }
 
 
