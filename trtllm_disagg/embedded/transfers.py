@@ -20,6 +20,7 @@ from trtllm_disagg.embedded.sizing import PoolShape
 from trtllm_disagg.errors import ConfigError, HandoffRefusedError, InvalidRequestError
 from trtllm_disagg.kv_transfer.base import KvTransport
 from trtllm_disagg.kv_transfer.choose import create_transport
+from trtllm_disagg.kv_transfer.cma import is_needed
 from trtllm_disagg.kv_transfer.control import Desks
 from trtllm_disagg.kv_transfer.exchange import KvReceiver, KvSender
 from trtllm_disagg.kv_transfer.expected import KvExpecter
@@ -186,6 +187,7 @@ def create_transfers(
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return NullTransfers(), torch.zeros(pool.shape, dtype=pool.dtype, device=pool.device)
-    transport = create_transport(config.backend)
+    needs_cma = is_needed(args.embedded.transfer_host, pool.device.type)
+    transport = create_transport(config.backend, needs_cma=needs_cma)
     kv = transport.allocate(pool.shape, pool.dtype, pool.device)
     return KvTransfers(transport, layout, pool.num_blocks, args, wake), kv
