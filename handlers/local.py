@@ -42,7 +42,7 @@ class LocalPrefill:
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         result = self._engine.start_prefill(request)
         async with abort_when_stopped(result, context) as guard:
-            with _request_errors(self._engine):
+            with request_errors(self._engine):
                 await result.aresult()
         handoff: Handoff | None = None
         try:
@@ -95,7 +95,11 @@ class LocalDecode:
             skip=self._skip,
             cached_tokens=details.cached_tokens if details is not None else None,
         )
-        async with aclosing(_stream(self._engine, result, cursor, context, deferred_abort=True)) as chunks:
+        # With a rendezvous nothing may ever come, so nobody waits for it.
+        deferred = request.rendezvous is None
+        async with aclosing(
+            _stream(self._engine, result, cursor, context, deferred_abort=deferred)
+        ) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -133,7 +137,7 @@ async def _stream(
     engine: Engine, result: Any, cursor: OutputCursor, context: RequestContext, *, deferred_abort: bool
 ) -> AsyncGenerator[TokenChunk, None]:
     async with abort_when_stopped(result, context, deferred=deferred_abort) as guard:
-        with _request_errors(engine):
+        with request_errors(engine):
             async for _ in result:
                 guard.may_abort()
                 chunk = cursor.advance(result)
@@ -142,7 +146,7 @@ async def _stream(
 
 
 @contextlib.contextmanager
-def _request_errors(engine: Engine) -> Iterator[None]:
+def request_errors(engine: Engine) -> Iterator[None]:
     """The engine's per-request error -> ours, by whose fault it is."""
     try:
         yield

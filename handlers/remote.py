@@ -18,13 +18,38 @@ from trtllm_disagg.wire import decode_chunk, encode_request
 
 
 class StageClient(Protocol):
-    """Calls one instance of the other stage."""
+    """Calls the other stage."""
 
     def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
         """Its chunks, with the same request id, metadata and trace; a stopped context stops it too, and then
         the iteration just ends. Raises a DisaggError, whatever became of the peer.
         """
         ...
+
+    async def pick(self) -> StageInstance:
+        """One instance, to be called more than once. Raises a DisaggError when there is none."""
+        ...
+
+
+class StageInstance(Protocol):
+    @property
+    def description(self) -> dict[str, Any]:
+        """What it says of itself (`pairing.describe_worker`)."""
+        ...
+
+    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
+        """As StageClient.call."""
+        ...
+
+
+class NoStage:
+    """The stage client of a worker that calls nobody."""
+
+    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
+        raise AssertionError("this worker has no second stage")
+
+    async def pick(self) -> StageInstance:
+        raise AssertionError("this worker has no second stage")
 
 
 class RemotePrefill:

@@ -40,6 +40,11 @@ class Pool:
     def read(self, peer: PeerCard, remote: Sequence[int], local: Sequence[int], timeout: float = 10.0) -> int:
         return self.transport.read(peer, np.asarray(remote, np.int32), np.asarray(local, np.int32), timeout)
 
+    def write(
+        self, peer: PeerCard, remote: Sequence[int], local: Sequence[int], timeout: float = 10.0
+    ) -> int:
+        return self.transport.write(peer, np.asarray(remote, np.int32), np.asarray(local, np.int32), timeout)
+
     def close(self) -> None:
         self._closed.set()
         self._pump.join()

@@ -32,7 +32,7 @@ def sequence(
     return Sequence(
         request_id=request_id,
         index=0,
-        request_type=more.pop("request_type", "context_and_generation"),
+        request_type=more.pop("request_type", "generation_only" if handle else "context_and_generation"),
         tokens=more.pop("prompt", [request_id] * num_prompt),
         num_prompt=num_prompt,
         sampling=SamplingSpec(max_tokens=max_tokens),

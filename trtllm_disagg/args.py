@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn, get_args, get_type_hints
 from trtllm_disagg.config import (
     SETTINGS,
     Role,
+    ScheduleStyle,
     Strategy,
     WorkerConfig,
     check_value,
@@ -67,6 +68,9 @@ FLAG_GROUPS: dict[str, tuple[Flag, ...]] = {
     "disaggregation": (
         Flag("role", "the part of a request that this worker runs"),
         Flag("strategy", "the stage that takes requests and calls the other one", _OURS_ONLY),
+        Flag(
+            "schedule_style", "generation_first: both stages at once, KV is written as it is made", _OURS_ONLY
+        ),
         Flag("engine", "auto: tensorrt_llm where it is installed, else embedded", _OURS_ONLY),
     ),
     "endpoints and planes": (
@@ -255,6 +259,7 @@ _PARSERS: dict[type, Callable[[str, str], Any]] = {
     str: lambda text, _: text,
     Role: lambda text, _: _ROLE_ALIASES.get(text, text),
     Strategy: lambda text, _: text,
+    ScheduleStyle: lambda text, _: text,
 }
 
 

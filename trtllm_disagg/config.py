@@ -35,6 +35,13 @@ class Strategy(StrEnum):
         return _FIRST_STAGE_ROLES[self]
 
 
+class ScheduleStyle(StrEnum):
+    """Which of a request's two phases is dispatched first."""
+
+    CONTEXT_FIRST = "context_first"
+    GENERATION_FIRST = "generation_first"
+
+
 _FIRST_STAGE_ROLES = {
     Strategy.DECODE_FIRST: Role.DECODE,
     Strategy.PREFILL_FIRST: Role.PREFILL,
@@ -103,6 +110,7 @@ _ENDPOINT_ID = Rule("dyn://namespace.component.endpoint", lambda value: bool(_EN
 _TYPES = Rule("chat, completions, both with a comma, or none", _are_endpoint_types)
 _ROLE = _one_of(*Role)
 _STRATEGY = _one_of(*Strategy)
+_STYLE = _one_of(*ScheduleStyle)
 
 _REQUIRED: Any = object()
 
@@ -123,6 +131,7 @@ class WorkerConfig:
     strategy: Strategy = _option(  # noqa: RUF009
         Strategy.DECODE_FIRST, rule=_STRATEGY, flag="--disaggregation-strategy"
     )
+    schedule_style: ScheduleStyle = _option(ScheduleStyle.CONTEXT_FIRST, rule=_STYLE)  # noqa: RUF009
     engine: str = _option("auto", rule=_one_of("auto", "tensorrt_llm", "embedded"))
 
     namespace: str = _option("dynamo", rule=_NAMESPACE)
@@ -167,6 +176,7 @@ class WorkerConfig:
         # Plain strings are welcome; the rest of the code compares roles by identity.
         object.__setattr__(self, "role", Role(self.role))
         object.__setattr__(self, "strategy", Strategy(self.strategy))
+        object.__setattr__(self, "schedule_style", ScheduleStyle(self.schedule_style))
         self._check_stages()
 
     def _check_stages(self) -> None:
@@ -183,6 +193,14 @@ class WorkerConfig:
         if self.endpoint is not None and parse_endpoint_id(self.endpoint).namespace != self.namespace:
             raise ConfigError.bad_value(
                 flag_of("endpoint"), self.endpoint, f"an endpoint in the namespace {self.namespace!r}"
+            )
+        if self.schedule_style is ScheduleStyle.GENERATION_FIRST and (
+            self.role is Role.AGG or self.strategy is Strategy.ROUTER
+        ):
+            raise ConfigError.bad_value(
+                flag_of("schedule_style"),
+                self.schedule_style.value,
+                f"context_first in mode {self.role} under {self.strategy}: only a worker dispatches both phases",
             )
         if self.max_beam_width > 1 and self.role is not Role.AGG:
             raise ConfigError.bad_value(

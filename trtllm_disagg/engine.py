@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.errors import ConfigError, EngineError, InvalidRequestError
-from trtllm_disagg.types import GenerateRequest, SamplingOptions
+from trtllm_disagg.types import GenerateRequest, Rendezvous, SamplingOptions
 from trtllm_disagg.wire import decode_disaggregated_params
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 #: Each offers TensorRT-LLM's LLM API: same names, fields, defaults and errors.
 ENGINES = {"tensorrt_llm": "tensorrt_llm", "embedded": "trtllm_disagg.embedded"}
 
-_CONTEXT_ONLY, _BOTH = "context_only", "context_and_generation"
+_CONTEXT_ONLY, _GENERATION_ONLY = "context_only", "generation_only"
+#: DisaggScheduleStyle.GENERATION_FIRST; older TensorRT-LLM has no such name.
+_GENERATION_FIRST = 1
 _DEFAULT_MAX_POSITIONS = 2048
 
 
@@ -94,13 +96,30 @@ class Engine:
         return self._start(request, None, streaming=True)
 
     def start_prefill(self, request: GenerateRequest) -> Any:
+        met = request.rendezvous
         params = self._api.disaggregated_params(
-            request_type=_CONTEXT_ONLY, disagg_request_id=self._api.new_disagg_request_id(*self._id_parts)
+            request_type=_CONTEXT_ONLY,
+            disagg_request_id=self._new_id() if met is None else met.disagg_request_id,
+            **({} if met is None else {"schedule_style": _GENERATION_FIRST}),
         )
         return self._start(request, params, streaming=False, max_tokens=1)
 
+    def rendezvous(self, ctx_info_endpoint: list[str]) -> Rendezvous:
+        """A place for the two phases of one request to meet: at a prefill engine."""
+        return Rendezvous(self._new_id(), ctx_info_endpoint)
+
+    @property
+    def ctx_info_endpoint(self) -> list[str]:
+        """Where decode engines find this one; empty when it cannot be met."""
+        said = getattr(self.llm, "disaggregated_params", None) or {}
+        return list(said.get("ctx_info_endpoint") or ())
+
     def start_decode(self, request: GenerateRequest, max_tokens: int | None = None) -> Any:
-        """The prefill result says where the KV is. Raises HandoffRefusedError if it is unreadable."""
+        """The prefill result, or the rendezvous, says where the KV is. Raises HandoffRefusedError if it is
+        unreadable.
+        """
+        if request.rendezvous is not None:
+            return self._start(request, self._met(request.rendezvous), streaming=True, max_tokens=max_tokens)
         if request.prefill_result is None:
             raise InvalidRequestError("a decode worker needs a prefill result, and this request has none")
         params = decode_disaggregated_params(
@@ -127,6 +146,18 @@ class Engine:
         self.llm.shutdown()
 
     # -- internals
+
+    def _new_id(self) -> int:
+        return self._api.new_disagg_request_id(*self._id_parts)
+
+    def _met(self, rendezvous: Rendezvous) -> Any:
+        return self._api.disaggregated_params(
+            request_type=_GENERATION_ONLY,
+            ctx_request_id=rendezvous.disagg_request_id,
+            disagg_request_id=rendezvous.disagg_request_id,
+            ctx_info_endpoint=rendezvous.ctx_info_endpoint,
+            schedule_style=_GENERATION_FIRST,
+        )
 
     def _start(
         self, request: GenerateRequest, params: Any, *, streaming: bool, max_tokens: int | None = None

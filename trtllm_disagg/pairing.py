@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trtllm_disagg.config import Role, WorkerConfig
@@ -11,6 +11,7 @@ from trtllm_disagg.errors import ConfigError
 #: What must be equal on both sides, and the setting that decides it.
 _EQUAL = {
     "strategy": "--disaggregation-strategy",
+    "schedule_style": "--schedule-style",
     "engine": "--engine",
     "block_size": "kv_cache_config.tokens_per_block (--kv-block-size)",
     "kv_dtype": "kv_cache_config.dtype",
@@ -22,12 +23,17 @@ _EQUAL = {
 
 
 def describe_worker(
-    config: WorkerConfig, engine_args: dict[str, Any], block_size: int, weights: str | None = None
+    config: WorkerConfig,
+    engine_args: dict[str, Any],
+    block_size: int,
+    weights: str | None = None,
+    ctx_info_endpoint: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What the other stage has to know of this worker; JSON. `weights` identifies them, where they are on disk."""
     return {
         "role": config.role.value,
         "strategy": config.strategy.value,
+        "schedule_style": config.schedule_style.value,
         "engine": config.engine,
         "model": config.model_name,
         "weights": weights,
@@ -35,6 +41,7 @@ def describe_worker(
         "dtype": engine_args.get("dtype", "auto"),
         "kv_dtype": (engine_args.get("kv_cache_config") or {}).get("dtype", "auto"),
         "transceiver": (engine_args.get("cache_transceiver_config") or {}).get("backend"),
+        "ctx_info_endpoint": list(ctx_info_endpoint),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import re
@@ -174,6 +175,8 @@ class DynamoStageClient:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        self._turns = itertools.count()
+        self._described: dict[int, dict[str, Any]] = {}
 
     async def describe(self) -> dict[str, Any]:
         """What an instance of the other stage says of itself."""
@@ -185,12 +188,31 @@ class DynamoStageClient:
     def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
         return self._translated(request, context)
 
+    async def pick(self) -> DynamoStageInstance:
+        """Each in turn; what it says of itself is asked for once."""
+        alive = self._client.instance_ids()
+        if not alive:
+            raise errors.PeerUnavailableError("no instance of the other stage is there")
+        instance_id = alive[next(self._turns) % len(alive)]
+        self._described = {i: said for i, said in self._described.items() if i in alive}
+        if instance_id not in self._described:
+            async with aclosing(self._translated({_DESCRIBE: True}, None, instance_id)) as answers:
+                async for answer in answers:
+                    self._described[instance_id] = answer
+        if instance_id not in self._described:
+            raise errors.PeerUnavailableError("an instance of the other stage did not say who it is")
+        return DynamoStageInstance(self, instance_id, self._described[instance_id])
+
     async def _translated(
-        self, request: dict[str, Any], context: RequestContext | None
+        self, request: dict[str, Any], context: RequestContext | None, instance_id: int | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
         try:
-            # Skips instances that just failed. The context carries request id, trace and cancellation.
-            stream = await self._client.round_robin(request, context=context)
+            # Round robin skips instances that just failed. The context carries request id, trace and cancellation.
+            stream = await (
+                self._client.round_robin(request, context=context)
+                if instance_id is None
+                else self._client.direct(request, instance_id, context=context)
+            )
             async for item in stream:
                 if item.is_error():
                     raise errors.EngineError(
@@ -203,11 +225,16 @@ class DynamoStageClient:
             raise from_dynamo(error) from error
 
 
-class NoStage:
-    """The stage client of a worker that calls nobody."""
+@dataclass(frozen=True, slots=True)
+class DynamoStageInstance:
+    """One instance of the other stage."""
+
+    client: DynamoStageClient
+    instance_id: int
+    description: dict[str, Any]
 
     def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
-        raise AssertionError("this worker has no second stage")
+        return self.client._translated(request, context, self.instance_id)
 
 
 def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:

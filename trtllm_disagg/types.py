@@ -61,6 +61,13 @@ class PrefillResult(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
+class Rendezvous(msgspec.Struct, frozen=True):
+    """By what the two phases of a request find each other when both are dispatched at once."""
+
+    disagg_request_id: int
+    ctx_info_endpoint: list[str]
+
+
 class WireRequest(msgspec.Struct, frozen=True):
     """A request as Dynamo's frontend, or the first stage, sends it."""
 
@@ -72,6 +79,7 @@ class WireRequest(msgspec.Struct, frozen=True):
     annotations: list[str] | None = None
     prefill_result: PrefillResult | None = None
     priority: float | None = None
+    rendezvous: Rendezvous | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,10 @@ class GenerateRequest:
     priority: float | None
     annotations: tuple[str, ...]
     prefill_result: PrefillResult | None = None
+    rendezvous: Rendezvous | None = None
+
+    def with_rendezvous(self, rendezvous: Rendezvous) -> GenerateRequest:
+        return replace(self, rendezvous=rendezvous)
 
     def with_handoff(self, handoff: Handoff) -> GenerateRequest:
         return replace(self, prefill_result=handoff.result)

@@ -55,6 +55,7 @@ def decode_request(raw: dict[str, Any]) -> GenerateRequest:
         priority=wire.priority,
         annotations=tuple(wire.annotations or ()),
         prefill_result=wire.prefill_result,
+        rendezvous=wire.rendezvous,
     )
     _require_servable(request)
     return request
@@ -85,10 +86,11 @@ def _require_servable(request: GenerateRequest) -> None:
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
-    """For the second stage: as it came, plus the prefill result where Dynamo's router puts it."""
-    if request.prefill_result is None:
-        return request.raw
-    return request.raw | {"prefill_result": msgspec.to_builtins(request.prefill_result)}
+    """For the second stage: as it came, plus the prefill result where Dynamo's router puts it, or the rendezvous."""
+    added = {"prefill_result": request.prefill_result, "rendezvous": request.rendezvous}
+    return request.raw | {
+        name: msgspec.to_builtins(value) for name, value in added.items() if value is not None
+    }
 
 
 def decode_chunk(raw: Any) -> TokenChunk:

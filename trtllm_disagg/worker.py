@@ -16,10 +16,11 @@ from trtllm_disagg.engine import Engine, load_api, resolve_engine
 from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.journal import journaled
+from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.strategies import build_generate
 from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
 from trtllm_disagg.publisher.create import create_publishers
-from trtllm_disagg.runtime import NoStage, Runtime, ServedModel
+from trtllm_disagg.runtime import Runtime, ServedModel
 from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ async def run_worker(config: WorkerConfig) -> None:
 
 async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engine, runtime: Runtime) -> None:
     block_size, num_blocks = _capacity(config, engine)
-    me = describe_worker(config, engine_args, block_size, _weights(config))
+    me = describe_worker(config, engine_args, block_size, _weights(config), engine.ctx_info_endpoint)
     client: Any = NoStage()
     runtime.stop_on_signals(_drain(engine))
     if config.next_endpoint_id is not None:

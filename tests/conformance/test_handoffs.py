@@ -177,13 +177,58 @@ async def test_a_whole_request_runs_on_any_worker(llms: tuple[Any, Any], which: 
     assert result.outputs[0].disaggregated_params is None
 
 
-@pytest.mark.skipif(not IS_EMBEDDED, reason="TensorRT-LLM serves this with its Python transceiver")
-@pytest.mark.parametrize("kind", ["context_only", "generation_only"])
-async def test_generation_first_is_refused_by_name(llm: Any, kind: str) -> None:
+# -- generation first
+
+
+def both_halves(llm: Any, request_id: int) -> tuple[Any, Any]:
+    """(context, generation) parameters of one request."""
     style = find("DisaggScheduleStyle").GENERATION_FIRST
-    params = disaggregated(request_type=kind, schedule_style=style, ctx_request_id=1)
-    with pytest.raises(NotImplementedError, match="GENERATION_FIRST"):
-        llm.generate_async(PROMPT, sampling(), disaggregated_params=params)
+    endpoint = llm.disaggregated_params["ctx_info_endpoint"]
+    context = disaggregated(request_type="context_only", disagg_request_id=request_id, schedule_style=style)
+    generation = disaggregated(
+        request_type="generation_only",
+        ctx_request_id=request_id,
+        disagg_request_id=request_id,
+        ctx_info_endpoint=endpoint,
+        schedule_style=style,
+    )
+    return context, generation
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8])
+async def test_generation_first_answers_through_decode(llm: Any, decode_llm: Any, num_tokens: int) -> None:
+    """No first token and no state are brought along; the first token comes with the KV."""
+    context, generation = both_halves(llm, (1 << 42) + num_tokens)
+    params = sampling(max_tokens=num_tokens)
+    decoded = decode_llm.generate_async(PROMPT, params, disaggregated_params=generation, streaming=True)
+    prefilled = llm.generate_async(PROMPT, params, disaggregated_params=context)
+    await prefilled.aresult()
+    await decoded.aresult()
+    alone = await llm.generate_async(PROMPT, params).aresult()
+    assert decoded.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert prefilled.outputs[0].token_ids == alone.outputs[0].token_ids[:1]
+
+
+@pytest.mark.skipif(not IS_EMBEDDED, reason="TensorRT-LLM finds out later")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"disagg_request_id": None},
+        {"disagg_request_id": -1},
+        {"ctx_info_endpoint": None},
+        {"ctx_info_endpoint": ["tcp://a:1", "tcp://b:1"]},
+        {"ctx_info_endpoint": "http://a:1"},
+        {"ctx_info_endpoint": "tcp://a:99999"},
+    ],
+)
+async def test_generation_first_without_its_meeting_place_is_refused(
+    llm: Any, changes: dict[str, Any]
+) -> None:
+    _, generation = both_halves(llm, 7)
+    with pytest.raises(ValueError, match="GENERATION_FIRST needs"):
+        llm.generate_async(
+            PROMPT, sampling(), disaggregated_params=dataclasses.replace(generation, **changes)
+        )
 
 
 @pytest.mark.skipif(not IS_EMBEDDED, reason="TensorRT-LLM serves images")

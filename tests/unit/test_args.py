@@ -16,7 +16,7 @@ from trtllm_disagg.args import (
     config_from_namespace,
     parse_worker_args,
 )
-from trtllm_disagg.config import SETTINGS, Role, Strategy, WorkerConfig, flag_of
+from trtllm_disagg.config import SETTINGS, Role, ScheduleStyle, Strategy, WorkerConfig, flag_of
 from trtllm_disagg.errors import ConfigError
 
 
@@ -30,6 +30,7 @@ OTHER_VALUES: dict[str, Any] = {
     "served_model_name": "name",
     "role": Role.DECODE,
     "strategy": Strategy.ROUTER,
+    "schedule_style": ScheduleStyle.GENERATION_FIRST,
     "engine": "embedded",
     "namespace": "ns",
     "endpoint": "dyn://dynamo.c.e",
@@ -59,7 +60,8 @@ OTHER_VALUES: dict[str, Any] = {
     "tool_call_parser": "hermes",
     "reasoning_parser": "qwen3",
 }
-#: next_endpoint is only allowed on a worker that calls another one.
+#: Only a worker that calls another one takes these.
+CALLERS_ONLY = ("next_endpoint", "schedule_style")
 NEEDS_DECODE = ("--disaggregation-mode", "decode")
 
 
@@ -71,7 +73,7 @@ def test_every_setting_has_a_flag_and_a_test() -> None:
 def test_every_flag_is_read(name: str) -> None:
     value = OTHER_VALUES[name]
     argv = [flag_of(name)] if value is True else [flag_of(name), str(value)]
-    config = parse(*(NEEDS_DECODE if name == "next_endpoint" else ()), *argv)
+    config = parse(*(NEEDS_DECODE if name in CALLERS_ONLY else ()), *argv)
     assert getattr(config, name) == value
     assert name in config.explicit
 
@@ -82,7 +84,7 @@ def test_every_flag_is_read(name: str) -> None:
 def test_every_variable_is_read(name: str, variable: str) -> None:
     value = OTHER_VALUES[name]
     model = [] if name == "model" else ["--model", "m"]
-    argv = [*model, *(NEEDS_DECODE if name == "next_endpoint" else ())]
+    argv = [*model, *(NEEDS_DECODE if name in CALLERS_ONLY else ())]
     config = parse_worker_args(argv, {variable: str(value)})
     assert getattr(config, name) == value
     assert name in config.explicit

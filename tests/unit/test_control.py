@@ -12,7 +12,8 @@ import pytest
 
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard
-from trtllm_disagg.kv_transfer.control import MAX_MESSAGE_BYTES, ControlClient, ControlServer
+from trtllm_disagg.kv_transfer.channel import MAX_MESSAGE_BYTES
+from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
 from trtllm_disagg.kv_transfer.layout import KvLayout
 from trtllm_disagg.kv_transfer.lease import LeaseTable
@@ -59,7 +60,7 @@ def exchange(connection: socket.socket, payload: bytes) -> bytes:
 
 
 def test_a_card_comes_as_it_was_given(server: Server, client: ControlClient) -> None:
-    assert client.card(server.lease(), SECONDS) == CARD
+    assert client.card(server.lease().endpoint, SECONDS) == CARD
 
 
 def test_confirming_ends_the_lease_and_wakes_the_engine(server: Server, client: ControlClient) -> None:
@@ -77,6 +78,21 @@ def test_a_changed_handle_is_not_confirmed_and_ends_nothing(server: Server, clie
     assert client.confirm(handle, SECONDS)
 
 
+def test_beginning_tells_whether_there_is_something_to_read(server: Server, client: ControlClient) -> None:
+    handle = server.lease()
+    assert client.begin(handle, SECONDS)
+    assert len(server.leases) == 1
+    assert not client.begin(msgspec.structs.replace(handle, blocks=[1, 3]), SECONDS)
+    assert client.confirm(handle, SECONDS)
+    assert not client.begin(handle, SECONDS)
+
+
+def test_beginning_too_late_is_told_apart_from_a_wrong_handle(server: Server, client: ControlClient) -> None:
+    server.leases.seconds = 0.0
+    with pytest.raises(KvTransferError, match="ended before the KV was read"):
+        client.begin(server.lease(), SECONDS)
+
+
 def test_releasing_ends_the_lease(server: Server, client: ControlClient) -> None:
     client.release(server.lease(), SECONDS)
     assert len(server.leases) == 0
@@ -85,7 +101,7 @@ def test_releasing_ends_the_lease(server: Server, client: ControlClient) -> None
 
 def test_nobody_is_answered_after_close_whoever_is_connected(server: Server, client: ControlClient) -> None:
     handle = server.lease()
-    client.card(handle, SECONDS)
+    client.card(handle.endpoint, SECONDS)
     server.control.close()
     for _ in range(2):  # on the connection that was there, and on a new one
         with pytest.raises(KvTransferError, match="control channel"):
@@ -95,11 +111,11 @@ def test_nobody_is_answered_after_close_whoever_is_connected(server: Server, cli
 
 def test_a_client_connects_again_after_its_connection_broke(server: Server, client: ControlClient) -> None:
     handle = server.lease()
-    client.card(handle, SECONDS)
-    client._connections[handle.endpoint].shutdown(socket.SHUT_RDWR)
+    client.card(handle.endpoint, SECONDS)
+    client._channel._connections[handle.endpoint].shutdown(socket.SHUT_RDWR)
     with pytest.raises(KvTransferError):
-        client.card(handle, SECONDS)
-    assert client.card(handle, SECONDS) == CARD
+        client.card(handle.endpoint, SECONDS)
+    assert client.card(handle.endpoint, SECONDS) == CARD
 
 
 def test_silence_is_an_error_after_the_deadline(client: ControlClient) -> None:
@@ -126,17 +142,17 @@ def test_a_message_without_end_is_not_waited_for(server: Server, client: Control
     with socket.create_connection(server.address, timeout=SECONDS) as connection:
         connection.sendall(struct.pack("<I", MAX_MESSAGE_BYTES + 1))
         assert connection.recv(1) == b"", "the server hangs up"
-    assert client.card(server.lease(), SECONDS) == CARD
+    assert client.card(server.lease().endpoint, SECONDS) == CARD
 
 
 def test_one_slow_peer_does_not_delay_another(server: Server, client: ControlClient) -> None:
     with socket.create_connection(server.address) as slow:
         slow.sendall(b"\x10")
-        assert client.card(server.lease(), SECONDS) == CARD
+        assert client.card(server.lease().endpoint, SECONDS) == CARD
 
 
 def test_closing_leaves_no_thread(server: Server, client: ControlClient) -> None:
-    client.card(server.lease(), SECONDS)
+    client.card(server.lease().endpoint, SECONDS)
     server.control.close()
     for thread in threading.enumerate():
         if thread.name.startswith("kv-control"):
@@ -151,7 +167,7 @@ def test_an_ipv6_address_is_shown_in_brackets() -> None:
         server.start(CARD)
         client = ControlClient()
         handle = msgspec.structs.replace(HANDLE, endpoint=server.endpoint)
-        assert client.card(handle, SECONDS) == CARD
+        assert client.card(handle.endpoint, SECONDS) == CARD
         client.close()
     finally:
         server.close()

@@ -75,6 +75,24 @@ def test_a_receiver_that_is_gone_costs_the_sender_one_lease_time(make_core: Make
     )
 
 
+@pytest.mark.parametrize("end", ["expired", "released"])
+def test_nothing_is_read_once_the_lease_is_over(
+    make_core: MakeCore, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make_core(), make_core()
+    handoff = prefill.prefill(PROMPT)
+    if end == "released":
+        prefill.transfers.release_request(handoff.ctx_request_id)
+    else:
+        for lease in prefill.transfers._sender.leases._by_id.values():
+            lease.deadline = 0.0
+    monkeypatch.setattr(decode.transfers._transport, "read", lambda *_: pytest.fail("was read"))
+    answer = pull(decode, handoff)
+    assert answer.category == {"expired": "Unavailable", "released": "InvalidRequest"}[end]
+    for core in (prefill, decode):
+        core.assert_idle()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_failed_read_frees_both_sides(
     make_core: MakeCore, backend: str, monkeypatch: pytest.MonkeyPatch

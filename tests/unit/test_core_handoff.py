@@ -194,7 +194,7 @@ def test_a_decode_can_be_aborted_at_any_point(pair: Pair, status: Status) -> Non
     scheduler = pair.decode.engine.scheduler
     if status is Status.RECEIVING:
         for sequence in scheduler.admit():
-            pair.decode.engine._start_pull(sequence)
+            pair.decode.engine._meetings.start(sequence)
     while status is Status.RUNNING and not scheduler.running:
         pair.decode.wait()
         pair.decode.step()

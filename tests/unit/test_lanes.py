@@ -32,6 +32,9 @@ class NoBytes:
     def read(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
         return 0
 
+    def write(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
+        raise AssertionError("not asked for here")
+
     def forget(self, peer: PeerCard) -> None:
         """Nothing is remembered."""
 
@@ -45,6 +48,7 @@ class NoBytes:
 @pytest.fixture
 def sender() -> Iterator[KvSender]:
     made = KvSender(NoBytes(), LAYOUT, 8, host="127.0.0.1", lease_seconds=60, on_lease_ended=lambda: None)
+    made.start()
     yield made
     made.close()
 

@@ -33,6 +33,9 @@ class CountingTransport:
     ) -> int:
         raise AssertionError("not asked for here")
 
+    def write(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
+        raise AssertionError("not asked for here")
+
     def forget(self, peer: PeerCard) -> None:
         """Knows nobody."""
 
@@ -51,6 +54,7 @@ def transport() -> CountingTransport:
 @pytest.fixture
 def sender(transport: CountingTransport) -> Iterator[KvSender]:
     sender = KvSender(transport, LAYOUT, 8, host="127.0.0.1", lease_seconds=30.0, on_lease_ended=lambda: None)
+    sender.start()
     yield sender
     sender.close()
 

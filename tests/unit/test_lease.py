@@ -71,6 +71,28 @@ def test_the_end_of_the_time_is_exact(table: LeaseTable, clock: Clock) -> None:
     assert table.expired_total == 1
 
 
+def test_a_read_that_begins_has_the_whole_time_once(table: LeaseTable, clock: Clock) -> None:
+    lease = grant(table)
+    clock.now = SECONDS - 1
+    assert table.begin(lease.id, lease.digest)
+    clock.now = 2 * SECONDS - 2
+    assert table.begin(lease.id, lease.digest), "again, but without more time"
+    assert table.take_ended() == []
+    assert table.next_deadline() == 2 * SECONDS - 1
+    clock.now = 2 * SECONDS - 1
+    assert not table.finish(lease.id, lease.digest)
+    assert table.has_expired(lease.id)
+
+
+def test_a_read_that_comes_too_late_does_not_begin(table: LeaseTable, clock: Clock) -> None:
+    lease = grant(table)
+    assert not table.begin(lease.id, b"x" * 16)
+    clock.now = SECONDS
+    assert not table.begin(lease.id, lease.digest)
+    assert table.has_expired(lease.id)
+    assert [ended.id for ended in table.take_ended()] == [lease.id]
+
+
 def test_expired_leases_are_taken_without_being_asked_for(table: LeaseTable, clock: Clock) -> None:
     lease = grant(table)
     assert table.next_deadline() == SECONDS
@@ -105,11 +127,16 @@ class AnyOrder(RuleBasedStateMachine):
         self.held[self.granted] = grant(self.table, self.granted)
 
     @precondition(lambda self: self.granted)
-    @rule(data=st.data(), how=st.sampled_from(["finish", "release", "release_request", "forge"]))
+    @rule(data=st.data(), how=st.sampled_from(["begin", "finish", "release", "release_request", "forge"]))
     def end(self, data: st.DataObject, how: str) -> None:
         request_id = data.draw(st.integers(1, self.granted))
         lease = self.held.get(request_id)
         match how:
+            case "begin" if lease:
+                in_time = lease.deadline > self.clock.now
+                assert self.table.begin(lease.id, lease.digest) == in_time
+                if not in_time:
+                    del self.held[request_id]
             case "finish" if lease:
                 in_time = lease.deadline > self.clock.now
                 assert self.table.finish(lease.id, lease.digest) == in_time

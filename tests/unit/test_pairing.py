@@ -33,6 +33,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
     assert described("prefill", {"dtype": "float32"}, served_model_name="m") == {
         "role": "prefill",
         "strategy": "decode_first",
+        "schedule_style": "context_first",
         "engine": "embedded",
         "model": "m",
         "block_size": 32,
@@ -40,6 +41,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "kv_dtype": "auto",
         "transceiver": "NIXL",
         "weights": "ab",
+        "ctx_info_endpoint": [],
     }
 
 

@@ -26,10 +26,10 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
     StageTimeoutError,
 )
+from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.strategies import build_generate
 from trtllm_disagg.runtime import (
     DynamoStageClient,
-    NoStage,
     Runtime,
     as_dynamo_handler,
     from_dynamo,

@@ -61,6 +61,23 @@ def test_each_block_arrives_at_its_place_and_no_other_is_touched(
     assert torch.equal(receiver.kv, expected)
 
 
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pairs=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 10)), min_size=1, max_size=8))
+def test_what_is_written_arrives_at_its_place_and_nowhere_else(
+    pools: tuple[Pool, Pool], pairs: list[tuple[int, int]]
+) -> None:
+    target, writer = pools
+    remote = list(dict.fromkeys(theirs for theirs, _ in pairs))
+    local = list(dict.fromkeys(mine for _, mine in pairs))
+    remote, local = remote[: len(local)], local[: len(remote)]
+    writer.fill(1.0)
+    target.kv.fill_(-1)
+    expected = target.kv.clone()
+    expected[:, :, remote] = writer.kv[:, :, local]
+    assert writer.write(target.card, remote, local) == len(local) * BLOCK_BYTES
+    assert torch.equal(target.kv, expected)
+
+
 def test_what_changes_at_the_sender_is_read_anew(pools: tuple[Pool, Pool]) -> None:
     sender, receiver = pools
     for start in (3.0, 4.0):
@@ -101,6 +118,9 @@ def test_an_engine_can_read_from_itself(make_pool: MakePool) -> None:
     expected[:, :, [5, 2]] = pool.kv[:, :, [1, 0]]
     assert pool.read(pool.card, [1, 0], [5, 2]) == 2 * BLOCK_BYTES
     assert torch.equal(pool.kv, expected)
+    expected[:, :, [4, 3]] = pool.kv[:, :, [1, 5]]
+    assert pool.write(pool.card, [4, 3], [1, 5]) == 2 * BLOCK_BYTES
+    assert torch.equal(pool.kv, expected)
 
 
 def test_a_killed_sender_is_noticed_and_another_serves(backend: str, make_pool: MakePool) -> None:
@@ -113,6 +133,8 @@ def test_a_killed_sender_is_noticed_and_another_serves(backend: str, make_pool: 
         for _ in range(2):
             with pytest.raises(KvTransferError):
                 receiver.read(card, [1], [0])
+            with pytest.raises(KvTransferError):
+                receiver.write(card, [1], [0])
     successor = make_pool(8, "successor")
     successor.fill(9.0)
     receiver.read(successor.card, [0], [0])

@@ -101,6 +101,7 @@ def serve(backend: str, commands: BinaryIO, answers: BinaryIO) -> None:
         lease_seconds=LEASE_SECONDS,
         on_lease_ended=lambda: None,
     )
+    sender.start()
     _write(answers, msgspec.json.encode(Serving(os.getpid(), pool.data_ptr())))
     for number, line in enumerate(commands):
         sender.take_ended()

@@ -181,10 +181,16 @@ class BlockManager:
                     self._free[block] = None
 
     def quarantine(self, blocks: Seq[int]) -> None:
-        """Take blocks out of circulation for good: a late write may still land in them."""
+        """Take blocks out of circulation, until `restore`: a late write may still land in them."""
         for block in blocks:
             self._refs[block] = 0
             self._quarantined.add(block)
+
+    def restore(self, blocks: Seq[int]) -> None:
+        """Nothing can be written into these quarantined blocks any more."""
+        for block in blocks:
+            self._quarantined.remove(block)
+            self._free[block] = None
 
     def _take(self) -> int:
         if self._free:

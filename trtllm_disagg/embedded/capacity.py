@@ -89,7 +89,7 @@ class MaxUtilization:
     def grow(self, running: Seq[Sequence], pause: Callable[[Sequence], None]) -> None:
         for sequence in sorted(filter(self._lacks_block, running), key=_BY_AGE):
             while sequence.status is Status.RUNNING and not self._blocks.can_allocate(1):
-                pause(max(running, key=_BY_AGE))
+                pause(max((s for s in running if not s.is_pinned), key=_BY_AGE))
             if sequence.status is Status.RUNNING:
                 sequence.blocks += self._blocks.allocate(1)
 

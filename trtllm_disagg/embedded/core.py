@@ -9,11 +9,13 @@ from pathlib import Path
 
 from trtllm_disagg.embedded.attention import TILE, KvPool
 from trtllm_disagg.embedded.block_manager import KvEventLog
+from trtllm_disagg.embedded.core_hooks import CoreHooks
 from trtllm_disagg.embedded.create_scheduler import create_blocks, create_scheduler
 from trtllm_disagg.embedded.guided import create_guides
 from trtllm_disagg.embedded.iteration_stats import IterationStats
 from trtllm_disagg.embedded.kv_memory import LocalKvMemory
 from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.meetings import Meetings
 from trtllm_disagg.embedded.messages import (
     AddRequest,
     LogprobEntry,
@@ -38,7 +40,6 @@ from trtllm_disagg.embedded.sizing import (
 from trtllm_disagg.embedded.stopping import Verdict, judge
 from trtllm_disagg.embedded.transfers import KvTransfers, NullTransfers, create_transfers
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError
-from trtllm_disagg.kv_transfer.exchange import Pull
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,10 @@ class EngineCore:
         self._runner = ModelRunner(forward, pool)
         self._guides = create_guides(args, self.shape)
         self._stats = IterationStats(args)
-        self._receiving: dict[int, Sequence] = {}
+        self._block_bytes = kv.nbytes // num_blocks
+        self._meetings: Meetings = self.transfers.meetings(self._hooks())
         self._outputs: list[TokenOutput] = []
+        self._has_shrunk = False
 
     def ready(self) -> Ready:
         return Ready(
@@ -79,6 +82,7 @@ class EngineCore:
             max_seq_len=self.max_seq_len,
             transport=self.transfers.description,
             end_ids=self.shape.end_ids,
+            endpoint=self.transfers.endpoint,
         )
 
     # -- commands
@@ -87,7 +91,8 @@ class EngineCore:
         """A request that cannot run is answered with an error output; it never raises."""
         try:
             handle = None
-            if request.request_type == "generation_only":
+            self._meetings.check(request)
+            if request.request_type == "generation_only" and request.rendezvous is None:
                 handle = self.transfers.accept(request)
             sequences = [Sequence.from_request(request, i, handle) for i in range(request.num_choices)]
             for sequence in sequences:
@@ -97,18 +102,18 @@ class EngineCore:
             self._fail(request.request_id, error)
             return
         for sequence in sequences:
-            self.scheduler.add(sequence)
+            self._meetings.enter(sequence)
 
     def abort(self, request_id: int) -> None:
         """End the request at once. Blocks that a read is still filling are freed when the read has ended."""
         found = self.scheduler.find(request_id)
-        if not found:
+        if not found and not self._meetings.abort(request_id):
             self.transfers.release_request(request_id)
         for sequence in found:
             if sequence.aborted:
                 continue
             self._outputs.append(TokenOutput(request_id, sequence.index, finish_reason="cancelled"))
-            if sequence.status is Status.RECEIVING:
+            if sequence.is_filled:
                 sequence.aborted = True
                 continue
             if sequence.status is Status.WAITING and sequence.handle is not None:
@@ -120,7 +125,8 @@ class EngineCore:
     @property
     def num_active(self) -> int:
         """Requests that wait or run, and leases."""
-        return len(self.scheduler.waiting) + self.scheduler.num_active + self.transfers.num_leases
+        ours = len(self.scheduler.waiting) + self.scheduler.num_active
+        return ours + self.transfers.num_leases + self._meetings.num_active
 
     @property
     def has_work(self) -> bool:
@@ -130,12 +136,13 @@ class EngineCore:
     def step(self) -> StepReport:
         """Admit, run one fused forward, and report every token that came out of it."""
         started = time.perf_counter()
-        for pull in self.transfers.take_finished_pulls():
-            self._finish_pull(pull)
+        self._meetings.step()
+        if self._has_shrunk:
+            self._refuse_what_never_fits()
         for blocks in self.transfers.take_ended_leases():
             self.blocks.release(blocks)
         for sequence in self.scheduler.admit():
-            self._start_pull(sequence)
+            self._meetings.start(sequence)
         rows = self.scheduler.schedule()
         if rows:
             self._run(rows)
@@ -146,8 +153,9 @@ class EngineCore:
         return StepReport(outputs, self.num_active, self._events.take(), stats)
 
     def seconds_to_deadline(self) -> float | None:
-        """Until a lease ends by itself; None when none is held."""
-        return self.transfers.seconds_to_deadline()
+        """Until a lease or a wait ends by itself; None when there is none."""
+        ends = (self.transfers.seconds_to_deadline(), self._meetings.seconds_to_deadline())
+        return min((end for end in ends if end is not None), default=None)
 
     def check(self) -> None:
         """Invariants; when idle, no block is used but by leases."""
@@ -174,6 +182,7 @@ class EngineCore:
         for row in rows:
             row.sequence.num_computed += row.num_tokens
             self._commit(row.sequence)
+            self._meetings.computed(row.sequence)
         for sequence, choice in zip(sampling, sampled, strict=True):
             if sequence.status is Status.RUNNING:  # else another choice of its request has just failed
                 self._accept(sequence, choice.token, choice.logprobs)
@@ -199,6 +208,8 @@ class EngineCore:
             cached_tokens=sequence.num_cached,
         )
         if verdict.finish_reason is not None:
+            if self._meetings.deliver(sequence, output):
+                return  # the client hears of it when decode has it
             if sequence.is_context_only and verdict.finish_reason == "length":
                 output.handoff = self._hand_off(sequence, verdict)
             else:
@@ -218,18 +229,19 @@ class EngineCore:
 
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
-        self.blocks.release(sequence.blocks)
+        self.blocks.release(self._meetings.withhold(sequence))
         sequence.blocks = []
 
     def _retire_request(self, request_id: int, error: DisaggError) -> None:
         """Once; what a read is still filling is freed when the read has ended."""
-        living = [s for s in self.scheduler.find(request_id) if not s.aborted]
+        found = self.scheduler.find(request_id)
+        living = [s for s in found if not s.aborted]
         for sequence in living:
-            if sequence.status is Status.RECEIVING:
+            if sequence.is_filled:
                 sequence.aborted = True
             else:
                 self._retire(sequence)
-        if living:
+        if living or not found:
             self._fail(request_id, error)
 
     def _commit(self, sequence: Sequence) -> None:
@@ -238,51 +250,46 @@ class EngineCore:
             tokens = sequence.tokens[: sequence.num_computed]
             self.blocks.commit(tokens, sequence.blocks, sequence.keys, sequence.salt, sequence.cache_salt)
 
-    def _start_pull(self, sequence: Sequence) -> None:
-        self._receiving[id(sequence)] = sequence
-        self.transfers.start_pull(id(sequence), sequence, len(sequence.keys))
-
-    def _finish_pull(self, pull: Pull) -> None:
-        sequence = self._receiving.pop(pull.request_id)
-        if pull.error is not None:
-            if pull.may_land_later:
-                self._quarantine(sequence, pull)
-            self._retire(sequence)
-            if not sequence.aborted:
-                self._fail(sequence.request_id, pull.error)
-            self._refuse_what_never_fits()
-            return
-        if sequence.aborted:
-            self._retire(sequence)
-            return
-        assert sequence.handle is not None
-        assert sequence.handoff is not None
-        self._stats.received(pull)
-        sequence.num_computed = sequence.num_prompt
-        sequence.num_cached = sequence.handle.cached_tokens
-        self._commit(sequence)
-        self.scheduler.received(sequence)
-        wanted = sequence.sampling.logprobs is not None
-        first_logprobs = (sequence.handoff.first_logprobs or [[]])[0] if wanted else None
-        self._accept(sequence, sequence.handoff.first_gen_tokens[0], first_logprobs)
-
-    def _quarantine(self, sequence: Sequence, pull: Pull) -> None:
-        log.error(
-            "%d KV blocks are lost until restart: a late read of %s may land",
-            len(pull.local),
-            pull.handle.sender,
-        )
-        self.blocks.quarantine(pull.local)
-        lost = set(pull.local)
-        sequence.blocks = [block for block in sequence.blocks if block not in lost]
+    def _quarantine(self, blocks: list[int], writer: str) -> None:
+        log.error("%d KV blocks are out of use: a late transfer with %s may land", len(blocks), writer)
+        self.blocks.quarantine(blocks)
+        self._has_shrunk = True
 
     def _refuse_what_never_fits(self) -> None:
         """The pool is smaller now; who does not fit any more would wait, and let wait, for ever."""
+        self._has_shrunk = False
         for sequence in self.scheduler.everyone():
             try:
                 self._require_fits(sequence)
             except DisaggError as error:
                 self._retire_request(sequence.request_id, error)
+
+    def _count_arrival(self, bytes_moved: int, num_known: int) -> None:
+        self._stats.received(bytes_moved, num_known * self._block_bytes)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        try:
+            self._require_fits(sequence)
+        except DisaggError as error:
+            self.blocks.release(self._meetings.withhold(sequence))
+            self._fail(sequence.request_id, error)
+        else:
+            self.scheduler.add(sequence)
+
+    def _hooks(self) -> CoreHooks:
+        return CoreHooks(
+            scheduler=self.scheduler,
+            blocks=self.blocks,
+            enqueue=self._enqueue,
+            retire=self._retire,
+            commit=self._commit,
+            accept=self._accept,
+            fail=self._retire_request,
+            emit=lambda output: self._outputs.append(output),
+            quarantine=self._quarantine,
+            count_arrival=self._count_arrival,
+            count_push=self._stats.pushed,
+        )
 
     def _fail(self, request_id: int, error: DisaggError) -> None:
         self._outputs.append(TokenOutput(request_id, error=str(error), error_category=error.category))

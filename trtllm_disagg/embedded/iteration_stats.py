@@ -13,7 +13,6 @@ import torch
 from trtllm_disagg.embedded.block_manager import BlockManager
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.scheduler import Counts, Row, Scheduler
-from trtllm_disagg.kv_transfer.exchange import Pull
 
 
 class IterationStats:
@@ -33,11 +32,21 @@ class IterationStats:
         self._decode_tokens = 0
         self._pulls = 0
         self._pulled_bytes = 0
+        self._saved_bytes = 0
+        self._pushes = 0
+        self._pushed_bytes = 0
         self._held: tuple[int, ...] = ()
 
-    def received(self, pull: Pull) -> None:
+    def received(self, bytes_moved: int, bytes_saved: int) -> None:
+        """A prompt's KV has come from another engine; saved are the blocks that were here already."""
         self._pulls += 1
-        self._pulled_bytes += pull.bytes_moved
+        self._pulled_bytes += bytes_moved
+        self._saved_bytes += bytes_saved
+
+    def pushed(self, bytes_moved: int) -> None:
+        """A prompt's KV was written to another engine."""
+        self._pushes += 1
+        self._pushed_bytes += bytes_moved
 
     def of_step(
         self,
@@ -99,11 +108,13 @@ class IterationStats:
                     "numCtxKvTokens": sum(r.sequence.num_computed for r in context),
                     "numGenKvTokens": sum(r.sequence.num_computed for r in rows)
                     - sum(r.sequence.num_computed for r in context),
-                    "numQueuedContextRequests": sum(s.handle is None for s in scheduler.waiting),
-                    "numQueuedCtxTokens": sum(s.num_prompt for s in scheduler.waiting if s.handle is None),
-                    "numQueuedGenRequests": sum(s.handle is not None for s in scheduler.waiting),
+                    "numQueuedContextRequests": sum(not s.is_generation_only for s in scheduler.waiting),
+                    "numQueuedCtxTokens": sum(
+                        s.num_prompt for s in scheduler.waiting if not s.is_generation_only
+                    ),
+                    "numQueuedGenRequests": sum(s.is_generation_only for s in scheduler.waiting),
                     "numQueuedGenKvTokens": sum(
-                        s.num_prompt for s in scheduler.waiting if s.handle is not None
+                        s.num_prompt for s in scheduler.waiting if s.is_generation_only
                     ),
                     "numPausedKvTokens": sum(len(s.tokens) for s in paused),
                 },
@@ -114,6 +125,9 @@ class IterationStats:
                     "decodeTokens": self._decode_tokens,
                     "kvPulls": self._pulls,
                     "kvBytesPulled": self._pulled_bytes,
+                    "kvBytesSaved": self._saved_bytes,
+                    "kvPushes": self._pushes,
+                    "kvBytesPushed": self._pushed_bytes,
                 },
             }
         ]

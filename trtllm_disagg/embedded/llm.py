@@ -16,14 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import pydantic
-
 from trtllm_disagg.embedded import request as checks
 from trtllm_disagg.embedded.core_client import CoreClient
 from trtllm_disagg.embedded.detokenizer import decoder
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.feed import Feed
-from trtllm_disagg.embedded.llm_args import LlmArgs, core_args
+from trtllm_disagg.embedded.llm_args import LlmArgs, core_args, plain
 from trtllm_disagg.embedded.messages import AbortRequest, AddRequest, StepReport, TokenOutput
 from trtllm_disagg.embedded.result import RequestError, RequestOutput, wake
 from trtllm_disagg.embedded.sampling_params import SamplingParams
@@ -64,7 +62,7 @@ class LLM:
             dtype=dtype,
             revision=revision,
             tokenizer_revision=tokenizer_revision,
-            **{name: _plain(value) for name, value in kwargs.items()},
+            **{name: plain(value) for name, value in kwargs.items()},
         )
         if ignored := refuse_unsupported(self.args):
             log.info("these settings have no effect on the embedded engine: %s", ", ".join(ignored))
@@ -135,10 +133,7 @@ class LLM:
             tokenize=self._tokenize,
             guided_backend=self.args.guided_decoding_backend,
         )
-        handoff = None
-        if kind == "generation_only":
-            assert disaggregated_params is not None
-            handoff = checks.handoff_of(disaggregated_params, self._core.ready)
+        handoff, rendezvous = checks.other_half(disaggregated_params, kind, self._core.ready)
         result = RequestOutput(
             request_id=next(self._ids),
             prompt=text,
@@ -161,6 +156,7 @@ class LLM:
                 priority=priority,
                 cache_salt=cache_salt or "",
                 handoff=handoff,
+                rendezvous=rendezvous,
             )
         )
         if reason := self._ended():  # in between
@@ -196,6 +192,12 @@ class LLM:
             "maxNumBlocks": self._core.ready.num_blocks,
             "tokensPerBlock": self._core.ready.tokens_per_block,
         }
+
+    @property
+    def disaggregated_params(self) -> dict[str, Any]:
+        """What a generation_only request has to say of this engine with schedule_style GENERATION_FIRST."""
+        endpoint = self._core.ready.endpoint
+        return {"ctx_dp_rank": None, "ctx_info_endpoint": [endpoint]} if endpoint else {}
 
     def shutdown(self) -> None:
         """End the engine process. Requests that still run fail."""
@@ -292,8 +294,3 @@ class LLM:
         for result in results:
             result.deliver(RequestError(reason, "Unavailable"))
         wake(results)
-
-
-def _plain(value: Any) -> Any:
-    """pydantic models of TensorRT-LLM's names come as objects; LlmArgs takes those and plain dicts alike."""
-    return value.model_dump() if isinstance(value, pydantic.BaseModel) else value

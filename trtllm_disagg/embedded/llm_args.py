@@ -10,7 +10,7 @@ from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from trtllm_disagg.embedded.kv_args import (
     BlockReuseConfig,
@@ -238,3 +238,8 @@ def core_args(args: LlmArgs) -> dict[str, Any]:
     # What is excluded has one allowed value, or stays on the worker's side.
     told = args.model_dump(mode="json", exclude={"tokenizer", "load_format"})
     return told | {"tokenizer": str(args.tokenizer) if isinstance(args.tokenizer, (str, Path)) else None}
+
+
+def plain(value: Any) -> Any:
+    """pydantic models of TensorRT-LLM's names come as objects; LlmArgs takes those and plain dicts alike."""
+    return value.model_dump() if isinstance(value, BaseModel) else value

@@ -49,6 +49,15 @@ class ReceivedHandoff(msgspec.Struct, frozen=True):
     first_logprobs: list[LogprobEntry] | None = None
 
 
+class Rendezvous(msgspec.Struct, frozen=True):
+    """GENERATION_FIRST: by what the two halves of a request find each other."""
+
+    #: `disagg_request_id`, the same for both.
+    request: int
+    #: generation_only: the prefill engine's control channel.
+    endpoint: str = ""
+
+
 class AddRequest(msgspec.Struct, tag="add"):
     request_id: int
     prompt: list[int]
@@ -58,6 +67,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     priority: float = 0.5
     cache_salt: str = ""
     handoff: ReceivedHandoff | None = None
+    rendezvous: Rendezvous | None = None
 
 
 class AbortRequest(msgspec.Struct, tag="abort"):
@@ -115,6 +125,8 @@ class Ready(msgspec.Struct, tag="ready"):
     max_seq_len: int
     transport: str
     end_ids: list[int]
+    #: Where the KV control channel listens; empty without one.
+    endpoint: str = ""
 
 
 class Failed(msgspec.Struct, tag="failed"):

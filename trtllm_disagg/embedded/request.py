@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams, DisaggScheduleStyle
-from trtllm_disagg.embedded.messages import LogprobEntry, Ready, ReceivedHandoff, SamplingSpec
+from trtllm_disagg.embedded.messages import LogprobEntry, Ready, ReceivedHandoff, Rendezvous, SamplingSpec
 from trtllm_disagg.embedded.sampling_params import SamplingParams, validate_sampling_params
+from trtllm_disagg.kv_transfer.endpoint import is_endpoint
 
 Tokenize = Callable[[str], list[int]]
 
@@ -93,11 +94,37 @@ def request_type_of(params: DisaggregatedParams | None, can_transfer: bool) -> s
 def _require_served(params: DisaggregatedParams | None) -> None:
     if params is None:
         return
-    if params.schedule_style == DisaggScheduleStyle.GENERATION_FIRST:
-        raise NotImplementedError("schedule_style GENERATION_FIRST is not served by the embedded engine")
     for name in _UNSERVED_PARAMS:
         if getattr(params, name):
             raise NotImplementedError(f"DisaggregatedParams.{name} is not served by the embedded engine")
+
+
+def other_half(
+    params: DisaggregatedParams | None, kind: str, ready: Ready
+) -> tuple[ReceivedHandoff | None, Rendezvous | None]:
+    """What the request brings to find its other half: one of the two, or nothing. Raises ValueError."""
+    if params is None or kind == "context_and_generation":
+        return None, None
+    if params.schedule_style == DisaggScheduleStyle.GENERATION_FIRST:
+        return None, _rendezvous_of(params, kind)
+    return (handoff_of(params, ready) if kind == "generation_only" else None), None
+
+
+def _rendezvous_of(params: DisaggregatedParams, kind: str) -> Rendezvous:
+    request = params.disagg_request_id
+    if not isinstance(request, int) or not 0 <= request < 1 << 63:
+        raise ValueError(
+            f"schedule_style GENERATION_FIRST needs disagg_request_id in [0, 2^63), got {request!r}"
+        )
+    if kind == "context_only":
+        return Rendezvous(request)
+    given = params.ctx_info_endpoint
+    endpoints = [given] if isinstance(given, str) else list(given or ())
+    if len(endpoints) != 1 or not is_endpoint(endpoints[0]):
+        raise ValueError(
+            f"schedule_style GENERATION_FIRST needs one ctx_info_endpoint, tcp://HOST:PORT, got {given!r}"
+        )
+    return Rendezvous(request, endpoints[0])
 
 
 def handoff_of(params: DisaggregatedParams, ready: Ready) -> ReceivedHandoff:

@@ -83,7 +83,7 @@ class Reservations:
     def _start(self, plan: Plan) -> Seq[int]:
         """The tokens after the known blocks, where the start of another block would save work."""
         sequence, size = plan.sequence, self._blocks.tokens_per_block
-        if sequence.saved is not None or sequence.is_pulled:
+        if sequence.saved is not None or sequence.wants_kv:
             return ()
         begin = len(plan.known) * size
         return sequence.tokens[begin : min(begin + size, sequence.num_prompt - 1)]

@@ -216,8 +216,9 @@ class GenerationResult:
                 first_gen_log_probs=list(output.logprobs) or None,
                 ctx_request_id=self._ctx_request_id(delivery.handoff),
                 disagg_request_id=self._disagg_request_id,
-                opaque_state=delivery.handoff.opaque_state,
-                ctx_info_endpoint=delivery.handoff.ctx_info_endpoint,
+                # Empty when decode has it all (GENERATION_FIRST).
+                opaque_state=delivery.handoff.opaque_state or None,
+                ctx_info_endpoint=delivery.handoff.ctx_info_endpoint or None,
             )
         if delivery.finish_reason is not None:
             output.finish_reason, output.stop_reason = delivery.finish_reason, delivery.stop_reason

@@ -104,7 +104,7 @@ class Scheduler:
             else:
                 self.waiting.popleft()
                 self._count_in(sequence)
-            if sequence.is_pulled:
+            if sequence.wants_kv:
                 sequence.status = Status.RECEIVING
                 self.receiving.add(sequence)
                 yield sequence
@@ -113,7 +113,7 @@ class Scheduler:
                 self.running.append(sequence)
 
     def received(self, sequence: Sequence) -> None:
-        """The KV of a generation_only sequence is here: it decodes from token two on."""
+        """The KV of a sequence is here: a generation_only one decodes from token two on."""
         self.receiving.discard(sequence)
         sequence.status = Status.RUNNING
         self.running.append(sequence)

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from trtllm_disagg.embedded.kv_memory import Saved
-from trtllm_disagg.embedded.messages import AddRequest, ReceivedHandoff, SamplingSpec
+from trtllm_disagg.embedded.messages import AddRequest, ReceivedHandoff, Rendezvous, SamplingSpec
 from trtllm_disagg.kv_transfer.handle import KvHandle
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Sequence:
     priority: float = 0.5
     handoff: ReceivedHandoff | None = None
     handle: KvHandle | None = None
+    rendezvous: Rendezvous | None = None
     #: Which tokens may come next, when a grammar says so.
     guide: Guide | None = None
 
@@ -58,6 +59,8 @@ class Sequence:
     num_computed: int = 0
     #: Prompt tokens whose KV was found in the cache (of the prefill side, when there was one).
     num_cached: int = 0
+    #: context_only: the first blocks of the prompt that decode has, and that need not be computed here.
+    num_fetchable: int = 0
 
     @classmethod
     def from_request(cls, request: AddRequest, index: int, handle: KvHandle | None) -> Sequence:
@@ -76,6 +79,7 @@ class Sequence:
             priority=request.priority,
             handoff=request.handoff,
             handle=handle,
+            rendezvous=request.rendezvous,
         )
 
     @property
@@ -97,17 +101,31 @@ class Sequence:
 
     @property
     def has_first_token(self) -> bool:
-        """Its first output token is known, here or from the prefill side: no logits of the prompt are needed."""
-        return self.num_output > 0 or self.handle is not None
-
-    @property
-    def is_pulled(self) -> bool:
-        """Its prompt's KV will come from the prefill side."""
-        return self.num_output == 0 and self.handle is not None
+        """Its first output token is known, here or on the prefill side: no logits of the prompt are needed."""
+        return self.num_output > 0 or self.is_generation_only
 
     @property
     def is_context_only(self) -> bool:
         return self.request_type == "context_only"
+
+    @property
+    def is_generation_only(self) -> bool:
+        return self.request_type == "generation_only"
+
+    @property
+    def wants_kv(self) -> bool:
+        """Before it can run, another engine's KV has to come here."""
+        return self.num_output == 0 and (self.is_generation_only or self.num_fetchable > len(self.keys))
+
+    @property
+    def is_filled(self) -> bool:
+        """A read of a finished prefill is under way; its blocks are free only when that has ended."""
+        return self.status is Status.RECEIVING and self.rendezvous is None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Another engine is sent its blocks while they are filled: it cannot be paused."""
+        return self.rendezvous is not None and self.is_context_only
 
     @property
     def max_kv_tokens(self) -> int:

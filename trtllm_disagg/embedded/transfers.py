@@ -8,17 +8,28 @@ from collections.abc import Callable
 
 import torch
 
+from trtllm_disagg.embedded.core_hooks import CoreHooks
+from trtllm_disagg.embedded.expecting import Expecting
 from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.meetings import Meetings, NoMeetings, TwoSidedMeetings
 from trtllm_disagg.embedded.messages import AddRequest
+from trtllm_disagg.embedded.pulling import Pulling
+from trtllm_disagg.embedded.pushing import Pushing
 from trtllm_disagg.embedded.sequence import Sequence
 from trtllm_disagg.embedded.sizing import PoolShape
 from trtllm_disagg.errors import ConfigError, HandoffRefusedError, InvalidRequestError
 from trtllm_disagg.kv_transfer.base import KvTransport
 from trtllm_disagg.kv_transfer.choose import create_transport
-from trtllm_disagg.kv_transfer.exchange import KvReceiver, KvSender, Pull
+from trtllm_disagg.kv_transfer.cma import is_needed
+from trtllm_disagg.kv_transfer.control import Desks
+from trtllm_disagg.kv_transfer.exchange import KvReceiver, KvSender
+from trtllm_disagg.kv_transfer.expected import KvExpecter
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
 from trtllm_disagg.kv_transfer.layout import KvLayout, prompt_digest
 from trtllm_disagg.kv_transfer.memory import new_memory
+from trtllm_disagg.kv_transfer.offer import Failure, Notice, Offer, StillOffered, Watch, Withdraw
+from trtllm_disagg.kv_transfer.push import OfferBook
+from trtllm_disagg.kv_transfer.pusher import KvPusher
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +61,23 @@ class KvTransfers:
             on_lease_ended=wake,
         )
         self._receiver = KvReceiver(transport, layout, timeout_seconds=seconds, on_finished=wake)
+        client, lanes = self._receiver.client, self._receiver.lanes
+        fingerprint = layout.fingerprint()
+        self._seconds = seconds
+        self._book = OfferBook(self._sender.name, fingerprint, wake)
+        self._pusher = KvPusher(transport, client, lanes, timeout_seconds=seconds, on_finished=wake)
+        self._expecter = KvExpecter(
+            self._sender.name, self.endpoint, fingerprint, self._receiver.cards, client, lanes, wake
+        )
+        desks: Desks = {
+            Offer: self._book.offered,
+            Withdraw: self._book.withdrawn,
+            Watch: self._book.watched,
+            Notice: self._expecter.noticed,
+            Failure: self._expecter.failed,
+            StillOffered: self._expecter.still_offered,
+        }
+        self._sender.start(desks, lambda: self._expecter.is_busy)
         self.description = f"{transport.name} (leases and reads end after {seconds:g} s)"
         log.info(
             "KV transfer by %s as %s, control channel %s", self.description, self._sender.name, self.endpoint
@@ -62,6 +90,15 @@ class KvTransfers:
     @property
     def num_leases(self) -> int:
         return len(self._sender.leases)
+
+    def meetings(self, hooks: CoreHooks) -> Meetings:
+        """How sequences meet their other halves."""
+        return TwoSidedMeetings(
+            Pulling(self._receiver, hooks),
+            Pushing(self._book, self._pusher, self._seconds, hooks),
+            Expecting(self._expecter, self._seconds, hooks),
+            hooks,
+        )
 
     def accept(self, request: AddRequest) -> KvHandle:
         """Raise HandoffRefusedError unless the handoff is of this prompt and fits this engine."""
@@ -98,16 +135,6 @@ class KvTransfers:
     def decline(self, handle: KvHandle) -> None:
         self._receiver.release(handle)
 
-    def start_pull(self, pull_id: int, sequence: Sequence, num_known: int) -> None:
-        """Fetch the prompt's blocks, except the first `num_known`, which are in this engine's prefix cache."""
-        assert sequence.handle is not None
-        remote = sequence.handle.blocks[num_known:]
-        local = sequence.blocks[num_known : len(sequence.handle.blocks)]
-        self._receiver.start(Pull(request_id=pull_id, handle=sequence.handle, remote=remote, local=local))
-
-    def take_finished_pulls(self) -> list[Pull]:
-        return self._receiver.take_finished()
-
     def take_ended_leases(self) -> list[list[int]]:
         return [lease.blocks for lease in self._sender.take_ended()]
 
@@ -116,6 +143,7 @@ class KvTransfers:
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def close(self) -> None:
+        self._expecter.close()
         self._receiver.close()
         self._sender.close()
         self._transport.close()
@@ -128,6 +156,9 @@ class NullTransfers:
     endpoint = ""
     num_leases = 0
 
+    def meetings(self, hooks: CoreHooks) -> Meetings:
+        return NoMeetings(hooks)
+
     def accept(self, request: AddRequest) -> KvHandle:
         raise InvalidRequestError("this engine has no cache_transceiver_config, so it takes no handoffs")
 
@@ -139,12 +170,6 @@ class NullTransfers:
 
     def decline(self, handle: KvHandle) -> None:
         """Nothing was accepted."""
-
-    def start_pull(self, pull_id: int, sequence: Sequence, num_known: int) -> None:
-        raise AssertionError("no handoff was accepted")
-
-    def take_finished_pulls(self) -> list[Pull]:
-        return []
 
     def take_ended_leases(self) -> list[list[int]]:
         return []
@@ -163,6 +188,7 @@ def create_transfers(
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return NullTransfers(), new_memory(pool.shape, pool.dtype, pool.device)
-    transport = create_transport(config.backend)
+    needs_cma = is_needed(args.embedded.transfer_host, pool.device.type)
+    transport = create_transport(config.backend, needs_cma=needs_cma)
     kv = transport.allocate(pool.shape, pool.dtype, pool.device)
     return KvTransfers(transport, layout, pool.num_blocks, args, wake), kv

@@ -1,4 +1,4 @@
-"""The interface of a KV transport: one way for a receiver to read a sender's blocks."""
+"""The interface of a KV transport: one way to read a peer's blocks, and to write them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class PeerCard(msgspec.Struct, frozen=True):
 
 
 class ReadTimeoutError(TimeoutError):
-    """A read did not end in time. `may_land_later`: the destination must not be used again while the peer lives."""
+    """A read or write did not end in time. `may_land_later`: it may still fill its destination, which must not be
+    used again while the peer lives.
+    """
 
     def __init__(self, message: str, *, may_land_later: bool) -> None:
         super().__init__(message)
@@ -33,7 +35,7 @@ class ReadTimeoutError(TimeoutError):
 
 
 class KvTransport(Protocol):
-    """`read` blocks and runs on the receiver's transfer thread; all else is called by the engine core's thread.
+    """`read` and `write` block and run on the peer's transfer thread; all else is called by the engine core's thread.
 
     The pool is `kv[layer, k|v, block, slot, head, dim]`, so one block is `2 * num_layers` segments.
     """
@@ -55,6 +57,12 @@ class KvTransport(Protocol):
 
         Raises ReadTimeoutError, or KvTransferError when the peer is gone or the read failed.
         """
+        ...
+
+    def write(
+        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        """Copy local blocks into remote ones, in order; they are there when it returns. Like `read` otherwise."""
         ...
 
     def forget(self, peer: PeerCard) -> None:

@@ -8,6 +8,7 @@ from typing import cast
 
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.base import KvTransport
+from trtllm_disagg.kv_transfer.cma import why_no_cma
 
 log = logging.getLogger(__name__)
 
@@ -17,16 +18,20 @@ TRANSPORTS = {
 }
 
 
-def create_transport(backend: str) -> KvTransport:
-    """DEFAULT means NIXL, and shared memory where NIXL is not installed. Raises ConfigError for any other name."""
+def create_transport(backend: str, *, needs_cma: bool = False) -> KvTransport:
+    """DEFAULT means NIXL, and shared memory where NIXL is not installed or may not read other processes' memory,
+    which `needs_cma` asks for. Raises ConfigError for any other name, and for NIXL where it would not work.
+    """
     if backend == "DEFAULT":
-        return _default()
+        return _default(needs_cma)
     if backend not in TRANSPORTS:
         raise ConfigError.bad_value(
             "cache_transceiver_config.backend",
             backend,
             f"one of DEFAULT, {', '.join(TRANSPORTS)} on the embedded engine",
         )
+    if backend == "NIXL" and needs_cma and (reason := why_no_cma()):
+        raise ConfigError.bad_value("cache_transceiver_config.backend", backend, _CMA_NEEDED.format(reason))
     try:
         return _create(backend)
     except ImportError as error:
@@ -36,12 +41,27 @@ def create_transport(backend: str) -> KvTransport:
         ) from error
 
 
-def _default() -> KvTransport:
+def _default(needs_cma: bool) -> KvTransport:
     try:
-        return _create("NIXL")
+        transport = _create("NIXL")
     except ImportError as error:
         log.warning("NIXL is not installed (%s): KV moves through shared memory, on this host only", error)
         return _create("SHARED_MEMORY")
+    if needs_cma and (reason := why_no_cma()):
+        log.warning(
+            "processes may not read each other's memory here (process_vm_readv: %s): KV moves through shared "
+            "memory, on this host only",
+            reason,
+        )
+        return _create("SHARED_MEMORY")
+    return transport
+
+
+_CMA_NEEDED = (
+    "a machine where processes of one user may read each other's memory (process_vm_readv: {}): set sysctl "
+    "kernel.yama.ptrace_scope=0, or run containers with --cap-add SYS_PTRACE and one pid namespace; or set "
+    "SHARED_MEMORY for workers on one host"
+)
 
 
 def _create(name: str) -> KvTransport:

@@ -1,36 +1,36 @@
-"""The sender's control channel: hands out its card, and confirms that a lease held while its blocks were read.
+"""The control channel: hands out an engine's card, and says whether a lease holds before and after a read.
 
-Read first, confirm after: the answer "held" means that nobody touched the blocks meanwhile, so what was read is
-exactly the leased prompt's KV. Any other answer, and the receiver throws it away. A forged, stale or foreign
-handle can therefore cost a read, but never put another prompt's KV into an answer.
+Begin, read, finish: begin refuses a read that would come too late, and gives the lease time for it; finish says
+"held" when nobody touched the blocks meanwhile, so that what was read is exactly the leased prompt's KV. Any other
+answer, and the receiver throws it away. A forged, stale or foreign handle reads nothing, and can never put another
+prompt's KV into an answer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
-import struct
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
-from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard
+from trtllm_disagg.kv_transfer.channel import ChannelClient, ChannelServer
 from trtllm_disagg.kv_transfer.handle import UNREADABLE, KvHandle
 from trtllm_disagg.kv_transfer.lease import LeaseTable
+from trtllm_disagg.kv_transfer.offer import FromDecode, FromPrefill
 
 log = logging.getLogger(__name__)
-
-MAX_MESSAGE_BYTES = 1 << 20
-_ACCEPT_RETRY_SECONDS = 0.1
-_LENGTH = struct.Struct("<I")
 
 
 class GetCard(msgspec.Struct, tag="card"):
     pass
+
+
+class Begin(msgspec.Struct, tag="begin"):
+    lease: bytes
+    digest: bytes
 
 
 class Finish(msgspec.Struct, tag="finish"):
@@ -42,60 +42,33 @@ class Release(msgspec.Struct, tag="release"):
     lease: bytes
 
 
-_requests = msgspec.msgpack.Decoder(GetCard | Finish | Release)
+#: Who answers what kind of message.
+Desks = Mapping[type, Callable[[Any], bytes]]
+
+_requests = msgspec.msgpack.Decoder(GetCard | Begin | Finish | Release | FromDecode | FromPrefill)
 _cards = msgspec.msgpack.Decoder(PeerCard)
 _encoder = msgspec.msgpack.Encoder()
 
 
 class ControlServer:
-    """Answers receivers on threads of its own, so that a long engine step delays no one."""
+    """The sender's end."""
 
     def __init__(self, host: str, leases: LeaseTable, on_lease_ended: Callable[[], None]) -> None:
         self._leases = leases
         self._on_lease_ended = on_lease_ended
         self._card = b""
-        self._listener = _listen(host)
-        self._connections: set[socket.socket] = set()
-        self._closed = False
-        shown = f"[{host}]" if ":" in host else host
-        self.endpoint = f"tcp://{shown}:{self._listener.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._accept, name="kv-control", daemon=True)
+        self._desks: Desks = {}
+        self._channel = ChannelServer(host, self._answer)
+        self.endpoint = self._channel.endpoint
 
-    def start(self, card: PeerCard) -> None:
+    def start(self, card: PeerCard, desks: Desks | None = None) -> None:
+        """`desks` answer what is not about leases."""
         self._card = _encoder.encode(card)
-        self._thread.start()
+        self._desks = desks or {}
+        self._channel.start()
 
     def close(self) -> None:
-        """Nobody is answered any more, whoever is connected."""
-        self._closed = True
-        # Unlike close(), this wakes the thread that waits in accept().
-        _hang_up(self._listener)
-        if self._thread.is_alive():
-            self._thread.join(timeout=5)
-        self._listener.close()
-        for connection in list(self._connections):
-            _hang_up(connection)
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if not self._closed:
-                    log.warning("control channel: cannot accept: %s", error)
-                    time.sleep(_ACCEPT_RETRY_SECONDS)
-                continue
-            self._connections.add(connection)
-            threading.Thread(
-                target=self._converse, args=(connection,), name="kv-control-peer", daemon=True
-            ).start()
-
-    def _converse(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, EOFError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while not self._closed:
-                _send_frame(connection, self._answer(_receive_frame(connection)))
-        self._connections.discard(connection)
+        self._channel.close()
 
     def _answer(self, message: bytes) -> bytes:
         try:
@@ -103,104 +76,64 @@ class ControlServer:
         except UNREADABLE as error:
             log.warning("control channel: unreadable message of %d bytes: %s", len(message), error)
             return b"bad"
-        if isinstance(request, GetCard):
-            return self._card
-        if isinstance(request, Release):
-            self._leases.release(request.lease)
-            answer = b"ok"
-        elif self._leases.finish(request.lease, request.digest):
-            answer = b"held"
-        else:
-            answer = b"late" if self._leases.has_expired(request.lease) else b"gone"
+        match request:
+            case GetCard():
+                return self._card
+            case Begin(lease, digest):
+                return b"held" if self._leases.begin(lease, digest) else self._why_not(lease)
+            case Finish(lease, digest):
+                answer = b"held" if self._leases.finish(lease, digest) else self._why_not(lease)
+            case Release(lease):
+                self._leases.release(lease)
+                answer = b"ok"
+            case _:
+                desk = self._desks.get(type(request))
+                return b"bad" if desk is None else desk(request)
         self._on_lease_ended()
         return answer
 
-
-def _listen(host: str) -> socket.socket:
-    key, expected = "embedded.transfer_host", "an address of this machine that decode workers can connect to"
-    if host in ("0.0.0.0", "::"):
-        raise ConfigError.bad_value(key, host, expected)
-    try:
-        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise ConfigError.bad_value(key, host, f"{expected} ({error})") from error
-
-
-def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+    def _why_not(self, lease: bytes) -> bytes:
+        return b"late" if self._leases.has_expired(lease) else b"gone"
 
 
 class ControlClient:
-    """One question, one answer, a deadline; one connection per sender, made again after any failure."""
+    """The receiver's end."""
 
     def __init__(self) -> None:
-        self._connections: dict[str, socket.socket] = {}
+        self._channel = ChannelClient()
 
-    def card(self, handle: KvHandle, timeout: float) -> PeerCard:
-        answer = self._ask(handle.endpoint, GetCard(), timeout)
+    def card(self, endpoint: str, timeout: float) -> PeerCard:
+        answer = self._ask(endpoint, GetCard(), timeout)
         try:
             return _cards.decode(answer)
         except UNREADABLE as error:
-            raise KvTransferError(f"{handle.endpoint} answered with an unreadable card: {error}") from error
+            raise KvTransferError(f"{endpoint} answered with an unreadable card: {error}") from error
+
+    def begin(self, handle: KvHandle, timeout: float) -> bool:
+        """True when the lease holds, and now holds on for a read. Raises as `confirm` does."""
+        return self._holds(handle, Begin(handle.lease, handle.digest()), timeout)
 
     def confirm(self, handle: KvHandle, timeout: float) -> bool:
         """True when the lease held from before the read until now. The sender frees its blocks.
 
         False for a handle that is not the lease's. Raises KvTransferError when the lease ended too early.
         """
-        answer = self._ask(handle.endpoint, Finish(handle.lease, handle.digest()), timeout)
-        if answer == b"late":
-            raise KvTransferError(f"the lease of {handle.sender} ended before the KV was read")
-        return answer == b"held"
+        return self._holds(handle, Finish(handle.lease, handle.digest()), timeout)
 
     def release(self, handle: KvHandle, timeout: float) -> None:
         self._ask(handle.endpoint, Release(handle.lease), timeout)
 
+    def say(self, endpoint: str, message: FromDecode | FromPrefill, timeout: float) -> bytes:
+        return self._ask(endpoint, message, timeout)
+
     def close(self) -> None:
-        for endpoint in list(self._connections):
-            self._drop(endpoint)
+        self._channel.close()
+
+    def _holds(self, handle: KvHandle, question: Begin | Finish, timeout: float) -> bool:
+        answer = self._ask(handle.endpoint, question, timeout)
+        if answer == b"late":
+            raise KvTransferError(f"the lease of {handle.sender} ended before the KV was read")
+        return answer == b"held"
 
     def _ask(self, endpoint: str, question: msgspec.Struct, timeout: float) -> bytes:
-        try:
-            connection = self._connections.get(endpoint) or self._connect(endpoint, timeout)
-            connection.settimeout(max(timeout, 0.001))
-            _send_frame(connection, _encoder.encode(question))
-            return _receive_frame(connection)
-        # ValueError, OverflowError: what the address parser says of a host or port that cannot be.
-        except (OSError, EOFError, ValueError, OverflowError) as error:
-            self._drop(endpoint)
-            reason = f"no answer within {timeout:.1f} s" if isinstance(error, TimeoutError) else error
-            raise KvTransferError(f"the prefill worker's control channel {endpoint}: {reason}") from error
-
-    def _connect(self, endpoint: str, timeout: float) -> socket.socket:
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connections[endpoint] = connection
-        return connection
-
-    def _drop(self, endpoint: str) -> None:
-        if connection := self._connections.pop(endpoint, None):
-            connection.close()
-
-
-def _send_frame(connection: socket.socket, payload: bytes) -> None:
-    connection.sendall(_LENGTH.pack(len(payload)) + payload)
-
-
-def _receive_frame(connection: socket.socket) -> bytes:
-    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
-    if length > MAX_MESSAGE_BYTES:
-        raise OSError(f"message of {length} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
-    return _receive_exactly(connection, length)
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = connection.recv(size - len(parts))
-        if not part:
-            raise EOFError("connection closed by the peer")
-        parts += part
-    return bytes(parts)
+        return self._channel.ask(endpoint, _encoder.encode(question), timeout)

@@ -7,28 +7,26 @@ import logging
 import os
 import queue
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer.base import KvTransport, PeerCard, ReadTimeoutError
-from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer
+from trtllm_disagg.kv_transfer.cards import Cards
+from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer, Desks
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
+from trtllm_disagg.kv_transfer.lanes import Lanes
 from trtllm_disagg.kv_transfer.layout import KvLayout
 from trtllm_disagg.kv_transfer.lease import Lease, LeaseTable
+from trtllm_disagg.kv_transfer.pump import Pump
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_SECONDS = 0.001
-_IDLE_PROGRESS_SECONDS = 0.02
 _CONTROL_SECONDS = 5.0
-_MAX_LANES = 64
 
 
 class KvSender:
@@ -51,12 +49,16 @@ class KvSender:
         self.leases = LeaseTable(lease_seconds)
         self._control = ControlServer(host, self.leases, on_lease_ended)
         self.endpoint = self._control.endpoint
-        card = PeerCard(self.name, transport.name, layout, num_blocks, transport.serve(self.name))
-        self._control.start(card)
-        self._outstanding = threading.Event()
-        self._closed = False
-        self._pump = threading.Thread(target=self._progress, name="kv-progress", daemon=True)
-        self._pump.start()
+        self._card = PeerCard(self.name, transport.name, layout, num_blocks, transport.serve(self.name))
+        self._expects: Callable[[], bool] = bool
+        self.pump = Pump(transport, lambda: bool(len(self.leases)) or self._expects())
+
+    def start(self, desks: Desks | None = None, expects: Callable[[], bool] = bool) -> None:
+        """Answer peers from now on. `desks` answer what is not about leases; `expects` tells that somebody other
+        than the holder of a lease may read or write here.
+        """
+        self._expects = expects
+        self._control.start(self._card, desks)
 
     def lease(
         self,
@@ -83,33 +85,15 @@ class KvSender:
             cached_tokens=cached_tokens,
         )
         lease.digest = handle.digest()
-        self._outstanding.set()
+        self.pump.hurry()
         return handle.encode()
 
     def take_ended(self) -> list[Lease]:
-        ended = self.leases.take_ended()
-        if not len(self.leases):
-            self._outstanding.clear()
-        return ended
+        return self.leases.take_ended()
 
     def close(self) -> None:
-        self._closed = True
-        self._outstanding.set()
-        self._pump.join(timeout=5)
+        self.pump.close()
         self._control.close()
-
-    def _progress(self) -> None:
-        """Receivers connect and read through our agent, which runs no thread of its own.
-
-        Slowly without a lease, too: who reads learns only afterwards that its lease had ended, and a read that
-        never ends costs the receiver the blocks that it reads into.
-        """
-        while not self._closed:
-            is_leased = self._outstanding.wait(_IDLE_PROGRESS_SECONDS)
-            if not self._closed:
-                self._transport.progress()
-            if is_leased:
-                time.sleep(_PROGRESS_SECONDS)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,21 +129,19 @@ class KvReceiver:
         self._layout = layout
         self._timeout = timeout_seconds
         self._on_finished = on_finished
-        self._client = ControlClient()
-        #: By endpoint.
-        self._cards: dict[str, PeerCard] = {}
+        self.client = ControlClient()
+        self.cards = Cards(self.client, self._check)
+        self.lanes = Lanes()
         self._finished: queue.SimpleQueue[Pull] = queue.SimpleQueue()
-        self._lanes: dict[str, ThreadPoolExecutor] = {}
         self.in_flight = 0
-        self.card_loads = 0
 
     def start(self, pull: Pull) -> None:
         self.in_flight += 1
-        self._lane(pull.handle).submit(self._run, pull)
+        self.lanes.submit(pull.handle.endpoint, self._run, pull)
 
     def release(self, handle: KvHandle) -> None:
         """Tell the sender that nobody will read; best effort, its lease ends by itself."""
-        self._lane(handle).submit(self._release, handle)
+        self.lanes.submit(handle.endpoint, self._release, handle)
 
     def take_finished(self) -> list[Pull]:
         pulls: list[Pull] = []
@@ -170,22 +152,8 @@ class KvReceiver:
         return pulls
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.shutdown(wait=False, cancel_futures=True)
-        for lane in self._lanes.values():
-            lane.shutdown(wait=True)
-        self._client.close()
-
-    def _lane(self, handle: KvHandle) -> ThreadPoolExecutor:
-        """The sender's; the last one is shared by all that come when there are too many (restarts, forgeries)."""
-        key = (
-            handle.endpoint
-            if handle.endpoint in self._lanes or len(self._lanes) < _MAX_LANES - 1
-            else "others"
-        )
-        if key not in self._lanes:
-            self._lanes[key] = ThreadPoolExecutor(1, "kv-pull")
-        return self._lanes[key]
+        self.lanes.close()
+        self.client.close()
 
     def _run(self, pull: Pull) -> None:
         started = time.monotonic()
@@ -207,16 +175,14 @@ class KvReceiver:
 
     def _lost_touch(self, pull: Pull) -> None:
         """The next pull starts afresh; should the sender be alive, its blocks are free again."""
-        card = self._cards.pop(pull.handle.endpoint, None)
+        card = self.cards.drop(pull.handle.endpoint)
         if card is not None and not pull.may_land_later:
             self._transport.forget(card)
         self._release(pull.handle)
 
     def _pull(self, pull: Pull) -> None:
         handle = pull.handle
-        card = self._cards.get(handle.endpoint)
-        if card is None or card.sender != handle.sender:
-            card = self._load_card(handle)
+        card = self.cards.of_peer(handle.endpoint, handle.sender)
         if handle.layout != self._layout.fingerprint():
             raise HandoffRefusedError("the handoff names another KV layout than its prefill worker has")
         if max(pull.remote, default=-1) >= card.num_blocks:
@@ -224,30 +190,27 @@ class KvReceiver:
                 f"the handoff names block {max(pull.remote)}; its prefill worker has {card.num_blocks}"
             )
         if pull.local:
+            _require_held(handle, self.client.begin(handle, _CONTROL_SECONDS))
             pull.bytes_moved = self._transport.read(
                 card, np.asarray(pull.remote, np.int32), np.asarray(pull.local, np.int32), self._timeout
             )
-        if not self._client.confirm(handle, _CONTROL_SECONDS):
-            raise HandoffRefusedError(
-                f"prefill worker {handle.sender} does not hold this handoff (stale, used before, or forged)"
-            )
+        _require_held(handle, self.client.confirm(handle, _CONTROL_SECONDS))
 
-    def _load_card(self, handle: KvHandle) -> PeerCard:
-        card = self._client.card(handle, _CONTROL_SECONDS)
-        if card.sender != handle.sender:
-            raise KvTransferError(
-                f"the handoff is from {handle.sender}, but {card.sender} is at {handle.endpoint} now"
-            )
+    def _check(self, card: PeerCard) -> None:
         self._layout.require_same(card.layout)
         if card.transport != self._transport.name:
             raise HandoffRefusedError(
                 f"prefill sends KV by {card.transport}, decode reads by {self._transport.name}; "
                 "set the same cache_transceiver_config.backend on both"
             )
-        self.card_loads += 1
-        self._cards[handle.endpoint] = card
-        return card
 
     def _release(self, handle: KvHandle) -> None:
         with contextlib.suppress(KvTransferError):
-            self._client.release(handle, _CONTROL_SECONDS)
+            self.client.release(handle, _CONTROL_SECONDS)
+
+
+def _require_held(handle: KvHandle, is_held: bool) -> None:
+    if not is_held:
+        raise HandoffRefusedError(
+            f"prefill worker {handle.sender} does not hold this handoff (stale, used before, or forged)"
+        )

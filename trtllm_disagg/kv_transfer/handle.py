@@ -7,12 +7,12 @@ compares it with its own lease before the receiver may use what it read (`contro
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import Annotated
 
 import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError
+from trtllm_disagg.kv_transfer.endpoint import is_endpoint
 
 VERSION = 1
 MAX_BLOCKS = 1 << 20
@@ -21,7 +21,6 @@ MAX_BYTES = 16 << 20
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-_ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[0-9A-Za-z.-]+):(\d{1,5})")
 
 
 class KvHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,7 +65,6 @@ def decode_handle(opaque_state: bytes) -> KvHandle:
         raise HandoffRefusedError(
             f"handoff has version {handle.version}; this worker speaks version {VERSION}"
         )
-    endpoint = _ENDPOINT.fullmatch(handle.endpoint)
-    if endpoint is None or not 0 < int(endpoint[2]) < 1 << 16:
+    if not is_endpoint(handle.endpoint):
         raise HandoffRefusedError(f"handoff names endpoint {handle.endpoint!r}; expected tcp://HOST:PORT")
     return handle

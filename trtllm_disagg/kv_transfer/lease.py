@@ -19,6 +19,7 @@ class Lease:
     blocks: list[int]
     deadline: float  # time.monotonic() seconds
     digest: bytes = b""  # KvHandle.digest(), set when the handle is made
+    begun: bool = False
 
 
 class LeaseTable:
@@ -44,18 +45,23 @@ class LeaseTable:
             self._by_request[request_id] = lease.id
         return lease
 
+    def begin(self, lease_id: bytes, digest: bytes) -> bool:
+        """The receiver is about to read: True when it may. The lease then has its whole time again, once: a
+        receiver that begins over and over cannot keep the blocks for ever.
+        """
+        with self._lock:
+            lease = self._held(lease_id, digest)
+            if lease is not None and not lease.begun:
+                lease.begun, lease.deadline = True, self._clock() + self.seconds
+            return lease is not None
+
     def finish(self, lease_id: bytes, digest: bytes) -> bool:
         """The receiver has read: True when the lease was still held and is the one that the receiver means."""
         with self._lock:
-            lease = self._by_id.get(lease_id)
-            if lease is None or not lease.digest or not secrets.compare_digest(lease.digest, digest):
-                return False
-            in_time = self._clock() < lease.deadline
-            if in_time:
+            lease = self._held(lease_id, digest)
+            if lease is not None:
                 self._end(lease)
-            else:
-                self._expire(lease)
-            return in_time
+            return lease is not None
 
     def has_expired(self, lease_id: bytes) -> bool:
         """This lease was not finished or released in time. Only the last ones are remembered."""
@@ -92,6 +98,16 @@ class LeaseTable:
     def __len__(self) -> int:
         with self._lock:
             return len(self._by_id)
+
+    def _held(self, lease_id: bytes, digest: bytes) -> Lease | None:
+        """The lease that the receiver means, unless it is over."""
+        lease = self._by_id.get(lease_id)
+        if lease is None or not lease.digest or not secrets.compare_digest(lease.digest, digest):
+            return None
+        if self._clock() >= lease.deadline:
+            self._expire(lease)
+            return None
+        return lease
 
     def _expire(self, lease: Lease) -> None:
         self.expired_total += 1

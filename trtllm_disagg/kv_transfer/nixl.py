@@ -1,4 +1,4 @@
-"""NIXL transport: the receiver READs the sender's registered memory (UCX: cma on one host, tcp between hosts).
+"""NIXL transport: READs and WRITEs a peer's registered memory (UCX: cma on one host, tcp between hosts).
 
 The rules here are measured, not taste (facts: nixl.md): progress thread off (it spins), strict locking, reads
 never on an event loop, metadata added once per peer, re-added only after the old one was removed.
@@ -20,6 +20,7 @@ from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
 from trtllm_disagg.kv_transfer.memory import huge_page_tensor
 
 _POLL_SECONDS = 0.0002
+_DOING = {"READ": "reading KV from", "WRITE": "writing KV to"}
 
 
 @dataclass(slots=True)
@@ -77,20 +78,16 @@ class NixlTransport:
     def read(
         self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
-        assert self._pool is not None
         if peer.sender == self._name:  # NIXL knows no transfer to oneself
-            theirs, mine = torch.from_numpy(remote_blocks).long(), torch.from_numpy(local_blocks).long()
-            self._pool[:, :, mine] = self._pool[:, :, theirs]
-            return self._num_bytes(len(local_blocks))
-        try:
-            remote = self._remotes.get(peer.sender) or self._connect(peer)
-            self._transfer(peer, remote, remote_blocks, local_blocks, timeout)
-        except ReadTimeoutError:
-            raise
-        except Exception as error:  # the bindings raise a dozen unrelated types
-            self.forget(peer)
-            raise KvTransferError(f"reading KV from {peer.sender} failed: {error}") from error
-        return self._num_bytes(len(local_blocks))
+            return self._copy(remote_blocks, local_blocks)
+        return self._move("READ", peer, remote_blocks, local_blocks, timeout)
+
+    def write(
+        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        if peer.sender == self._name:
+            return self._copy(local_blocks, remote_blocks)
+        return self._move("WRITE", peer, remote_blocks, local_blocks, timeout)
 
     def forget(self, peer: PeerCard) -> None:
         if remote := self._remotes.pop(peer.sender, None):
@@ -163,8 +160,34 @@ class NixlTransport:
         self._remotes[peer.sender] = _Remote(name, table)
         return self._remotes[peer.sender]
 
+    def _copy(self, sources: np.ndarray, targets: np.ndarray) -> int:
+        assert self._pool is not None
+        self._pool[:, :, torch.from_numpy(targets).long()] = self._pool[
+            :, :, torch.from_numpy(sources).long()
+        ]
+        return self._num_bytes(len(sources))
+
+    def _move(
+        self,
+        operation: str,
+        peer: PeerCard,
+        remote_blocks: np.ndarray,
+        local_blocks: np.ndarray,
+        timeout: float,
+    ) -> int:
+        try:
+            remote = self._remotes.get(peer.sender) or self._connect(peer)
+            self._transfer(operation, peer, remote, remote_blocks, local_blocks, timeout)
+        except ReadTimeoutError:
+            raise
+        except Exception as error:  # the bindings raise a dozen unrelated types
+            self.forget(peer)
+            raise KvTransferError(f"{_DOING[operation]} {peer.sender} failed: {error}") from error
+        return self._num_bytes(len(local_blocks))
+
     def _transfer(
         self,
+        operation: str,
         peer: PeerCard,
         remote: _Remote,
         remote_blocks: np.ndarray,
@@ -176,7 +199,7 @@ class NixlTransport:
         order = np.argsort(remote_blocks, kind="stable")
         local_ids = self._descriptor_ids(local_blocks[order], self._pool.shape[2])
         remote_ids = self._descriptor_ids(remote_blocks[order], peer.num_blocks)
-        handle = self._agent.make_prepped_xfer("READ", self._local, local_ids, remote.table, remote_ids)
+        handle = self._agent.make_prepped_xfer(operation, self._local, local_ids, remote.table, remote_ids)
         state = self._agent.transfer(handle)
         deadline = time.monotonic() + timeout
         while state == "PROC":
@@ -184,13 +207,13 @@ class NixlTransport:
                 with contextlib.suppress(Exception):
                     handle.release()
                 raise ReadTimeoutError(
-                    f"reading KV from {peer.sender} took longer than {timeout:.1f} s", may_land_later=True
+                    f"{_DOING[operation]} {peer.sender} took longer than {timeout:.1f} s", may_land_later=True
                 )
             time.sleep(_POLL_SECONDS)
             state = self._agent.check_xfer_state(handle)
         handle.release()
         if state != "DONE":
-            raise KvTransferError(f"NIXL read ended in state {state}")
+            raise KvTransferError(f"NIXL {operation} ended in state {state}")
 
     def _descriptor_ids(self, blocks: np.ndarray, num_blocks: int) -> np.ndarray:
         segments = np.arange(self._num_segments, dtype=np.int32)[:, None] * np.int32(num_blocks)

@@ -1,4 +1,4 @@
-"""Same-host transport: the pool lives in an anonymous shared memory file that peers map read-only.
+"""Same-host transport: the pool lives in an anonymous shared memory file that peers map.
 
 memfd rather than /dev/shm: nothing is left behind by `kill -9`. Peers open it through /proc, which needs the
 same user and pid namespace; that is what "same host" means here.
@@ -52,6 +52,8 @@ class SharedMemoryTransport:
         self._memory: mmap.mmap | None = None
         self._segments = np.empty((0, 0, 0), np.uint8)
         self._peers: dict[str, _Mapping] = {}
+        #: Those that this engine writes to as well.
+        self._writable: dict[str, _Mapping] = {}
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
@@ -75,53 +77,68 @@ class SharedMemoryTransport:
     def read(
         self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
-        source = self._mapping(peer).segments
+        source = self._mapping(peer, self._peers, os.O_RDONLY).segments
         for start, length in _common_runs(remote_blocks, local_blocks):
             remote, local = remote_blocks[start], local_blocks[start]
             self._segments[:, local : local + length] = source[:, remote : remote + length]
         return len(local_blocks) * self._segments.shape[0] * self._segments.shape[2]
 
+    def write(
+        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        target = self._mapping(peer, self._writable, os.O_RDWR).segments
+        for start, length in _common_runs(remote_blocks, local_blocks):
+            remote, local = remote_blocks[start], local_blocks[start]
+            target[:, remote : remote + length] = self._segments[:, local : local + length]
+        return len(local_blocks) * self._segments.shape[0] * self._segments.shape[2]
+
     def forget(self, peer: PeerCard) -> None:
-        if mapping := self._peers.pop(peer.sender, None):
-            mapping.close()
+        for mappings in (self._peers, self._writable):
+            if mapping := mappings.pop(peer.sender, None):
+                mapping.close()
 
     def progress(self) -> None:
         """Nothing to do: readers map the memory themselves."""
 
     def close(self) -> None:
-        for mapping in self._peers.values():
-            mapping.close()
-        self._peers.clear()
+        for mappings in (self._peers, self._writable):
+            for mapping in mappings.values():
+                mapping.close()
+            mappings.clear()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _mapping(self, peer: PeerCard) -> _Mapping:
-        """The peer's pool, mapped once. A dead peer's memory lives on here, so its process is asked for first."""
+    def _mapping(self, peer: PeerCard, mappings: dict[str, _Mapping], access: int) -> _Mapping:
+        """The peer's pool, mapped once for each kind of access. A dead peer's memory lives on here, so its process
+        is asked for first.
+        """
         try:
             address = msgspec.msgpack.decode(peer.address, type=_Address)
             if not _is_running(address):
                 raise KvTransferError(f"{peer.sender} is gone (pid {address.pid})")
-            if peer.sender not in self._peers:
-                self._unmap_the_dead()
-                self._peers[peer.sender] = self._map(peer, address)
+            if peer.sender not in mappings:
+                _unmap_the_dead(mappings)
+                mappings[peer.sender] = self._map(peer, address, access)
         except (OSError, *UNREADABLE) as error:
             raise KvTransferError(f"cannot map the KV pool of {peer.sender}: {error}") from error
-        return self._peers[peer.sender]
+        return mappings[peer.sender]
 
-    def _map(self, peer: PeerCard, address: _Address) -> _Mapping:
-        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    def _map(self, peer: PeerCard, address: _Address, access: int) -> _Mapping:
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", access | os.O_CLOEXEC)
+        writes = mmap.PROT_WRITE if access == os.O_RDWR else 0
         try:
-            memory = mmap.mmap(fd, address.nbytes, flags=_PRESENT, prot=mmap.PROT_READ)
+            memory = mmap.mmap(fd, address.nbytes, flags=_PRESENT, prot=mmap.PROT_READ | writes)
         finally:
             os.close(fd)
         shape = (self._segments.shape[0], peer.num_blocks, self._segments.shape[2])
         return _Mapping(address, memory, np.frombuffer(memory, np.uint8).reshape(shape))
 
-    def _unmap_the_dead(self) -> None:
-        """A restarted worker comes under another name; the memory of the old one would stay with us."""
-        for sender in [s for s, mapping in self._peers.items() if not _is_running(mapping.address)]:
-            self._peers.pop(sender).close()
+
+def _unmap_the_dead(mappings: dict[str, _Mapping]) -> None:
+    """A restarted worker comes under another name; the memory of the old one would stay with us."""
+    for sender in [s for s, mapping in mappings.items() if not _is_running(mapping.address)]:
+        mappings.pop(sender).close()
 
 
 def _is_running(address: _Address) -> bool:

@@ -66,10 +66,12 @@ class RecordingStageClient:
         *,
         answers: Sequence[Any] = (),
         error: DisaggError | None = None,
+        description: Raw | None = None,
     ) -> None:
         self._serve = serve
         self._answers = answers
         self._error = error
+        self.description = description or {}
         self._peers: set[asyncio.Task[None]] = set()
         self.calls: list[StageCall] = []
 
@@ -81,6 +83,10 @@ class RecordingStageClient:
             async for answer in answers:
                 call.answers.append(answer)
                 yield answer
+
+    async def pick(self) -> RecordingStageClient:
+        """It is its own only instance."""
+        return self
 
     def serve_by(self, serve: Generate) -> None:
         """From the next call on."""

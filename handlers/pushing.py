@@ -1,0 +1,82 @@
+"""Prefill phases that write into a decode engine's blocks, while that engine's decode phase waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Protocol
+
+from trtllm_disagg.engine import Engine
+from trtllm_disagg.errors import ConfigError, PeerUnavailableError, RequestCancelledError
+from trtllm_disagg.handlers.cancellation import abort_when_stopped
+from trtllm_disagg.handlers.local import request_errors
+from trtllm_disagg.handlers.outputs import OutputCursor
+from trtllm_disagg.handlers.remote import StageClient, StageInstance
+from trtllm_disagg.types import Generate, GenerateRequest, Rendezvous, RequestContext, TokenChunk
+from trtllm_disagg.wire import encode_request
+
+#: Runs to the end of the prefill. Raises a DisaggError.
+Push = Callable[[GenerateRequest, RequestContext], Awaitable[object]]
+
+
+class PushPhase(Protocol):
+    async def meet(self) -> tuple[Rendezvous, Push]:
+        """Where decode finds the prefill engine that the push will run on."""
+        ...
+
+
+class LocalPush:
+    """context_only on this worker's engine. What it answers reaches the client through decode."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def meet(self) -> tuple[Rendezvous, Push]:
+        return self._engine.rendezvous(_reachable(self._engine.ctx_info_endpoint, "this engine")), self
+
+    async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
+        result = self._engine.start_prefill(request)
+        async with abort_when_stopped(result, context):
+            with request_errors(self._engine):
+                await result.aresult()
+        chunk = OutputCursor(len(request.token_ids)).advance(result)
+        if chunk is None or chunk.finish_reason == "cancelled":
+            raise RequestCancelledError("the prefill was given up")
+        return chunk
+
+
+class RemotePush:
+    """The same on an instance of the other stage."""
+
+    def __init__(self, client: StageClient, engine: Engine) -> None:
+        """`engine` makes the ids."""
+        self._client = client
+        self._engine = engine
+
+    async def meet(self) -> tuple[Rendezvous, Push]:
+        instance = await self._client.pick()
+        endpoint = _reachable(instance.description.get("ctx_info_endpoint"), "the prefill worker's engine")
+        return self._engine.rendezvous(endpoint), partial(_call, instance)
+
+
+async def _call(instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
+    async with aclosing(instance.call(encode_request(request), context)) as answers:
+        num_answers = len([answer async for answer in answers])
+    if num_answers != 1 and not context.is_stopped():
+        raise PeerUnavailableError(f"the prefill worker sent {num_answers} answers instead of one")
+
+
+def bare_push(push: LocalPush) -> Generate:
+    """The phase as a service, for a decode worker that waits for it."""
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        yield await push(request, context)
+
+    return generate
+
+
+def _reachable(endpoint: list[str] | None, who: str) -> list[str]:
+    if not endpoint:
+        raise ConfigError(f"{who} says no ctx_info_endpoint, which --schedule-style generation_first needs")
+    return endpoint
