@@ -189,7 +189,7 @@ CASES = (
     Case("same_again", _same_again, reuses_answers=True),
     Case("shared_prefix", _shared_prefix, reuses_answers=True),
     Case("conversation", _conversation, ("chat",), reuses_answers=True),
-    Case("around_blocks", _around_blocks, COMPLETIONS),
+    Case("around_blocks", _around_blocks, COMPLETIONS, reuses_answers=True),
     Case("long_prompt", _long_prompt),
     Case("full_context", _full_context, COMPLETIONS),
 )
