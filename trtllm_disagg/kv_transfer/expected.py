@@ -207,6 +207,8 @@ class KvExpecter:
             self._client.say(endpoint, Withdraw(prefill, request, new_ticket()), _CONTROL_SECONDS)
 
     def _withdraw(self, expected: Expected) -> None:
+        if not expected.prefill:  # given up before it was offered: prefill waits for nothing
+            self._decline(expected.endpoint, expected.request)
         question = Withdraw(expected.prefill, expected.request, expected.ticket)
         try:
             stopped = not expected.prefill or (
