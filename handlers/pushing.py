@@ -30,10 +30,12 @@ class LocalPush:
     """context_only on this worker's engine. What it answers reaches the client through decode."""
 
     def __init__(self, engine: Engine) -> None:
+        """Raises ConfigError for an engine that nobody can meet."""
         self._engine = engine
+        self._endpoint = _reachable(engine.ctx_info_endpoint, "this engine")
 
     async def meet(self) -> tuple[Rendezvous, Push]:
-        return self._engine.rendezvous(_reachable(self._engine.ctx_info_endpoint, "this engine")), self
+        return self._engine.rendezvous(self._endpoint), self
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
         result = self._engine.start_prefill(request)

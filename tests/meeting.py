@@ -92,12 +92,22 @@ class Duo:
     def run_until(self, is_enough: Callable[[], bool]) -> None:
         end = time.monotonic() + self.seconds
         while not is_enough():
-            assert time.monotonic() < end, "somebody hangs"
+            assert time.monotonic() < end, f"somebody hangs: {self._undone()}"
             self.step()
             if not self.prefill.engine.has_work and not self.decode.engine.has_work:
                 # Both wait for other threads; either may be woken.
                 self.prefill._woken.wait(0.001)
                 self.prefill._woken.clear()
+
+    def _undone(self) -> str:
+        sides = {"prefill": self.prefill, "decode": self.decode}
+        return "; ".join(
+            f"{name}: requests {[i for (i, _), answer in core.answers.items() if not answer.done]}, "
+            f"waiting {len(core.engine.scheduler.waiting)}, running {len(core.engine.scheduler.running)}, "
+            f"receiving {len(core.engine.scheduler.receiving)}, {core.free_blocks} blocks free, "
+            f"{core.engine.num_active} active"
+            for name, core in sides.items()
+        )
 
     def assert_idle(self) -> None:
         """Nothing is held on either side."""

@@ -54,3 +54,5 @@ def test_same_answers_at_once_and_nothing_is_held_afterwards(deployment: Served,
         answers = list(pool.map(lambda question: ask(deployment.openai, question), questions))
     assert answers == [oracle.answer(question) for question in questions]
     deployment.wait_until_idle()
+    pushed = deployment.total("trtllm_disagg_kv_pushes_total", deployment.of_role("prefill"))
+    assert pushed >= len(CHOSEN), "it really ran in this style"

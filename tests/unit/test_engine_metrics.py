@@ -54,10 +54,11 @@ def test_ranks_of_attention_dp_hold_together() -> None:
 
 def test_handoffs_and_pulls_are_shown_where_the_engine_knows_them() -> None:
     metrics = EngineMetrics()
-    metrics.update(step(totals={"kvPulls": 2, "kvBytesPulled": 4096}, numHandoffsHeld=1))
+    metrics.update(step(totals={"kvPulls": 2, "kvBytesPulled": 4096, "kvBytesSaved": 512}, numHandoffsHeld=1))
 
     assert shown(metrics)["kv_pulls_total"] == 2
     assert shown(metrics)["kv_bytes_pulled_total"] == 4096
+    assert shown(metrics)["kv_bytes_saved_total"] == 512
     assert shown(metrics)["handoffs_held"] == 1
 
 

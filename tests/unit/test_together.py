@@ -19,10 +19,11 @@ from trtllm_disagg.errors import (
     KvTransferError,
     RequestCancelledError,
 )
-from trtllm_disagg.handlers.pushing import Push, RemotePush
+from trtllm_disagg.handlers.pushing import LocalPush, Push, RemotePush
 from trtllm_disagg.handlers.strategies import build_generate
 from trtllm_disagg.handlers.together import together
 from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
 
@@ -210,6 +211,11 @@ async def test_a_push_that_fails_closes_decode() -> None:
     with pytest.raises(RequestCancelledError, match="given up"):
         await collect(together(ScriptedPush(RequestCancelledError("given up")), wait), request())
     assert closed.is_set()
+
+
+def test_an_engine_that_nobody_can_meet_is_refused_before_it_serves() -> None:
+    with pytest.raises(ConfigError, match="this engine says no ctx_info_endpoint"):
+        LocalPush(recording_engine())
 
 
 async def test_a_prefill_worker_that_cannot_be_met_is_named(engines: dict[Role, Engine]) -> None:

@@ -124,11 +124,12 @@ _BUILT = (
         (None, "DEFAULT", "NIXL", "SHARED_MEMORY"),
         "DEFAULT, NIXL or SHARED_MEMORY",
     ),
-    _Built("cache_transceiver_config.enable_pipelined_transfer", *_OFF),
 )
 
 #: These tune GPUs, or another runtime. Answers are the same without them.
 _NO_EFFECT = (
+    # With schedule_style GENERATION_FIRST finished chunks always travel at once.
+    "cache_transceiver_config.enable_pipelined_transfer",
     "gpus_per_node",
     "enable_attention_dp",
     "enable_lm_head_tp_in_adp",

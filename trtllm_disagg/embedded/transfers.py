@@ -67,7 +67,14 @@ class KvTransfers:
         self._book = OfferBook(self._sender.name, fingerprint, wake)
         self._pusher = KvPusher(transport, client, lanes, timeout_seconds=seconds, on_finished=wake)
         self._expecter = KvExpecter(
-            self._sender.name, self.endpoint, fingerprint, self._receiver.cards, client, lanes, wake
+            self._sender.name,
+            self.endpoint,
+            fingerprint,
+            self._receiver.cards,
+            client,
+            lanes,
+            on_news=wake,
+            on_busy=self._sender.pump.hurry,
         )
         desks: Desks = {
             Offer: self._book.offered,

@@ -69,7 +69,10 @@ class KvExpecter:
         client: ControlClient,
         lanes: Lanes,
         on_news: Callable[[], None],
+        on_busy: Callable[[], None],
     ) -> None:
+        """`on_busy`: somebody may write here from now on."""
+        self._on_busy = on_busy
         self._name = name
         self._endpoint = endpoint
         self._layout = layout
@@ -93,6 +96,7 @@ class KvExpecter:
     def expect(self, expected: Expected) -> None:
         with self._lock:
             self._waiting[expected.ticket] = expected
+        self._on_busy()
         self._lanes.submit(expected.endpoint, self._offer, expected)
 
     def give_up(self, expected: Expected) -> bool:
@@ -203,6 +207,8 @@ class KvExpecter:
             self._client.say(endpoint, Withdraw(prefill, request, new_ticket()), _CONTROL_SECONDS)
 
     def _withdraw(self, expected: Expected) -> None:
+        if not expected.prefill:  # given up before it was offered: prefill waits for nothing
+            self._decline(expected.endpoint, expected.request)
         question = Withdraw(expected.prefill, expected.request, expected.ticket)
         try:
             stopped = not expected.prefill or (

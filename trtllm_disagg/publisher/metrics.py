@@ -18,8 +18,11 @@ PREFIX = "trtllm_disagg_"
 _COUNTERS = {
     "prefill_tokens": "Prompt tokens that went through the model on this worker",
     "decode_tokens": "Tokens that this worker generated behind the first one of an answer",
-    "kv_pulls": "Handoffs whose KV this worker fetched",
-    "kv_bytes_pulled": "Bytes of KV that this worker fetched",
+    "kv_pulls": "Requests whose KV came to this worker from another one",
+    "kv_bytes_pulled": "Bytes of KV that came to this worker",
+    "kv_bytes_saved": "Bytes of KV that did not have to come, because this worker had them",
+    "kv_pushes": "Requests whose KV this worker wrote into another one (generation_first)",
+    "kv_bytes_pushed": "Bytes of KV that this worker wrote into another one",
 }
 _GAUGES = {
     "handoffs_held": "Finished prefills whose KV waits here for a decode worker",
@@ -27,7 +30,13 @@ _GAUGES = {
     "requests_active": "Requests that run or wait in the engine",
 }
 #: The embedded engine's own running totals. TensorRT-LLM has no such numbers; then there is no such metric.
-_TOTALS = {"kv_pulls": "kvPulls", "kv_bytes_pulled": "kvBytesPulled"}
+_TOTALS = {
+    "kv_pulls": "kvPulls",
+    "kv_bytes_pulled": "kvBytesPulled",
+    "kv_bytes_saved": "kvBytesSaved",
+    "kv_pushes": "kvPushes",
+    "kv_bytes_pushed": "kvBytesPushed",
+}
 
 
 class EngineMetrics(Collector):
