@@ -51,7 +51,10 @@ class FusedDecode:
         )
 
     def __call__(self, tokens: Seq[int], layout: StepLayout) -> torch.Tensor:
-        """Logits (rows, vocabulary) float32, valid until the next step. Every row decodes, MOST_ROWS at most."""
+        """Logits (sampling rows, vocabulary) float32, valid until the next step. Every row decodes, MOST_ROWS at most.
+
+        A request that goes on after a pause has rows that do not sample: its own tokens once more.
+        """
         buffers, rows = self._buffers, len(tokens)
         assert layout.decode is not None
         tables = layout.decode.tables
@@ -63,7 +66,7 @@ class FusedDecode:
         buffers.control[ARRIVED_BEFORE] = buffers.control[ARRIVED]
         self._ring()
         decode_step.decode(0, self._threads, self._weights, buffers, self._size)
-        return self._logits[:rows]
+        return self._logits[:rows] if len(layout.last) == rows else self._logits[layout.last]
 
     def close(self) -> None:
         self._buffers.control[STOP] = 1
