@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from trtllm_disagg.embedded.messages import (
 )
 from trtllm_disagg.embedded.model_loader import ModelShape, load_model, make_forward, read_shape
 from trtllm_disagg.embedded.model_runner import ModelRunner
+from trtllm_disagg.embedded.parallel.team import Alone, Team
 from trtllm_disagg.embedded.sampler import sample
 from trtllm_disagg.embedded.scheduler import Row, Scheduler
 from trtllm_disagg.embedded.sequence import Sequence, Status
@@ -44,9 +46,10 @@ log = logging.getLogger(__name__)
 class EngineCore:
     """`add` and `abort` requests, call `step` while `has_work`. Used by one thread."""
 
-    def __init__(self, args: LlmArgs, wake: Callable[[], None]) -> None:
+    def __init__(self, args: LlmArgs, wake: Callable[[], None], team: Alone | Team | None = None) -> None:
         """`wake` is called from other threads when a transfer ended and `step` has something to do."""
-        device = choose_device(args.embedded.device)
+        self._team = team = team or Alone()
+        device = choose_device(args.embedded.device, team.size)
         self.shape: ModelShape = read_shape(Path(args.model), args.dtype)
         kv_config = args.kv_cache_config
         size = kv_config.tokens_per_block
@@ -67,14 +70,16 @@ class EngineCore:
         if args.max_num_tokens < TILE:
             raise ConfigError.bad_value("max_num_tokens", args.max_num_tokens, f"at least {TILE}")
         self._max_prompt = self.max_seq_len if args.enable_chunked_prefill else args.max_num_tokens
+        team.start(args, num_blocks)
         model = load_model(Path(args.model), self.shape)
+        team.shard(model)
         self.transfers: KvTransfers | NullTransfers
         self.transfers, kv = create_transfers(
-            args, kv_layout(self.shape, size), new_pool(self.shape, num_blocks, size, device), wake
+            args, kv_layout(self.shape, size), new_pool(self.shape, num_blocks, size, device, team.size), wake
         )
         pool = KvPool(kv)
         forward = make_forward(model, pool, self.max_seq_len, args.embedded.forward)
-        self._runner = ModelRunner(forward, pool)
+        self._runner = team.lead(ModelRunner(forward, pool))
         self._guides = create_guides(args, self.shape)
         self._stats = IterationStats(args)
         self._receiving: dict[int, Sequence] = {}
@@ -88,6 +93,7 @@ class EngineCore:
             max_seq_len=self.max_seq_len,
             transport=self.transfers.description,
             end_ids=self.shape.end_ids,
+            pids=[os.getpid(), *self._team.pids],
         )
 
     # -- commands
@@ -164,6 +170,7 @@ class EngineCore:
 
     def close(self) -> None:
         self.transfers.close()
+        self._team.close()
 
     # -- internals
 

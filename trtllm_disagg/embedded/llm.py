@@ -24,11 +24,12 @@ from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.feed import Feed
 from trtllm_disagg.embedded.llm_args import LlmArgs, core_args
 from trtllm_disagg.embedded.messages import AbortRequest, AddRequest, StepReport, TokenOutput
+from trtllm_disagg.embedded.parallel.fit import require_divides
+from trtllm_disagg.embedded.parallel.launch import serve_other_ranks
 from trtllm_disagg.embedded.result import RequestError, RequestOutput, wake
 from trtllm_disagg.embedded.sampling_params import SamplingParams
 from trtllm_disagg.embedded.scheduling_params import SchedulingParams
 from trtllm_disagg.embedded.supported_args import refuse_unsupported
-from trtllm_disagg.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ DEFAULT_REQUEST_PRIORITY = 0.5
 
 class LLM:
     """Loads the checkpoint directory `model`. Raises pydantic's ValidationError for unknown or wrong arguments,
-    ConfigError for what the embedded engine does not serve or cannot read.
+    ConfigError for what the embedded engine does not serve or cannot read. Under mpiexec, every rank but rank 0
+    takes part in rank 0's engine until that ends; then SystemExit.
     """
 
     def __init__(
@@ -67,8 +69,8 @@ class LLM:
         )
         if ignored := refuse_unsupported(self.args):
             log.info("these settings have no effect on the embedded engine: %s", ", ".join(ignored))
-        if not (Path(self.args.model) / "config.json").is_file():
-            raise ConfigError.bad_value("model", str(self.args.model), "a directory with a config.json")
+        require_divides(Path(self.args.model), self.args.tensor_parallel_size)
+        serve_other_ranks(self.args.tensor_parallel_size, self.args.embedded.num_threads)
         #: As of the last step: requests that wait or run, and prompts whose KV is held (embedded engine only).
         self.num_active_requests = 0
         self._results: dict[int, RequestOutput] = {}

@@ -17,7 +17,7 @@ from torch import nn
 
 from trtllm_disagg.embedded import kernels
 from trtllm_disagg.embedded.attention import KvPool, StepLayout
-from trtllm_disagg.embedded.linear import PackedLinear
+from trtllm_disagg.embedded.linear import PackedLinear, packed
 from trtllm_disagg.embedded.views import as_array
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -43,10 +43,10 @@ class _Layer:
     qkv: PackedLinear
     q_norm: np.ndarray
     k_norm: np.ndarray
-    output: PackedLinear
+    output: nn.Module
     post_norm: np.ndarray
     gate_up: PackedLinear
-    down: PackedLinear
+    down: nn.Module
     scale: float
     window: int | None
 
@@ -58,13 +58,14 @@ class PlainForward:
         self._dtype = decoder.embed_tokens.weight.dtype
         self._embedding: torch.Tensor = decoder.embed_tokens.weight.detach()
         self._eps = np.float32(config.rms_norm_eps)
-        self._num_heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._head_dim = pool.kv.shape[-1]
+        # This rank's heads: of tensor parallelism, the pool has a part.
+        kv_heads, self._head_dim = pool.kv.shape[-2:]
+        self._num_heads = config.num_attention_heads * kv_heads // config.num_key_value_heads
         self._cos, self._sin = _rotations(decoder.rotary_emb, max_positions, self._head_dim)
         self._final_norm = _weights(decoder.norm)
         self._keys = [as_array(keys) for keys in pool.keys]
         self._values = [as_array(values) for values in pool.values]
-        self._head = PackedLinear(model.lm_head)
+        self._head = packed(model.lm_head)
         self._layers: list[_Layer] = []
         for i in range(len(decoder.layers)):
             self._layers.append(_take(decoder.layers[i], config))
@@ -134,10 +135,10 @@ def _take(layer: Any, config: Any) -> _Layer:
         qkv=_joined((attention.q_proj, attention.k_proj, attention.v_proj)),
         q_norm=_weights(attention.q_norm) if has_norms else _NO_NORM,
         k_norm=_weights(attention.k_norm) if has_norms else _NO_NORM,
-        output=PackedLinear(attention.o_proj),
+        output=packed(attention.o_proj),
         post_norm=_weights(layer.post_attention_layernorm),
         gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
-        down=PackedLinear(mlp.down_proj),
+        down=packed(mlp.down_proj),
         scale=attention.scaling,
         window=_window(attention, config),
     )

@@ -13,8 +13,12 @@ from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.kv_transfer.layout import KvLayout
 
 
-def choose_device(wanted: str) -> torch.device:
-    """`auto` is CUDA where torch sees it."""
+def choose_device(wanted: str, num_ranks: int = 1) -> torch.device:
+    """`auto` is CUDA where torch sees it; several ranks run on the CPU."""
+    if num_ranks > 1 and wanted == "cuda":
+        raise ConfigError.bad_value("embedded.device", wanted, "cpu, with tensor_parallel_size above 1")
+    if num_ranks > 1:
+        return torch.device("cpu")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError.bad_value("embedded.device", wanted, "cpu; torch sees no CUDA device here")
     if wanted == "auto":
@@ -82,8 +86,12 @@ class PoolShape:
         return self.shape[2]
 
 
-def new_pool(shape: ModelShape, num_blocks: int, tokens_per_block: int, device: torch.device) -> PoolShape:
-    dimensions = (shape.num_layers, 2, num_blocks, tokens_per_block, shape.num_kv_heads, shape.head_dim)
+def new_pool(
+    shape: ModelShape, num_blocks: int, tokens_per_block: int, device: torch.device, num_ranks: int = 1
+) -> PoolShape:
+    """Each rank's pool has as many blocks, with its part of the KV heads."""
+    heads = shape.num_kv_heads // num_ranks
+    dimensions = (shape.num_layers, 2, num_blocks, tokens_per_block, heads, shape.head_dim)
     return PoolShape(dimensions, shape.dtype, device)
 
 

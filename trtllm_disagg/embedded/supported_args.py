@@ -84,7 +84,6 @@ _ONE = ((1,), "1 (not yet more)")
 # None where a part of the way is not set.
 _OFF = ((None, False), "false")
 _BUILT = (
-    _Built("tensor_parallel_size", *_ONE),
     _Built("pipeline_parallel_size", *_ONE),
     _Built("context_parallel_size", *_ONE),
     # -1 is what no value becomes.

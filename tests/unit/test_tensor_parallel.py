@@ -1,0 +1,50 @@
+"""Two ranks answer what one does: in float32 every logit of every schedule, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import Checkpoints
+from tests.cores import Core
+from tests.ranks import NEW_TOKENS, PROMPTS, Answers, record_all
+from trtllm_disagg.embedded.model_loader import FAMILIES
+
+pytest.importorskip("mpi4py")
+pytest.importorskip("mpi4py.MPI")
+KINDS = [*(f"{family}-auto" for family in FAMILIES), "qwen3-transformers"]
+MPIEXEC = Path(sysconfig.get_path("scripts")) / "mpiexec"
+_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def by_two(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
+    """kind -> what two ranks, each with half of the heads, answered."""
+    directory = tmp_path_factory.mktemp("ranks")
+    for family in FAMILIES:
+        (directory / family).symlink_to(checkpoints(family))
+    command = [MPIEXEC, "-n", "2", sys.executable, "-m", "tests.ranks", directory / "answers", *KINDS]
+    subprocess.run(command, check=True, timeout=_SECONDS)
+    answers: dict[str, Answers] = torch.load(directory / "answers")
+    shutil.rmtree(directory)
+    return answers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_have_the_logits_of_one(
+    kind: str, by_two: dict[str, Answers], checkpoints: Checkpoints
+) -> None:
+    family, _, forward = kind.partition("-")
+    by_one = record_all(lambda **args: Core(checkpoints(family), embedded={"forward": forward}, **args))
+    expected = by_one["solo"]
+    assert len(expected) == len(PROMPTS) * NEW_TOKENS
+    for schedule, rows in by_two[kind].items():
+        assert rows.keys() == expected.keys()
+        different = [key for key in rows if not torch.equal(rows[key], expected[key])]
+        assert not different, f"{schedule}: (prompt, position) with other bits: {different}"

@@ -1,0 +1,27 @@
+"""One rank's part of the model and of the KV pool, for the ranks that know nothing but steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from trtllm_disagg.embedded.attention import KvPool
+from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.model_loader import load_model, make_forward, read_shape
+from trtllm_disagg.embedded.model_runner import ModelRunner
+from trtllm_disagg.embedded.parallel.group import RankGroup
+from trtllm_disagg.embedded.parallel.sharding import shard_model
+from trtllm_disagg.embedded.sizing import choose_device, max_seq_len, new_pool
+
+
+def build_shard(args: LlmArgs, num_blocks: int, group: RankGroup) -> ModelRunner:
+    """As the engine core builds its own. Raises ConfigError like it."""
+    device = choose_device(args.embedded.device, group.size)
+    shape = read_shape(Path(args.model), args.dtype)
+    model = load_model(Path(args.model), shape)
+    shard_model(model, group)
+    size = args.kv_cache_config.tokens_per_block
+    wanted = new_pool(shape, num_blocks, size, device, group.size)
+    pool = KvPool(torch.zeros(wanted.shape, dtype=wanted.dtype, device=wanted.device))
+    return ModelRunner(make_forward(model, pool, max_seq_len(args, shape), args.embedded.forward), pool)
