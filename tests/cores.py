@@ -60,7 +60,8 @@ class Answer:
 class Core:
     """`add` requests, `run` until they are done. Fails instead of waiting for ever."""
 
-    def __init__(self, model: Path, team: Team | None = None, **args: Any) -> None:
+    def __init__(self, model: Path, **args: Any) -> None:
+        team: Team | None = args.pop("team", None)
         settings: dict[str, Any] = {
             "model": model,
             "kv_cache_config": {"max_tokens": 1024, "event_buffer_max_size": 10_000},

@@ -20,7 +20,13 @@ from trtllm_disagg.embedded import sampler
 NEW_TOKENS = 8
 STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]
 #: Two have a stem in common, of no whole number of tiles; Mistral's window is 40 tokens.
-PROMPTS = [[3], STEM + [9] * 53, [*STEM, 11, 12, 13], [5 + i % 7 for i in range(32)], [200 - i for i in range(97)]]
+PROMPTS = [
+    [3],
+    STEM + [9] * 53,
+    [*STEM, 11, 12, 13],
+    [5 + i % 7 for i in range(32)],
+    [200 - i for i in range(97)],
+]
 
 #: That record_all makes.
 _ENGINES = 2
@@ -88,7 +94,9 @@ def main(path: Path, kinds: list[str]) -> None:
         def make_core(family: str = family, forward: str = forward, **args: Any) -> Core:
             group, peers = join_as_leader(path.parent, 2, sys.exit)
             team = Team(group, peers, sys.exit)
-            return Core(path.parent / family, team, tensor_parallel_size=2, embedded={"forward": forward}, **args)
+            return Core(
+                path.parent / family, team=team, tensor_parallel_size=2, embedded={"forward": forward}, **args
+            )
 
         answers[kind] = record_all(make_core)
     torch.save(answers, path)

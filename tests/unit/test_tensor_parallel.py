@@ -16,10 +16,8 @@ from tests.cores import Core
 from tests.ranks import NEW_TOKENS, PROMPTS, Answers, record_all
 from trtllm_disagg.embedded.model_loader import FAMILIES
 
-pytest.importorskip("mpi4py")
-pytest.importorskip("mpi4py.MPI")
 KINDS = [*(f"{family}-auto" for family in FAMILIES), "qwen3-transformers"]
-MPIEXEC = Path(sysconfig.get_path("scripts")) / "mpiexec"
+MPIEXEC = str(Path(sysconfig.get_path("scripts")) / "mpiexec")
 _SECONDS = 120
 
 
@@ -29,7 +27,7 @@ def by_two(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
     directory = tmp_path_factory.mktemp("ranks")
     for family in FAMILIES:
         (directory / family).symlink_to(checkpoints(family))
-    command = [MPIEXEC, "-n", "2", sys.executable, "-m", "tests.ranks", directory / "answers", *KINDS]
+    command = [MPIEXEC, "-n", "2", sys.executable, "-m", "tests.ranks", str(directory / "answers"), *KINDS]
     subprocess.run(command, check=True, timeout=_SECONDS)
     answers: dict[str, Answers] = torch.load(directory / "answers")
     shutil.rmtree(directory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from trtllm_disagg.embedded.messages import (
     StepReport,
     TokenOutput,
 )
-from trtllm_disagg.embedded.model_loader import ModelShape, load_model, make_forward, read_shape
+from trtllm_disagg.embedded.model_loader import load_model, make_forward, read_shape
 from trtllm_disagg.embedded.model_runner import ModelRunner
 from trtllm_disagg.embedded.parallel.team import Alone, Team
 from trtllm_disagg.embedded.sampler import sample
@@ -50,7 +49,7 @@ class EngineCore:
         """`wake` is called from other threads when a transfer ended and `step` has something to do."""
         self._team = team = team or Alone()
         device = choose_device(args.embedded.device, team.size)
-        self.shape: ModelShape = read_shape(Path(args.model), args.dtype)
+        self.shape = read_shape(Path(args.model), args.dtype)
         kv_config = args.kv_cache_config
         size = kv_config.tokens_per_block
         self.max_seq_len = max_seq_len(args, self.shape)
@@ -93,7 +92,7 @@ class EngineCore:
             max_seq_len=self.max_seq_len,
             transport=self.transfers.description,
             end_ids=self.shape.end_ids,
-            pids=[os.getpid(), *self._team.pids],
+            pids=self._team.pids,
         )
 
     # -- commands

@@ -59,11 +59,6 @@ class CoreClient:
         self._receiver.start()
 
     @property
-    def pid(self) -> int:
-        """Of rank 0, when there are several."""
-        return self.ready.pids[0]
-
-    @property
     def alive(self) -> bool:
         return not self._closing and self._process.poll() is None
 

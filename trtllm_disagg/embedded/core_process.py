@@ -22,6 +22,7 @@ import zmq
 
 from trtllm_disagg.embedded.messages import Command, Failed, Report, Shutdown, StepReport
 from trtllm_disagg.embedded.parallel.join import leave, own_rank
+from trtllm_disagg.embedded.parallel.launch import IN_JOB
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.llm_args import LlmArgs
@@ -156,7 +157,8 @@ def main() -> int:
     finally:
         core.close()
         process.close()
-    leave()
+    if IN_JOB in sys.argv:
+        leave()
     return 0
 
 
@@ -192,5 +194,7 @@ def _build(start: Start, process: CoreProcess) -> Any:
 if __name__ == "__main__":
     status = main()
     logging.shutdown()
+    if IN_JOB in sys.argv:  # its launcher waits for the end of MPI, which is in the C library's exit
+        sys.exit(status)
     # All is closed; to take torch and UCX apart as well would take the worker's shutdown seconds.
     os._exit(status)

@@ -16,13 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import pydantic
-
 from trtllm_disagg.embedded import request as checks
 from trtllm_disagg.embedded.core_client import CoreClient
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.feed import Feed
-from trtllm_disagg.embedded.llm_args import LlmArgs, core_args
+from trtllm_disagg.embedded.llm_args import LlmArgs, as_plain, core_args
 from trtllm_disagg.embedded.messages import AbortRequest, AddRequest, StepReport, TokenOutput
 from trtllm_disagg.embedded.parallel.fit import require_divides
 from trtllm_disagg.embedded.parallel.launch import serve_other_ranks
@@ -65,7 +63,7 @@ class LLM:
             dtype=dtype,
             revision=revision,
             tokenizer_revision=tokenizer_revision,
-            **{name: _plain(value) for name, value in kwargs.items()},
+            **{name: as_plain(value) for name, value in kwargs.items()},
         )
         if ignored := refuse_unsupported(self.args):
             log.info("these settings have no effect on the embedded engine: %s", ", ".join(ignored))
@@ -164,7 +162,7 @@ class LLM:
                 handoff=handoff,
             )
         )
-        if reason := self._ended():  # in between
+        if reason := self._ended():
             self._fail_all(reason)
         return result
 
@@ -234,7 +232,12 @@ class LLM:
     @property
     def engine_pid(self) -> int:
         """Process id of the engine core (embedded engine only)."""
-        return self._core.pid
+        return self.engine_pids[0]
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """Of all ranks, rank 0 (the engine core) first (embedded engine only)."""
+        return self._core.ready.pids
 
     @property
     def kv_transport(self) -> str:
@@ -294,8 +297,3 @@ class LLM:
         for result in results:
             result.deliver(RequestError(reason, "Unavailable"))
         wake(results)
-
-
-def _plain(value: Any) -> Any:
-    """pydantic models of TensorRT-LLM's names come as objects; LlmArgs takes those and plain dicts alike."""
-    return value.model_dump() if isinstance(value, pydantic.BaseModel) else value

@@ -10,7 +10,7 @@ from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from trtllm_disagg.embedded.kv_args import (
     BlockReuseConfig,
@@ -228,6 +228,11 @@ class LlmArgs(BaseLlmArgs):
             raise ValueError(f"sampler_type {data['sampler_type']!r} was removed; leave it out")
         log.warning("sampler_type is gone, and has no effect")
         return {key: value for key, value in data.items() if key != "sampler_type"}
+
+
+def as_plain(value: Any) -> Any:
+    """pydantic models of TensorRT-LLM's names come as objects; LlmArgs takes those and plain dicts alike."""
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 def core_args(args: LlmArgs) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from trtllm_disagg.kv_transfer.layout import KvLayout
 
 def choose_device(wanted: str, num_ranks: int = 1) -> torch.device:
     """`auto` is CUDA where torch sees it; several ranks run on the CPU."""
-    if num_ranks > 1 and wanted == "cuda":
-        raise ConfigError.bad_value("embedded.device", wanted, "cpu, with tensor_parallel_size above 1")
     if num_ranks > 1:
         return torch.device("cpu")
     if wanted == "cuda" and not torch.cuda.is_available():

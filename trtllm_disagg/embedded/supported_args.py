@@ -29,6 +29,7 @@ def refuse_unsupported(args: LlmArgs, model_dtype: str | None = None) -> list[st
             raise ConfigError.bad_value(key, value, f"{expected}, on the embedded engine")
     _check_kv_dtype(args, model_dtype)
     _check_tokenizer(args)
+    _check_ranks(args)
     return [key for key in _NO_EFFECT if _read(args, key) != _default(args, key)]
 
 
@@ -70,6 +71,11 @@ def _check_tokenizer(args: LlmArgs) -> None:
             type(given).__name__,
             "a directory, with guided_decoding_backend on the embedded engine",
         )
+
+
+def _check_ranks(args: LlmArgs) -> None:
+    if args.tensor_parallel_size > 1 and args.embedded.device == "cuda":
+        raise ConfigError.bad_value("embedded.device", "cuda", "cpu, with tensor_parallel_size above 1")
 
 
 class _Built(NamedTuple):

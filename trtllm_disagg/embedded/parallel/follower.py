@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import msgspec
 from trtllm_disagg.embedded.parallel.channel import Peer, watch
 from trtllm_disagg.embedded.parallel.group import RankGroup
 from trtllm_disagg.embedded.parallel.join import join_as_follower, leave
+from trtllm_disagg.embedded.parallel.launch import IN_JOB
 from trtllm_disagg.embedded.parallel.steps import Broken, Build, Built, Order, Step, StepRow
 
 log = logging.getLogger("trtllm_disagg.embedded")
@@ -30,10 +30,10 @@ def main() -> int:
     group, leader = join_as_follower()
     # Also out of an MPI call that will never return. Nothing here needs to be closed.
     watch(leader, _orders, lambda _last: os._exit(0))
-    if stat.S_ISFIFO(os.fstat(0).st_mode):  # of a job, each rank has a worker; of ours, only rank 0 has
+    if IN_JOB in sys.argv:
         threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
     status = follow(group, leader)
-    if status == 0:
+    if status == 0 and IN_JOB in sys.argv:
         leave()
     return status
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
+import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ def join_as_leader(
                 raise ConfigError.bad_value("tensor_parallel_size", size, "ranks that are all on one host")
             peers = accept(listener, size)
         os.unlink(address)
+        _forget_shared_memory()
     return group, peers
 
 
@@ -61,11 +62,10 @@ def join_as_follower() -> tuple[RankGroup, Peer]:
 
 
 def leave() -> None:
-    """The end of MPI in this process, if there was any; waits for the other ranks."""
-    if "mpi4py.MPI" in sys.modules:
-        from mpi4py import MPI
+    """The end of MPI in this process; waits for the other ranks."""
+    from mpi4py import MPI
 
-        MPI.Finalize()
+    MPI.Finalize()
 
 
 def _start_mpi() -> tuple[RankGroup, Any]:
@@ -82,7 +82,16 @@ def _is_one_host(communicator: Any) -> bool:
     return bool(communicator.Split_type(MPI.COMM_TYPE_SHARED).size == communicator.size)
 
 
-@contextmanager
+def _forget_shared_memory() -> None:
+    """Every rank has mpich's memory mapped by now; without its name, nothing is left behind by `kill -9`."""
+    with open("/proc/self/maps") as maps:
+        names = set(re.findall(r"/dev/shm/mpich_shm_\w+", maps.read()))
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+
+
+@contextlib.contextmanager
 def _deadline(on_late: Callable[[], None]) -> Iterator[None]:
     timer = threading.Timer(_JOIN_SECONDS, on_late)
     timer.daemon = True

@@ -19,6 +19,8 @@ from trtllm_disagg.embedded.parallel.fit import KEY
 from trtllm_disagg.errors import ConfigError
 
 _CORE = (sys.executable, "-m", "trtllm_disagg.embedded.core_process")
+#: An argument of the core: the ranks were started by somebody else, and each has its own LLM object.
+IN_JOB = "--in-job"
 _EXTRA = "mpi4py and mpich (pip install 'trtllm-disagg[mpi]')"
 #: Of mpich's process manager: who dies is noticed, and told, by the ranks themselves; on this host and by nobody
 #: else, whatever batch system it belongs to.
@@ -95,13 +97,15 @@ def core_launch(size: int, num_threads: int, environment: Mapping[str, str]) -> 
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        # A rank that waits for another one lets others run, that one first of all.
+        "MPIR_CVAR_POLLS_BEFORE_YIELD": environment.get("MPIR_CVAR_POLLS_BEFORE_YIELD", "1"),
     }
     if size == 1:
         return Launch(_CORE, environment)
     if job is not None:
         # The way to the process manager goes to the core, which is the rank.
         fd = environment.get("PMI_FD")
-        return Launch(_CORE, environment, () if fd is None else (int(fd),))
+        return Launch((*_CORE, IN_JOB), environment, () if fd is None else (int(fd),))
     command = (str(_mpiexec()), *_MPIEXEC_OPTIONS, "-n", str(size), *_CORE)
     return Launch(command, environment, by_mpiexec=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -40,7 +41,11 @@ class Alone:
     """One process is the whole engine."""
 
     size = 1
-    pids: tuple[int, ...] = ()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all ranks, this one first."""
+        return [os.getpid()]
 
     def start(self, args: LlmArgs, num_blocks: int) -> None:
         """There is nobody to start."""
@@ -60,7 +65,7 @@ class Team:
 
     def __init__(self, group: RankGroup, peers: list[Peer], on_lost: Callable[[str], None]) -> None:
         self.size = group.size
-        self.pids = tuple(peer.pid for peer in peers)
+        self.pids = [os.getpid(), *(peer.pid for peer in peers)]
         self._group = group
         self._peers = peers
         self._on_lost = on_lost
