@@ -35,7 +35,7 @@ from trtllm_disagg.embedded.sizing import (
     require_room,
 )
 from trtllm_disagg.embedded.stopping import Verdict, judge
-from trtllm_disagg.embedded.transfers import KvTransfers, NullTransfers, create_transfers
+from trtllm_disagg.embedded.transfers import create_transfers
 from trtllm_disagg.errors import ConfigError, DisaggError, EngineError, InvalidRequestError
 from trtllm_disagg.kv_transfer.exchange import Pull
 
@@ -72,10 +72,8 @@ class EngineCore:
         team.start(args, num_blocks)
         model = load_model(Path(args.model), self.shape)
         team.shard(model)
-        self.transfers: KvTransfers | NullTransfers
-        self.transfers, kv = create_transfers(
-            args, kv_layout(self.shape, size), new_pool(self.shape, num_blocks, size, device, team.size), wake
-        )
+        wanted = new_pool(self.shape, num_blocks, size, device, team.size)
+        self.transfers, kv = create_transfers(args, kv_layout(self.shape, size), wanted, wake, team.peers)
         pool = KvPool(kv)
         forward = make_forward(model, pool, self.max_seq_len, args.embedded.forward)
         self._runner = team.lead(ModelRunner(forward, pool))

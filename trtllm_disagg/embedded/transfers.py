@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 import torch
 
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.messages import AddRequest
+from trtllm_disagg.embedded.parallel.channel import Peer
+from trtllm_disagg.embedded.parallel.transfers import TeamTransport
 from trtllm_disagg.embedded.sequence import Sequence
 from trtllm_disagg.embedded.sizing import PoolShape
 from trtllm_disagg.errors import ConfigError, HandoffRefusedError, InvalidRequestError
@@ -156,12 +159,15 @@ class NullTransfers:
 
 
 def create_transfers(
-    args: LlmArgs, layout: KvLayout, pool: PoolShape, wake: Callable[[], None]
+    args: LlmArgs, layout: KvLayout, pool: PoolShape, wake: Callable[[], None], peers: Seq[Peer] = ()
 ) -> tuple[KvTransfers | NullTransfers, torch.Tensor]:
-    """The transfers and the pool, which must live in memory that the transport can serve."""
+    """The transfers and the pool, which must live in memory that the transport can serve.
+
+    `peers` are the other ranks, with pools of their own.
+    """
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return NullTransfers(), torch.zeros(pool.shape, dtype=pool.dtype, device=pool.device)
-    transport = create_transport(config.backend)
+    transport = TeamTransport(create_transport(config.backend), peers)
     kv = transport.allocate(pool.shape, pool.dtype, pool.device)
     return KvTransfers(transport, layout, pool.num_blocks, args, wake), kv

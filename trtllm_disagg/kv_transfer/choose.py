@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import cast
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.kv_transfer.base import KvTransport
+from trtllm_disagg.kv_transfer.base import StagingTransport
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ TRANSPORTS = {
 }
 
 
-def create_transport(backend: str) -> KvTransport:
+def create_transport(backend: str) -> StagingTransport:
     """DEFAULT means NIXL, and shared memory where NIXL is not installed. Raises ConfigError for any other name."""
     if backend == "DEFAULT":
         return _default()
@@ -36,7 +36,7 @@ def create_transport(backend: str) -> KvTransport:
         ) from error
 
 
-def _default() -> KvTransport:
+def _default() -> StagingTransport:
     try:
         return _create("NIXL")
     except ImportError as error:
@@ -44,6 +44,6 @@ def _default() -> KvTransport:
         return _create("SHARED_MEMORY")
 
 
-def _create(name: str) -> KvTransport:
+def _create(name: str) -> StagingTransport:
     module, _, attribute = TRANSPORTS[name].partition(":")
-    return cast(KvTransport, getattr(import_module(module), attribute)())
+    return cast(StagingTransport, getattr(import_module(module), attribute)())

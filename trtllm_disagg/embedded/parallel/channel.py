@@ -1,7 +1,7 @@
-"""Sockets between rank 0 and the others, on one host: one for orders, and one that only tells who is alive.
+"""Sockets between rank 0 and the others, on one host: for steps, for KV transfers, and to tell who is alive.
 
 A rank that waits in an MPI collective for one that has died would wait for ever. So every rank has a thread that
-sleeps on the second socket, and ends the process when it closes.
+sleeps on the last one, and ends the process when it closes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trtllm_disagg.errors import EngineError
 
 _HEADER = struct.Struct("<I")
 _HELLO = struct.Struct("<IIB")
-_ORDERS, _LIFELINE = 0, 1
+_KINDS = range(3)
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
@@ -45,9 +45,9 @@ class Channel:
 class Peer:
     """Another rank, as this one sees it."""
 
-    def __init__(self, rank: int, pid: int, orders: Channel, lifeline: Channel) -> None:
+    def __init__(self, rank: int, pid: int, orders: Channel, transfers: Channel, lifeline: Channel) -> None:
         self.rank, self.pid = rank, pid
-        self.orders, self.lifeline = orders, lifeline
+        self.orders, self.transfers, self.lifeline = orders, transfers, lifeline
 
 
 def listen(directory: Path) -> tuple[socket.socket, str]:
@@ -65,18 +65,18 @@ def accept(listener: socket.socket, size: int) -> list[Peer]:
     """The peers of rank 0, all `size - 1` of them, by rank."""
     found: dict[tuple[int, int], Channel] = {}
     pids: dict[int, int] = {}
-    while len(found) < 2 * (size - 1):
+    while len(found) < len(_KINDS) * (size - 1):
         connection, _ = listener.accept()
         rank, pid, kind = _HELLO.unpack(_read(connection, _HELLO.size))
         found[rank, kind] = Channel(connection)
         pids[rank] = pid
-    return [Peer(r, pids[r], found[r, _ORDERS], found[r, _LIFELINE]) for r in range(1, size)]
+    return [Peer(r, pids[r], *(found[r, kind] for kind in _KINDS)) for r in range(1, size)]
 
 
 def connect(address: str, rank: int) -> Peer:
     """Rank 0, from another rank."""
     channels = []
-    for kind in (_ORDERS, _LIFELINE):
+    for kind in _KINDS:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(address)
         connection.sendall(_HELLO.pack(rank, os.getpid(), kind))

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -18,6 +18,9 @@ from trtllm_disagg.embedded.parallel.group import RankGroup
 from trtllm_disagg.embedded.parallel.join import join_as_follower, leave
 from trtllm_disagg.embedded.parallel.launch import IN_JOB
 from trtllm_disagg.embedded.parallel.steps import Broken, Build, Built, Order, Step, StepRow
+
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded.parallel.transfers import TransferService
 
 log = logging.getLogger("trtllm_disagg.embedded")
 
@@ -40,13 +43,17 @@ def main() -> int:
 
 def follow(group: RankGroup, leader: Peer) -> int:
     """One engine, from Build to Stop. The exit status."""
+    from trtllm_disagg.embedded.parallel.transfers import TransferService
+
+    transfers = TransferService(leader.transfers)
     try:
         build = leader.orders.receive(_orders)
         assert isinstance(build, Build)
-        run = _build(build, group)
+        run = _build(build, group, transfers)
     except EOFError:
         return 1
     except Exception as error:
+        transfers.fail(error)
         log.debug("rank %d cannot start", group.rank, exc_info=True)
         leader.orders.send(Broken(type(error).__name__, str(error)))
         _wait_for_end(leader)
@@ -79,13 +86,13 @@ def _wait_for_end(leader: Peer) -> None:
         leader.orders.receive(_orders)
 
 
-def _build(build: Build, group: RankGroup) -> Callable[[Seq[StepRow]], Any]:
+def _build(build: Build, group: RankGroup, transfers: TransferService) -> Callable[[Seq[StepRow]], Any]:
     from trtllm_disagg.embedded.core_process import use_cpus
     from trtllm_disagg.embedded.llm_args import LlmArgs
     from trtllm_disagg.embedded.parallel.shard import build_shard
 
     args = LlmArgs.model_validate(build.args)
     use_cpus(args, group.rank)
-    runner = build_shard(args, build.num_blocks, group)
+    runner = build_shard(args, build.num_blocks, group, transfers)
     # A StepRow has all that a forward asks of a row.
     return lambda rows: runner.run(cast(Any, rows))

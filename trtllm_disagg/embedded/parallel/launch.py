@@ -18,7 +18,7 @@ from pathlib import Path
 from trtllm_disagg.embedded.parallel.fit import KEY
 from trtllm_disagg.errors import ConfigError
 
-_CORE = (sys.executable, "-m", "trtllm_disagg.embedded.core_process")
+_CORE = ("-m", "trtllm_disagg.embedded.core_process")
 #: An argument of the core: the ranks were started by somebody else, and each has its own LLM object.
 IN_JOB = "--in-job"
 _EXTRA = "mpi4py and mpich (pip install 'trtllm-disagg[mpi]')"
@@ -101,12 +101,12 @@ def core_launch(size: int, num_threads: int, environment: Mapping[str, str]) -> 
         "MPIR_CVAR_POLLS_BEFORE_YIELD": environment.get("MPIR_CVAR_POLLS_BEFORE_YIELD", "1"),
     }
     if size == 1:
-        return Launch(_CORE, environment)
+        return Launch((sys.executable, *_CORE), environment)
     if job is not None:
         # The way to the process manager goes to the core, which is the rank.
         fd = environment.get("PMI_FD")
-        return Launch((*_CORE, IN_JOB), environment, () if fd is None else (int(fd),))
-    command = (str(_mpiexec()), *_MPIEXEC_OPTIONS, "-n", str(size), *_CORE)
+        return Launch((sys.executable, *_CORE, IN_JOB), environment, () if fd is None else (int(fd),))
+    command = (str(_mpiexec()), *_MPIEXEC_OPTIONS, "-n", str(size), sys.executable, *_CORE)
     return Launch(command, environment, by_mpiexec=True)
 
 

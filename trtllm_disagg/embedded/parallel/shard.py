@@ -12,10 +12,12 @@ from trtllm_disagg.embedded.model_loader import load_model, make_forward, read_s
 from trtllm_disagg.embedded.model_runner import ModelRunner
 from trtllm_disagg.embedded.parallel.group import RankGroup
 from trtllm_disagg.embedded.parallel.sharding import shard_model
-from trtllm_disagg.embedded.sizing import choose_device, max_seq_len, new_pool
+from trtllm_disagg.embedded.parallel.transfers import TransferService
+from trtllm_disagg.embedded.sizing import PoolShape, choose_device, max_seq_len, new_pool
+from trtllm_disagg.kv_transfer.choose import create_transport
 
 
-def build_shard(args: LlmArgs, num_blocks: int, group: RankGroup) -> ModelRunner:
+def build_shard(args: LlmArgs, num_blocks: int, group: RankGroup, transfers: TransferService) -> ModelRunner:
     """As the engine core builds its own. Raises ConfigError like it."""
     device = choose_device(args.embedded.device, group.size)
     shape = read_shape(Path(args.model), args.dtype)
@@ -23,5 +25,16 @@ def build_shard(args: LlmArgs, num_blocks: int, group: RankGroup) -> ModelRunner
     shard_model(model, group)
     size = args.kv_cache_config.tokens_per_block
     wanted = new_pool(shape, num_blocks, size, device, group.size)
-    pool = KvPool(torch.zeros(wanted.shape, dtype=wanted.dtype, device=wanted.device))
+    pool = KvPool(_allocate(args, wanted, group, transfers))
     return ModelRunner(make_forward(model, pool, max_seq_len(args, shape), args.embedded.forward), pool)
+
+
+def _allocate(args: LlmArgs, wanted: PoolShape, group: RankGroup, transfers: TransferService) -> torch.Tensor:
+    """The pool, in memory that the transport can serve when there is one."""
+    config = args.cache_transceiver_config
+    if config is None or config.backend is None:
+        return torch.zeros(wanted.shape, dtype=wanted.dtype, device=wanted.device)
+    transport = create_transport(config.backend)
+    pool = transport.allocate(wanted.shape, wanted.dtype, wanted.device)
+    transfers.start(transport, pool, group.rank, group.size)
+    return pool

@@ -41,6 +41,7 @@ class Alone:
     """One process is the whole engine."""
 
     size = 1
+    peers: tuple[Peer, ...] = ()
 
     @property
     def pids(self) -> list[int]:
@@ -67,7 +68,7 @@ class Team:
         self.size = group.size
         self.pids = [os.getpid(), *(peer.pid for peer in peers)]
         self._group = group
-        self._peers = peers
+        self.peers = tuple(peers)
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._is_over = False
@@ -83,7 +84,7 @@ class Team:
 
     def lead(self, runner: ModelRunner) -> Runner:
         """Waits until the others are ready too. Raises what kept them, e.g. ConfigError."""
-        for peer in self._peers:
+        for peer in self.peers:
             try:
                 reply = peer.orders.receive(_replies)
             except (OSError, EOFError):
@@ -100,7 +101,7 @@ class Team:
             self._tell(Stop())
 
     def _tell(self, order: msgspec.Struct) -> None:
-        for peer in self._peers:
+        for peer in self.peers:
             try:
                 peer.orders.send(order)
             except OSError:
