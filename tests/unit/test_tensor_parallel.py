@@ -13,7 +13,7 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.cores import Core
-from tests.ranks import NEW_TOKENS, PROMPTS, Answers, record_all
+from tests.ranks import BACKENDS, NEW_TOKENS, PROMPTS, Answers, Logits, record_all
 from trtllm_disagg.embedded.model_loader import FAMILIES
 
 KINDS = [*(f"{family}-auto" for family in FAMILIES), "qwen3-transformers"]
@@ -34,15 +34,32 @@ def by_two(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
     return answers
 
 
+def record_by_one(kind: str, checkpoints: Checkpoints) -> Logits:
+    family, _, forward = kind.partition("-")
+    answers = record_all(lambda **args: Core(checkpoints(family), embedded={"forward": forward}, **args))
+    assert len(answers["solo"]) == len(PROMPTS) * NEW_TOKENS
+    return answers["solo"]
+
+
+def assert_same_bits(answers: Answers, expected: Logits) -> None:
+    for schedule, rows in answers.items():
+        different = [key for key in rows if not torch.equal(rows[key], expected[key])]
+        assert not different, f"{schedule}: (prompt, position) with other bits: {different}"
+        assert rows.keys() == expected.keys(), schedule
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_have_the_logits_of_one(
     kind: str, by_two: dict[str, Answers], checkpoints: Checkpoints
 ) -> None:
-    family, _, forward = kind.partition("-")
-    by_one = record_all(lambda **args: Core(checkpoints(family), embedded={"forward": forward}, **args))
-    expected = by_one["solo"]
-    assert len(expected) == len(PROMPTS) * NEW_TOKENS
-    for schedule, rows in by_two[kind].items():
-        assert rows.keys() == expected.keys()
-        different = [key for key in rows if not torch.equal(rows[key], expected[key])]
-        assert not different, f"{schedule}: (prompt, position) with other bits: {different}"
+    answers = by_two[kind]
+    assert answers.keys() == {"solo", "reused", "chunked"}
+    assert_same_bits(answers, record_by_one(kind, checkpoints))
+
+
+def test_prefill_and_decode_may_have_other_numbers_of_ranks(
+    by_two: dict[str, Answers], checkpoints: Checkpoints
+) -> None:
+    answers = by_two["handoffs"]
+    assert len(answers) == 3 * len(BACKENDS)
+    assert_same_bits(answers, record_by_one(KINDS[0], checkpoints))

@@ -73,7 +73,8 @@ def _start_mpi() -> tuple[RankGroup, Any]:
 
     from trtllm_disagg.embedded.parallel.group import RankGroup
 
-    return RankGroup(MPI.COMM_WORLD), MPI.COMM_WORLD
+    # Of its own: what one engine says is never taken for what another one says.
+    return RankGroup(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD
 
 
 def _is_one_host(communicator: Any) -> bool:
