@@ -134,13 +134,13 @@ def _exit_with_parent(directory: str) -> None:
 
 
 def main() -> int:
+    # Ctrl-C reaches the whole process group; the worker decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if own_rank():
         from trtllm_disagg.embedded.parallel import follower
 
         return follower.main()
-    # Ctrl-C reaches the whole process group; the worker decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     start = msgspec.json.decode(_read_line(), type=Start)
     logging.basicConfig(level=start.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     _exit_with_parent(start.directory)
