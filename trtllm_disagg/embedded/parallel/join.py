@@ -54,10 +54,12 @@ def join_as_leader(
 
 
 def join_as_follower() -> tuple[RankGroup, Peer]:
-    group, communicator = _start_mpi()
-    told = np.zeros(_ADDRESS_BYTES, np.uint8)
-    communicator.Bcast(told, root=0)
-    _is_one_host(communicator)
+    """Ends the process when rank 0 does not come."""
+    with _deadline(lambda: os._exit(1)):
+        group, communicator = _start_mpi()
+        told = np.zeros(_ADDRESS_BYTES, np.uint8)
+        communicator.Bcast(told, root=0)
+        _is_one_host(communicator)
     return group, connect(bytes(told).rstrip(b"\0").decode(), group.rank)
 
 

@@ -1,7 +1,7 @@
 """How the engine core process is started: alone, as rank 0 of ranks that we start, or as a rank of somebody's job.
 
 The ranks of tensor parallelism are started with mpich's mpiexec rather than by MPI_Comm_spawn: spawned ranks do not
-share memory with rank 0, and when one of them dies, mpich kills rank 0 before it could say why (docs/decisions/).
+share memory with rank 0, and when one of them dies, mpich kills rank 0 before it could say why (decision 6).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every matrix is cut along its output, never along the sum: what a rank computes is, bit for bit, its columns of
 what one process would compute. So the inputs of `o_proj` and `down_proj`, which are spread over the ranks, are
-gathered before the product, and its columns afterwards (docs/decisions/0006). Only fused experts are cut along
+gathered before the product, and its columns afterwards (decision 6). Only fused experts are cut along
 the sum.
 """
 
