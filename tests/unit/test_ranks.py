@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.conftest import Checkpoints
+from tests.cores import Core
 from trtllm_disagg.embedded import LLM, RequestError, SamplingParams
 from trtllm_disagg.embedded.parallel.launch import core_launch, require_ranks
 from trtllm_disagg.errors import ConfigError
@@ -108,11 +109,10 @@ def test_ranks_of_a_job_join(checkpoints: Checkpoints) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
     assert done.returncode == 0, done.stderr
     answers = [line.split()[1:7] for line in done.stdout.splitlines() if line.startswith("answer")]
-    with LLM(
-        model=checkpoints(), skip_tokenizer_init=True, max_seq_len=128, kv_cache_config={"max_tokens": 256}
-    ) as llm:
-        alone = llm.generate([5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True, end_id=1))
-    assert answers == [[str(token) for token in alone.outputs[0].token_ids]], "only rank 0 answers"
+    alone = Core(checkpoints())
+    expected = alone.generate([5, 6, 7], 6)
+    alone.close()
+    assert answers == [[str(token) for token in expected]], "only rank 0 answers"
 
 
 def test_a_job_of_another_size_is_refused_on_every_rank(checkpoints: Checkpoints) -> None:

@@ -88,7 +88,9 @@ class CudaGraphConfig(StrictModel):
 class EmbeddedConfig(StrictModel):
     """What only the embedded engine has."""
 
+    #: Of each rank.
     num_threads: PositiveInt = 1
+    #: Shared out among the ranks when there are as many.
     cpu_affinity: list[int] | None = Field(default=None, min_length=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     #: transformers: its own modules even for families that have a leaner forward here.

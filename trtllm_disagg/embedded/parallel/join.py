@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _JOIN_SECONDS = 60.0
 _ADDRESS_BYTES = 256
+#: All ranks are on one host: mpich opens no port. NIXL reads the same variable, later, for transfers.
+_MPI_TRANSPORTS = "self,sm"
 
 
 def own_rank() -> int:
@@ -71,7 +73,8 @@ def leave() -> None:
 
 
 def _start_mpi() -> tuple[RankGroup, Any]:
-    from mpi4py import MPI  # its import starts MPI
+    with _environment("UCX_TLS", _MPI_TRANSPORTS):
+        from mpi4py import MPI  # its import starts MPI
 
     from trtllm_disagg.embedded.parallel.group import RankGroup
 
@@ -92,6 +95,19 @@ def _forget_shared_memory() -> None:
     for name in names:
         with contextlib.suppress(OSError):
             os.unlink(name)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextlib.contextmanager
