@@ -22,6 +22,7 @@ from trtllm_disagg.embedded.messages import (
     SamplingSpec,
     TokenOutput,
 )
+from trtllm_disagg.embedded.parallel.team import Team
 from trtllm_disagg.embedded.transfers import KvTransfers
 
 _HANG_SECONDS = 20.0
@@ -60,6 +61,7 @@ class Core:
     """`add` requests, `run` until they are done. Fails instead of waiting for ever."""
 
     def __init__(self, model: Path, **args: Any) -> None:
+        team: Team | None = args.pop("team", None)
         settings: dict[str, Any] = {
             "model": model,
             "kv_cache_config": {"max_tokens": 1024, "event_buffer_max_size": 10_000},
@@ -69,7 +71,7 @@ class Core:
             "enable_iter_perf_stats": True,
         }
         self._woken = threading.Event()
-        self.engine = EngineCore(LlmArgs(**(settings | args)), self._woken.set)
+        self.engine = EngineCore(LlmArgs(**(settings | args)), self._woken.set, team)
         self.answers: dict[tuple[int, int], Answer] = {}
         self.events: list[dict[str, Any]] = []
         self.stats: list[dict[str, Any]] = []

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +73,19 @@ def load_api(name: str) -> LlmApi:
         request_error=utils.RequestError,
         new_disagg_request_id=ids.get_global_disagg_request_id,
     )
+
+
+def serve_as_rank(name: str, args: dict[str, Any]) -> bool:
+    """Under mpiexec, on every rank but rank 0: take part in its engine until that ends, then True. Blocks.
+
+    TensorRT-LLM has a launcher of its own. Raises ConfigError when the job has another number of ranks.
+    """
+    if name != "embedded":
+        return False
+    from trtllm_disagg.embedded.parallel.launch import serve_as_rank as serve
+
+    own = args.get("embedded") or {}
+    return serve(args.get("tensor_parallel_size") or 1, own.get("num_threads") or 1, os.environ)
 
 
 class Engine:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from trtllm_disagg.config import Role, WorkerConfig, flag_of
+from trtllm_disagg.config import Role, ScheduleStyle, WorkerConfig, flag_of
 from trtllm_disagg.engine_keys import check_engine_keys
 from trtllm_disagg.errors import ConfigError
 
@@ -196,6 +196,12 @@ def _check_role(args: Args, config: WorkerConfig) -> None:
     width = args["max_beam_width"]
     if width not in (1, None):
         raise ConfigError.bad_value("max_beam_width", width, f"1 in mode {config.role}: KV carries one beam")
+    if config.schedule_style is ScheduleStyle.GENERATION_FIRST and _is_embedded(config):
+        ranks = args.get("tensor_parallel_size", 1)
+        if ranks != 1:
+            raise ConfigError.bad_value(
+                "tensor_parallel_size", ranks, f"1 with {flag_of('schedule_style')} generation_first"
+            )
 
 
 def _set_up_events(args: Args, config: WorkerConfig) -> None:

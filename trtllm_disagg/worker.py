@@ -12,7 +12,7 @@ from typing import Any
 
 from trtllm_disagg.config import Role, WorkerConfig
 from trtllm_disagg.embedded.checkpoint import fingerprint
-from trtllm_disagg.engine import Engine, load_api, resolve_engine
+from trtllm_disagg.engine import Engine, load_api, resolve_engine, serve_as_rank
 from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.journal import journaled
@@ -36,6 +36,8 @@ async def run_worker(config: WorkerConfig) -> None:
     engine_args = build_engine_args(config)
     config = with_engine_args(config, engine_args)
     api = load_api(config.engine)
+    if await asyncio.to_thread(serve_as_rank, config.engine, engine_args):
+        return
     runtime = Runtime(config)
     log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
     engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)

@@ -20,7 +20,9 @@ from trtllm_disagg.engine import Engine, load_api
 from trtllm_disagg.errors import InvalidRequestError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-READY = Ready(num_blocks=1, tokens_per_block=32, vocab_size=100, max_seq_len=64, transport="off", end_ids=[1])
+READY = Ready(
+    num_blocks=1, tokens_per_block=32, vocab_size=100, max_seq_len=64, transport="off", end_ids=[1], pids=[1]
+)
 
 
 def spec_of(params: SamplingParams, backend: str | None = "llguidance") -> Any:

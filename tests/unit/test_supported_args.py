@@ -31,7 +31,6 @@ def test_the_defaults_are_served() -> None:
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"context_parallel_size": 2}, "context_parallel_size"),
         ({"moe_expert_parallel_size": 2}, "moe_expert_parallel_size"),

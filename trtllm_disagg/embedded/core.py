@@ -24,8 +24,9 @@ from trtllm_disagg.embedded.messages import (
     StepReport,
     TokenOutput,
 )
-from trtllm_disagg.embedded.model_loader import ModelShape, load_model, make_forward, read_shape
+from trtllm_disagg.embedded.model_loader import load_model, make_forward, read_shape
 from trtllm_disagg.embedded.model_runner import ModelRunner
+from trtllm_disagg.embedded.parallel.team import Alone, Team
 from trtllm_disagg.embedded.sampler import sample
 from trtllm_disagg.embedded.scheduler import Row
 from trtllm_disagg.embedded.sequence import Sequence, Status
@@ -38,8 +39,8 @@ from trtllm_disagg.embedded.sizing import (
     require_room,
 )
 from trtllm_disagg.embedded.stopping import Verdict, judge
-from trtllm_disagg.embedded.transfers import KvTransfers, NullTransfers, create_transfers
-from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError
+from trtllm_disagg.embedded.transfers import create_transfers
+from trtllm_disagg.errors import DisaggError, EngineError
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +48,11 @@ log = logging.getLogger(__name__)
 class EngineCore:
     """`add` and `abort` requests, call `step` while `has_work`. Used by one thread."""
 
-    def __init__(self, args: LlmArgs, wake: Callable[[], None]) -> None:
+    def __init__(self, args: LlmArgs, wake: Callable[[], None], team: Alone | Team | None = None) -> None:
         """`wake` is called from other threads when a transfer ended and `step` has something to do."""
-        device = choose_device(args.embedded.device)
-        self.shape: ModelShape = read_shape(Path(args.model), args.dtype)
+        self._team = team = team or Alone()
+        device = choose_device(args.embedded.device, team.size)
+        self.shape = read_shape(Path(args.model), args.dtype)
         kv_config = args.kv_cache_config
         size = kv_config.tokens_per_block
         self.max_seq_len = max_seq_len(args, self.shape)
@@ -58,15 +60,15 @@ class EngineCore:
         self._events = KvEventLog(kv_config.event_buffer_max_size, self.max_seq_len)
         self.blocks = create_blocks(kv_config, num_blocks, self._events)
         self._max_prompt = self.max_seq_len if args.enable_chunked_prefill else args.max_num_tokens
+        team.start(args, num_blocks)
         model = load_model(Path(args.model), self.shape)
-        self.transfers: KvTransfers | NullTransfers
-        self.transfers, kv = create_transfers(
-            args, kv_layout(self.shape, size), new_pool(self.shape, num_blocks, size, device), wake
-        )
-        self.scheduler = create_scheduler(args, self.blocks, LocalKvMemory(kv), TILE)
+        team.shard(model)
+        wanted = new_pool(self.shape, num_blocks, size, device, team.size)
+        self.transfers, kv = create_transfers(args, kv_layout(self.shape, size), wanted, wake, team.peers)
+        self.scheduler = create_scheduler(args, self.blocks, team.memory(LocalKvMemory(kv)), TILE)
         pool = KvPool(kv)
         forward = make_forward(model, pool, self.max_seq_len, args.embedded.forward)
-        self._runner = ModelRunner(forward, pool)
+        self._runner = team.lead(ModelRunner(forward, pool))
         self._guides = create_guides(args, self.shape)
         self._stats = IterationStats(args)
         self._block_bytes = kv.nbytes // num_blocks
@@ -83,6 +85,7 @@ class EngineCore:
             transport=self.transfers.description,
             end_ids=self.shape.end_ids,
             endpoint=self.transfers.endpoint,
+            pids=self._team.pids,
         )
 
     # -- commands
@@ -164,6 +167,7 @@ class EngineCore:
     def close(self) -> None:
         self._runner.close()
         self.transfers.close()
+        self._team.close()
 
     # -- internals
 
@@ -264,9 +268,6 @@ class EngineCore:
             except DisaggError as error:
                 self._retire_request(sequence.request_id, error)
 
-    def _count_arrival(self, bytes_moved: int, num_known: int) -> None:
-        self._stats.received(bytes_moved, num_known * self._block_bytes)
-
     def _enqueue(self, sequence: Sequence) -> None:
         try:
             self._require_fits(sequence)
@@ -287,7 +288,7 @@ class EngineCore:
             fail=self._retire_request,
             emit=lambda output: self._outputs.append(output),
             quarantine=self._quarantine,
-            count_arrival=self._count_arrival,
+            count_arrival=lambda moved, known: self._stats.received(moved, known * self._block_bytes),
             count_push=self._stats.pushed,
         )
 
@@ -295,10 +296,5 @@ class EngineCore:
         self._outputs.append(TokenOutput(request_id, error=str(error), error_category=error.category))
 
     def _require_fits(self, sequence: Sequence) -> None:
-        if sequence.handle is None and sequence.num_prompt > self._max_prompt:
-            raise InvalidRequestError(
-                f"the prompt has {sequence.num_prompt} tokens; without enable_chunked_prefill, "
-                f"max_num_tokens {self._max_prompt} is the most"
-            )
-        blocks = self.blocks
-        require_room(sequence, blocks.num_blocks - blocks.num_quarantined, blocks.tokens_per_block)
+        usable = self.blocks.num_blocks - self.blocks.num_quarantined
+        require_room(sequence, self._max_prompt, usable, self.blocks.tokens_per_block)

@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import zmq
 
 from trtllm_disagg import errors
 from trtllm_disagg.embedded.messages import Command, Failed, Ready, Report, Shutdown, StepReport
+from trtllm_disagg.embedded.parallel.launch import core_launch
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ _reports = msgspec.msgpack.Decoder(Report)
 _encoder = msgspec.msgpack.Encoder()
 _POLL_MS = 200
 _SEND_TIMEOUT_MS = 1000
+_END_SECONDS = 5
 
 
 class CoreClient:
@@ -48,6 +49,7 @@ class CoreClient:
         self._commands = self._socket(zmq.PUSH, "commands")
         self._incoming = self._socket(zmq.PULL, "reports")
         self._incoming.setsockopt(zmq.RCVTIMEO, _POLL_MS)
+        self._failure: str | None = None
         self._process = self._spawn(args, num_threads)
         try:
             self.ready = self._wait_ready()
@@ -56,10 +58,6 @@ class CoreClient:
             raise
         self._receiver = threading.Thread(target=self._receive, name="engine-receiver", daemon=True)
         self._receiver.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -80,7 +78,7 @@ class CoreClient:
         with self._lock:
             self._closing = True
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=_END_SECONDS)
         self._receiver.join(timeout=5)
         self._cleanup()
 
@@ -101,18 +99,7 @@ class CoreClient:
         return f"ipc://{self._directory / name}"
 
     def _spawn(self, args: dict[str, Any], num_threads: int) -> subprocess.Popen[bytes]:
-        # Thread pools read these once, when they are loaded. Spinning threads would starve the other workers.
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(num_threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "trtllm_disagg.embedded.core_process"],
-            stdin=subprocess.PIPE,
-            env=environment,
-        )
+        process = core_launch(args["tensor_parallel_size"], num_threads, os.environ).start()
         start = {
             "args": args,
             "directory": str(self._directory),
@@ -134,9 +121,7 @@ class CoreClient:
                 if isinstance(report, Failed):
                     raise _start_error(report)
             elif self._process.poll() is not None:
-                raise errors.EngineError(
-                    f"the engine process ended with exit code {self._process.returncode} while starting"
-                )
+                raise errors.EngineError(f"{self._exit_code()} while starting")
 
     def _receive(self) -> None:
         try:
@@ -144,7 +129,10 @@ class CoreClient:
                 if not self._deliver() and self._process.poll() is not None and not self._closing:
                     while self._deliver(zmq.NOBLOCK):  # what it said last
                         pass
-                    self._on_death(f"the engine process ended with exit code {self._process.returncode}")
+                    self._failure = self._failure or self._exit_code()
+                if self._failure is not None:
+                    self._on_death(self._failure)
+                    self._end()
                     return
         except Exception as error:
             # Without this thread every request would wait for ever.
@@ -161,7 +149,19 @@ class CoreClient:
             return False
         if isinstance(report, StepReport):
             self._on_report(report)
+        elif isinstance(report, Failed):
+            self._failure = f"the engine cannot go on: {report.message}"
         return True
+
+    def _exit_code(self) -> str:
+        return f"the engine process ended with exit code {self._process.returncode}"
+
+    def _end(self) -> None:
+        """Now, if it does not soon by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_END_SECONDS)
+        self._process.kill()
+        self._process.wait()
 
     def _cleanup(self) -> None:
         self._closing = True

@@ -15,14 +15,23 @@ import shutil
 import signal
 import sys
 import threading
-from typing import Any
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
 from trtllm_disagg.embedded.messages import Command, Failed, Report, Shutdown, StepReport
+from trtllm_disagg.embedded.parallel.join import leave, own_rank
+from trtllm_disagg.embedded.parallel.launch import IN_JOB
+
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded.llm_args import LlmArgs
 
 log = logging.getLogger("trtllm_disagg.embedded")
+
+_LAST_WORDS_SECONDS = 0.1
 
 _commands = msgspec.msgpack.Decoder(Command)
 _encoder = msgspec.msgpack.Encoder()
@@ -49,6 +58,7 @@ class CoreProcess:
         self._commands.connect(start.command_address)
         self._reports = context.socket(zmq.PUSH)
         self._reports.setsockopt(zmq.LINGER, 1000)
+        self._report_address = start.report_address
         self._reports.connect(start.report_address)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._num_active = 0
@@ -62,6 +72,15 @@ class CoreProcess:
 
     def report(self, message: Report) -> None:
         self._reports.send(_encoder.encode(message))
+
+    def fail(self, reason: str) -> None:
+        """From any thread, and for good: say why the engine cannot go on, and end the process."""
+        reports: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        reports.connect(self._report_address)
+        reports.send(_encoder.encode(Failed("EngineError", reason)))
+        reports.close(linger=1000)
+        time.sleep(_LAST_WORDS_SECONDS)
+        os._exit(1)
 
     def serve(self, core: Any) -> None:
         """Until Shutdown. Sleeps whenever the core has nothing to do."""
@@ -131,6 +150,10 @@ def main() -> int:
     # Ctrl-C reaches the whole process group; the worker decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if own_rank():
+        from trtllm_disagg.embedded.parallel import follower
+
+        return follower.main()
     start = msgspec.json.decode(_read_line(), type=Start)
     logging.basicConfig(level=start.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     _exit_with_parent(start.directory)
@@ -147,7 +170,18 @@ def main() -> int:
     finally:
         core.close()
         process.close()
+    if IN_JOB in sys.argv:
+        leave()
     return 0
+
+
+def use_cpus(args: LlmArgs, rank: int) -> None:
+    """Threads and processors of this rank; each gets its share of the processors when there are enough."""
+    import torch
+
+    torch.set_num_threads(args.embedded.num_threads)
+    if (cpus := args.embedded.cpu_affinity) is not None:
+        os.sched_setaffinity(0, cpus[rank :: args.tensor_parallel_size] or cpus)
 
 
 def _read_line() -> bytes:
@@ -160,16 +194,14 @@ def _read_line() -> bytes:
 
 
 def _build(start: Start, process: CoreProcess) -> Any:
-    import torch
-
     from trtllm_disagg.embedded.core import EngineCore
     from trtllm_disagg.embedded.llm_args import LlmArgs
+    from trtllm_disagg.embedded.parallel.team import open_team
 
     args = LlmArgs.model_validate(start.args)
-    torch.set_num_threads(args.embedded.num_threads)
-    if args.embedded.cpu_affinity is not None:
-        os.sched_setaffinity(0, args.embedded.cpu_affinity)
-    core = EngineCore(args, process.wake)
+    team = open_team(args, Path(start.directory), process.fail)
+    use_cpus(args, rank=0)
+    core = EngineCore(args, process.wake, team)
     gc.collect()
     return core
 
@@ -183,5 +215,7 @@ def _return_free_memory() -> None:
 if __name__ == "__main__":
     status = main()
     logging.shutdown()
+    if IN_JOB in sys.argv:  # its launcher waits for the end of MPI, which is in the C library's exit
+        sys.exit(status)
     # All is closed; to take torch and UCX apart as well would take the worker's shutdown seconds.
     os._exit(status)

@@ -5,13 +5,26 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence as Seq
+from typing import TypeGuard
 
 import numpy as np
 import torch
+from torch import nn
 
 from trtllm_disagg.embedded import decode_step
 from trtllm_disagg.embedded.attention import KvPool, StepLayout
-from trtllm_disagg.embedded.decode_step import ARRIVED, ARRIVED_BEFORE, ROWS, STOP, Buffers, Weights
+from trtllm_disagg.embedded.decode_step import (
+    ARRIVED,
+    ARRIVED_BEFORE,
+    DOWN,
+    HEAD,
+    OUTPUT,
+    QKV,
+    ROWS,
+    STOP,
+    Buffers,
+    Weights,
+)
 from trtllm_disagg.embedded.linear import PackedLinear
 from trtllm_disagg.embedded.panel_product import PANEL
 from trtllm_disagg.embedded.panels import MOST_ROWS, Panels
@@ -22,13 +35,15 @@ from trtllm_disagg.embedded.views import as_array
 class FusedDecode:
     """One step at a time, called by one thread. `close` ends the helpers."""
 
-    def __init__(self, model: PlainModel, pool: KvPool, num_threads: int) -> None:
+    def __init__(
+        self, model: PlainModel, products: list[list[PackedLinear]], pool: KvPool, num_threads: int
+    ) -> None:
         self._model = model  # owns the memory that the weights' addresses point to
         self._size = pool.tokens_per_block
         self._threads = num_threads
-        self._weights = _weights(model)
-        self._buffers = _buffers(model, pool, num_threads)
-        self._logits = torch.from_numpy(self._buffers.logits)[:, : model.head.out_features]
+        self._weights = _weights(model, products)
+        self._buffers = _buffers(model, products[0], pool, num_threads)
+        self._logits = torch.from_numpy(self._buffers.logits)[:, : products[0][HEAD].out_features]
         self._bells = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(1, num_threads)]
         self._helpers = [
             threading.Thread(target=self._help, args=(rank,), name="decode-helper", daemon=True)
@@ -37,18 +52,20 @@ class FusedDecode:
         for helper in self._helpers:
             helper.start()
 
-    @staticmethod
-    def serves(model: PlainModel) -> bool:
-        """Whole panels everywhere, and the kernel knows every weight."""
-        return (
-            model.head.panels is not None
-            and all(
-                linear.panels is not None and linear.out_features % PANEL == 0
-                for layer in model.layers
-                for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-            )
-            and all(layer.down.in_features % PANEL == 0 for layer in model.layers)
-        )
+    @classmethod
+    def create(cls, model: PlainModel, pool: KvPool, num_threads: int) -> FusedDecode | None:
+        """None unless the kernels know every weight and fill whole panels. Not with several ranks, either: then
+        products have gathers between them.
+        """
+        products = [
+            [layer.qkv, layer.output, layer.gate_up, layer.down, model.head] for layer in model.layers
+        ]
+        known = [[linear for linear in row if _fits(linear)] for row in products]
+        if any(len(row) < len(products[0]) for row in known):
+            return None
+        if any(linear.out_features % PANEL for row in known for linear in row[:HEAD]):
+            return None
+        return cls(model, known, pool, num_threads) if known[0][DOWN].in_features % PANEL == 0 else None
 
     def __call__(self, tokens: Seq[int], layout: StepLayout) -> torch.Tensor:
         """Logits (sampling rows, vocabulary) float32, valid until the next step. Every row decodes, MOST_ROWS at most.
@@ -86,20 +103,23 @@ class FusedDecode:
         decode_step.serve(rank, self._threads, self._weights, self._buffers, self._size, bell)
 
 
-def _weights(model: PlainModel) -> Weights:
+def _fits(linear: nn.Module) -> TypeGuard[PackedLinear]:
+    return isinstance(linear, PackedLinear) and linear.panels is not None
+
+
+def _weights(model: PlainModel, products: list[list[PackedLinear]]) -> Weights:
     layers = model.layers
-    linears = [[layer.qkv, layer.output, layer.gate_up, layer.down, model.head] for layer in layers]
     following = [layer.input_norm for layer in layers[1:]] + [model.final_norm]
-    biases = [np.stack([_bias(row[kind]) for row in linears]) for kind in range(4)]
+    biases = [np.stack([_bias(row[kind]) for row in products]) for kind in range(HEAD)]
     return Weights(
         embedding=as_array(model.embedding),
-        panels=np.array([[_panels(linear).address for linear in row] for row in linears], np.int64),
-        blocks=np.array([[_panels(linear).block for linear in row] for row in linears], np.int64),
+        panels=np.array([[_panels(linear).address for linear in row] for row in products], np.int64),
+        blocks=np.array([[_panels(linear).block for linear in row] for row in products], np.int64),
         qkv_bias=biases[0],
         output_bias=biases[1],
         gate_up_bias=biases[2],
         down_bias=biases[3],
-        head_bias=_bias(model.head),
+        head_bias=_bias(products[0][HEAD]),
         first_norm=layers[0].input_norm,
         post_norm=np.stack([layer.post_norm for layer in layers]),
         next_norm=np.stack(following),
@@ -113,10 +133,9 @@ def _weights(model: PlainModel) -> Weights:
     )
 
 
-def _buffers(model: PlainModel, pool: KvPool, num_threads: int) -> Buffers:
+def _buffers(model: PlainModel, products: list[PackedLinear], pool: KvPool, num_threads: int) -> Buffers:
     num_layers, _, num_blocks, size, kv_heads, dim = pool.kv.shape
-    layer = model.layers[0]
-    hidden, inner = layer.output.out_features, layer.down.in_features
+    hidden, inner = products[OUTPUT].out_features, products[DOWN].in_features
     longest = len(model.cos)
 
     def floats(*shape: int) -> np.ndarray:
@@ -137,14 +156,14 @@ def _buffers(model: PlainModel, pool: KvPool, num_threads: int) -> Buffers:
         tables=numbers(MOST_ROWS, -(-longest // size)),
         residual=floats(MOST_ROWS, hidden),
         hidden=stored(MOST_ROWS, hidden),
-        qkv=floats(MOST_ROWS, layer.qkv.out_features),
+        qkv=floats(MOST_ROWS, products[QKV].out_features),
         query=stored(MOST_ROWS, model.num_heads, dim),
         attended=attended,
         attended_flat=attended.reshape(MOST_ROWS, -1),
         delta=floats(MOST_ROWS, hidden),
         gate_up=floats(MOST_ROWS, 2 * inner),
         activated=stored(MOST_ROWS, inner),
-        logits=floats(MOST_ROWS, -(-model.head.out_features // PANEL) * PANEL),
+        logits=floats(MOST_ROWS, -(-products[HEAD].out_features // PANEL) * PANEL),
         scores=floats(num_threads, model.num_heads, longest),
         pool=as_array(pool.kv).reshape(num_layers, 2, num_blocks * size, kv_heads, dim),
         like=stored(1),

@@ -60,6 +60,14 @@ class PackedLinear(nn.Module):
         return y
 
 
+def packed(module: nn.Module) -> nn.Module:
+    """A plain nn.Linear, or a layer made of some, with its weights packed."""
+    if type(module) is nn.Linear:
+        return PackedLinear(module)
+    pack_linears(module)
+    return module
+
+
 def packing_works() -> bool:
     """The operators are private to torch, so they are tried before they are relied upon."""
     try:

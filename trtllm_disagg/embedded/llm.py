@@ -21,13 +21,14 @@ from trtllm_disagg.embedded.core_client import CoreClient
 from trtllm_disagg.embedded.detokenizer import decoder
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.feed import Feed
-from trtllm_disagg.embedded.llm_args import LlmArgs, core_args, plain
+from trtllm_disagg.embedded.llm_args import LlmArgs, as_plain, core_args
 from trtllm_disagg.embedded.messages import AbortRequest, AddRequest, StepReport, TokenOutput
+from trtllm_disagg.embedded.parallel.fit import require_divides
+from trtllm_disagg.embedded.parallel.launch import serve_other_ranks
 from trtllm_disagg.embedded.result import RequestError, RequestOutput, wake
 from trtllm_disagg.embedded.sampling_params import SamplingParams
 from trtllm_disagg.embedded.scheduling_params import SchedulingParams
 from trtllm_disagg.embedded.supported_args import refuse_unsupported
-from trtllm_disagg.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ DEFAULT_REQUEST_PRIORITY = 0.5
 
 class LLM:
     """Loads the checkpoint directory `model`. Raises pydantic's ValidationError for unknown or wrong arguments,
-    ConfigError for what the embedded engine does not serve or cannot read.
+    ConfigError for what the embedded engine does not serve or cannot read. Under mpiexec, every rank but rank 0
+    takes part in rank 0's engine until that ends; then SystemExit.
     """
 
     def __init__(
@@ -62,12 +64,12 @@ class LLM:
             dtype=dtype,
             revision=revision,
             tokenizer_revision=tokenizer_revision,
-            **{name: plain(value) for name, value in kwargs.items()},
+            **{name: as_plain(value) for name, value in kwargs.items()},
         )
         if ignored := refuse_unsupported(self.args):
             log.info("these settings have no effect on the embedded engine: %s", ", ".join(ignored))
-        if not (Path(self.args.model) / "config.json").is_file():
-            raise ConfigError.bad_value("model", str(self.args.model), "a directory with a config.json")
+        require_divides(Path(self.args.model), self.args.tensor_parallel_size)
+        serve_other_ranks(self.args.tensor_parallel_size, self.args.embedded.num_threads)
         #: As of the last step: requests that wait or run, and prompts whose KV is held (embedded engine only).
         self.num_active_requests = 0
         self._results: dict[int, RequestOutput] = {}
@@ -159,7 +161,7 @@ class LLM:
                 rendezvous=rendezvous,
             )
         )
-        if reason := self._ended():  # in between
+        if reason := self._ended():
             self._fail_all(reason)
         return result
 
@@ -235,7 +237,12 @@ class LLM:
     @property
     def engine_pid(self) -> int:
         """Process id of the engine core (embedded engine only)."""
-        return self._core.pid
+        return self.engine_pids[0]
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """Of all ranks, rank 0 (the engine core) first (embedded engine only)."""
+        return self._core.ready.pids
 
     @property
     def kv_transport(self) -> str:

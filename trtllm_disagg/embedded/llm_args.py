@@ -88,7 +88,9 @@ class CudaGraphConfig(StrictModel):
 class EmbeddedConfig(StrictModel):
     """What only the embedded engine has."""
 
+    #: Of each rank.
     num_threads: PositiveInt = 1
+    #: Shared out among the ranks when there are as many.
     cpu_affinity: list[int] | None = Field(default=None, min_length=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     #: transformers: its own modules even for families that have a leaner forward here.
@@ -231,6 +233,11 @@ class LlmArgs(BaseLlmArgs):
             raise ValueError(f"sampler_type {data['sampler_type']!r} was removed; leave it out")
         log.warning("sampler_type is gone, and has no effect")
         return {key: value for key, value in data.items() if key != "sampler_type"}
+
+
+def as_plain(value: Any) -> Any:
+    """pydantic models of TensorRT-LLM's names come as objects; LlmArgs takes those and plain dicts alike."""
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 def core_args(args: LlmArgs) -> dict[str, Any]:

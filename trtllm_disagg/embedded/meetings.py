@@ -113,6 +113,14 @@ class TwoSidedMeetings:
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
 
+class PullsOnly(TwoSidedMeetings):
+    """An engine of several ranks: what prefill writes would have to be divided among them."""
+
+    def check(self, request: AddRequest) -> None:
+        if request.rendezvous is not None:
+            raise InvalidRequestError("schedule_style GENERATION_FIRST needs tensor_parallel_size 1")
+
+
 class NoMeetings:
     """An engine without a transport meets nobody."""
 

@@ -125,6 +125,8 @@ class Ready(msgspec.Struct, tag="ready"):
     max_seq_len: int
     transport: str
     end_ids: list[int]
+    #: Process ids of the engine, rank 0 (which is the engine core) first.
+    pids: list[int]
     #: Where the KV control channel listens; empty without one.
     endpoint: str = ""
 

@@ -26,16 +26,14 @@ class ModelRunner:
         self._forward = forward
         self._pool = pool
 
+    @property
+    def tokens_per_block(self) -> int:
+        return self._pool.tokens_per_block
+
     @torch.inference_mode()
     def run(self, rows: Seq[Row]) -> torch.Tensor:
         """Logits (sampling rows, vocabulary): one row for each of `rows` that samples, in their order."""
-        tokens = [
-            token
-            for row in rows
-            for token in row.sequence.tokens[
-                row.sequence.num_computed : row.sequence.num_computed + row.num_tokens
-            ]
-        ]
+        tokens = [token for row in rows for token in row.tokens]
         return self._forward(tokens, StepLayout(rows, self._pool))
 
     def close(self) -> None:

@@ -23,14 +23,12 @@ from trtllm_disagg.embedded.views import as_array
 class PlainForward:
     def __init__(self, model: Any, pool: KvPool, max_positions: int) -> None:
         """Takes `model` apart: it cannot be used afterwards."""
-        self._head_dim = pool.kv.shape[-1]
-        self._model = take_apart(model, max_positions, self._head_dim)
+        kv_heads, self._head_dim = pool.kv.shape[-2:]
+        self._model = take_apart(model, max_positions, kv_heads, self._head_dim)
         self._dtype = self._model.embedding.dtype
         self._keys = [as_array(keys) for keys in pool.keys]
         self._values = [as_array(values) for values in pool.values]
-        self._decode: FusedDecode | None = None
-        if FusedDecode.serves(self._model):
-            self._decode = FusedDecode(self._model, pool, torch.get_num_threads())
+        self._decode = FusedDecode.create(self._model, pool, torch.get_num_threads())
 
     def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
         """Logits of the rows in `layout.last`: (sampling rows, vocabulary). Valid until the next step."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.linear import PackedLinear
+from trtllm_disagg.embedded.linear import PackedLinear, packed
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 #: Frequencies that do not depend on how long the sequence has become.
@@ -35,10 +35,11 @@ class PlainLayer:
     qkv: PackedLinear
     q_norm: np.ndarray
     k_norm: np.ndarray
-    output: PackedLinear
+    #: One product, or with tensor parallelism one of all ranks together.
+    output: nn.Module
     post_norm: np.ndarray
     gate_up: PackedLinear
-    down: PackedLinear
+    down: nn.Module
     scale: float
     window: int | None
 
@@ -48,7 +49,7 @@ class PlainModel:
     embedding: torch.Tensor
     layers: list[PlainLayer]
     final_norm: np.ndarray
-    head: PackedLinear
+    head: nn.Module
     num_heads: int
     eps: np.float32
     #: (positions, dim / 2) float32
@@ -56,8 +57,8 @@ class PlainModel:
     sin: np.ndarray
 
 
-def take_apart(model: Any, max_positions: int, head_dim: int) -> PlainModel:
-    """`model` is transformers'; it cannot be used afterwards."""
+def take_apart(model: Any, max_positions: int, kv_heads: int, head_dim: int) -> PlainModel:
+    """`model` is transformers'; it cannot be used afterwards. `kv_heads` are this rank's."""
     config, decoder = model.config, model.model
     cos, sin = _rotations(decoder.rotary_emb, max_positions, head_dim)
     layers: list[PlainLayer] = []
@@ -70,8 +71,8 @@ def take_apart(model: Any, max_positions: int, head_dim: int) -> PlainModel:
         embedding=decoder.embed_tokens.weight.detach().clone(),
         layers=layers,
         final_norm=_weights(decoder.norm),
-        head=PackedLinear(model.lm_head),
-        num_heads=config.num_attention_heads,
+        head=packed(model.lm_head),
+        num_heads=config.num_attention_heads * kv_heads // config.num_key_value_heads,
         eps=np.float32(config.rms_norm_eps),
         cos=cos,
         sin=sin,
@@ -86,10 +87,10 @@ def _take(layer: Any, config: Any) -> PlainLayer:
         qkv=_joined((attention.q_proj, attention.k_proj, attention.v_proj)),
         q_norm=_weights(attention.q_norm) if has_norms else _NO_NORM,
         k_norm=_weights(attention.k_norm) if has_norms else _NO_NORM,
-        output=PackedLinear(attention.o_proj),
+        output=packed(attention.o_proj),
         post_norm=_weights(layer.post_attention_layernorm),
         gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
-        down=PackedLinear(mlp.down_proj),
+        down=packed(mlp.down_proj),
         scale=attention.scaling,
         window=_window(attention, config),
     )

@@ -26,6 +26,11 @@ class Row:
     num_tokens: int
 
     @property
+    def tokens(self) -> list[int]:
+        sequence = self.sequence
+        return sequence.tokens[sequence.num_computed : sequence.num_computed + self.num_tokens]
+
+    @property
     def samples(self) -> bool:
         """Only a row that reaches the end of what is known yields a token; a partial prefill does not."""
         return self.sequence.num_computed + self.num_tokens == len(self.sequence.tokens)

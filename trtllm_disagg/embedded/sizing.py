@@ -14,8 +14,10 @@ from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.kv_transfer.layout import KvLayout
 
 
-def choose_device(wanted: str) -> torch.device:
-    """`auto` is CUDA where torch sees it."""
+def choose_device(wanted: str, num_ranks: int = 1) -> torch.device:
+    """`auto` is CUDA where torch sees it; several ranks run on the CPU."""
+    if num_ranks > 1:
+        return torch.device("cpu")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError.bad_value("embedded.device", wanted, "cpu; torch sees no CUDA device here")
     if wanted == "auto":
@@ -81,8 +83,15 @@ def _free_bytes(args: LlmArgs, device: torch.device) -> int:
     return max(0, torch.cuda.mem_get_info(device)[0] - weights)
 
 
-def require_room(sequence: Sequence, num_blocks: int, tokens_per_block: int) -> None:
-    """Raise InvalidRequestError when the longest possible answer needs more blocks than there are."""
+def require_room(sequence: Sequence, max_prompt: int, num_blocks: int, tokens_per_block: int) -> None:
+    """Raise InvalidRequestError when no step can take the prompt, or the longest possible answer needs more blocks
+    than there are.
+    """
+    if not sequence.is_generation_only and sequence.num_prompt > max_prompt:
+        raise InvalidRequestError(
+            f"the prompt has {sequence.num_prompt} tokens; without enable_chunked_prefill, "
+            f"max_num_tokens {max_prompt} is the most"
+        )
     wanted = -(-sequence.max_kv_tokens // tokens_per_block)
     if wanted > num_blocks:
         raise InvalidRequestError(
@@ -105,8 +114,12 @@ class PoolShape:
         return self.shape[2]
 
 
-def new_pool(shape: ModelShape, num_blocks: int, tokens_per_block: int, device: torch.device) -> PoolShape:
-    dimensions = (shape.num_layers, 2, num_blocks, tokens_per_block, shape.num_kv_heads, shape.head_dim)
+def new_pool(
+    shape: ModelShape, num_blocks: int, tokens_per_block: int, device: torch.device, num_ranks: int = 1
+) -> PoolShape:
+    """Each rank's pool has as many blocks, with its part of the KV heads."""
+    heads = shape.num_kv_heads // num_ranks
+    dimensions = (shape.num_layers, 2, num_blocks, tokens_per_block, heads, shape.head_dim)
     return PoolShape(dimensions, shape.dtype, device)
 
 

@@ -29,6 +29,7 @@ def refuse_unsupported(args: LlmArgs, model_dtype: str | None = None) -> list[st
             raise ConfigError.bad_value(key, value, f"{expected}, on the embedded engine")
     _check_kv_dtype(args, model_dtype)
     _check_tokenizer(args)
+    _check_ranks(args)
     return [key for key in _NO_EFFECT if _read(args, key) != _default(args, key)]
 
 
@@ -72,6 +73,11 @@ def _check_tokenizer(args: LlmArgs) -> None:
         )
 
 
+def _check_ranks(args: LlmArgs) -> None:
+    if args.tensor_parallel_size > 1 and args.embedded.device == "cuda":
+        raise ConfigError.bad_value("embedded.device", "cuda", "cpu, with tensor_parallel_size above 1")
+
+
 class _Built(NamedTuple):
     """The values of one argument that the embedded engine serves, and how an error says so."""
 
@@ -84,7 +90,6 @@ _ONE = ((1,), "1 (not yet more)")
 # None where a part of the way is not set.
 _OFF = ((None, False), "false")
 _BUILT = (
-    _Built("tensor_parallel_size", *_ONE),
     _Built("pipeline_parallel_size", *_ONE),
     _Built("context_parallel_size", *_ONE),
     # -1 is what no value becomes.

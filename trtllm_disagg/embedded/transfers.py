@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 import torch
 
 from trtllm_disagg.embedded.core_hooks import CoreHooks
 from trtllm_disagg.embedded.expecting import Expecting
 from trtllm_disagg.embedded.llm_args import LlmArgs
-from trtllm_disagg.embedded.meetings import Meetings, NoMeetings, TwoSidedMeetings
+from trtllm_disagg.embedded.meetings import Meetings, NoMeetings, PullsOnly, TwoSidedMeetings
 from trtllm_disagg.embedded.messages import AddRequest
+from trtllm_disagg.embedded.parallel.channel import Peer
+from trtllm_disagg.embedded.parallel.transfers import TeamTransport
 from trtllm_disagg.embedded.pulling import Pulling
 from trtllm_disagg.embedded.pushing import Pushing
 from trtllm_disagg.embedded.sequence import Sequence
@@ -51,6 +54,7 @@ class KvTransfers:
         assert config is not None
         seconds = (config.kv_transfer_timeout_ms or _DEFAULT_TIMEOUT_MS) / 1000
         self._transport = transport
+        self._kind_of_meetings = TwoSidedMeetings if args.tensor_parallel_size == 1 else PullsOnly
         self._layout = layout
         self._sender = KvSender(
             transport,
@@ -100,7 +104,7 @@ class KvTransfers:
 
     def meetings(self, hooks: CoreHooks) -> Meetings:
         """How sequences meet their other halves."""
-        return TwoSidedMeetings(
+        return self._kind_of_meetings(
             Pulling(self._receiver, hooks),
             Pushing(self._book, self._pusher, self._seconds, hooks),
             Expecting(self._expecter, self._seconds, hooks),
@@ -189,13 +193,16 @@ class NullTransfers:
 
 
 def create_transfers(
-    args: LlmArgs, layout: KvLayout, pool: PoolShape, wake: Callable[[], None]
+    args: LlmArgs, layout: KvLayout, pool: PoolShape, wake: Callable[[], None], peers: Seq[Peer] = ()
 ) -> tuple[KvTransfers | NullTransfers, torch.Tensor]:
-    """The transfers and the pool, which must live in memory that the transport can serve."""
+    """The transfers and the pool, which must live in memory that the transport can serve.
+
+    `peers` are the other ranks, with pools of their own.
+    """
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return NullTransfers(), new_memory(pool.shape, pool.dtype, pool.device)
     needs_cma = is_needed(args.embedded.transfer_host, pool.device.type)
-    transport = create_transport(config.backend, needs_cma=needs_cma)
+    transport = TeamTransport(create_transport(config.backend, needs_cma=needs_cma), peers)
     kv = transport.allocate(pool.shape, pool.dtype, pool.device)
     return KvTransfers(transport, layout, pool.num_blocks, args, wake), kv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -20,7 +21,7 @@ class PeerCard(msgspec.Struct, frozen=True):
     transport: str
     layout: KvLayout
     num_blocks: int
-    #: Only the transport understands it.
+    #: Only the transport understands it. Of a sender with several ranks: relayout.py.
     address: bytes
 
 
@@ -74,3 +75,16 @@ class KvTransport(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class StagingTransport(KvTransport, Protocol):
+    """Reads blocks also when they do not fit into the pool as they are."""
+
+    def fetched(
+        self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
+    ) -> AbstractContextManager[np.ndarray]:
+        """Remote blocks of that size, (2 * num_layers, blocks, block_bytes) uint8, until the context ends.
+
+        Raises what `read` raises, but a read that may land late does not land in the pool.
+        """
+        ...

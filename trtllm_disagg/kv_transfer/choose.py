@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import cast
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.kv_transfer.base import KvTransport
+from trtllm_disagg.kv_transfer.base import StagingTransport
 from trtllm_disagg.kv_transfer.cma import why_no_cma
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ TRANSPORTS = {
 }
 
 
-def create_transport(backend: str, *, needs_cma: bool = False) -> KvTransport:
+def create_transport(backend: str, *, needs_cma: bool = False) -> StagingTransport:
     """DEFAULT means NIXL, and shared memory where NIXL is not installed or may not read other processes' memory,
     which `needs_cma` asks for. Raises ConfigError for any other name, and for NIXL where it would not work.
     """
@@ -41,7 +41,7 @@ def create_transport(backend: str, *, needs_cma: bool = False) -> KvTransport:
         ) from error
 
 
-def _default(needs_cma: bool) -> KvTransport:
+def _default(needs_cma: bool) -> StagingTransport:
     try:
         transport = _create("NIXL")
     except ImportError as error:
@@ -64,6 +64,6 @@ _CMA_NEEDED = (
 )
 
 
-def _create(name: str) -> KvTransport:
+def _create(name: str) -> StagingTransport:
     module, _, attribute = TRANSPORTS[name].partition(":")
-    return cast(KvTransport, getattr(import_module(module), attribute)())
+    return cast(StagingTransport, getattr(import_module(module), attribute)())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
 from trtllm_disagg.kv_transfer.memory import huge_page_tensor
+from trtllm_disagg.kv_transfer.nixl_staging import NixlStaging
 
 _POLL_SECONDS = 0.0002
 _DOING = {"READ": "reading KV from", "WRITE": "writing KV to"}
@@ -46,6 +48,7 @@ class NixlTransport:
         self._pool: torch.Tensor | None = None
         self._local: Any = None
         self._remotes: dict[str, _Remote] = {}
+        self._staging: NixlStaging | None = None
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         on_host = device.type == "cpu"
@@ -73,6 +76,7 @@ class NixlTransport:
         self._local = self._agent.prep_xfer_dlist(
             "NIXL_INIT_AGENT", self._segments(base, self._pool.shape[2]), self._memory
         )
+        self._staging = NixlStaging(self._agent, self._num_segments)
         return base.to_bytes(8, "little") + bytes(self._agent.get_agent_metadata())
 
     def read(
@@ -89,7 +93,15 @@ class NixlTransport:
             return self._copy(local_blocks, remote_blocks)
         return self._move("WRITE", peer, remote_blocks, local_blocks, timeout)
 
+    def fetched(
+        self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
+    ) -> AbstractContextManager[np.ndarray]:
+        assert self._staging is not None
+        return self._staging.fetched(peer, blocks, block_bytes, timeout)
+
     def forget(self, peer: PeerCard) -> None:
+        assert self._staging is not None
+        self._staging.forget(peer)
         if remote := self._remotes.pop(peer.sender, None):
             # The peer may be dead already; its handles are of no use either way.
             with contextlib.suppress(Exception):
@@ -109,6 +121,8 @@ class NixlTransport:
             with contextlib.suppress(Exception):
                 remote.table.release()
         self._remotes.clear()
+        if self._staging is not None:
+            self._staging.close()
         with contextlib.suppress(Exception):
             self._local.release()
             self._agent.deregister_memory(self._registration)

@@ -10,6 +10,7 @@ import contextlib
 import math
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -92,6 +93,17 @@ class SharedMemoryTransport:
             target[:, remote : remote + length] = self._segments[:, local : local + length]
         return len(local_blocks) * self._segments.shape[0] * self._segments.shape[2]
 
+    @contextlib.contextmanager
+    def fetched(
+        self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
+    ) -> Iterator[np.ndarray]:
+        segments = self._mapping(peer, self._peers, os.O_RDONLY).segments
+        if segments.shape[2] != block_bytes:
+            raise KvTransferError(
+                f"blocks of {peer.sender} have {segments.shape[2]} bytes; {block_bytes} expected"
+            )
+        yield segments[:, blocks]
+
     def forget(self, peer: PeerCard) -> None:
         for mappings in (self._peers, self._writable):
             if mapping := mappings.pop(peer.sender, None):
@@ -131,7 +143,7 @@ class SharedMemoryTransport:
             memory = mmap.mmap(fd, address.nbytes, flags=_PRESENT, prot=mmap.PROT_READ | writes)
         finally:
             os.close(fd)
-        shape = (self._segments.shape[0], peer.num_blocks, self._segments.shape[2])
+        shape = (self._segments.shape[0], peer.num_blocks, -1)
         return _Mapping(address, memory, np.frombuffer(memory, np.uint8).reshape(shape))
 
 

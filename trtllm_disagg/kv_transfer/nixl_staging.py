@@ -1,0 +1,146 @@
+"""NIXL reads of whole remote blocks into memory beside the pool, for blocks that do not fit into it as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
+from trtllm_disagg.kv_transfer.memory import huge_page_tensor
+
+_POLL_SECONDS = 0.0002
+
+
+@dataclass(slots=True)
+class _Buffer:
+    memory: torch.Tensor
+    registration: Any
+
+
+@dataclass(slots=True)
+class _Remote:
+    agent: str
+    table: Any
+    block_bytes: int
+
+
+class NixlStaging:
+    """Thread-safe: every read has a buffer of its own. One that timed out keeps it, since it may still land."""
+
+    def __init__(self, agent: Any, num_segments: int) -> None:
+        self._agent = agent
+        self._num_segments = num_segments
+        self._lock = threading.Lock()
+        self._free: list[_Buffer] = []
+        self._lost: list[_Buffer] = []
+        self._remotes: dict[str, _Remote] = {}
+
+    @contextlib.contextmanager
+    def fetched(
+        self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
+    ) -> Iterator[np.ndarray]:
+        """(segments, blocks, block_bytes) uint8, until the context ends."""
+        buffer = self._take(self._num_segments * len(blocks) * block_bytes)
+        try:
+            self._read(buffer, peer, blocks, block_bytes, timeout)
+        except ReadTimeoutError:
+            self._lost.append(buffer)
+            raise
+        except Exception as error:  # the bindings raise a dozen unrelated types
+            self._give_back(buffer)
+            self.forget(peer)
+            raise KvTransferError(f"reading KV from {peer.sender} failed: {error}") from error
+        try:
+            count = self._num_segments * len(blocks) * block_bytes
+            yield buffer.memory[:count].numpy().reshape(self._num_segments, len(blocks), block_bytes)
+        finally:
+            self._give_back(buffer)
+
+    def forget(self, peer: PeerCard) -> None:
+        if remote := self._remotes.pop(peer.sender, None):
+            with contextlib.suppress(Exception):
+                remote.table.release()
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(remote.agent)
+
+    def close(self) -> None:
+        for remote in self._remotes.values():
+            with contextlib.suppress(Exception):
+                remote.table.release()
+        self._remotes.clear()
+        for buffer in self._free:
+            with contextlib.suppress(Exception):
+                self._agent.deregister_memory(buffer.registration)
+        self._free.clear()
+
+    def _take(self, nbytes: int) -> _Buffer:
+        with self._lock:
+            for i, buffer in enumerate(self._free):
+                if buffer.memory.nbytes >= nbytes:
+                    return self._free.pop(i)
+        memory = huge_page_tensor((nbytes,), torch.uint8)
+        return _Buffer(
+            memory, self._agent.register_memory([(memory.data_ptr(), memory.nbytes, 0, "")], "DRAM")
+        )
+
+    def _give_back(self, buffer: _Buffer) -> None:
+        with self._lock:
+            self._free.append(buffer)
+
+    def _read(
+        self, buffer: _Buffer, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
+    ) -> None:
+        remote = self._remotes.get(peer.sender) or self._connect(peer, block_bytes)
+        count = self._num_segments * len(blocks)
+        local = self._agent.prep_xfer_dlist(
+            "NIXL_INIT_AGENT", _table(buffer.memory.data_ptr(), count, block_bytes), "DRAM"
+        )
+        # NIXL merges neighbours where both id lists grow by one.
+        segments = np.arange(self._num_segments, dtype=np.int32)[:, None] * np.int32(peer.num_blocks)
+        theirs = np.ascontiguousarray((segments + blocks[None, :]).ravel().astype(np.int32))
+        handle = self._agent.make_prepped_xfer(
+            "READ", local, np.arange(count, dtype=np.int32), remote.table, theirs
+        )
+        state = self._agent.transfer(handle)
+        deadline = time.monotonic() + timeout
+        while state == "PROC":
+            if time.monotonic() > deadline:
+                with contextlib.suppress(Exception):
+                    handle.release()
+                raise ReadTimeoutError(
+                    f"reading KV from {peer.sender} took longer than {timeout:.1f} s", may_land_later=True
+                )
+            time.sleep(_POLL_SECONDS)
+            state = self._agent.check_xfer_state(handle)
+        handle.release()
+        local.release()
+        if state != "DONE":
+            raise KvTransferError(f"NIXL read ended in state {state}")
+
+    def _connect(self, peer: PeerCard, block_bytes: int) -> _Remote:
+        base, metadata = int.from_bytes(peer.address[:8], "little"), peer.address[8:]
+        added = self._agent.add_remote_agent(metadata)
+        name = added.decode() if isinstance(added, bytes) else str(added)
+        if name != peer.sender:
+            self._agent.remove_remote_agent(name)
+            raise KvTransferError(f"the card of {peer.sender} carries the metadata of {name}")
+        table = _table(base, self._num_segments * peer.num_blocks, block_bytes)
+        remote = _Remote(name, self._agent.prep_xfer_dlist(name, table, "DRAM"), block_bytes)
+        self._remotes[peer.sender] = remote
+        return remote
+
+
+def _table(base: int, count: int, block_bytes: int) -> np.ndarray:
+    """(address, bytes, device) of `count` blocks, one behind the other."""
+    table = np.zeros((count, 3), np.uint64)
+    table[:, 0] = np.uint64(base) + np.arange(count, dtype=np.uint64) * np.uint64(block_bytes)
+    table[:, 1] = block_bytes
+    return table

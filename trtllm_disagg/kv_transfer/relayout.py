@@ -1,0 +1,143 @@
+"""Between pools that are divided differently: which KV heads of whose pool go where in this one.
+
+A rank's pool is `kv[layer, k|v, block, slot, head, dim]` with its part of the heads, so the heads that two ranks
+have in common are a short stretch of every slot. Reading those stretches one by one is slow (docs/log.md): whole
+blocks are read, into memory beside the pool, and the heads copied out of it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
+from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError, StagingTransport
+from trtllm_disagg.kv_transfer.handle import UNREADABLE
+
+#: Read at once when blocks are not read in place.
+STAGING_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Heads that a rank of the sender and this rank have in common, as each of them counts its own."""
+
+    shard: int
+    theirs: slice
+    mine: slice
+
+
+def overlaps(rank: int, num_ranks: int, num_shards: int, num_heads: int) -> list[Overlap]:
+    """`num_heads` are divided evenly among `num_ranks` here and `num_shards` there."""
+    mine, theirs = num_heads // num_ranks, num_heads // num_shards
+    begin, end = rank * mine, (rank + 1) * mine
+    found = []
+    for shard in range(begin // theirs, -(-end // theirs)):
+        first, last = max(begin, shard * theirs), min(end, (shard + 1) * theirs)
+        found.append(
+            Overlap(
+                shard,
+                slice(first - shard * theirs, last - shard * theirs),
+                slice(first - begin, last - begin),
+            )
+        )
+    return found
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """The pool of one rank of a sender: all of its blocks, and its part of the KV heads."""
+
+    sender: str
+    address: bytes
+
+
+#: Starts the address of a sender with several ranks; no transport's own address starts so.
+_SHARDED = b"trtllm-disagg shards\0"
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Shard])
+
+
+def join_addresses(shards: list[Shard]) -> bytes:
+    """What `PeerCard.address` is for these ranks together, rank 0 first."""
+    return shards[0].address if len(shards) == 1 else _SHARDED + _encoder.encode(shards)
+
+
+def shards_of(peer: PeerCard) -> list[PeerCard]:
+    """One card a rank. Raises KvTransferError for an address that nobody can read."""
+    if not peer.address.startswith(_SHARDED):
+        return [peer]
+    try:
+        shards = _decoder.decode(peer.address[len(_SHARDED) :])
+    except UNREADABLE as error:
+        raise KvTransferError(f"the card of {peer.sender} has an unreadable address: {error}") from error
+    return [msgspec.structs.replace(peer, sender=s.sender, address=s.address) for s in shards]
+
+
+class ShardReader:
+    """Fills one rank's pool from a sender with the same number of ranks, or another one."""
+
+    def __init__(self, transport: StagingTransport, pool: torch.Tensor, rank: int, num_ranks: int) -> None:
+        self._transport = transport
+        self._pool = pool
+        self._rank, self._num_ranks = rank, num_ranks
+
+    def read(
+        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        """As KvTransport.read: this rank's heads of the blocks. In place when both are divided alike."""
+        shards = shards_of(peer)
+        if len(shards) == self._num_ranks:
+            return self._transport.read(shards[self._rank], remote_blocks, local_blocks, timeout)
+        if not shards or peer.layout.num_kv_heads % len(shards) or self._pool.is_cuda:
+            raise HandoffRefusedError(
+                f"prefill has tensor_parallel_size {len(shards)}, decode {self._num_ranks}: "
+                "KV of such a pair can be divided anew on CPUs only, and evenly"
+            )
+        deadline = time.monotonic() + timeout
+        heads = peer.layout.num_kv_heads // len(shards)
+        return sum(
+            self._read_part(shards[part.shard], heads, part, remote_blocks, local_blocks, deadline)
+            for part in overlaps(self._rank, self._num_ranks, len(shards), peer.layout.num_kv_heads)
+        )
+
+    def forget(self, peer: PeerCard) -> None:
+        for shard in shards_of(peer):
+            self._transport.forget(shard)
+
+    def _read_part(
+        self,
+        card: PeerCard,
+        heads: int,
+        part: Overlap,
+        remote: np.ndarray,
+        local: np.ndarray,
+        deadline: float,
+    ) -> int:
+        """From a rank with so many heads. Bytes that came over, heads that nobody wants here included."""
+        pool = _as_bytes(self._pool)
+        segments, _, slots, _, row_bytes = pool.shape
+        block_bytes = slots * heads * row_bytes
+        at_once = max(1, STAGING_BYTES // (segments * block_bytes))
+        for start in range(0, len(remote), at_once):
+            chunk = slice(start, start + at_once)
+            try:
+                with self._transport.fetched(
+                    card, remote[chunk], block_bytes, max(0.0, deadline - time.monotonic())
+                ) as fetched:
+                    theirs = fetched.reshape(segments, -1, slots, heads, row_bytes)
+                    pool[:, local[chunk], :, part.mine] = theirs[:, :, :, part.theirs]
+            except ReadTimeoutError as error:
+                # It may land, but not in the pool.
+                raise KvTransferError(str(error)) from error
+        return int(segments * len(remote) * block_bytes)
+
+
+def _as_bytes(pool: torch.Tensor) -> np.ndarray:
+    """(segments, blocks, slots, heads, bytes of a head)"""
+    layers, two, *rest = pool.shape
+    array: np.ndarray = pool.view(torch.uint8).numpy().reshape(layers * two, *rest[:-1], -1)
+    return array
