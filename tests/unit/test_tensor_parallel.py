@@ -52,9 +52,9 @@ def assert_same_bits(answers: Answers, expected: Logits) -> None:
 def test_two_ranks_have_the_logits_of_one(
     kind: str, by_two: dict[str, Answers], checkpoints: Checkpoints
 ) -> None:
-    answers = by_two[kind]
+    answers, expected = by_two[kind], record_by_one(kind, checkpoints)
     assert answers.keys() == {"solo", "reused", "chunked"}
-    assert_same_bits(answers, record_by_one(kind, checkpoints))
+    assert_same_bits(answers, expected)
 
 
 def test_prefill_and_decode_may_have_other_numbers_of_ranks(

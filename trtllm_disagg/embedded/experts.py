@@ -6,6 +6,7 @@ Here every expert is two `PackedLinear`, and a token's experts are summed in the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class PackedExperts(nn.Module):
         del experts.gate_up_proj
         self._down = [PackedLinear(_linear(weight)) for weight in experts.down_proj]
         del experts.down_proj
+        #: With several ranks, each has some columns of both products.
+        self._gather: Callable[[torch.Tensor], torch.Tensor] = getattr(experts, "gather_columns", _as_it_is)
 
     def forward(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -73,8 +76,7 @@ class PackedExperts(nn.Module):
         gate_up = self._gate_up[expert](rows)
         activated = rows.new_empty((len(rows), gate_up.shape[1] // 2))
         kernels.silu_mul(as_array(gate_up), as_array(activated), 0, activated.shape[1])
-        down: torch.Tensor = self._down[expert](activated)
-        return down
+        return self._gather(self._down[expert](self._gather(activated)))
 
 
 def pack_experts(module: nn.Module) -> None:
@@ -82,6 +84,10 @@ def pack_experts(module: nn.Module) -> None:
     for child in module.modules():
         if hasattr(child, "experts") and hasattr(child, "gate"):
             child.gate, child.experts = PackedRouter(child.gate), PackedExperts(child.experts)
+
+
+def _as_it_is(columns: torch.Tensor) -> torch.Tensor:
+    return columns
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:

@@ -30,14 +30,6 @@ class RankGroup:
         every = self._gather(rows)
         return every.transpose(0, 1).reshape(*x.shape[:-1], -1)
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Elementwise over the ranks, in float32, from rank 0 on."""
-        parts = self._gather(x)
-        total = parts[0].float()
-        for rank in range(1, self.size):
-            total = total + parts[rank].float()
-        return total.to(x.dtype)
-
     def collect_columns(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """(rows, this rank's part of `count`) -> (rows, count) on rank 0; the others get `x` back."""
         rows, width = x.numel() // x.shape[-1], x.shape[-1]

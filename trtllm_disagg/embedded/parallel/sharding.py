@@ -2,8 +2,7 @@
 
 Every matrix is cut along its output, never along the sum: what a rank computes is, bit for bit, its columns of
 what one process would compute. So the inputs of `o_proj` and `down_proj`, which are spread over the ranks, are
-gathered before the product, and its columns afterwards (decision 8). Only fused experts are cut along
-the sum.
+gathered before the product, and its columns afterwards (decision 8). So are those of every expert (experts.py).
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def _shard_experts(experts: Any, group: RankGroup) -> None:
     count, hidden, inner = down.shape
     if gate_up.shape != (count, 2 * inner, hidden):
         raise ConfigError.bad_value(KEY, group.size, "1 for this model: its experts have another shape")
-    part = group.part(inner)
+    part, rows = group.part(inner), group.part(hidden)
     mine = gate_up.view(count, 2, inner, hidden)[:, :, part].reshape(count, -1, hidden).clone()
     experts.gate_up_proj = nn.Parameter(mine, requires_grad=False)
-    experts.down_proj = nn.Parameter(down[:, :, part].clone(), requires_grad=False)
-    experts.register_forward_hook(lambda _module, _inputs, output: group.sum(output))
+    experts.down_proj = nn.Parameter(down[:, rows].clone(), requires_grad=False)
+    experts.gather_columns = group.gather_columns
