@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -70,39 +70,38 @@ class StepLayout:
 
     def __init__(self, rows: Seq[Row], pool: KvPool) -> None:
         self.pool = pool
-        size = pool.tokens_per_block
-        positions: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
+        on_cpu = pool.kv.device.type == "cpu"
+        #: The leading rows, where one kernel serves them all.
+        self.decode = DecodeRows.of(rows, pool.tokens_per_block) if on_cpu else None
+        num_decode = 0 if self.decode is None else self.decode.count
+        self.all_decode = num_decode == len(rows)
         self._spans: list[_Span] = []
-        last: list[int] = []
-        start = 0
-        for row in rows:
-            sequence, count = row.sequence, row.num_tokens
-            begin, end = sequence.num_computed, sequence.num_computed + count
-            blocks = np.asarray(sequence.blocks[: -(-end // size)], np.int64)
-            span_positions = np.arange(begin, end)
+        positions = [] if self.decode is None else [self.decode.positions]
+        slots = [] if self.decode is None else [self.decode.slots]
+        start = num_decode
+        for row in rows[num_decode:]:
+            span, span_positions, span_slots = _span_of(row, start, pool)
+            self._spans.append(span)
             positions.append(span_positions)
-            slots.append(blocks[span_positions // size] * size + span_positions % size)
-            is_run = bool((np.diff(blocks) == 1).all())
-            every = None if is_run else torch.from_numpy((blocks[:, None] * size + np.arange(size)).ravel())
-            if every is not None:
-                every = every.to(pool.kv.device)
-            self._spans.append(_Span(start, count, end, int(blocks[0]) * size, every, sequence.in_prefill))
-            start += count
-            if row.samples:
-                last.append(start - 1)
-        device = pool.kv.device
+            slots.append(span_slots)
+            start += row.num_tokens
         #: (tokens,) int64: where each token stands in its sequence, and where its K and V go.
         self.position_array = np.concatenate(positions)
         self.slot_array = np.concatenate(slots)
-        self.positions = torch.from_numpy(self.position_array)[None].to(device)
-        self.slots = torch.from_numpy(self.slot_array).to(device)
+        ends = np.cumsum([row.num_tokens for row in rows]) - 1
         #: Packed index of each sampling row's last token.
-        self.last = torch.tensor(last, dtype=torch.long, device=device)
+        self.last = torch.from_numpy(ends[[row.samples for row in rows]]).to(pool.kv.device)
         self._masks: dict[tuple[int, int, int, int], torch.Tensor] = {}
-        on_cpu = device.type == "cpu"
-        self.decode = DecodeRows.of(rows, size) if on_cpu else None
-        self.all_decode = self.decode is not None and self.decode.count == len(rows)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """(1, tokens)"""
+        return torch.from_numpy(self.position_array)[None].to(self.pool.kv.device)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """(tokens,)"""
+        return torch.from_numpy(self.slot_array).to(self.pool.kv.device)
 
     def attend(
         self,
@@ -207,6 +206,20 @@ class StepLayout:
                 mask &= positions > queries - window
             self._masks[key] = mask
         return self._masks[key]
+
+
+def _span_of(row: Row, start: int, pool: KvPool) -> tuple[_Span, np.ndarray, np.ndarray]:
+    """The row, its tokens' positions and their slots in the pool. `start`: of its first token in the packed batch."""
+    sequence, count, size = row.sequence, row.num_tokens, pool.tokens_per_block
+    begin, end = sequence.num_computed, sequence.num_computed + count
+    blocks = np.asarray(sequence.blocks[: -(-end // size)], np.int64)
+    positions = np.arange(begin, end)
+    slots = blocks[positions // size] * size + positions % size
+    is_run = bool((np.diff(blocks) == 1).all())
+    every = None
+    if not is_run:
+        every = torch.from_numpy((blocks[:, None] * size + np.arange(size)).ravel()).to(pool.kv.device)
+    return _Span(start, count, end, int(blocks[0]) * size, every, sequence.in_prefill), positions, slots
 
 
 def _at_its_place(queries: torch.Tensor, row: int) -> torch.Tensor:

@@ -23,6 +23,10 @@ class DecodeRows:
         self.tables = np.zeros((len(rows), int(lengths.max())), np.int64)
         for table, row, length in zip(self.tables, rows, lengths, strict=True):
             table[:length] = row.sequence.blocks[:length]
+        #: (rows,) int64: where each row's token stands in its sequence, and where its K and V go.
+        self.positions = self._contexts - 1
+        block = self.tables[np.arange(self.count), self.positions // tokens_per_block]
+        self.slots = block * tokens_per_block + self.positions % tokens_per_block
         self._starts: dict[int, np.ndarray] = {}
         self._longest = int(self._contexts.max())
         self._scores = np.empty((0, 0), np.float32)

@@ -81,6 +81,21 @@ def load_bfloat16(builder: Any, address: Any, wide: bool) -> Any:
     return builder.bitcast(builder.shl(bits, by), number)
 
 
+def emit_prefetch(builder: Any, address: Any, size: Any) -> None:
+    """`size` bytes from `address` on will be read soon. Any address will do, also one that is not there."""
+    pointer = ir.IntType(8).as_pointer()
+    fetch = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+        builder.module, ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32]), "llvm.prefetch.p0"
+    )
+
+    def one(offset: Any, nothing: Any) -> Any:
+        place = builder.inttoptr(builder.add(address, offset), pointer)
+        builder.call(fetch, [place, _I32(0), _I32(2), _I32(1)])
+        return nothing
+
+    emit_loop(builder, I64(0), size, I64(64), I64(0), one)
+
+
 def emit_dot(builder: Any, a: Any, b: Any, count: Any, load_b: Load, item: int) -> Any:
     """The sum of a[i] * b[i]: a float32, elements of b `item` bytes long."""
 
