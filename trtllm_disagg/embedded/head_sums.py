@@ -1,8 +1,8 @@
 """A row's heads over a run of positions: their scores, and the weighted sums of the values.
 
 Position by position, all heads of each: the pool is read from one end of a block to the other, and two pages ahead of
-that it is fetched, where processors stop by themselves. The order of every sum is fixed (lanes.py), and a run that is cut in two gives
-the same bits as the whole. Addresses and strides are in bytes.
+that it is fetched, where processors stop by themselves. The order of every sum is fixed (lanes.py), and a run that is
+cut in two gives the same bits as the whole. Addresses and strides are in bytes.
 """
 
 from __future__ import annotations
