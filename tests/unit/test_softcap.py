@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trtllm_disagg.embedded import kernels
+from trtllm_disagg.embedded import attend_kernels
 from trtllm_disagg.embedded.softcap import capped_attention
 from trtllm_disagg.embedded.views import as_array
 
@@ -48,7 +48,7 @@ def test_many_queries(masked: bool) -> None:
 def test_one_query_in_the_decode_kernel(cap: float) -> None:
     query, key, value = inputs(1)
     out = torch.empty(1, HEADS, DIM)
-    kernels.attend_rows(
+    attend_kernels.attend_rows(
         as_array(query[:, :, 0]),
         as_array(key[0].transpose(0, 1).contiguous()),
         as_array(value[0].transpose(0, 1).contiguous()),

@@ -13,7 +13,16 @@ from typing import Any, TypeVar
 
 from numba import njit
 
-_SOURCES = ("compiled", "decode_step", "head_sums", "kernels", "lanes", "panel_product", "team")
+_SOURCES = (
+    "attend_kernels",
+    "compiled",
+    "decode_step",
+    "head_sums",
+    "kernels",
+    "lanes",
+    "panel_product",
+    "team",
+)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

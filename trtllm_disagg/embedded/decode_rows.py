@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from trtllm_disagg.embedded import kernels
+from trtllm_disagg.embedded import attend_kernels
 from trtllm_disagg.embedded.scheduler import Row
 from trtllm_disagg.embedded.views import as_array
 
@@ -50,7 +50,7 @@ class DecodeRows:
         """query and out (rows, heads, dim); keys and values are the layer's pool (slots, kv heads, dim)."""
         if self._scores.shape[0] < query.shape[1]:
             self._scores = np.empty((query.shape[1], self._longest), np.float32)
-        kernels.attend_rows(
+        attend_kernels.attend_rows(
             as_array(query),
             as_array(keys),
             as_array(values),

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trtllm_disagg.embedded.attend_kernels import attend_heads
 from trtllm_disagg.embedded.compiled import compiled
 from trtllm_disagg.embedded.kernels import (
     add_bias_and_round,
     add_rms_norm,
-    attend_heads,
     embed,
     rms_norm,
     rotate_group,

@@ -15,23 +15,20 @@ from numba import types
 from numba.extending import overload
 
 from trtllm_disagg.embedded.compiled import compiled
-from trtllm_disagg.embedded.head_sums import add_weighted, scores_of
-from trtllm_disagg.embedded.lanes import exp, exponentials, fma, on_its_own, sum_of_squares
+from trtllm_disagg.embedded.lanes import exp, fma, sum_of_squares
 
-_ONE, _ZERO, _TWO = np.float32(1.0), np.float32(0.0), np.float32(2.0)
-#: Beyond it tanh is one, in float32.
-_FLAT = np.float32(10.0)
+_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 
-def _load(value: Any) -> Any:
+def load(value: Any) -> Any:
     """A stored number as float32."""
 
 
-def _pack(value: Any, like: Any) -> Any:
+def pack(value: Any, like: Any) -> Any:
     """A float32 as a number of `like`'s kind, rounded to nearest even."""
 
 
-@overload(_load, inline="always")
+@overload(load, inline="always")
 def _load_overload(value: Any) -> Any:
     if value == types.uint16:
 
@@ -46,7 +43,7 @@ def _load_overload(value: Any) -> Any:
     return same
 
 
-@overload(_pack, inline="always")
+@overload(pack, inline="always")
 def _pack_overload(value: Any, like: Any) -> Any:
     if like == types.uint16:
 
@@ -62,12 +59,6 @@ def _pack_overload(value: Any, like: Any) -> Any:
     return same
 
 
-@compiled(inline="always")
-def _tanh(x: Any) -> Any:
-    e = exp(_TWO * min(max(x, -_FLAT), _FLAT))
-    return (e - _ONE) / (e + _ONE)
-
-
 @compiled()
 def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """out (rows, n) = x / rms(x) * weight; x and weight float32."""
@@ -75,7 +66,7 @@ def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     for r in range(rows):
         scale = _ONE / np.sqrt(sum_of_squares(x[r]) / np.float32(n) + eps)
         for i in range(n):
-            out[r, i] = _pack(x[r, i] * scale * weight[i], out[r, i])
+            out[r, i] = pack(x[r, i] * scale * weight[i], out[r, i])
 
 
 @compiled()
@@ -84,10 +75,10 @@ def add_rms_norm(x: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
     rows, n = x.shape
     for r in range(rows):
         for i in range(n):
-            x[r, i] += _load(delta[r, i])
+            x[r, i] += load(delta[r, i])
         scale = _ONE / np.sqrt(sum_of_squares(x[r]) / np.float32(n) + eps)
         for i in range(n):
-            out[r, i] = _pack(x[r, i] * scale * weight[i], out[r, i])
+            out[r, i] = pack(x[r, i] * scale * weight[i], out[r, i])
 
 
 @compiled()
@@ -99,10 +90,10 @@ def silu_mul(gate_up: Any, out: Any, first: Any, last: Any) -> None:
         gates, ups = gate_up[r, first:last], gate_up[r, n + first : n + last]
         target = out[r, first:last]
         for i in range(target.shape[0]):
-            gate = _load(gates[i])
+            gate = load(gates[i])
             # Below -88 the exponential would overflow, and silu is zero.
             silu = gate / (_ONE + exp(min(-gate, np.float32(88.0))))
-            target[i] = _pack(silu * _load(ups[i]), target[i])
+            target[i] = pack(silu * load(ups[i]), target[i])
 
 
 @compiled()
@@ -110,7 +101,7 @@ def embed(tokens: Any, embedding: Any, out: Any) -> None:
     """out (rows, n) float32 = the rows of embedding (vocabulary, n)."""
     for r in range(out.shape[0]):
         for i in range(out.shape[1]):
-            out[r, i] = _load(embedding[tokens[r], i])
+            out[r, i] = load(embedding[tokens[r], i])
 
 
 @compiled()
@@ -121,10 +112,10 @@ def add_bias_and_round(x: Any, bias: Any, first: Any, last: Any, like: Any) -> N
         if bias.shape[0] > 0:
             some = bias[first:last]
             for i in range(numbers.shape[0]):
-                numbers[i] = _load(_pack(numbers[i] + some[i], like))
+                numbers[i] = load(pack(numbers[i] + some[i], like))
         else:
             for i in range(numbers.shape[0]):
-                numbers[i] = _load(_pack(numbers[i], like))
+                numbers[i] = load(pack(numbers[i], like))
 
 
 @compiled()
@@ -139,9 +130,9 @@ def weighted_sum(x: Any, places: Any, weights: Any, out: Any) -> None:
         for j in range(count):
             row, weight = x[places[r, j]], weights[r, j]
             for i in range(n):
-                total[i] = fma(weight, _load(row[i]), total[i])
+                total[i] = fma(weight, load(row[i]), total[i])
         for i in range(n):
-            target[i] = _pack(total[i], target[i])
+            target[i] = pack(total[i], target[i])
 
 
 @compiled()
@@ -193,7 +184,7 @@ def rotate_group(
     _rotate(qkv[head * dim : (head + 1) * dim], c, s, k_norm, eps, key[kv], buffer)
     base = (num_heads + kv_heads + kv) * dim
     for d in range(dim):
-        value[kv, d] = _pack(_load(qkv[base + d]), value[kv, d])
+        value[kv, d] = pack(load(qkv[base + d]), value[kv, d])
 
 
 @compiled()
@@ -201,116 +192,12 @@ def _rotate(x: Any, c: Any, s: Any, norm: Any, eps: Any, out: Any, buffer: Any) 
     dim = x.shape[0]
     half = dim // 2
     for d in range(dim):
-        buffer[d] = _load(x[d])
+        buffer[d] = load(x[d])
     if norm.shape[0] > 0:
         scale = _ONE / np.sqrt(sum_of_squares(buffer) / np.float32(dim) + eps)
         for d in range(dim):
             buffer[d] = buffer[d] * scale * norm[d]
     for d in range(half):
         a, b = buffer[d], buffer[half + d]
-        out[d] = _pack(fma(a, c[d], -(b * s[d])), out[d])
-        out[half + d] = _pack(fma(b, c[d], a * s[d]), out[d])
-
-
-@compiled()
-def attend_rows(
-    q: Any,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    contexts: Any,
-    starts: Any,
-    block: Any,
-    scale: Any,
-    softcap: Any,
-    scores: Any,
-    out: Any,
-) -> None:
-    """One query a row: q and out (rows, Hq, D), keys and values (slots, H, D), tables (rows, blocks) of block ids.
-
-    Row r sees positions starts[r] to contexts[r]. A softcap above zero bounds the scores. `scores` is scratch
-    (Hq, longest context), float32.
-    """
-    rows, num_heads, dim = q.shape
-    query = np.empty((num_heads, dim), np.float32)
-    summed = np.empty((num_heads, dim), np.float32)
-    for r in range(rows):
-        attend_heads(
-            q[r],
-            0,
-            keys.shape[1],
-            keys,
-            values,
-            tables[r],
-            starts[r],
-            contexts[r],
-            block,
-            scale,
-            softcap,
-            scores,
-            query,
-            summed,
-            out[r],
-        )
-
-
-@compiled()
-def attend_heads(
-    q: Any,
-    first_head: Any,
-    last_head: Any,
-    keys: Any,
-    values: Any,
-    table: Any,
-    start: Any,
-    context: Any,
-    block: Any,
-    scale: Any,
-    softcap: Any,
-    scores: Any,
-    query: Any,
-    summed: Any,
-    out: Any,
-) -> None:
-    """One row, some KV heads and their query heads: q and out (Hq, D); scores (Hq, longest context), query and
-    summed (Hq, D) are scratch.
-    """
-    on_its_own()
-    num_heads, dim = query.shape
-    group = num_heads // keys.shape[1]
-    lower, upper = first_head * group, last_head * group
-    factors = np.empty(num_heads, np.float32)
-    for h in range(lower, upper):
-        row, asked, sums = q[h], query[h], summed[h]
-        for d in range(dim):
-            asked[d] = _load(row[d]) * scale
-            sums[d] = _ZERO
-    i, position = 0, start
-    while position < context:
-        slot, count = _run(table, position, context, block)
-        scores_of(query, keys, slot, first_head, last_head, count, scores, i)
-        i += count
-        position += count
-    for h in range(lower, upper):
-        if softcap > _ZERO:
-            capped = scores[h]
-            for t in range(i):
-                capped[t] = softcap * _tanh(capped[t] / softcap)
-        factors[h] = _ONE / exponentials(scores[h], i)
-    i, position = 0, start
-    while position < context:
-        slot, count = _run(table, position, context, block)
-        add_weighted(scores, i, values, slot, first_head, last_head, count, summed)
-        i += count
-        position += count
-    for h in range(lower, upper):
-        factor, sums, target = factors[h], summed[h], out[h]
-        for d in range(dim):
-            target[d] = _pack(sums[d] * factor, target[d])
-
-
-@compiled(inline="always")
-def _run(table: Any, position: Any, context: Any, block: Any) -> Any:
-    """The slots from this position to the end of its block or of the context: (first, count)."""
-    inside = position % block
-    return table[position // block] * block + inside, min(block - inside, context - position)
+        out[d] = pack(fma(a, c[d], -(b * s[d])), out[d])
+        out[half + d] = pack(fma(b, c[d], a * s[d]), out[d])
