@@ -55,6 +55,10 @@ class Refusal:
     message: str
 
 
+def without_cached_tokens(answers: Sequence[Answer | Refusal]) -> list[Answer | Refusal]:
+    return [answer.without_cached_tokens() if isinstance(answer, Answer) else answer for answer in answers]
+
+
 @dataclass(frozen=True)
 class Question:
     """`prompt` is text or token ids for completions, messages for chat; `options` go into the body."""

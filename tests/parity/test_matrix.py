@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.deployments import Served
-from tests.parity.answers import Answer, Api, Question, Refusal, ask
+from tests.parity.answers import Answer, Api, Question, Refusal, ask, without_cached_tokens
 from tests.parity.cases import BOTH, CASES, MIXTURE, ROOM, Case, say
-from tests.parity.conftest import Answers, Examination
+from tests.parity.conftest import Examination
 from tests.parity.oracle import Oracle
 from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
 
@@ -99,7 +99,3 @@ def test_the_cases_are_what_they_say(api: Api, oracle: Oracle) -> None:
 @every_strategy
 def test_nothing_is_held_afterwards(strategy: Strategy, deployed: Served) -> None:
     deployed.wait_until_idle()
-
-
-def without_cached_tokens(answers: Answers) -> Answers:
-    return [answer.without_cached_tokens() for answer in answers if isinstance(answer, Answer)]
