@@ -166,7 +166,7 @@ def _serve(address: str, model: str, seconds: str) -> None:
 
 def _stop_before_read(core: Any, victim: int) -> None:
     """The sender has said yes, and stalls when the bytes are asked for."""
-    transport = core.transfers._transport
+    transport = core.transfers._transport._transport
     transfer = transport._transfer
 
     def stop_and_transfer(*args: Any) -> None:

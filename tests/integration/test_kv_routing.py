@@ -55,7 +55,7 @@ def complete(pair: Served, prompt: list[int], pin: Worker | None = None) -> Rout
             "model": MODEL_NAME,
             "prompt": prompt,
             "max_tokens": 2,
-            "nvext": {"extra_fields": ["worker_id", "timing"]},
+            "nvext": {"extra_fields": ["worker_id", "timing"], "ignore_eos": True},
         },
         headers={"x-dynamo-worker-instance-id": str(pin.instance_id)} if pin else {},
     )

@@ -44,7 +44,7 @@ def counted(add: Callable[[bytes], Any], into: list[bytes]) -> Callable[[bytes],
 def test_a_hundred_requests_load_one_card_each_way(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
     agents: list[bytes] = []
     for core in (duo.prefill, duo.decode):
-        agent: Any = core.transfers._transport._agent  # type: ignore[attr-defined]
+        agent: Any = core.transfers._transport._transport._agent  # type: ignore[attr-defined]
         monkeypatch.setattr(agent, "add_remote_agent", counted(agent.add_remote_agent, agents))
     for i in range(50):
         pull(duo, prompt(9, salt=i))
