@@ -82,7 +82,9 @@ class Launch:
         return self.wait(script)
 
     def wait(self, script: str) -> int:
-        return self._running.pop(script).wait(STOP_SECONDS)
+        status = self._running[script].wait(STOP_SECONDS)
+        del self._running[script]
+        return status
 
     def said(self, script: str) -> str:
         return self._log(script).read_text(errors="replace")
