@@ -55,7 +55,8 @@ def complete(pair: Served, prompt: list[int], pin: Worker | None = None) -> Rout
             "model": MODEL_NAME,
             "prompt": prompt,
             "max_tokens": 2,
-            "nvext": {"extra_fields": ["worker_id", "timing"], "ignore_eos": True},
+            "ignore_eos": True,
+            "nvext": {"extra_fields": ["worker_id", "timing"]},
         },
         headers={"x-dynamo-worker-instance-id": str(pin.instance_id)} if pin else {},
     )
