@@ -261,7 +261,7 @@ _TO_DYNAMO: dict[str, Callable[[str], Exception]] = {
     "InvalidRequest": dynamo_errors.InvalidArgument,
     "CapacityExhausted": lambda message: dynamo_errors.HttpError(529, message),
     "Unavailable": dynamo_errors.CannotConnect,
-    "DeadlineExceeded": dynamo_errors.ConnectionTimeout,
+    "DeadlineExceeded": lambda message: dynamo_errors.ConnectionTimeout(_OUR_TIMEOUT + message),
     "Cancelled": dynamo_errors.Cancelled,
     "Internal": dynamo_errors.Unknown,
 }
@@ -276,6 +276,9 @@ _FROM_DYNAMO: dict[str, type[errors.DisaggError]] = {
     "Internal": errors.EngineError,
 }
 
+#: Tells a stage that ran out of time from a connection that did, which Dynamo gives the same category.
+_OUR_TIMEOUT = f"{errors.StageTimeoutError.__name__}: "
+
 #: How a peer's exception arrives: "Category: message", with a type name before the message if not Dynamo's.
 _ARRIVED = re.compile(rf"({'|'.join(_FROM_DYNAMO)}): (?:[A-Z]\w*Error: )?(.*)", re.DOTALL)
 
@@ -288,6 +291,8 @@ def from_dynamo(error: Exception) -> errors.DisaggError:
     if isinstance(error, dynamo_errors.InvalidArgument):
         return errors.InvalidRequestError(str(error))
     if match := _ARRIVED.match(str(error)):
+        if match[1] == errors.StageTimeoutError.category and _OUR_TIMEOUT not in str(error):
+            return errors.PeerUnavailableError(f"the other stage does not answer: {match[2]}")
         return _FROM_DYNAMO[match[1]](_message(match[2]))
     return errors.PeerUnavailableError(f"the other stage cannot be reached: {error}")
 

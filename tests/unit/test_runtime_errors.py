@@ -84,6 +84,13 @@ def test_what_dynamo_is_given(
     assert "n=2: no" in str(translated)
 
 
+def test_a_connection_that_timed_out_is_a_peer_that_is_gone() -> None:
+    """Dynamo's own words when a killed worker does not answer; no stage has run out of its time."""
+    error = from_dynamo(ValueError("DeadlineExceeded: TCP connect to 127.0.0.1:9 timed out"))
+    assert type(error) is PeerUnavailableError
+    assert "timed out" in str(error)
+
+
 @crossings
 async def test_a_handler_raises_dynamos_errors(
     error: DisaggError, given: type[Exception], arrives_as: type[DisaggError]
@@ -169,7 +176,7 @@ async def test_who_are_you() -> None:
             "instance_id=12 not found",
         ),
         (ValueError("Cancelled: left"), RequestCancelledError, "left"),
-        (ValueError("DeadlineExceeded: slow"), StageTimeoutError, "slow"),
+        (ValueError("DeadlineExceeded: StageTimeoutError: slow"), StageTimeoutError, "slow"),
         (ValueError('RateLimited: {"message":"full","code":429}'), OverloadedError, "full"),
         (ValueError('CapacityExhausted: {"message":"full","code":529}'), OverloadedError, "full"),
         (ValueError("CapacityExhausted: []"), OverloadedError, "[]"),
