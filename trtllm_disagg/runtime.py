@@ -256,6 +256,9 @@ _MODEL_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions, "n
 
 # -- errors. What Dynamo makes of each was measured (facts: dynamo.md section 5).
 
+#: Tells a stage that ran out of time from a connection that did, which Dynamo gives the same category.
+_OUR_TIMEOUT = f"{errors.StageTimeoutError.__name__}: "
+
 #: Not EngineShutdown or WorkerUnavailable: those blacklist the worker that raises them for seconds.
 _TO_DYNAMO: dict[str, Callable[[str], Exception]] = {
     "InvalidRequest": dynamo_errors.InvalidArgument,
@@ -275,9 +278,6 @@ _FROM_DYNAMO: dict[str, type[errors.DisaggError]] = {
     "Cancelled": errors.RequestCancelledError,
     "Internal": errors.EngineError,
 }
-
-#: Tells a stage that ran out of time from a connection that did, which Dynamo gives the same category.
-_OUR_TIMEOUT = f"{errors.StageTimeoutError.__name__}: "
 
 #: How a peer's exception arrives: "Category: message", with a type name before the message if not Dynamo's.
 _ARRIVED = re.compile(rf"({'|'.join(_FROM_DYNAMO)}): (?:[A-Z]\w*Error: )?(.*)", re.DOTALL)
