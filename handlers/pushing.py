@@ -12,7 +12,7 @@ from trtllm_disagg.errors import ConfigError, PeerUnavailableError, RequestCance
 from trtllm_disagg.handlers.cancellation import abort_when_stopped
 from trtllm_disagg.handlers.local import request_errors
 from trtllm_disagg.handlers.outputs import OutputCursor
-from trtllm_disagg.handlers.remote import StageClient, StageInstance
+from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance
 from trtllm_disagg.types import Generate, GenerateRequest, Rendezvous, RequestContext, TokenChunk
 from trtllm_disagg.wire import encode_request
 
@@ -21,7 +21,7 @@ Push = Callable[[GenerateRequest, RequestContext], Awaitable[object]]
 
 
 class PushPhase(Protocol):
-    async def meet(self) -> tuple[Rendezvous, Push]:
+    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
         """Where decode finds the prefill engine that the push will run on."""
         ...
 
@@ -34,7 +34,7 @@ class LocalPush:
         self._engine = engine
         self._endpoint = _reachable(engine.ctx_info_endpoint, "this engine")
 
-    async def meet(self) -> tuple[Rendezvous, Push]:
+    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
         return self._engine.rendezvous(self._endpoint), self
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
@@ -56,14 +56,15 @@ class RemotePush:
         self._client = client
         self._engine = engine
 
-    async def meet(self) -> tuple[Rendezvous, Push]:
-        instance = await self._client.pick()
-        endpoint = _reachable(instance.description.get("ctx_info_endpoint"), "the prefill worker's engine")
+    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+        instance = await self._client.pick(request)
+        described = await instance.describe()
+        endpoint = _reachable(described.get("ctx_info_endpoint"), "the prefill worker's engine")
         return self._engine.rendezvous(endpoint), partial(_call, instance)
 
 
 async def _call(instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
-    async with aclosing(instance.call(encode_request(request), context)) as answers:
+    async with aclosing(instance.call(encode_request(request, PREFILL), context)) as answers:
         num_answers = len([answer async for answer in answers])
     if num_answers != 1 and not context.is_stopped():
         raise PeerUnavailableError(f"the prefill worker sent {num_answers} answers instead of one")

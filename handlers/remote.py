@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from trtllm_disagg.errors import PeerUnavailableError, RequestCancelledError
 from trtllm_disagg.types import (
+    Errand,
     GenerateRequest,
     Handoff,
     PrefillResult,
@@ -18,38 +19,40 @@ from trtllm_disagg.wire import decode_chunk, encode_request
 
 
 class StageClient(Protocol):
-    """Calls the other stage."""
+    """The way to the workers of the other role."""
 
-    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
-        """Its chunks, with the same request id, metadata and trace; a stopped context stops it too, and then
-        the iteration just ends. Raises a DisaggError, whatever became of the peer.
+    async def pick(self, request: GenerateRequest) -> StageInstance:
+        """One that this request may be sent to: none of `request.avoid`. Raises PeerUnavailableError when there
+        is none.
         """
-        ...
-
-    async def pick(self) -> StageInstance:
-        """One instance, to be called more than once. Raises a DisaggError when there is none."""
         ...
 
 
 class StageInstance(Protocol):
+    """One of them."""
+
     @property
-    def description(self) -> dict[str, Any]:
-        """What it says of itself (`pairing.describe_worker`)."""
+    def instance_id(self) -> int: ...
+
+    async def describe(self) -> dict[str, Any]:
+        """What it says of itself (`pairing.describe_worker`). Raises a DisaggError."""
         ...
 
     def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
-        """As StageClient.call."""
+        """Its chunks, with the same request id, metadata and trace; a stopped context stops it too, and then
+        the iteration just ends. Raises a DisaggError whose `peer` is this instance, whatever became of it.
+        """
         ...
 
 
 class NoStage:
     """The stage client of a worker that calls nobody."""
 
-    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
+    async def pick(self, request: GenerateRequest) -> StageInstance:
         raise AssertionError("this worker has no second stage")
 
-    async def pick(self) -> StageInstance:
-        raise AssertionError("this worker has no second stage")
+
+PREFILL, DECODE = Errand("prefill"), Errand("decode")
 
 
 class RemotePrefill:
@@ -60,8 +63,9 @@ class RemotePrefill:
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         handoffs: list[Handoff] = []
+        instance = await self._client.pick(request)
         with ExitStack() as unless_returned:
-            async with aclosing(self._client.call(encode_request(request), context)) as answers:
+            async with aclosing(instance.call(encode_request(request, PREFILL), context)) as answers:
                 async for raw in answers:
                     handoffs.append(self._handoff(request, decode_chunk(raw)))
                     unless_returned.callback(handoffs[-1].release)
@@ -97,7 +101,8 @@ class RemoteDecode:
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
         has_ended = False
-        async with aclosing(self._client.call(encode_request(request), context)) as answers:
+        instance = await self._client.pick(request)
+        async with aclosing(instance.call(encode_request(request, DECODE), context)) as answers:
             async for raw in answers:
                 # It answers, so it has the KV.
                 handoff.taken()

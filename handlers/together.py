@@ -21,7 +21,7 @@ def together(prefill: PushPhase, decode: DecodePhase) -> Generate:
     """
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        rendezvous, push = await prefill.meet()
+        rendezvous, push = await prefill.meet(request)
         request = request.with_rendezvous(rendezvous)
         pushing = asyncio.ensure_future(push(request, context))
         try:

@@ -5,13 +5,29 @@ Nothing else holds a default. `args.py` reads flag names, types, choices and def
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, NamedTuple
 
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.settings import (
+    API_TYPES,
+    ENDPOINT_ID,
+    FRACTION,
+    NAMESPACE,
+    NATS_URL,
+    NOT_EMPTY,
+    NUMBER,
+    POSITIVE,
+    POWER_OF_TWO,
+    REQUIRED,
+    SECONDS,
+    SHARE,
+    EndpointParts,
+    Rule,
+    one_of,
+    option,
+    parse_endpoint_id,
+)
 
 
 class Role(StrEnum):
@@ -28,6 +44,7 @@ class Strategy(StrEnum):
     DECODE_FIRST = "decode_first"
     PREFILL_FIRST = "prefill_first"
     ROUTER = "router"
+    AUTO = "auto"
 
     @property
     def first_stage_role(self) -> Role | None:
@@ -42,130 +59,106 @@ class ScheduleStyle(StrEnum):
     GENERATION_FIRST = "generation_first"
 
 
+#: When a request's prefill leaves the worker that it was routed to.
+DECIDERS = ("always", "length", "length_and_queue", "isl_bounding", "non_cached_tokens")
+
+#: How a worker that calls others does so. No other worker has a use for these.
+ORCHESTRATION = (
+    "prefill_decider",
+    "max_local_prefill_length",
+    "max_prefill_queue_size",
+    "eff_isl_threshold",
+    "eff_isl_ratio_threshold",
+    "non_cached_tokens",
+    "policy_file",
+    "next_router",
+    "prefill_dispatch",
+    "handoff_protocol",
+    "on_missing_stage",
+    "max_tries",
+    "breaker_failures",
+    "breaker_seconds",
+    "queue_timeout",
+    "prefill_timeout",
+    "first_decode_token_timeout",
+)
+
 _FIRST_STAGE_ROLES = {
     Strategy.DECODE_FIRST: Role.DECODE,
     Strategy.PREFILL_FIRST: Role.PREFILL,
     Strategy.ROUTER: None,
+    # Registered as decode_first; the order of each request is chosen when it comes.
+    Strategy.AUTO: Role.DECODE,
 }
-
-
-class EndpointParts(NamedTuple):
-    """The three names of a Dynamo endpoint."""
-
-    namespace: str
-    component: str
-    endpoint: str
-
-    @property
-    def dotted(self) -> str:
-        """The form that `DistributedRuntime.endpoint` takes."""
-        return ".".join(self)
-
-    @property
-    def url(self) -> str:
-        return f"dyn://{self.dotted}"
-
-
-_NAME = r"[A-Za-z0-9_-]+"
-_ENDPOINT = re.compile(rf"dyn://({_NAME})\.({_NAME})\.({_NAME})")
-_ENDPOINT_TYPES = ("chat", "completions", "none")
-
-
-def parse_endpoint_id(endpoint_id: str, key: str = "endpoint") -> EndpointParts:
-    """Split `dyn://namespace.component.endpoint`; `key` is what an error calls the setting."""
-    match = _ENDPOINT.fullmatch(endpoint_id)
-    if match is None:
-        raise ConfigError.bad_value(key, endpoint_id, "dyn://namespace.component.endpoint")
-    return EndpointParts(*match.groups())
-
-
-class Rule(NamedTuple):
-    """What one field accepts, in words and as a test."""
-
-    allowed: str
-    accepts: Callable[[Any], bool]
-    choices: tuple[str, ...] = ()
-
-
-def _one_of(*choices: str) -> Rule:
-    return Rule("one of " + ", ".join(choices), lambda value: value in choices, choices)
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _are_endpoint_types(value: str) -> bool:
-    names = [name.strip() for name in value.split(",")]
-    known = all(name in _ENDPOINT_TYPES for name in names)
-    return known and (names == ["none"] or "none" not in names)
-
-
-_POSITIVE = Rule("a whole number above 0", _is_positive)
-_POWER_OF_TWO = Rule("a power of two", lambda value: _is_positive(value) and value & (value - 1) == 0)
-_FRACTION = Rule("a number above 0 and up to 1", lambda value: 0 < value <= 1)
-_NOT_EMPTY = Rule("a name that is not empty", lambda value: bool(value.strip()))
-_NAMESPACE = Rule("letters, digits, - and _", lambda value: re.fullmatch(_NAME, value) is not None)
-_ENDPOINT_ID = Rule("dyn://namespace.component.endpoint", lambda value: bool(_ENDPOINT.fullmatch(value)))
-_TYPES = Rule("chat, completions, both with a comma, or none", _are_endpoint_types)
-_ROLE = _one_of(*Role)
-_STRATEGY = _one_of(*Strategy)
-_STYLE = _one_of(*ScheduleStyle)
-
-_REQUIRED: Any = object()
-
-
-def _option(default: Any, *, rule: Rule | None = None, flag: str | None = None) -> Any:
-    metadata = {"rule": rule, "flag": flag}
-    return field(metadata=metadata) if default is _REQUIRED else field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """One worker. Raises ConfigError when a value, or a combination of values, makes no sense."""
 
-    model: str = _option(_REQUIRED, rule=_NOT_EMPTY)
-    served_model_name: str | None = _option(None, rule=_NOT_EMPTY)
+    model: str = option(REQUIRED, rule=NOT_EMPTY)
+    served_model_name: str | None = option(None, rule=NOT_EMPTY)
 
-    role: Role = _option(Role.AGG, rule=_ROLE, flag="--disaggregation-mode")  # noqa: RUF009
-    strategy: Strategy = _option(  # noqa: RUF009
-        Strategy.DECODE_FIRST, rule=_STRATEGY, flag="--disaggregation-strategy"
+    role: Role = option(Role.AGG, rule=one_of(*Role), flag="--disaggregation-mode")  # noqa: RUF009
+    strategy: Strategy = option(  # noqa: RUF009
+        Strategy.DECODE_FIRST, rule=one_of(*Strategy), flag="--disaggregation-strategy"
     )
-    schedule_style: ScheduleStyle = _option(ScheduleStyle.CONTEXT_FIRST, rule=_STYLE)  # noqa: RUF009
-    engine: str = _option("auto", rule=_one_of("auto", "tensorrt_llm", "embedded"))
+    schedule_style: ScheduleStyle = option(ScheduleStyle.CONTEXT_FIRST, rule=one_of(*ScheduleStyle))  # noqa: RUF009
+    engine: str = option("auto", rule=one_of("auto", "tensorrt_llm", "embedded"))
 
-    namespace: str = _option("dynamo", rule=_NAMESPACE)
-    endpoint: str | None = _option(None, rule=_ENDPOINT_ID)
-    next_endpoint: str | None = _option(None, rule=_ENDPOINT_ID)
-    discovery_backend: str = _option("file", rule=_one_of("file", "etcd", "kubernetes", "mem"))
-    request_plane: str = _option("tcp", rule=_one_of("tcp", "nats"))
-    event_plane: str = _option("zmq", rule=_one_of("zmq", "nats"))
+    prefill_decider: str = option("always", rule=one_of(*DECIDERS))
+    max_local_prefill_length: int = option(1000, rule=NUMBER)
+    max_prefill_queue_size: int = option(2, rule=NUMBER)
+    eff_isl_threshold: int = option(2048, rule=NUMBER)
+    eff_isl_ratio_threshold: float = option(0.7, rule=SHARE)
+    non_cached_tokens: int = option(0, rule=NUMBER)
+    policy_file: str | None = option(None, rule=NOT_EMPTY)
 
-    extra_engine_args: str = _option("")
-    override_engine_args: str = _option("")
-    load_format: str = _option("auto", rule=_one_of("auto", "dummy", "vision_only", "gms"))
-    guided_decoding_backend: str | None = _option(None, rule=_one_of("xgrammar", "llguidance"))
+    next_router: str = option("round_robin", rule=one_of("kv", "least_loaded", "round_robin", "random"))
+    prefill_dispatch: str = option("direct", rule=one_of("direct", "queue"))
+    nats_server: str = option("nats://127.0.0.1:4222", rule=NATS_URL)
+    handoff_protocol: str = option("dynamo", rule=one_of("dynamo", "two_phase", "bootstrap"))
 
-    tensor_parallel_size: int = _option(1, rule=_POSITIVE)
-    pipeline_parallel_size: int = _option(1, rule=_POSITIVE)
-    expert_parallel_size: int | None = _option(None, rule=_POSITIVE)
-    enable_attention_dp: bool = _option(False)
-    gpus_per_node: int | None = _option(None, rule=_POSITIVE)
+    on_missing_stage: str = option("local", rule=one_of("local", "fail"))
+    max_tries: int = option(2, rule=POSITIVE)
+    breaker_failures: int = option(3, rule=POSITIVE)
+    breaker_seconds: float = option(5.0, rule=SECONDS)
+    queue_timeout: float = option(30.0, rule=SECONDS)
+    prefill_timeout: float = option(120.0, rule=SECONDS)
+    first_decode_token_timeout: float = option(60.0, rule=SECONDS)
 
-    kv_block_size: int = _option(32, rule=_POWER_OF_TWO)
-    max_batch_size: int = _option(2048, rule=_POSITIVE)
-    max_num_tokens: int = _option(8192, rule=_POSITIVE)
-    max_seq_len: int | None = _option(None, rule=_POSITIVE)
-    max_beam_width: int = _option(1, rule=_POSITIVE)
-    free_gpu_memory_fraction: float = _option(0.9, rule=_FRACTION)
+    namespace: str = option("dynamo", rule=NAMESPACE)
+    endpoint: str | None = option(None, rule=ENDPOINT_ID)
+    next_endpoint: str | None = option(None, rule=ENDPOINT_ID)
+    discovery_backend: str = option("file", rule=one_of("file", "etcd", "kubernetes", "mem"))
+    request_plane: str = option("tcp", rule=one_of("tcp", "nats"))
+    event_plane: str = option("zmq", rule=one_of("zmq", "nats"))
 
-    publish_kv_events: bool = _option(False)
-    publish_metrics: bool = _option(False)
+    extra_engine_args: str = option("")
+    override_engine_args: str = option("")
+    load_format: str = option("auto", rule=one_of("auto", "dummy", "vision_only", "gms"))
+    guided_decoding_backend: str | None = option(None, rule=one_of("xgrammar", "llguidance"))
 
-    endpoint_types: str = _option("chat,completions", rule=_TYPES)
-    custom_jinja_template: str | None = _option(None, rule=_NOT_EMPTY)
-    tool_call_parser: str | None = _option(None, rule=_NOT_EMPTY, flag="--dyn-tool-call-parser")
-    reasoning_parser: str | None = _option(None, rule=_NOT_EMPTY, flag="--dyn-reasoning-parser")
+    tensor_parallel_size: int = option(1, rule=POSITIVE)
+    pipeline_parallel_size: int = option(1, rule=POSITIVE)
+    expert_parallel_size: int | None = option(None, rule=POSITIVE)
+    enable_attention_dp: bool = option(False)
+    gpus_per_node: int | None = option(None, rule=POSITIVE)
+
+    kv_block_size: int = option(32, rule=POWER_OF_TWO)
+    max_batch_size: int = option(2048, rule=POSITIVE)
+    max_num_tokens: int = option(8192, rule=POSITIVE)
+    max_seq_len: int | None = option(None, rule=POSITIVE)
+    max_beam_width: int = option(1, rule=POSITIVE)
+    free_gpu_memory_fraction: float = option(0.9, rule=FRACTION)
+
+    publish_kv_events: bool = option(False)
+    publish_metrics: bool = option(False)
+
+    endpoint_types: str = option("chat,completions", rule=API_TYPES)
+    custom_jinja_template: str | None = option(None, rule=NOT_EMPTY)
+    tool_call_parser: str | None = option(None, rule=NOT_EMPTY, flag="--dyn-tool-call-parser")
+    reasoning_parser: str | None = option(None, rule=NOT_EMPTY, flag="--dyn-reasoning-parser")
 
     explicit: frozenset[str] = frozenset()
     """Fields that a flag or a variable set. Those win over the engine YAML; the others only fill it up."""
@@ -202,12 +195,25 @@ class WorkerConfig:
                 self.schedule_style.value,
                 f"context_first in mode {self.role} under {self.strategy}: only a worker dispatches both phases",
             )
+        self._check_orchestration()
         if self.max_beam_width > 1 and self.role is not Role.AGG:
             raise ConfigError.bad_value(
                 flag_of("max_beam_width"),
                 self.max_beam_width,
                 f"1 in mode {self.role}, because KV transfer carries one beam",
             )
+
+    def _check_orchestration(self) -> None:
+        if self.role is not Role.AGG and self.strategy is not Strategy.ROUTER:
+            return
+        for name in ORCHESTRATION:
+            if getattr(self, name) != SETTINGS[name].default:
+                raise ConfigError.bad_value(
+                    flag_of(name),
+                    getattr(self, name),
+                    f"no value in mode {self.role} under {self.strategy}, where no worker calls another; "
+                    "--disaggregation-strategy prefill_first, decode_first or auto have a use for it",
+                )
 
     def is_explicit(self, name: str) -> bool:
         """Somebody chose this value; a default would have been something else, or the same by chance."""

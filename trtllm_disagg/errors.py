@@ -23,6 +23,8 @@ from typing import ClassVar
 class DisaggError(Exception):
     category: ClassVar[str] = "Internal"
     status: ClassVar[int] = 500
+    #: The instance of the other stage that failed, where it is known.
+    peer: int | None = None
 
 
 class ConfigError(DisaggError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -68,6 +68,14 @@ class Rendezvous(msgspec.Struct, frozen=True):
     ctx_info_endpoint: list[str]
 
 
+class Errand(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one worker wants of another; a request from a frontend has none, and means the whole answer."""
+
+    stage: Literal["prefill", "decode", "whole"]
+    #: For "whole": the order that the sender has chosen.
+    strategy: str | None = None
+
+
 class WireRequest(msgspec.Struct, frozen=True):
     """A request as Dynamo's frontend, or the first stage, sends it."""
 
@@ -80,6 +88,33 @@ class WireRequest(msgspec.Struct, frozen=True):
     prefill_result: PrefillResult | None = None
     priority: float | None = None
     rendezvous: Rendezvous | None = None
+    errand: Errand | None = None
+
+
+@dataclass(slots=True)
+class Journey:
+    """What was done for one request on one worker, and why: told in its log line, in metrics and in its answer."""
+
+    #: What ran: prefill_first, decode_first, local (this worker did both phases), router or agg.
+    strategy: str = ""
+    #: Why that: "default", "annotation", or a decider's word.
+    reason: str = ""
+    #: One entry a step down the ladder: "other_instance: ...", "local: ...".
+    fallbacks: list[str] = field(default_factory=list)
+    #: Further facts that the answer tells: {"prefill_instance": "1a2b", ...}.
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def chose(self, strategy: str, reason: str) -> None:
+        """Later, lower decisions win: they are closer to what ran."""
+        self.strategy, self.reason = strategy, reason
+
+    def fell_back(self, to: str, because: str) -> None:
+        self.fallbacks.append(f"{to}: {because}")
+
+    def told(self) -> dict[str, Any]:
+        """JSON; without what did not happen."""
+        said: dict[str, Any] = {"strategy": self.strategy, "reason": self.reason, "fallbacks": self.fallbacks}
+        return {name: value for name, value in said.items() if value} | self.facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +131,13 @@ class GenerateRequest:
     annotations: tuple[str, ...]
     prefill_result: PrefillResult | None = None
     rendezvous: Rendezvous | None = None
+    errand: Errand | None = None
+    #: Instances that failed this request already.
+    avoid: frozenset[int] = frozenset()
+    journey: Journey = field(default_factory=Journey, compare=False)
+
+    def avoiding(self, instance_id: int) -> GenerateRequest:
+        return replace(self, avoid=self.avoid | {instance_id})
 
     def with_rendezvous(self, rendezvous: Rendezvous) -> GenerateRequest:
         return replace(self, rendezvous=rendezvous)

@@ -12,6 +12,7 @@ import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.types import (
+    Errand,
     GenerateRequest,
     OutputOptions,
     PrefillResult,
@@ -56,6 +57,7 @@ def decode_request(raw: dict[str, Any]) -> GenerateRequest:
         annotations=tuple(wire.annotations or ()),
         prefill_result=wire.prefill_result,
         rendezvous=wire.rendezvous,
+        errand=wire.errand,
     )
     _require_servable(request)
     return request
@@ -85,9 +87,15 @@ def _require_servable(request: GenerateRequest) -> None:
         raise InvalidRequestError(f"max_tokens={request.stop.max_tokens} is not allowed; expected at least 1")
 
 
-def encode_request(request: GenerateRequest) -> dict[str, Any]:
-    """For the second stage: as it came, plus the prefill result where Dynamo's router puts it, or the rendezvous."""
-    added = {"prefill_result": request.prefill_result, "rendezvous": request.rendezvous}
+def encode_request(request: GenerateRequest, errand: Errand) -> dict[str, Any]:
+    """For another worker: as it came, what is wanted of it, and what there is already: the prefill result, where
+    Dynamo's router puts it, or the rendezvous.
+    """
+    added = {
+        "prefill_result": request.prefill_result,
+        "rendezvous": request.rendezvous,
+        "errand": errand,
+    }
     return request.raw | {
         name: msgspec.to_builtins(value) for name, value in added.items() if value is not None
     }

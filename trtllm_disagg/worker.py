@@ -17,7 +17,7 @@ from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.journal import journaled
 from trtllm_disagg.handlers.remote import NoStage
-from trtllm_disagg.handlers.strategies import build_generate
+from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
 from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import Runtime, ServedModel

@@ -1,13 +1,12 @@
-"""One file a strategy, one line here. Nobody else asks which strategy runs."""
+"""One file a strategy, one line here: how a request is answered as a whole. Nobody else asks which one runs."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Protocol, cast
 
-from trtllm_disagg.config import Role, ScheduleStyle, WorkerConfig
-from trtllm_disagg.engine import Engine
-from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.config import Strategy
+from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.types import Generate
 
 STRATEGIES = {
@@ -17,22 +16,16 @@ STRATEGIES = {
     "router": "trtllm_disagg.handlers.strategies.router",
 }
 
-#: With both phases dispatched at once, instead of one after the other.
-GENERATION_FIRST = {
-    "prefill_first": "trtllm_disagg.handlers.strategies.prefill_first_together",
-    "decode_first": "trtllm_disagg.handlers.strategies.decode_first_together",
-}
+#: Those in which one worker calls another.
+ORDERS = (Strategy.PREFILL_FIRST, Strategy.DECODE_FIRST)
 
 
 class Builder(Protocol):
-    """A strategy module's `build`: how a worker of this role answers. `client` calls the other stage."""
+    """A strategy module's `build`."""
 
-    def __call__(self, role: Role, engine: Engine, client: StageClient) -> Generate: ...
+    def __call__(self, parts: Parts) -> Generate: ...
 
 
-def build_generate(config: WorkerConfig, engine: Engine, client: StageClient) -> Generate:
-    """How this worker answers a request."""
-    name = "agg" if config.role is Role.AGG else config.strategy.value
-    table = STRATEGIES if config.schedule_style is ScheduleStyle.CONTEXT_FIRST else GENERATION_FIRST
-    build = cast(Builder, import_module(table[name]).build)
-    return build(config.role, engine, client)
+def build_strategy(name: str, parts: Parts) -> Generate:
+    build = cast(Builder, import_module(STRATEGIES[name]).build)
+    return build(parts)

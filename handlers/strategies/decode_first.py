@@ -1,15 +1,17 @@
 """Requests are routed to decode workers, on their cache; a decode worker has a prefill worker start them."""
 
-from trtllm_disagg.config import Role
-from trtllm_disagg.engine import Engine
-from trtllm_disagg.handlers.chain import bare_prefill, chain
-from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
-from trtllm_disagg.handlers.remote import RemotePrefill, StageClient
+from trtllm_disagg.handlers.chain import chain
+from trtllm_disagg.handlers.local import LocalDecode
+from trtllm_disagg.handlers.parts import Parts
+from trtllm_disagg.handlers.pushing import RemotePush
+from trtllm_disagg.handlers.remote import RemotePrefill
+from trtllm_disagg.handlers.together import together
 from trtllm_disagg.types import Generate
 
 
-def build(role: Role, engine: Engine, client: StageClient) -> Generate:
-    if role is Role.PREFILL:
-        return bare_prefill(LocalPrefill(engine))
-    decode = LocalDecode(engine, repeats_first_token=False)
-    return chain(RemotePrefill(client, decode.drain), decode)
+def build(parts: Parts) -> Generate:
+    """On a decode worker."""
+    decode = LocalDecode(parts.engine, repeats_first_token=parts.pushes)
+    if parts.pushes:
+        return together(RemotePush(parts.stage, parts.engine), decode)
+    return chain(RemotePrefill(parts.stage, decode.drain), decode)

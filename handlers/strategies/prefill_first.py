@@ -1,14 +1,17 @@
 """Requests are routed to prefill workers, by their cache; a prefill worker has a decode worker go on."""
 
-from trtllm_disagg.config import Role
-from trtllm_disagg.engine import Engine
-from trtllm_disagg.handlers.chain import bare_decode, chain
-from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
-from trtllm_disagg.handlers.remote import RemoteDecode, StageClient
+from trtllm_disagg.handlers.chain import chain
+from trtllm_disagg.handlers.local import LocalPrefill
+from trtllm_disagg.handlers.parts import Parts
+from trtllm_disagg.handlers.pushing import LocalPush
+from trtllm_disagg.handlers.remote import RemoteDecode
+from trtllm_disagg.handlers.together import together
 from trtllm_disagg.types import Generate
 
 
-def build(role: Role, engine: Engine, client: StageClient) -> Generate:
-    if role is Role.PREFILL:
-        return chain(LocalPrefill(engine), RemoteDecode(client))
-    return bare_decode(LocalDecode(engine, repeats_first_token=False))
+def build(parts: Parts) -> Generate:
+    """On a prefill worker."""
+    decode = RemoteDecode(parts.stage)
+    if parts.pushes:
+        return together(LocalPush(parts.engine), decode)
+    return chain(LocalPrefill(parts.engine), decode)

@@ -3,17 +3,17 @@
 from collections.abc import AsyncGenerator
 
 from trtllm_disagg.config import Role
-from trtllm_disagg.engine import Engine
 from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
-from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 
-def build(role: Role, engine: Engine, client: StageClient) -> Generate:
-    if role is Role.PREFILL:
-        return bare_prefill(LocalPrefill(engine, sees_callers_max_tokens=False))
-    return with_bypass(bare_decode(LocalDecode(engine, repeats_first_token=True)), LocalBoth(engine))
+def build(parts: Parts) -> Generate:
+    if parts.role is Role.PREFILL:
+        return bare_prefill(LocalPrefill(parts.engine, sees_callers_max_tokens=False))
+    decode = bare_decode(LocalDecode(parts.engine, repeats_first_token=True))
+    return with_bypass(decode, LocalBoth(parts.engine))
 
 
 def with_bypass(decode: Generate, both: Generate) -> Generate:

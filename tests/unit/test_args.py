@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.args import (
-    FLAGS,
     WorkerArgumentParser,
     add_worker_arguments,
     config_from_namespace,
     parse_worker_args,
 )
-from trtllm_disagg.config import SETTINGS, Role, ScheduleStyle, Strategy, WorkerConfig, flag_of
+from trtllm_disagg.config import ORCHESTRATION, SETTINGS, Role, ScheduleStyle, Strategy, WorkerConfig, flag_of
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.flags import FLAGS
 
 
 def parse(*argv: str, **environ: str) -> WorkerConfig:
@@ -59,9 +59,27 @@ OTHER_VALUES: dict[str, Any] = {
     "custom_jinja_template": __file__,
     "tool_call_parser": "hermes",
     "reasoning_parser": "qwen3",
+    "prefill_decider": "length",
+    "max_local_prefill_length": 10,
+    "max_prefill_queue_size": 3,
+    "eff_isl_threshold": 512,
+    "eff_isl_ratio_threshold": 0.5,
+    "non_cached_tokens": 8,
+    "policy_file": __file__,
+    "next_router": "kv",
+    "prefill_dispatch": "queue",
+    "nats_server": "nats://other:4222",
+    "handoff_protocol": "two_phase",
+    "on_missing_stage": "fail",
+    "max_tries": 4,
+    "breaker_failures": 1,
+    "breaker_seconds": 2.5,
+    "queue_timeout": 1.5,
+    "prefill_timeout": 7.0,
+    "first_decode_token_timeout": 8.0,
 }
 #: Only a worker that calls another one takes these.
-CALLERS_ONLY = ("next_endpoint", "schedule_style")
+CALLERS_ONLY = ("next_endpoint", "schedule_style", *ORCHESTRATION)
 NEEDS_DECODE = ("--disaggregation-mode", "decode")
 
 

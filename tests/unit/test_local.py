@@ -19,6 +19,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.remote import DECODE
 from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.pair import leftover_tasks, recording_engine
 from trtllm_disagg.testing.recording_llm import LLM, RequestError, Script
@@ -44,7 +45,7 @@ async def prefilled(max_tokens: int | None = 5, **keys: Any) -> GenerateRequest:
     """A request whose KV waits for a decode, as that worker gets it."""
     asked = request(max_tokens, **keys)
     handoff = await LocalPrefill(recording_engine())(asked, FakeContext())
-    return decode_request(encode_request(asked.with_handoff(handoff)))
+    return decode_request(encode_request(asked.with_handoff(handoff), DECODE))
 
 
 def nobodys() -> Handoff:

@@ -70,7 +70,7 @@ async def test_the_answer_becomes_a_handoff_that_goes_on() -> None:
     handoff = await prefill()
     assert handoff.first == TokenChunk([7], log_probs=[-0.5])
     assert handoff.result == PrefillResult(PARAMS, PromptTokensDetails(2))
-    assert prefill.client.requests == [raw_request()]
+    assert prefill.client.requests == [raw_request(errand={"stage": "prefill"})]
 
 
 async def test_release_drains_once_with_the_handoff() -> None:
@@ -156,7 +156,8 @@ async def test_decode_gets_the_request_and_the_prefill_result() -> None:
     client = RecordingStageClient(answers=[GOING_ON, END])
     chunks = await collect(decode_with(client, []), request())
     assert [chunk.token_ids for chunk in chunks] == [[7], [8], [9]]
-    assert client.requests == [raw_request() | {"prefill_result": {"disaggregated_params": PARAMS}}]
+    sent = {"prefill_result": {"disaggregated_params": PARAMS}, "errand": {"stage": "decode"}}
+    assert client.requests == [raw_request() | sent]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.remote import NoStage
-from trtllm_disagg.handlers.strategies import build_generate
+from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.runtime import (
     DynamoStageClient,
     Runtime,
@@ -191,9 +191,9 @@ def test_how_a_peers_error_arrives(error: Exception, kind: type[DisaggError], me
     assert str(translated).endswith(message)
 
 
-def test_a_worker_without_a_second_stage_calls_nobody() -> None:
+async def test_a_worker_without_a_second_stage_calls_nobody() -> None:
     with pytest.raises(AssertionError):
-        NoStage().call({}, FakeContext())
+        await NoStage().pick(request())
 
 
 # -- the real way: Dynamo's request plane, in this process
@@ -237,7 +237,8 @@ async def test_every_error_crosses(chunks_before: int) -> None:
 
 
 async def read(client: DynamoStageClient, into: list[Any]) -> None:
-    async for answer in client.call(raw_request(), Context()):
+    instance = await client.pick(request())
+    async for answer in instance.call(raw_request(), Context()):
         into.append(answer)
 
 

@@ -10,8 +10,8 @@ import pytest
 from tests.handling import ORDERS, PROMPT, STRATEGIES, collect, expected_tokens, request, tokens_of
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.handlers.strategies import STRATEGIES as TABLE
-from trtllm_disagg.handlers.strategies import build_generate
 from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.pair import make_pair, recording_engine
 from trtllm_disagg.testing.recording_llm import LLM, DisaggregatedParams, Script
@@ -37,7 +37,7 @@ def request_types(llm: LLM) -> list[str]:
 
 
 def test_the_table_has_every_strategy_and_agg() -> None:
-    assert set(TABLE) == {"agg", *Strategy}
+    assert set(TABLE) == {"agg", *Strategy} - {Strategy.AUTO}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -168,7 +168,7 @@ async def test_a_second_stage_decode_worker_needs_a_prefill_result() -> None:
     config = WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST)
     generate = build_generate(config, recording_engine(), RecordingStageClient())
     with pytest.raises(InvalidRequestError, match="needs a prefill result"):
-        await collect(generate, request())
+        await collect(generate, request(errand={"stage": "decode"}))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -180,7 +180,14 @@ async def test_a_request_is_forwarded_with_its_unknown_keys_and_left_alone(strat
     assert asked.raw == before
     forwarded = pair.client.requests[0]
     prefill_result = forwarded.pop("prefill_result", None)
+    errand = forwarded.pop("errand", None)
     assert forwarded == before
+    assert (
+        errand
+        == {"prefill_first": {"stage": "decode"}, "decode_first": {"stage": "prefill"}, "router": None}[
+            strategy
+        ]
+    )
     assert (prefill_result is None) == (strategy == "decode_first")
 
 

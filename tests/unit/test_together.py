@@ -20,7 +20,7 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
 )
 from trtllm_disagg.handlers.pushing import LocalPush, Push, RemotePush
-from trtllm_disagg.handlers.strategies import build_generate
+from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.handlers.together import together
 from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.pair import recording_engine
@@ -152,7 +152,7 @@ class ScriptedPush:
         self.ended = asyncio.Event()
         self.met: list[Rendezvous | None] = []
 
-    async def meet(self) -> tuple[Rendezvous, Push]:
+    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
         return Rendezvous(5, ["tcp://here:1"]), self._run
 
     async def _run(self, request: GenerateRequest, context: RequestContext) -> None:
@@ -221,7 +221,7 @@ def test_an_engine_that_nobody_can_meet_is_refused_before_it_serves() -> None:
 async def test_a_prefill_worker_that_cannot_be_met_is_named(engines: dict[Role, Engine]) -> None:
     push = RemotePush(RecordingStageClient(), engines[Role.DECODE])
     with pytest.raises(ConfigError, match="ctx_info_endpoint"):
-        await push.meet()
+        await push.meet(request())
 
 
 @pytest.mark.parametrize(("role", "strategy"), [(Role.AGG, "decode_first"), (Role.DECODE, "router")])

@@ -23,7 +23,7 @@ from tests.handling import (
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.engine import Engine, LlmApi, load_api, resolve_engine
 from trtllm_disagg.engine_config import build_engine_args
-from trtllm_disagg.handlers.strategies import build_generate
+from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.publisher.kv_events import KvEventForwarder
 from trtllm_disagg.publisher.load import StatsForwarder
 from trtllm_disagg.testing import recording_llm

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.handling import raw_request, request
 from trtllm_disagg import embedded
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.handlers.remote import DECODE
 from trtllm_disagg.testing import recording_llm
 from trtllm_disagg.types import (
     Handoff,
@@ -67,7 +68,10 @@ def test_packed_tokens_are_unpacked_also_for_the_second_stage(kind: Any) -> None
     raw = raw_request(token_ids=kind(b"\x01\0\0\0\xff\xff\0\0"))
     read = decode_request(raw)
     assert read.token_ids == [1, 65535]
-    assert over_the_wire(encode_request(read)) == raw | {"token_ids": [1, 65535]}
+    assert over_the_wire(encode_request(read, DECODE)) == raw | {
+        "token_ids": [1, 65535],
+        "errand": {"stage": "decode"},
+    }
 
 
 @pytest.mark.parametrize(
@@ -122,9 +126,11 @@ def test_a_malformed_prefill_result_is_a_refused_handoff(prefill_result: Any) ->
 def test_the_prefill_result_goes_where_dynamos_router_puts_it() -> None:
     first = request()
     handoff = Handoff(TokenChunk([7]), PrefillResult({"opaque_state": "eA=="}, PromptTokensDetails(2)))
-    second = decode_request(over_the_wire(encode_request(first.with_handoff(handoff))))
+    second = decode_request(over_the_wire(encode_request(first.with_handoff(handoff), DECODE)))
     assert second.prefill_result == handoff.result
-    assert {key: value for key, value in second.raw.items() if key != "prefill_result"} == first.raw
+    assert {
+        key: value for key, value in second.raw.items() if key not in ("prefill_result", "errand")
+    } == first.raw
 
 
 json_values = st.recursive(
@@ -145,7 +151,7 @@ def test_a_request_crosses_whole_and_unmutated(
     before = copy.deepcopy(raw)
     details = None if cached is None else PromptTokensDetails(cached)
     handoff = Handoff(TokenChunk([7]), PrefillResult(handle, details))
-    sent = over_the_wire(encode_request(decode_request(raw).with_handoff(handoff)))
+    sent = over_the_wire(encode_request(decode_request(raw).with_handoff(handoff), DECODE))
     assert raw == before
     again = decode_request(sent)
     assert again.prefill_result == handoff.result

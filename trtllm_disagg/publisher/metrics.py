@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from trtllm_disagg.config import WorkerConfig, parse_endpoint_id
+from trtllm_disagg.config import WorkerConfig
+from trtllm_disagg.settings import parse_endpoint_id
 
 PREFIX = "trtllm_disagg_"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.engine import Engine, LlmApi
-from trtllm_disagg.handlers.strategies import build_generate
+from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing import recording_llm
 from trtllm_disagg.testing.recording_llm import LLM
 from trtllm_disagg.testing.stage_client import RecordingStageClient

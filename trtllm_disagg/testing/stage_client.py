@@ -20,7 +20,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.testing.context import FakeContext
-from trtllm_disagg.types import Generate
+from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire import decode_request, encode_chunk
 
 Raw = dict[str, Any]
@@ -72,6 +72,7 @@ class RecordingStageClient:
         self._answers = answers
         self._error = error
         self.description = description or {}
+        self.instance_id = 1
         self._peers: set[asyncio.Task[None]] = set()
         self.calls: list[StageCall] = []
 
@@ -84,9 +85,14 @@ class RecordingStageClient:
                 call.answers.append(answer)
                 yield answer
 
-    async def pick(self) -> RecordingStageClient:
+    async def pick(self, request: GenerateRequest) -> RecordingStageClient:
         """It is its own only instance."""
+        if self.instance_id in request.avoid:
+            raise PeerUnavailableError("no instance of the other stage is there")
         return self
+
+    async def describe(self) -> Raw:
+        return self.description
 
     def serve_by(self, serve: Generate) -> None:
         """From the next call on."""

@@ -1,0 +1,22 @@
+"""What a worker answers with: its own engine, and the way to the workers of the other role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtllm_disagg.config import Role, ScheduleStyle
+from trtllm_disagg.engine import Engine
+from trtllm_disagg.handlers.remote import StageClient
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    role: Role
+    engine: Engine
+    stage: StageClient
+    style: ScheduleStyle = ScheduleStyle.CONTEXT_FIRST
+
+    @property
+    def pushes(self) -> bool:
+        """Both phases are dispatched at once, and prefill writes into decode's blocks."""
+        return self.style is ScheduleStyle.GENERATION_FIRST

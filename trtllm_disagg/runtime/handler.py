@@ -1,0 +1,45 @@
+"""A Generate, as Dynamo calls it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from dynamo.llm import exceptions as dynamo_errors
+
+from trtllm_disagg import errors
+from trtllm_disagg.runtime.errors import to_dynamo
+from trtllm_disagg.types import Generate
+from trtllm_disagg.wire import decode_request, encode_chunk
+
+log = logging.getLogger(__name__)
+
+#: A request with this key asks who answers here. Dynamo's health probes send it, so they cost no tokens.
+DESCRIBE = "trtllm_disagg.describe"
+
+
+def as_dynamo_handler(generate: Generate, describe: dict[str, Any]) -> Callable[..., Any]:
+    """What Dynamo calls with each request. It finds the second parameter by its name."""
+
+    async def handle(request: dict[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
+        if DESCRIBE in request:
+            yield describe
+            return
+        try:
+            async with aclosing(generate(decode_request(request), context)) as chunks:
+                async for chunk in chunks:
+                    yield encode_chunk(chunk)
+        except errors.DisaggError as error:
+            if isinstance(error, errors.RequestCancelledError) and context.is_stopped():
+                log.info("request %s: %s", context.id(), error)
+                return
+            log.warning("request %s: %s: %s", context.id(), type(error).__name__, error)
+            raise to_dynamo(error) from error
+        except Exception as error:
+            # A bug of ours fails this request, not the worker.
+            log.exception("request %s failed unexpectedly", context.id())
+            raise dynamo_errors.Unknown(f"{type(error).__name__}: {error}") from error
+
+    return handle

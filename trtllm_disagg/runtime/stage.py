@@ -1,0 +1,80 @@
+"""The workers of the other role, through Dynamo."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from trtllm_disagg import errors
+from trtllm_disagg.runtime.errors import from_dynamo
+from trtllm_disagg.runtime.handler import DESCRIBE
+from trtllm_disagg.types import GenerateRequest, RequestContext
+
+
+class DynamoStageClient:
+    """Picks instances in turn."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._turns = itertools.count()
+        self._described: dict[int, dict[str, Any]] = {}
+
+    async def describe(self) -> dict[str, Any]:
+        """What an instance of the other stage says of itself. Raises a DisaggError."""
+        return await self._instance(self._next(frozenset())).describe()
+
+    async def pick(self, request: GenerateRequest) -> DynamoStageInstance:
+        return self._instance(self._next(request.avoid))
+
+    def _next(self, avoid: frozenset[int]) -> int:
+        alive: list[int] = [
+            instance_id for instance_id in self._client.instance_ids() if instance_id not in avoid
+        ]
+        if not alive:
+            raise errors.PeerUnavailableError("no instance of the other stage is there")
+        self._described = {i: said for i, said in self._described.items() if i in alive}
+        return alive[next(self._turns) % len(alive)]
+
+    def _instance(self, instance_id: int) -> DynamoStageInstance:
+        return DynamoStageInstance(self._client, instance_id, self._described)
+
+
+class DynamoStageInstance:
+    """One of them. Whatever becomes of it is translated."""
+
+    def __init__(self, client: Any, instance_id: int, described: dict[int, dict[str, Any]]) -> None:
+        """`described` has what instances have said of themselves; each is asked once."""
+        self._client = client
+        self.instance_id = instance_id
+        self._described = described
+
+    async def describe(self) -> dict[str, Any]:
+        if self.instance_id not in self._described:
+            async with aclosing(self.call({DESCRIBE: True}, None)) as answers:
+                async for answer in answers:
+                    self._described[self.instance_id] = answer
+        if self.instance_id not in self._described:
+            raise errors.PeerUnavailableError("an instance of the other stage did not say who it is")
+        return self._described[self.instance_id]
+
+    async def call(
+        self, request: dict[str, Any], context: RequestContext | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        try:
+            # The context carries request id, trace and cancellation.
+            stream = await self._client.direct(request, self.instance_id, context=context)
+            async for item in stream:
+                if item.is_error():
+                    raise errors.EngineError(
+                        "; ".join(item.comments() or ["unknown error of the other stage"])
+                    )
+                yield item.data()
+        except errors.DisaggError as error:
+            error.peer = self.instance_id
+            raise
+        except Exception as error:
+            translated = from_dynamo(error)
+            translated.peer = self.instance_id
+            raise translated from error

@@ -1,0 +1,85 @@
+"""What a setting accepts, and how a field of a configuration says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any, NamedTuple
+
+from trtllm_disagg.errors import ConfigError
+
+
+class EndpointParts(NamedTuple):
+    """The three names of a Dynamo endpoint."""
+
+    namespace: str
+    component: str
+    endpoint: str
+
+    @property
+    def dotted(self) -> str:
+        """The form that `DistributedRuntime.endpoint` takes."""
+        return ".".join(self)
+
+    @property
+    def url(self) -> str:
+        return f"dyn://{self.dotted}"
+
+
+_NAME = r"[A-Za-z0-9_-]+"
+_ENDPOINT = re.compile(rf"dyn://({_NAME})\.({_NAME})\.({_NAME})")
+_ENDPOINT_TYPES = ("chat", "completions", "none")
+
+
+def parse_endpoint_id(endpoint_id: str, key: str = "endpoint") -> EndpointParts:
+    """Split `dyn://namespace.component.endpoint`; `key` is what an error calls the setting."""
+    match = _ENDPOINT.fullmatch(endpoint_id)
+    if match is None:
+        raise ConfigError.bad_value(key, endpoint_id, "dyn://namespace.component.endpoint")
+    return EndpointParts(*match.groups())
+
+
+class Rule(NamedTuple):
+    """What one field accepts, in words and as a test."""
+
+    allowed: str
+    accepts: Callable[[Any], bool]
+    choices: tuple[str, ...] = ()
+
+
+def one_of(*choices: str) -> Rule:
+    return Rule("one of " + ", ".join(choices), lambda value: value in choices, choices)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _are_endpoint_types(value: str) -> bool:
+    names = [name.strip() for name in value.split(",")]
+    known = all(name in _ENDPOINT_TYPES for name in names)
+    return known and (names == ["none"] or "none" not in names)
+
+
+POSITIVE = Rule("a whole number above 0", _is_positive)
+POWER_OF_TWO = Rule("a power of two", lambda value: _is_positive(value) and value & (value - 1) == 0)
+FRACTION = Rule("a number above 0 and up to 1", lambda value: 0 < value <= 1)
+NOT_EMPTY = Rule("a name that is not empty", lambda value: bool(value.strip()))
+NAMESPACE = Rule("letters, digits, - and _", lambda value: re.fullmatch(_NAME, value) is not None)
+ENDPOINT_ID = Rule("dyn://namespace.component.endpoint", lambda value: bool(_ENDPOINT.fullmatch(value)))
+API_TYPES = Rule("chat, completions, both with a comma, or none", _are_endpoint_types)
+NUMBER = Rule("a whole number, 0 or more", lambda value: isinstance(value, int) and value >= 0)
+SHARE = Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)
+SECONDS = Rule("a number of seconds above 0", lambda value: 0 < value < float("inf"))
+NATS_URL = Rule(
+    "nats://host:port",
+    lambda value: re.fullmatch(r"(nats|tls)://[^\s,]+(,(nats|tls)://[^\s,]+)*", value) is not None,
+)
+
+REQUIRED: Any = object()
+
+
+def option(default: Any, *, rule: Rule | None = None, flag: str | None = None) -> Any:
+    metadata = {"rule": rule, "flag": flag}
+    return field(metadata=metadata) if default is REQUIRED else field(default=default, metadata=metadata)
