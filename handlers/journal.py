@@ -1,22 +1,41 @@
-"""One log line per request and worker: what was done for it here, and when. `trtllm-disagg demo` reads it."""
+"""One log line per request and worker: what was done for it here, why, and when. `trtllm-disagg demo` reads it.
+
+What was done and why is also told in the answer's last chunk, and counted.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+import msgspec
+
+from trtllm_disagg.types import Generate, GenerateRequest, Journey, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
 
 
-def journaled(generate: Generate, part: str) -> Generate:
+class JourneyCounts:
+    """How many whole requests took which way here: (strategy, reason, last fallback) -> number."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[tuple[str, str, str]] = Counter()
+
+    def add(self, journey: Journey) -> None:
+        last = journey.fallbacks[-1].partition(":")[0] if journey.fallbacks else "none"
+        self.ended[journey.strategy, journey.reason, last] += 1
+
+
+def journaled(generate: Generate, part: str, counts: JourneyCounts | None = None) -> Generate:
     """`part` names the worker's role and strategy. Times are seconds since the epoch, so that logs of several
     processes on one machine can be put together.
     """
+    counts = counts or JourneyCounts()
 
     async def recorded(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         started = time.time()
@@ -28,9 +47,14 @@ def journaled(generate: Generate, part: str) -> Generate:
                     if len(times) < 2:
                         times.append(time.time())
                     num_tokens += len(chunk.token_ids)
-                    finish_reason = chunk.finish_reason or finish_reason
+                    if chunk.finish_reason is not None:
+                        finish_reason = chunk.finish_reason
+                        chunk = _telling(chunk, request.journey)
                     yield chunk
         finally:
+            journey = request.journey.told()
+            if journey:
+                counts.add(request.journey)
             entry = {
                 "request": context.id(),
                 "part": part,
@@ -42,10 +66,24 @@ def journaled(generate: Generate, part: str) -> Generate:
                 "second_chunk": times[1] if len(times) > 1 else None,
                 "end": time.time(),
             }
-            log.info("%s%s", PREFIX, json.dumps(entry))
+            log.info("%s%s", PREFIX, json.dumps(entry | ({"disagg": journey} if journey else {})))
 
     return recorded
 
+
+def _telling(chunk: TokenChunk, journey: Journey) -> TokenChunk:
+    """Where Dynamo lets a worker add to the answer: `nvext.extra_fields: ["engine_data"]`."""
+    told: dict[str, Any] = journey.told()
+    if not told:
+        return chunk
+    theirs = (chunk.engine_data or {}).get(ENGINE_DATA, {})
+    return msgspec.structs.replace(
+        chunk, engine_data=(chunk.engine_data or {}) | {ENGINE_DATA: theirs | told}
+    )
+
+
+#: The key of `engine_data` under which the journey is.
+ENGINE_DATA = "disagg"
 
 #: Starts every journal line's message.
 PREFIX = "journal "

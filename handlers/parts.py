@@ -15,6 +15,9 @@ class Parts:
     engine: Engine
     stage: StageClient
     style: ScheduleStyle = ScheduleStyle.CONTEXT_FIRST
+    #: Seconds for the phases that run here.
+    prefill_timeout: float = 120.0
+    first_decode_token_timeout: float = 60.0
 
     @property
     def pushes(self) -> bool:

@@ -22,7 +22,7 @@ class StageClient(Protocol):
     """The way to the workers of the other role."""
 
     async def pick(self, request: GenerateRequest) -> StageInstance:
-        """One that this request may be sent to: none of `request.avoid`. Raises PeerUnavailableError when there
+        """One that this request may be sent to: none of `request.avoid`. Raises NoInstanceError when there
         is none.
         """
         ...
@@ -64,6 +64,7 @@ class RemotePrefill:
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         handoffs: list[Handoff] = []
         instance = await self._client.pick(request)
+        request.journey.facts["prefill_instance"] = f"{instance.instance_id:x}"
         with ExitStack() as unless_returned:
             async with aclosing(instance.call(encode_request(request, PREFILL), context)) as answers:
                 async for raw in answers:
@@ -72,7 +73,7 @@ class RemotePrefill:
             if context.is_stopped():
                 raise RequestCancelledError("the client left during remote prefill")
             if len(handoffs) != 1:
-                raise PeerUnavailableError(f"the prefill worker sent {len(handoffs)} answers instead of one")
+                raise _fault(instance, f"the prefill worker sent {len(handoffs)} answers instead of one")
             unless_returned.pop_all()
             return handoffs[0]
 
@@ -102,6 +103,7 @@ class RemoteDecode:
     ) -> AsyncGenerator[TokenChunk, None]:
         has_ended = False
         instance = await self._client.pick(request)
+        request.journey.facts["decode_instance"] = f"{instance.instance_id:x}"
         async with aclosing(instance.call(encode_request(request, DECODE), context)) as answers:
             async for raw in answers:
                 # It answers, so it has the KV.
@@ -110,4 +112,10 @@ class RemoteDecode:
                 has_ended = chunk.finish_reason is not None
                 yield chunk
         if not has_ended and not context.is_stopped():
-            raise PeerUnavailableError("the decode worker's answer stops without an end")
+            raise _fault(instance, "the decode worker's answer stops without an end")
+
+
+def _fault(instance: StageInstance, what: str) -> PeerUnavailableError:
+    error = PeerUnavailableError(what)
+    error.peer = instance.instance_id
+    return error

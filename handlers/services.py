@@ -1,4 +1,4 @@
-"""Who asks what of a worker: a frontend the whole answer, a worker of the other role its phase or the whole."""
+"""What a worker answers: a frontend the whole request, a worker of the other role its phase or the whole."""
 
 from __future__ import annotations
 
@@ -7,34 +7,66 @@ from collections.abc import AsyncGenerator
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.engine import Engine
 from trtllm_disagg.errors import PeerUnavailableError
+from trtllm_disagg.handlers.breaker import Breaker
 from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
-from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.choice import Choice
+from trtllm_disagg.handlers.ladder import Rung, ladder
+from trtllm_disagg.handlers.live import Live
+from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.handlers.pushing import LocalPush, bare_push
+from trtllm_disagg.handlers.relay import relayed
 from trtllm_disagg.handlers.remote import StageClient
-from trtllm_disagg.handlers.strategies import build_strategy
+from trtllm_disagg.handlers.strategies import ORDERS, build_strategy
+from trtllm_disagg.handlers.watched import WatchedStage
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 
 def build_generate(config: WorkerConfig, engine: Engine, stage: StageClient) -> Generate:
     """How this worker answers a request. `stage` is the way to the workers of the other role."""
-    parts = Parts(config.role, engine, stage, config.schedule_style)
-    if config.role is Role.AGG:
-        return build_strategy("agg", parts)
-    if config.strategy is Strategy.ROUTER:
-        return build_strategy("router", parts)
-    return served(parts, _whole(config.strategy, parts))
+    name = "agg" if config.role is Role.AGG else config.strategy.value
+    if name in ("agg", Strategy.ROUTER):
+        return _named(name, build_strategy(name, Parts(config.role, engine, stage)))
+    breaker = Breaker(config.breaker_failures, config.breaker_seconds)
+    deadlines = {"prefill": config.prefill_timeout, "decode": config.first_decode_token_timeout}
+    parts = Parts(
+        config.role,
+        engine,
+        WatchedStage(stage, breaker, deadlines),
+        config.schedule_style,
+        config.prefill_timeout,
+        config.first_decode_token_timeout,
+    )
+    ways = _ways(config, parts)
+    return served(parts, Choice(ways, ways, Live(config.strategy.value)))
 
 
-def _whole(strategy: Strategy, parts: Parts) -> Generate:
-    if strategy.first_stage_role is parts.role:
-        return build_strategy(strategy, parts)
-    return _refuse_whole
+def _ways(config: WorkerConfig, parts: Parts) -> dict[str, Generate]:
+    """By the names that a request may ask for."""
+    local = LocalBoth(parts.engine)
+
+    def with_fallback(order: Strategy) -> Generate:
+        is_own = order.first_stage_role is parts.role
+        whole = build_strategy(order, parts) if is_own else relayed(parts.stage, order)
+        rungs = [Rung("other_instance", whole)] * config.max_tries
+        return ladder([*rungs, Rung("local", local)] if config.on_missing_stage == "local" else rungs)
+
+    return {"local": local} | {order.value: with_fallback(order) for order in ORDERS}
+
+
+def _named(name: str, whole: Generate) -> Generate:
+    """Where there is no choice."""
+
+    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        request.journey.chose(name, "default")
+        return whole(request, context)
+
+    return generate
 
 
 def served(parts: Parts, whole: Generate) -> Generate:
     """`whole`, and this role's phase for the workers of the other role."""
-    own = {Role.PREFILL: "prefill", Role.DECODE: "decode"}[parts.role]
+    own = parts.role.value
     phase = _PHASES[parts.role](parts)
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -42,7 +74,7 @@ def served(parts: Parts, whole: Generate) -> Generate:
         if errand is None or errand.stage == "whole":
             return whole(request, context)
         if errand.stage != own:
-            raise PeerUnavailableError(f"a {parts.role} worker was asked for the phase {errand.stage}")
+            raise PeerUnavailableError(f"a {own} worker was asked for the phase {errand.stage}")
         return phase(request, context)
 
     return generate
@@ -59,7 +91,3 @@ def _decode(parts: Parts) -> Generate:
 
 
 _PHASES = {Role.PREFILL: _prefill, Role.DECODE: _decode}
-
-
-def _refuse_whole(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-    raise PeerUnavailableError("this worker is a second stage; it answers no whole request")

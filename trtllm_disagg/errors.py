@@ -6,6 +6,7 @@
     │   └── HandoffRefusedError 400  a handoff that is malformed, foreign, or of another prompt
     ├── OverloadedError         529  full; try again later
     ├── PeerUnavailableError    503  the other stage is gone; may be retried elsewhere
+    │   ├── NoInstanceError     503  nobody is there
     │   └── KvTransferError     503  the KV did not arrive: lease over, sender gone, read failed
     ├── StageTimeoutError       504  a stage took too long
     ├── RequestCancelledError   499  the client left
@@ -59,6 +60,10 @@ class PeerUnavailableError(DisaggError):
 
     category = "Unavailable"
     status = 503
+
+
+class NoInstanceError(PeerUnavailableError):
+    """No instance of the other stage is there that this request may be sent to."""
 
 
 class KvTransferError(PeerUnavailableError):

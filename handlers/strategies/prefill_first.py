@@ -1,6 +1,7 @@
 """Requests are routed to prefill workers, by their cache; a prefill worker has a decode worker go on."""
 
 from trtllm_disagg.handlers.chain import chain
+from trtllm_disagg.handlers.deadlines import prefill_within
 from trtllm_disagg.handlers.local import LocalPrefill
 from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.handlers.pushing import LocalPush
@@ -14,4 +15,4 @@ def build(parts: Parts) -> Generate:
     decode = RemoteDecode(parts.stage)
     if parts.pushes:
         return together(LocalPush(parts.engine), decode)
-    return chain(LocalPrefill(parts.engine), decode)
+    return chain(prefill_within(parts.prefill_timeout, LocalPrefill(parts.engine)), decode)

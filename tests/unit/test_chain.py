@@ -267,7 +267,7 @@ CATEGORIES = [
 async def test_an_error_of_the_second_stage_reaches_the_client(
     order: str, error: Exception, arrives_as: type[DisaggError]
 ) -> None:
-    pair = make_pair(order)
+    pair = make_pair(order, on_missing_stage="fail")
 
     async def failing(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         if error:

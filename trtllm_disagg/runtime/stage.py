@@ -33,7 +33,7 @@ class DynamoStageClient:
             instance_id for instance_id in self._client.instance_ids() if instance_id not in avoid
         ]
         if not alive:
-            raise errors.PeerUnavailableError("no instance of the other stage is there")
+            raise errors.NoInstanceError("no instance of the other stage is there")
         self._described = {i: said for i, said in self._described.items() if i in alive}
         return alive[next(self._turns) % len(alive)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,27 @@ _TRANSFER_ERROR = "Error in kv cache transfer for generation requests"
 
 
 def scripted_token(prompt: Sequence[int], position: int, index: int = 0) -> int:
-    """The token at a position of an answer: the same in every process, whatever ran before."""
-    mixed = sum((place + 1) * token for place, token in enumerate(prompt)) * 31 + position * 7 + index * 101
-    return _FIRST_ORDINARY_TOKEN + mixed % (VOCAB_SIZE - _FIRST_ORDINARY_TOKEN)
+    """The token at a position of an answer: the same in every process, whatever ran before.
+
+    As in a model it follows from the text before it: a prompt that ends with the start of an answer goes on with
+    the rest of that answer.
+    """
+    answer, mixed = _answer_to(tuple(prompt), index)
+    while len(answer) <= position:
+        token = _FIRST_ORDINARY_TOKEN + mixed[0] % (VOCAB_SIZE - _FIRST_ORDINARY_TOKEN)
+        answer.append(token)
+        mixed[0] = _mixed(mixed[0], token)
+    return answer[position]
+
+
+@functools.lru_cache(maxsize=256)
+def _answer_to(prompt: tuple[int, ...], index: int) -> tuple[list[int], list[int]]:
+    """(tokens so far, what the next one follows from)."""
+    return [], [functools.reduce(_mixed, prompt, index * 101)]
+
+
+def _mixed(so_far: int, token: int) -> int:
+    return (so_far * 31 + token * 7 + 1) % (1 << 31)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
     InvalidRequestError,
+    NoInstanceError,
     OverloadedError,
     PeerUnavailableError,
     RequestCancelledError,
@@ -88,7 +89,7 @@ class RecordingStageClient:
     async def pick(self, request: GenerateRequest) -> RecordingStageClient:
         """It is its own only instance."""
         if self.instance_id in request.avoid:
-            raise PeerUnavailableError("no instance of the other stage is there")
+            raise NoInstanceError("no instance of the other stage is there")
         return self
 
     async def describe(self) -> Raw:

@@ -1,0 +1,100 @@
+"""The fallback ladder: when one way to answer fails, the next one goes on where it stopped."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+
+from trtllm_disagg.errors import (
+    DisaggError,
+    EngineError,
+    NoInstanceError,
+    OverloadedError,
+    PeerUnavailableError,
+    StageTimeoutError,
+)
+from trtllm_disagg.handlers.resume import depends_on_text_only, has_ended, rest_of, the_end
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+log = logging.getLogger(__name__)
+
+
+class Rung(NamedTuple):
+    """One way to answer a whole request. `to` names it in logs, metrics and answers."""
+
+    to: str
+    generate: Generate
+
+
+def ladder(rungs: Sequence[Rung]) -> Generate:
+    """The first rung, else the next one, bounded by their number.
+
+    The caller's faults are final, and so is what this worker's own engine fails at. Each rung makes a handoff of
+    its own. An instance that has failed is not asked again for this request.
+    """
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        request = _repeatable(request)
+        delivered: list[int] = []
+        is_over = False
+        error: DisaggError | None = None
+        for place, rung in enumerate(rungs):
+            if isinstance(error, NoInstanceError) and rung.to == rungs[place - 1].to:
+                continue  # it would find no other one either
+            if error is not None:
+                log.warning(
+                    "request %s: %s after %d tokens: %s", context.id(), rung.to, len(delivered), error
+                )
+                request.journey.fell_back(rung.to, str(error))
+                if has_ended(request, delivered):
+                    yield the_end(request, delivered)
+                    return
+            rest = rest_of(request, delivered)
+            try:
+                async with aclosing(rung.generate(rest.request, context)) as chunks:
+                    async for chunk in chunks:
+                        new = rest.new(chunk)
+                        if new is not None:
+                            delivered += new.token_ids
+                            is_over = new.finish_reason is not None
+                            yield new
+                return
+            except DisaggError as failed:
+                if is_over:
+                    log.info("request %s: failed after its end: %s", context.id(), failed)
+                    return
+                if context.is_stopped() or not _may_go_on(failed):
+                    raise
+                error = failed
+                if failed.peer is not None:
+                    request = request.avoiding(failed.peer)
+        if error is not None:
+            raise error
+
+    return generate
+
+
+def _may_go_on(error: DisaggError) -> bool:
+    if isinstance(error, EngineError):  # of another worker's engine
+        return error.peer is not None
+    return isinstance(error, (PeerUnavailableError, StageTimeoutError, OverloadedError))
+
+
+def _repeatable(request: GenerateRequest) -> GenerateRequest:
+    """An answer that may have to be given twice needs a seed, or it would be another one."""
+    sampling = request.sampling
+    if sampling.seed is not None or depends_on_text_only(request):
+        return request
+    seed = {"seed": secrets.randbits(31)}
+    raw_sampling = dict(request.raw.get("sampling_options") or {}) | seed
+    return replace(
+        request,
+        raw=request.raw | {"sampling_options": raw_sampling},
+        sampling=msgspec.structs.replace(sampling, **seed),
+    )

@@ -1,0 +1,86 @@
+"""Calls of the other stage, with a deadline for their first answer, and a breaker that hears how they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from trtllm_disagg.errors import (
+    DisaggError,
+    EngineError,
+    NoInstanceError,
+    PeerUnavailableError,
+    StageTimeoutError,
+)
+from trtllm_disagg.handlers.breaker import Breaker
+from trtllm_disagg.handlers.remote import StageClient, StageInstance
+from trtllm_disagg.types import GenerateRequest, RequestContext
+
+#: What speaks against an instance. An overloaded one is well, and a bad request is none of its faults.
+_FAULTS = (PeerUnavailableError, StageTimeoutError, EngineError)
+
+
+class WatchedStage:
+    def __init__(self, stage: StageClient, breaker: Breaker, seconds: Mapping[str, float]) -> None:
+        """`seconds`: by the errand's stage, until its first answer."""
+        self._stage = stage
+        self._breaker = breaker
+        self._seconds = seconds
+
+    async def pick(self, request: GenerateRequest) -> WatchedInstance:
+        """One whose breaker is closed; if there is none, any: better a doubtful instance than none."""
+        cautious = request
+        for instance_id in self._breaker.open():
+            cautious = cautious.avoiding(instance_id)
+        try:
+            picked = await self._stage.pick(cautious)
+        except NoInstanceError:
+            if cautious is request:
+                raise
+            picked = await self._stage.pick(request)
+        return WatchedInstance(picked, self._breaker, self._seconds)
+
+
+class WatchedInstance:
+    def __init__(self, instance: StageInstance, breaker: Breaker, seconds: Mapping[str, float]) -> None:
+        self._instance = instance
+        self._breaker = breaker
+        self._seconds = seconds
+
+    @property
+    def instance_id(self) -> int:
+        return self._instance.instance_id
+
+    async def describe(self) -> dict[str, Any]:
+        return await self._instance.describe()
+
+    async def call(
+        self, request: dict[str, Any], context: RequestContext
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        try:
+            async with aclosing(self._instance.call(request, context)) as answers:
+                first = await self._first(answers, str(request.get("errand", {}).get("stage")))
+                if first is None:
+                    return
+                self._breaker.succeeded(self.instance_id)
+                yield first
+                async for answer in answers:
+                    yield answer
+        except DisaggError as error:
+            if isinstance(error, _FAULTS):
+                self._breaker.failed(self.instance_id)
+            raise
+
+    async def _first(
+        self, answers: AsyncGenerator[dict[str, Any], None], stage: str
+    ) -> dict[str, Any] | None:
+        seconds = self._seconds.get(stage)
+        try:
+            async with asyncio.timeout(seconds):
+                return await anext(answers, None)
+        except TimeoutError:
+            late = StageTimeoutError(f"no answer to {stage} within {seconds:g} s")
+            late.peer = self.instance_id
+            raise late from None
