@@ -33,6 +33,7 @@ from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, Token
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 Seen = list[GenerateRequest]
+MakeError = Callable[[], DisaggError]
 
 
 def way(

@@ -115,6 +115,7 @@ class RecordingStageClient:
                 return
             yield copy.deepcopy(answer)
         if self._error is not None:
+            self._error.peer = self.instance_id
             raise self._error
 
     async def _served(self, call: StageCall) -> AsyncGenerator[Raw, None]:
@@ -128,6 +129,7 @@ class RecordingStageClient:
         try:
             while (answer := await answers.get()) is not None:
                 if isinstance(answer, DisaggError):
+                    answer.peer = self.instance_id
                     raise answer
                 yield answer
         finally:
