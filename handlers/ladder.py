@@ -42,10 +42,10 @@ def ladder(rungs: Sequence[Rung]) -> Generate:
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         request = _repeatable(request)
         delivered: list[int] = []
-        is_over = False
+        is_over = is_alone = False
         error: DisaggError | None = None
         for place, rung in enumerate(rungs):
-            if isinstance(error, NoInstanceError) and rung.to == rungs[place - 1].to:
+            if is_alone and rung.to == rungs[place - 1].to:
                 continue  # it would find no other one either
             if error is not None:
                 log.warning(
@@ -71,7 +71,9 @@ def ladder(rungs: Sequence[Rung]) -> Generate:
                     return
                 if context.is_stopped() or not _may_go_on(failed):
                     raise
-                error = failed
+                if error is None or not isinstance(failed, NoInstanceError):
+                    error = failed
+                is_alone = isinstance(failed, NoInstanceError)
                 if failed.peer is not None:
                     request = request.avoiding(failed.peer)
         if error is not None:

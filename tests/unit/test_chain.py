@@ -34,6 +34,15 @@ from trtllm_disagg.types import (
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 FIRST = TokenChunk([7])
+
+
+def bare_pair(strategy: str) -> Pair:
+    """Without a fallback: what fails here is the client's to know."""
+    return make_pair(
+        strategy, **({} if strategy == "router" else {"max_tries": 1, "on_missing_stage": "fail"})
+    )
+
+
 SECOND = TokenChunk([8], finish_reason="length")
 
 
@@ -154,7 +163,7 @@ def released(pair: Pair, order: str) -> int:
 
 @pytest.mark.parametrize("order", ORDERS)
 async def test_closed_at_the_first_token(order: str) -> None:
-    pair = make_pair(order)
+    pair = bare_pair(order)
     chunks = pair.generate(request(), FakeContext())
     await anext(chunks)
     assert len(LLM.kv_store) == 1
@@ -167,7 +176,7 @@ async def test_closed_at_the_first_token(order: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("chunks_read", [2, 3, 5])
 async def test_closed_while_decode_runs(order: str, chunks_read: int) -> None:
-    pair = make_pair(order)
+    pair = bare_pair(order)
     chunks = pair.generate(request(max_tokens=50), FakeContext())
     for _ in range(chunks_read):
         await anext(chunks)
@@ -182,7 +191,7 @@ async def test_closed_while_decode_runs(order: str, chunks_read: int) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("chunks_read", [0, 1, 2, 4])
 async def test_the_client_leaves(strategy: str, chunks_read: int) -> None:
-    pair = make_pair(strategy)
+    pair = bare_pair(strategy)
     context = FakeContext()
     chunks = pair.generate(request(max_tokens=50), context)
     seen = [await anext(chunks) for _ in range(chunks_read)]
@@ -203,7 +212,7 @@ async def test_the_client_leaves(strategy: str, chunks_read: int) -> None:
 async def test_a_cancelled_task_leaves_nothing(order: str) -> None:
     """Wherever it is: the handler is cancelled at every step that it takes."""
     for steps in range(40):
-        pair = make_pair(order)
+        pair = bare_pair(order)
         task = asyncio.create_task(collect(pair.generate, request(max_tokens=4)))
         for _ in range(steps):
             await asyncio.sleep(0)
@@ -221,7 +230,7 @@ async def test_a_cancelled_task_leaves_nothing(order: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("error_at", [0, 1, 3])
 async def test_decodes_engine_fails(order: str, error_at: int) -> None:
-    pair = make_pair(order)
+    pair = bare_pair(order)
     pair.decode.scripts.append(Script(error=RequestError("boom"), error_at=error_at))
     got: list[TokenChunk] = []
     with pytest.raises(EngineError, match="boom"):
@@ -232,7 +241,7 @@ async def test_decodes_engine_fails(order: str, error_at: int) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 async def test_prefills_engine_fails(strategy: str) -> None:
-    pair = make_pair(strategy)
+    pair = bare_pair(strategy)
     pair.prefill.scripts.append(Script(error=RequestError("boom")))
     with pytest.raises(EngineError, match="boom"):
         await collect(pair.generate, request())
@@ -241,7 +250,7 @@ async def test_prefills_engine_fails(strategy: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 async def test_kv_that_is_gone_fails_the_request(order: str) -> None:
-    pair = make_pair(order)
+    pair = bare_pair(order)
     chunks = pair.generate(request(), FakeContext())
     await anext(chunks)
     LLM.kv_store.clear()
@@ -267,7 +276,7 @@ CATEGORIES = [
 async def test_an_error_of_the_second_stage_reaches_the_client(
     order: str, error: Exception, arrives_as: type[DisaggError]
 ) -> None:
-    pair = make_pair(order, on_missing_stage="fail")
+    pair = bare_pair(order)
 
     async def failing(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         if error:
