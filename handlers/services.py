@@ -22,8 +22,12 @@ from trtllm_disagg.handlers.watched import WatchedStage
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 
-def build_generate(config: WorkerConfig, engine: Engine, stage: StageClient) -> Generate:
-    """How this worker answers a request. `stage` is the way to the workers of the other role."""
+def build_generate(
+    config: WorkerConfig, engine: Engine, stage: StageClient, strategy: Live[str] | None = None
+) -> Generate:
+    """How this worker answers a request. `stage` is the way to the workers of the other role; `strategy`, that of
+    the deployment, may be set while this serves.
+    """
     name = "agg" if config.role is Role.AGG else config.strategy.value
     if name in ("agg", Strategy.ROUTER):
         return _named(name, build_strategy(name, Parts(config.role, engine, stage)))
@@ -38,7 +42,7 @@ def build_generate(config: WorkerConfig, engine: Engine, stage: StageClient) -> 
         config.first_decode_token_timeout,
     )
     ways = _ways(config, parts)
-    return served(parts, Choice(ways, ways, Live(config.strategy.value)))
+    return served(parts, Choice(ways, ways, strategy or Live(config.strategy.value)))
 
 
 def _ways(config: WorkerConfig, parts: Parts) -> dict[str, Generate]:

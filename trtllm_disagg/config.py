@@ -240,36 +240,41 @@ class WorkerConfig:
     @property
     def endpoint_id(self) -> str:
         """Where this worker is reached."""
-        return self.endpoint or EndpointParts(self.namespace, self._component, "generate").url
+        return self.endpoint or endpoint_of(self.namespace, self.role)
 
     @property
     def next_endpoint_id(self) -> str | None:
         """Where the second stage is reached; None on a worker that calls nobody."""
         if not self.calls_second_stage:
             return None
-        return self.next_endpoint or EndpointParts(self.namespace, _NEXT_COMPONENT, "generate").url
+        return self.next_endpoint or self._default_partner
 
     @property
     def partner_endpoint_id(self) -> str | None:
         """Where workers of the other role are, unless they were given another endpoint; None in mode agg."""
         if self.role is Role.AGG or self.calls_second_stage:
             return self.next_endpoint_id
-        is_routed_decode = self.strategy is Strategy.ROUTER and self.role is Role.DECODE
-        component = _ROUTED_PREFILL_COMPONENT if is_routed_decode else _FIRST_COMPONENT
-        return EndpointParts(self.namespace, component, "generate").url
+        return self._default_partner
 
     @property
-    def _component(self) -> str:
-        if not self.is_first_stage:
-            return _NEXT_COMPONENT
-        chained_by_frontend = self.strategy is Strategy.ROUTER and self.role is Role.PREFILL
-        return _ROUTED_PREFILL_COMPONENT if chained_by_frontend else _FIRST_COMPONENT
+    def may_switch(self) -> bool:
+        """This worker can be the first stage as well as the second one, and become the other while it serves."""
+        return self.role is not Role.AGG and self.strategy is not Strategy.ROUTER
+
+    @property
+    def _default_partner(self) -> str:
+        return endpoint_of(self.namespace, Role.PREFILL if self.role is Role.DECODE else Role.DECODE)
 
 
-# The component names of Dynamo 0.6, so that its launch scripts and dashboards still fit.
-_FIRST_COMPONENT = "tensorrt_llm"
-_NEXT_COMPONENT = "tensorrt_llm_next"
-_ROUTED_PREFILL_COMPONENT = "prefill"
+#: Dynamo's own names. A worker's endpoint follows from its role alone, so that it stays where it is when the
+#: deployment switches to another order.
+_COMPONENTS = {Role.AGG: "tensorrt_llm", Role.DECODE: "tensorrt_llm", Role.PREFILL: "prefill"}
+
+
+def endpoint_of(namespace: str, role: Role) -> str:
+    """Where the workers of a role are, unless they were given another endpoint."""
+    return EndpointParts(namespace, _COMPONENTS[role], "generate").url
+
 
 SETTINGS = {setting.name: setting for setting in fields(WorkerConfig) if setting.name != "explicit"}
 """The dataclass field of every setting that a user can give, by name."""

@@ -21,6 +21,7 @@ from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
 from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import Runtime, ServedModel
+from trtllm_disagg.standing import Standing
 from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
@@ -57,18 +58,22 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
         if client is None:
             return
         require_pair(me, await client.describe())
+    elif config.may_switch and config.partner_endpoint_id is not None:
+        client = await runtime.stage(config.partner_endpoint_id)
     await _require_fit(config, runtime, me)
-    generate = journaled(build_generate(config, engine, client), _part(config))
+    model = ServedModel(
+        block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
+    )
+    standing = Standing(config, me, runtime, model, client)
+    generate = standing.counting(
+        journaled(build_generate(config, engine, client, standing.strategy), _part(config))
+    )
     publishers = await create_publishers(config, runtime.endpoint, engine.llm, block_size)
     for publisher in publishers:
         await publisher.start()
 
     async def introduce() -> None:
-        if config.is_first_stage:
-            model = ServedModel(
-                block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
-            )
-            await runtime.register(model)
+        await standing.take()
         # Once more: somebody may have come at the same time.
         await _require_fit(config, runtime, me)
         log.info(
@@ -77,7 +82,7 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
 
     try:
         async with _stop_when_dead(engine, runtime):
-            await _serve_and(introduce(), runtime, generate, me)
+            await _serve_and(introduce(), runtime, generate, standing)
     finally:
         for publisher in publishers:
             await publisher.stop()
@@ -89,10 +94,10 @@ async def _require_fit(config: WorkerConfig, runtime: Runtime, me: dict[str, Any
 
 
 async def _serve_and(
-    introduce: Coroutine[Any, Any, None], runtime: Runtime, generate: Generate, me: dict[str, Any]
+    introduce: Coroutine[Any, Any, None], runtime: Runtime, generate: Generate, standing: Standing
 ) -> None:
     """A failed introduction ends the service, and is raised."""
-    serving = asyncio.create_task(runtime.serve(generate, me))
+    serving = asyncio.create_task(runtime.serve(generate, standing.describe, standing.obey))
     introduction = asyncio.create_task(introduce, name="introduction")
     introduction.add_done_callback(lambda task: runtime.shutdown() if _failed(task) else None)
     try:

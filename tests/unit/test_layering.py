@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 #: From the bottom up. A module imports from its own layer and from those below; the longest name counts.
 LAYERS = (
     ("", "types", "errors"),
-    ("settings", "config", "wire", "flags", "args", "pairing"),
+    ("settings", "config", "wire", "flags", "args", "pairing", "control"),
     ("kv_transfer",),
     ("embedded", "engine_keys", "engine_config", "engine"),
     ("handlers", "publisher"),
     ("runtime", "testing"),
-    ("worker",),
-    ("cli", "worker_command", "deployment", "demo", "demo_model", "bench"),
+    ("worker", "standing"),
+    ("cli", "worker_command", "switching", "deployment", "demo", "demo_model", "bench"),
     ("__main__",),
 )
 

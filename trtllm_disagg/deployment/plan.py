@@ -139,7 +139,7 @@ def plan(
     env = shared_env(config, environ)
     ports = iter(system_ports)
     workers = [
-        _worker(config, role, index, env, next(ports))
+        worker_spec(config, role, index, env, next(ports))
         for role in WORKER_ROLES[config.strategy]
         for index in range(config.worker_count(role))
     ]
@@ -186,9 +186,10 @@ def _frontend(config: DeploymentConfig, env: Mapping[str, str]) -> ProcessSpec:
     return ProcessSpec("frontend", "frontend", tuple(argv), env, http_port=config.http_port)
 
 
-def _worker(
+def worker_spec(
     config: DeploymentConfig, role: Role, index: int, env: Mapping[str, str], system_port: int
 ) -> ProcessSpec:
+    """One worker; `env` is `shared_env`."""
     argv = [
         *config.worker_command,
         *("--model", config.model),
@@ -213,7 +214,8 @@ def _stage_flags(strategy: Strategy, role: Role) -> Iterator[str]:
     yield from ("--disaggregation-mode", role)
     if role != "agg":
         yield from ("--disaggregation-strategy", strategy)
-    yield "--publish-events-and-metrics" if role in KV_ROUTED_ROLES[strategy] else "--publish-metrics"
+    # Of a second stage too: after a switch it is the first one, and the frontend then knows what it holds.
+    yield "--publish-events-and-metrics"
 
 
 def _flag(name: str, value: object | None) -> tuple[str, ...]:

@@ -16,11 +16,12 @@ from dynamo.llm import (
     ModelType,
     WorkerType,
     register_model,
+    unregister_model,
 )
 from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
-from trtllm_disagg.runtime.handler import DESCRIBE, as_dynamo_handler
+from trtllm_disagg.runtime.handler import DESCRIBE, Obey, as_dynamo_handler
 from trtllm_disagg.runtime.stage import DynamoStageClient
 from trtllm_disagg.settings import parse_endpoint_id
 from trtllm_disagg.types import Generate
@@ -56,18 +57,23 @@ class Runtime:
         self.instance_id: int = self.endpoint.connection_id()
         self._clients: dict[str, Any] = {}
         self._told_to_stop = False
+        self._registered = False
 
     async def second_stage(self, endpoint_id: str) -> DynamoStageClient | None:
         """A client of the other stage, once an instance of it is there; None when told to stop before."""
-        client = await self._client(endpoint_id)
+        stage = await self.stage(endpoint_id)
         log.info("waiting for the second stage at %s", endpoint_id)
         try:
-            await client.wait_for_instances()
+            await stage.wait()
         except Exception:
             if self._told_to_stop:
                 return None
             raise
-        return DynamoStageClient(client)
+        return stage
+
+    async def stage(self, endpoint_id: str) -> DynamoStageClient:
+        """The same, whether anybody is there or not."""
+        return DynamoStageClient(await self._client(endpoint_id))
 
     async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
         """What those who are at an endpoint now say of themselves. Who does not answer is left out."""
@@ -87,8 +93,18 @@ class Runtime:
             self._clients[endpoint_id] = await endpoint.client()
         return self._clients[endpoint_id]
 
+    async def unregister(self) -> None:
+        """The frontend forgets this worker. Requests that it has sent, or is just sending, are still answered: the
+        endpoint stays. Idempotent.
+        """
+        if self._registered:
+            self._registered = False
+            await unregister_model(self.endpoint)
+
     async def register(self, model: ServedModel) -> None:
-        """Make this worker known to the frontend."""
+        """Make this worker known to the frontend. Idempotent."""
+        if self._registered:
+            return
         config = self._config
         card = ModelRuntimeConfig()
         card.total_kv_blocks = model.num_blocks
@@ -113,6 +129,7 @@ class Runtime:
             custom_template_path=config.custom_jinja_template,
             ignore_weights=True,
         )
+        self._registered = True
 
     def stop_on_signals(self, drain: Callable[[], Awaitable[None]]) -> None:
         """SIGTERM and SIGINT: leave discovery, let running requests end, `drain`, then `serve` returns."""
@@ -125,10 +142,12 @@ class Runtime:
             asyncio.get_running_loop(), self._runtime, [self.endpoint], drain_callback=stop
         )
 
-    async def serve(self, generate: Generate, describe: dict[str, Any]) -> None:
-        """Answer requests until the runtime is shut down. `describe` answers the other stage's question."""
+    async def serve(self, generate: Generate, describe: Callable[[], dict[str, Any]], obey: Obey) -> None:
+        """Answer requests until the runtime is shut down. `describe` answers the other stage's question, `obey` the
+        control commands.
+        """
         await self.endpoint.serve_endpoint(
-            as_dynamo_handler(generate, describe),
+            as_dynamo_handler(generate, describe, obey),
             graceful_shutdown=True,
             metrics_labels=[("model", self._config.model_name)],
             health_check_payload={DESCRIBE: True},

@@ -21,6 +21,14 @@ class DynamoStageClient:
         self._turns = itertools.count()
         self._described: dict[int, dict[str, Any]] = {}
 
+    async def wait(self) -> None:
+        """Until an instance is there."""
+        await self._client.wait_for_instances()
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self._client.instance_ids())
+
     async def describe(self) -> dict[str, Any]:
         """What an instance of the other stage says of itself. Raises a DisaggError."""
         return await self._instance(self._next(frozenset())).describe()
