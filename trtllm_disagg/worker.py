@@ -16,6 +16,7 @@ from trtllm_disagg.engine import Engine, load_api, resolve_engine, serve_as_rank
 from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.journal import journaled
+from trtllm_disagg.handlers.policy import Policy, watch_policy_file
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
@@ -35,6 +36,7 @@ async def run_worker(config: WorkerConfig) -> None:
     config = replace(config, engine=resolve_engine(config.engine))
     engine_args = build_engine_args(config)
     config = with_engine_args(config, engine_args)
+    Policy.of(config, config.kv_block_size)  # a wrong policy file is known before the engine is built
     api = load_api(config.engine)
     if await asyncio.to_thread(serve_as_rank, config.engine, engine_args):
         return
@@ -57,9 +59,12 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
         if client is None:
             return
         require_pair(me, await client.describe())
+    elif config.partner_endpoint_id is not None:
+        client = await runtime.stage(config.partner_endpoint_id)
     await _require_fit(config, runtime, me)
-    generate = journaled(build_generate(config, engine, client), _part(config))
-    publishers = await create_publishers(config, runtime.endpoint, engine.llm, block_size)
+    policy = Policy.of(config, block_size)
+    generate = journaled(build_generate(config, engine, client, policy), _part(config), policy.counts)
+    publishers = await create_publishers(config, runtime.endpoint, engine.llm, block_size, policy)
     for publisher in publishers:
         await publisher.start()
 
@@ -76,7 +81,7 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
         )
 
     try:
-        async with _stop_when_dead(engine, runtime):
+        async with _stop_when_dead(engine, runtime), _watching(config, policy):
             await _serve_and(introduce(), runtime, generate, me)
     finally:
         for publisher in publishers:
@@ -137,6 +142,18 @@ def _drain(engine: Engine) -> Any:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
 
     return wait
+
+
+@contextlib.asynccontextmanager
+async def _watching(config: WorkerConfig, policy: Policy) -> AsyncIterator[None]:
+    if config.policy_file is None:
+        yield
+        return
+    watcher = asyncio.create_task(watch_policy_file(Path(config.policy_file), policy), name="policy-file")
+    try:
+        yield
+    finally:
+        watcher.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -69,6 +69,10 @@ class Runtime:
             raise
         return DynamoStageClient(client)
 
+    async def stage(self, endpoint_id: str) -> DynamoStageClient:
+        """The same without waiting: whoever is there when a request needs one."""
+        return DynamoStageClient(await self._client(endpoint_id))
+
     async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
         """What those who are at an endpoint now say of themselves. Who does not answer is left out."""
         client = await self._client(endpoint_id)

@@ -28,6 +28,10 @@ class DynamoStageClient:
     async def pick(self, request: GenerateRequest) -> DynamoStageInstance:
         return self._instance(self._next(request.avoid))
 
+    def instance_ids(self) -> list[int]:
+        ids: list[int] = self._client.instance_ids()
+        return ids
+
     def _next(self, avoid: frozenset[int]) -> int:
         alive: list[int] = [
             instance_id for instance_id in self._client.instance_ids() if instance_id not in avoid
