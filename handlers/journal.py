@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 class JourneyCounts:
     """How many whole requests took which way here: (strategy, reason, last fallback) -> number."""
 
+    LABELS = ("strategy", "reason", "fallback")
+
     def __init__(self) -> None:
         self.ended: Counter[tuple[str, str, str]] = Counter()
 

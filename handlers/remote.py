@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
@@ -25,6 +25,10 @@ class StageClient(Protocol):
         """One that this request may be sent to: none of `request.avoid`. Raises NoInstanceError when there
         is none.
         """
+        ...
+
+    def instance_ids(self) -> Collection[int]:
+        """Who is there now."""
         ...
 
 
@@ -50,6 +54,9 @@ class NoStage:
 
     async def pick(self, request: GenerateRequest) -> StageInstance:
         raise AssertionError("this worker has no second stage")
+
+    def instance_ids(self) -> Collection[int]:
+        return ()
 
 
 PREFILL, DECODE = Errand("prefill"), Errand("decode")

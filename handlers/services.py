@@ -7,13 +7,15 @@ from collections.abc import AsyncGenerator
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.engine import Engine
 from trtllm_disagg.errors import PeerUnavailableError
+from trtllm_disagg.handlers.auto import Auto
 from trtllm_disagg.handlers.breaker import Breaker
 from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
 from trtllm_disagg.handlers.choice import Choice
+from trtllm_disagg.handlers.deciding import conditional, create_decider
 from trtllm_disagg.handlers.ladder import Rung, ladder
-from trtllm_disagg.handlers.live import Live
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.parts import Parts
+from trtllm_disagg.handlers.policy import Policy
 from trtllm_disagg.handlers.pushing import LocalPush, bare_push
 from trtllm_disagg.handlers.relay import relayed
 from trtllm_disagg.handlers.remote import StageClient
@@ -23,39 +25,46 @@ from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, Token
 
 
 def build_generate(
-    config: WorkerConfig, engine: Engine, stage: StageClient, strategy: Live[str] | None = None
+    config: WorkerConfig, engine: Engine, stage: StageClient, policy: Policy | None = None
 ) -> Generate:
-    """How this worker answers a request. `stage` is the way to the workers of the other role; `strategy`, that of
-    the deployment, may be set while this serves.
-    """
+    """How this worker answers a request. `stage` is the way to the workers of the other role."""
+    policy = policy or Policy.of(config, config.kv_block_size)
     name = "agg" if config.role is Role.AGG else config.strategy.value
     if name in ("agg", Strategy.ROUTER):
         return _named(name, build_strategy(name, Parts(config.role, engine, stage)))
     breaker = Breaker(config.breaker_failures, config.breaker_seconds)
     deadlines = {"prefill": config.prefill_timeout, "decode": config.first_decode_token_timeout}
+    watched = WatchedStage(stage, breaker, deadlines)
     parts = Parts(
         config.role,
         engine,
-        WatchedStage(stage, breaker, deadlines),
+        watched,
         config.schedule_style,
         config.prefill_timeout,
         config.first_decode_token_timeout,
     )
-    ways = _ways(config, parts)
-    return served(parts, Choice(ways, ways, strategy or Live(config.strategy.value)))
+    return served(parts, _chosen(config, parts, watched, policy))
 
 
-def _ways(config: WorkerConfig, parts: Parts) -> dict[str, Generate]:
-    """By the names that a request may ask for."""
+def _chosen(config: WorkerConfig, parts: Parts, stage: WatchedStage, policy: Policy) -> Choice:
     local = LocalBoth(parts.engine)
+    own, other = sorted(ORDERS, key=lambda order: order.first_stage_role is not parts.role)
 
-    def with_fallback(order: Strategy) -> Generate:
-        is_own = order.first_stage_role is parts.role
-        whole = build_strategy(order, parts) if is_own else relayed(parts.stage, order)
+    def with_fallback(whole: Generate) -> Generate:
         rungs = [Rung("other_instance", whole)] * config.max_tries
         return ladder([*rungs, Rung("local", local)] if config.on_missing_stage == "local" else rungs)
 
-    return {"local": local} | {order.value: with_fallback(order) for order in ORDERS}
+    ways: dict[str, Generate] = {
+        "local": local,
+        own.value: with_fallback(build_strategy(own, parts)),
+        other.value: with_fallback(relayed(stage, other)),
+    }
+    decider = create_decider(config.prefill_decider, policy.cached, stage, policy.thresholds)
+    by_length = create_decider("length_and_queue", policy.cached, stage, policy.thresholds)
+    auto = Auto(by_length, ways, (own.value, other.value), stage.num_well, config.max_batch_size)
+    ways["auto"] = auto
+    deployed = {order.value: conditional(decider, local, ways[order.value]) for order in ORDERS}
+    return Choice(ways, deployed | {"auto": auto}, policy.strategy)
 
 
 def _named(name: str, whole: Generate) -> Generate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -28,6 +28,18 @@ class WatchedStage:
         self._stage = stage
         self._breaker = breaker
         self._seconds = seconds
+        self._unanswered = Unanswered()
+
+    def instance_ids(self) -> Collection[int]:
+        return self._stage.instance_ids()
+
+    def num_well(self) -> int:
+        """Instances whose breaker is closed."""
+        return len(set(self.instance_ids()) - self._breaker.open())
+
+    def depth(self) -> int:
+        """Calls of this worker without an answer yet, beyond one for each instance: those wait."""
+        return max(0, self._unanswered.count - len(self.instance_ids()))
 
     async def pick(self, request: GenerateRequest) -> WatchedInstance:
         """One whose breaker is closed; if there is none, any: better a doubtful instance than none."""
@@ -40,14 +52,28 @@ class WatchedStage:
             if cautious is request:
                 raise
             picked = await self._stage.pick(request)
-        return WatchedInstance(picked, self._breaker, self._seconds)
+        return WatchedInstance(picked, self._breaker, self._seconds, self._unanswered)
+
+
+class Unanswered:
+    """How many calls wait for their first answer."""
+
+    def __init__(self) -> None:
+        self.count = 0
 
 
 class WatchedInstance:
-    def __init__(self, instance: StageInstance, breaker: Breaker, seconds: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        instance: StageInstance,
+        breaker: Breaker,
+        seconds: Mapping[str, float],
+        unanswered: Unanswered,
+    ) -> None:
         self._instance = instance
         self._breaker = breaker
         self._seconds = seconds
+        self._unanswered = unanswered
 
     @property
     def instance_id(self) -> int:
@@ -77,6 +103,7 @@ class WatchedInstance:
         self, answers: AsyncGenerator[dict[str, Any], None], stage: str
     ) -> dict[str, Any] | None:
         seconds = self._seconds.get(stage)
+        self._unanswered.count += 1
         try:
             async with asyncio.timeout(seconds):
                 return await anext(answers, None)
@@ -84,3 +111,5 @@ class WatchedInstance:
             late = StageTimeoutError(f"no answer to {stage} within {seconds:g} s")
             late.peer = self.instance_id
             raise late from None
+        finally:
+            self._unanswered.count -= 1

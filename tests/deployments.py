@@ -30,6 +30,8 @@ MODEL_NAME = "demo"
 #: The strategies in which a worker calls a worker, and all that have two kinds of worker.
 WORKER_SIDE: tuple[Strategy, ...] = ("prefill_first", "decode_first")
 DISAGGREGATED: tuple[Strategy, ...] = (*WORKER_SIDE, "router")
+#: All in which one order runs; `auto` runs two of these.
+FIXED: tuple[Strategy, ...] = tuple(strategy for strategy in STRATEGIES if strategy != "auto")
 
 SETTLE_SECONDS = 20.0
 POLL_SECONDS = 0.02

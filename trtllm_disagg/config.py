@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.orchestration import DECIDERS, ORCHESTRATION
 from trtllm_disagg.settings import (
     API_TYPES,
     ENDPOINT_ID,
@@ -58,30 +59,6 @@ class ScheduleStyle(StrEnum):
     CONTEXT_FIRST = "context_first"
     GENERATION_FIRST = "generation_first"
 
-
-#: When a request's prefill leaves the worker that it was routed to.
-DECIDERS = ("always", "length", "length_and_queue", "isl_bounding", "non_cached_tokens")
-
-#: How a worker that calls others does so. No other worker has a use for these.
-ORCHESTRATION = (
-    "prefill_decider",
-    "max_local_prefill_length",
-    "max_prefill_queue_size",
-    "eff_isl_threshold",
-    "eff_isl_ratio_threshold",
-    "non_cached_tokens",
-    "policy_file",
-    "next_router",
-    "prefill_dispatch",
-    "handoff_protocol",
-    "on_missing_stage",
-    "max_tries",
-    "breaker_failures",
-    "breaker_seconds",
-    "queue_timeout",
-    "prefill_timeout",
-    "first_decode_token_timeout",
-)
 
 _FIRST_STAGE_ROLES = {
     Strategy.DECODE_FIRST: Role.DECODE,
@@ -236,6 +213,13 @@ class WorkerConfig:
     def calls_second_stage(self) -> bool:
         """This worker sends a part of each request to a worker of the other role."""
         return self.role is not Role.AGG and self.strategy.first_stage_role is self.role
+
+    @property
+    def reads_kv_events(self) -> bool:
+        """This worker wants to know itself what its engine has in its cache."""
+        return self.role is not Role.AGG and (
+            self.prefill_decider != "always" or self.strategy is Strategy.AUTO
+        )
 
     @property
     def endpoint_id(self) -> str:

@@ -6,7 +6,8 @@ keys that it does not know, and whatever it sends has tokens, which no command h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,9 +19,6 @@ CONTROL = "trtllm_disagg.control"
 
 #: Between these a deployment can switch while it serves: the same workers run all of them.
 SWITCHABLE = (Strategy.PREFILL_FIRST, Strategy.DECODE_FIRST, Strategy.AUTO)
-
-#: How a value is changed: takes the new one and returns the old one. Raises a DisaggError for one that does not fit.
-Setter = Callable[[Any], Any]
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="command", tag="describe", forbid_unknown_fields=True):
@@ -38,7 +36,7 @@ class Switch(msgspec.Struct, frozen=True, tag_field="command", tag="switch", for
 
 
 class Set(msgspec.Struct, frozen=True, tag_field="command", tag="set", forbid_unknown_fields=True):
-    """All of `values`, or none when one of them is refused by its name."""
+    """Thresholds: all of `values`, or none when one of them is refused by its name."""
 
     values: dict[str, int | float | str | bool]
 
@@ -78,34 +76,6 @@ def switchable(to: str) -> Strategy:
     return Strategy(to)
 
 
-class Settings:
-    """The values of a worker that can be set while it serves."""
-
-    def __init__(self) -> None:
-        self._setters: dict[str, Setter] = {}
-
-    def add(self, name: str, setter: Setter) -> None:
-        self._setters[name] = setter
-
-    def set(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """{name: {"was": ..., "is": ...}}. Raises InvalidRequestError for a name that is none; what was set before a
-        value that is refused is set back.
-        """
-        unknown = [name for name in values if name not in self._setters]
-        if unknown:
-            known = ", ".join(sorted(self._setters)) or "nothing on this worker"
-            raise InvalidRequestError(f"set: {unknown[0]!r} is not allowed; expected one of {known}")
-        changed: dict[str, dict[str, Any]] = {}
-        try:
-            for name, value in values.items():
-                changed[name] = {"was": self._setters[name](value), "is": value}
-        except Exception:
-            for name, change in changed.items():
-                self._setters[name](change["was"])
-            raise
-        return changed
-
-
 class Description(msgspec.Struct, frozen=True):
     """What a switch has to know of a worker; it tells more."""
 
@@ -116,3 +86,12 @@ class Description(msgspec.Struct, frozen=True):
     registered: bool = False
     #: Whole requests, from a frontend, that it is answering.
     whole_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A worker, and what it says of itself: a `Description` and more, if it is one of ours."""
+
+    endpoint_id: str
+    instance_id: int
+    said: dict[str, Any]

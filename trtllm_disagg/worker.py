@@ -16,11 +16,12 @@ from trtllm_disagg.engine import Engine, load_api, resolve_engine, serve_as_rank
 from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.journal import journaled
+from trtllm_disagg.handlers.policy import Policy, watch_policy_file
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
 from trtllm_disagg.publisher.create import create_publishers
-from trtllm_disagg.runtime import Runtime, ServedModel
+from trtllm_disagg.runtime import Registration, Runtime, ServedModel
 from trtllm_disagg.standing import Standing
 from trtllm_disagg.types import Generate
 
@@ -36,6 +37,7 @@ async def run_worker(config: WorkerConfig) -> None:
     config = replace(config, engine=resolve_engine(config.engine))
     engine_args = build_engine_args(config)
     config = with_engine_args(config, engine_args)
+    Policy.of(config, config.kv_block_size)  # a wrong policy file is known before the engine is built
     api = load_api(config.engine)
     if await asyncio.to_thread(serve_as_rank, config.engine, engine_args):
         return
@@ -58,17 +60,18 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
         if client is None:
             return
         require_pair(me, await client.describe())
-    elif config.may_switch and config.partner_endpoint_id is not None:
+    elif config.partner_endpoint_id is not None:
         client = await runtime.stage(config.partner_endpoint_id)
     await _require_fit(config, runtime, me)
+    policy = Policy.of(config, block_size)
     model = ServedModel(
         block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
     )
-    standing = Standing(config, me, runtime, model, client)
+    standing = Standing(config, me, policy, client, Registration(runtime, model))
     generate = standing.counting(
-        journaled(build_generate(config, engine, client, standing.strategy), _part(config))
+        journaled(build_generate(config, engine, client, policy), _part(config), policy.counts)
     )
-    publishers = await create_publishers(config, runtime.endpoint, engine.llm, block_size)
+    publishers = await create_publishers(config, runtime.endpoint, engine.llm, block_size, policy)
     for publisher in publishers:
         await publisher.start()
 
@@ -81,7 +84,7 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
         )
 
     try:
-        async with _stop_when_dead(engine, runtime):
+        async with _stop_when_dead(engine, runtime), _watching(config, policy):
             await _serve_and(introduce(), runtime, generate, standing)
     finally:
         for publisher in publishers:
@@ -142,6 +145,18 @@ def _drain(engine: Engine) -> Any:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
 
     return wait
+
+
+@contextlib.asynccontextmanager
+async def _watching(config: WorkerConfig, policy: Policy) -> AsyncIterator[None]:
+    if config.policy_file is None:
+        yield
+        return
+    watcher = asyncio.create_task(watch_policy_file(Path(config.policy_file), policy), name="policy-file")
+    try:
+        yield
+    finally:
+        watcher.cancel()
 
 
 @contextlib.asynccontextmanager

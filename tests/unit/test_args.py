@@ -15,9 +15,10 @@ from trtllm_disagg.args import (
     config_from_namespace,
     parse_worker_args,
 )
-from trtllm_disagg.config import ORCHESTRATION, SETTINGS, Role, ScheduleStyle, Strategy, WorkerConfig, flag_of
+from trtllm_disagg.config import SETTINGS, Role, ScheduleStyle, Strategy, WorkerConfig, flag_of
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.flags import FLAGS
+from trtllm_disagg.orchestration import ORCHESTRATION
 
 
 def parse(*argv: str, **environ: str) -> WorkerConfig:

@@ -41,7 +41,7 @@ def removed(*hashes: int | str, **event: Any) -> dict[str, Any]:
 
 def forwarded(*events: dict[str, Any]) -> list[Stored | Removed]:
     sink = RecordingEventSink()
-    forwarder = KvEventForwarder(None, sink, BLOCK)
+    forwarder = KvEventForwarder(None, [sink], BLOCK)
     for event in events:
         forwarder.forward(event)
     return sink.events
@@ -162,7 +162,7 @@ def llm_with(*events: dict[str, Any]) -> LLM:
 async def test_events_are_polled_from_start_to_stop() -> None:
     sink = RecordingEventSink()
     llm = llm_with(stored(block(1, [1, 2, 3, 4])))
-    publisher = KvEventForwarder(llm, sink, BLOCK)
+    publisher = KvEventForwarder(llm, [sink], BLOCK)
     await publisher.stop()
     await publisher.start()
     await until(lambda: sink.events)
@@ -180,7 +180,7 @@ async def test_an_event_that_makes_no_sense_does_not_end_publishing(
 ) -> None:
     monkeypatch.setattr("trtllm_disagg.publisher.base._PAUSE_AFTER_ERROR_SECONDS", 0.0)
     sink = RecordingEventSink()
-    publisher = KvEventForwarder(llm_with({"data": {}}, removed(5)), sink, BLOCK)
+    publisher = KvEventForwarder(llm_with({"data": {}}, removed(5)), [sink], BLOCK)
     await publisher.start()
     await until(lambda: sink.events)
     await publisher.stop()
@@ -194,7 +194,7 @@ async def test_stopping_in_the_middle_of_a_wait_takes_no_time() -> None:
             await asyncio.sleep(60)
             yield {}
 
-    publisher = KvEventForwarder(Silent(), RecordingEventSink(), BLOCK)
+    publisher = KvEventForwarder(Silent(), [RecordingEventSink()], BLOCK)
     await publisher.start()
     await asyncio.sleep(0)
     async with asyncio.timeout(1):

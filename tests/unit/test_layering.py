@@ -16,10 +16,11 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 #: From the bottom up. A module imports from its own layer and from those below; the longest name counts.
 LAYERS = (
     ("", "types", "errors"),
-    ("settings", "config", "wire", "flags", "args", "pairing", "control"),
+    ("settings", "orchestration", "config", "wire", "flags", "args", "pairing", "thresholds", "control"),
     ("kv_transfer",),
     ("embedded", "engine_keys", "engine_config", "engine"),
-    ("handlers", "publisher"),
+    ("handlers",),
+    ("publisher",),
     ("runtime", "testing"),
     ("worker", "standing"),
     ("cli", "worker_command", "switching", "deployment", "demo", "demo_model", "bench"),

@@ -270,7 +270,7 @@ async def test_kv_events_are_an_async_iterable() -> None:
     data = {"type": "stored", "parent_hash": None, "blocks": blocks}
     engine.llm.kv_cache_events = [{"event_id": 0, "window_size": 16384, "data": data}]
     sink = RecordingEventSink()
-    publisher = KvEventForwarder(engine.llm, sink, engine.llm.get_kv_cache_capacity()["tokensPerBlock"])
+    publisher = KvEventForwarder(engine.llm, [sink], engine.llm.get_kv_cache_capacity()["tokensPerBlock"])
     await publisher.start()
     await until(lambda: sink.events)
     await publisher.stop()

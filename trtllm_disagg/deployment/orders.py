@@ -34,7 +34,7 @@ class Describe(msgspec.Struct, frozen=True, tag_field="order", tag="describe", f
 class Scale(msgspec.Struct, frozen=True, tag_field="order", tag="scale", forbid_unknown_fields=True):
     """As many workers as `workers` says, by role."""
 
-    workers: dict[Literal["agg", "prefill", "decode"], int]
+    workers: dict[Role, int]
 
 
 class Switched(msgspec.Struct, frozen=True, tag_field="order", tag="switched", forbid_unknown_fields=True):
@@ -95,8 +95,7 @@ class Orders:
                 self._supervisor.note(text)
                 say(text)
 
-            wanted: dict[Role, int] = {role: count for role, count in order.workers.items()}
-            return await Scaler(self._supervisor).scale(wanted, note)
+            return await Scaler(self._supervisor).scale(order.workers, note)
 
     def _description(self) -> dict[str, Any]:
         config = self._supervisor.config

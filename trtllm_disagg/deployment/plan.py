@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from trtllm_disagg.errors import ConfigError
 
-Strategy = Literal["agg", "prefill_first", "decode_first", "router"]
+Strategy = Literal["agg", "prefill_first", "decode_first", "router", "auto"]
 Role = Literal["frontend", "agg", "prefill", "decode"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -21,6 +21,7 @@ WORKER_ROLES: Mapping[Strategy, tuple[Role, ...]] = {
     "agg": ("agg",),
     "prefill_first": ("prefill", "decode"),
     "decode_first": ("prefill", "decode"),
+    "auto": ("prefill", "decode"),
     "router": ("prefill", "decode"),
 }
 
@@ -29,6 +30,7 @@ KV_ROUTED_ROLES: Mapping[Strategy, tuple[Role, ...]] = {
     "agg": ("agg",),
     "prefill_first": ("prefill",),
     "decode_first": ("decode",),
+    "auto": ("decode",),
     "router": ("prefill", "decode"),
 }
 
@@ -37,6 +39,7 @@ STOP_ORDER: Mapping[Strategy, tuple[tuple[Role, ...], ...]] = {
     "agg": (("agg",), ("frontend",)),
     "prefill_first": (("prefill",), ("decode",), ("frontend",)),
     "decode_first": (("decode",), ("prefill",), ("frontend",)),
+    "auto": (("decode",), ("prefill",), ("frontend",)),
     "router": (("prefill",), ("decode",), ("frontend",)),
 }
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from trtllm_disagg.deployment.orders import Scale, order
+from trtllm_disagg.deployment.plan import Role
 from trtllm_disagg.errors import ConfigError, DisaggError
 
 
@@ -19,12 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit code: 0 when so many run, 1 when a new one did not come up, 2 when a setting is wrong."""
-    given = {"prefill": args.prefill, "decode": args.decode, "agg": args.agg}
+    given: dict[Role, int | None] = {"prefill": args.prefill, "decode": args.decode, "agg": args.agg}
     workers = {role: count for role, count in given.items() if count is not None}
     if not workers:
         raise ConfigError("say how many: --prefill N, --decode N or --agg N")
     try:
-        print(order(args.run_dir, Scale(workers), lambda text: print(text, file=sys.stderr, flush=True)))  # type: ignore[arg-type]
+        print(order(args.run_dir, Scale(workers), lambda text: print(text, file=sys.stderr, flush=True)))
     except ConfigError:
         raise
     except DisaggError as error:

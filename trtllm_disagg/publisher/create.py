@@ -7,23 +7,26 @@ from typing import Any
 from dynamo.llm import KvEventPublisher, WorkerMetricsPublisher
 
 from trtllm_disagg.config import WorkerConfig
+from trtllm_disagg.handlers.policy import Policy
 from trtllm_disagg.publisher.base import NullPublisher, Publisher
-from trtllm_disagg.publisher.kv_events import KvEventForwarder
+from trtllm_disagg.publisher.kv_events import EventSink, KvEventForwarder
 from trtllm_disagg.publisher.load import StatsForwarder
 from trtllm_disagg.publisher.metrics import EngineMetrics, expose
 
 
 async def create_publishers(
-    config: WorkerConfig, endpoint: Any, llm: Any, block_size: int
+    config: WorkerConfig, endpoint: Any, llm: Any, block_size: int, policy: Policy
 ) -> list[Publisher]:
     """One for cache events and one for statistics; null ones where the flags say so."""
-    events: Publisher = NullPublisher()
+    sinks: list[EventSink] = []
     if config.publish_kv_events:
-        sink = KvEventPublisher(endpoint, kv_block_size=block_size, enable_local_indexer=True)
-        events = KvEventForwarder(llm, sink, block_size)
+        sinks.append(KvEventPublisher(endpoint, kv_block_size=block_size, enable_local_indexer=True))
+    if config.reads_kv_events:
+        sinks.append(policy.cached)
+    events: Publisher = KvEventForwarder(llm, sinks, block_size) if sinks else NullPublisher()
     stats: Publisher = NullPublisher()
     if config.publish_metrics:
-        load, metrics = WorkerMetricsPublisher(), EngineMetrics()
+        load, metrics = WorkerMetricsPublisher(), EngineMetrics(policy.counts)
         await load.create_endpoint(endpoint)
         expose(metrics, endpoint, config)
         stats = StatsForwarder(llm, load, metrics)

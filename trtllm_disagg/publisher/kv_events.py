@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -32,10 +33,10 @@ class EventSink(Protocol):
 class KvEventForwarder(PollingPublisher):
     """Only whole blocks are published: the router cannot place a request on a part of one."""
 
-    def __init__(self, llm: Any, sink: EventSink, block_size: int) -> None:
+    def __init__(self, llm: Any, sinks: Sequence[EventSink], block_size: int) -> None:
         super().__init__("kv-events")
         self._llm = llm
-        self._sink = sink
+        self._sinks = sinks
         self._block_size = block_size
         #: Blocks that the router was not told about, so that it is not told of their end either.
         self._unknown: set[int | str] = set()
@@ -64,19 +65,22 @@ class KvEventForwarder(PollingPublisher):
         self._unknown.update(block["block_hash"] for block in blocks[len(whole) :])
         if whole:
             parent = data["parent_hash"]
-            self._sink.publish_stored(
-                token_ids=[token["token_id"] for block in whole for token in block["tokens"]],
-                num_block_tokens=[self._block_size] * len(whole),
-                block_hashes=[signed(block["block_hash"]) for block in whole],
-                parent_hash=None if parent is None else signed(parent),
-                cache_salt=whole[0].get("cache_salt"),
-            )
+            token_ids = [token["token_id"] for block in whole for token in block["tokens"]]
+            for sink in self._sinks:
+                sink.publish_stored(
+                    token_ids=token_ids,
+                    num_block_tokens=[self._block_size] * len(whole),
+                    block_hashes=[signed(block["block_hash"]) for block in whole],
+                    parent_hash=None if parent is None else signed(parent),
+                    cache_salt=whole[0].get("cache_salt"),
+                )
 
     def _removed(self, data: dict[str, Any]) -> None:
         known = [block for block in data["block_hashes"] if block not in self._unknown]
         self._unknown.difference_update(data["block_hashes"])
         if known:
-            self._sink.publish_removed([signed(block) for block in known])
+            for sink in self._sinks:
+                sink.publish_removed([signed(block) for block in known])
 
     def _is_of_widest_window(self, event: dict[str, Any]) -> bool:
         """A model with sliding windows tells of every block once per window; one of them is enough."""

@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from trtllm_disagg.config import WorkerConfig
+from trtllm_disagg.handlers.journal import JourneyCounts
 from trtllm_disagg.settings import parse_endpoint_id
 
 PREFIX = "trtllm_disagg_"
@@ -25,6 +26,7 @@ _COUNTERS = {
     "kv_pushes": "Requests whose KV this worker wrote into another one (generation_first)",
     "kv_bytes_pushed": "Bytes of KV that this worker wrote into another one",
 }
+_REQUESTS = "Whole requests that ended on this worker: what ran, why, and the last step down the ladder"
 _GAUGES = {
     "handoffs_held": "Finished prefills whose KV waits here for a decode worker",
     "kv_blocks_used": "KV blocks that running requests and held handoffs use",
@@ -43,7 +45,8 @@ _TOTALS = {
 class EngineMetrics(Collector):
     """Adds up the engine's per-iteration statistics; every rank of attention DP sends its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, journeys: JourneyCounts | None = None) -> None:
+        self._journeys = journeys or JourneyCounts()
         self._counted: dict[str, float] = {}
         self._held: dict[str, dict[Any, float]] = {}
 
@@ -67,6 +70,10 @@ class EngineMetrics(Collector):
             yield CounterMetricFamily(PREFIX + name, _COUNTERS[name], value=value)
         for name, by_rank in list(self._held.items()):
             yield GaugeMetricFamily(PREFIX + name, _GAUGES[name], value=sum(list(by_rank.values())))
+        requests = CounterMetricFamily(PREFIX + "requests", _REQUESTS, labels=JourneyCounts.LABELS)
+        for labels, count in list(self._journeys.ended.items()):
+            requests.add_metric(labels, count)
+        yield requests
 
     def _count(self, name: str, more: float) -> None:
         self._counted[name] = self._counted.get(name, 0) + more

@@ -5,28 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.config import Role, endpoint_of
-from trtllm_disagg.control import CONTROL, Command, Describe, encode_command
+from trtllm_disagg.control import CONTROL, Command, Describe, Told, encode_command
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.runtime.errors import from_dynamo
 from trtllm_disagg.settings import parse_endpoint_id
 
 _FOUND_SECONDS = 3.0
 _POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A worker, and what it says of itself (`Standing.describe`)."""
-
-    endpoint_id: str
-    instance_id: int
-    said: dict[str, Any]
 
 
 class Controller:

@@ -57,22 +57,21 @@ class Runtime:
         self.instance_id: int = self.endpoint.connection_id()
         self._clients: dict[str, Any] = {}
         self._told_to_stop = False
-        self._registered = False
 
     async def second_stage(self, endpoint_id: str) -> DynamoStageClient | None:
         """A client of the other stage, once an instance of it is there; None when told to stop before."""
-        stage = await self.stage(endpoint_id)
+        client = await self._client(endpoint_id)
         log.info("waiting for the second stage at %s", endpoint_id)
         try:
-            await stage.wait()
+            await client.wait_for_instances()
         except Exception:
             if self._told_to_stop:
                 return None
             raise
-        return stage
+        return DynamoStageClient(client)
 
     async def stage(self, endpoint_id: str) -> DynamoStageClient:
-        """The same, whether anybody is there or not."""
+        """The same without waiting: whoever is there when a request needs one."""
         return DynamoStageClient(await self._client(endpoint_id))
 
     async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
@@ -95,16 +94,12 @@ class Runtime:
 
     async def unregister(self) -> None:
         """The frontend forgets this worker. Requests that it has sent, or is just sending, are still answered: the
-        endpoint stays. Idempotent.
+        endpoint stays.
         """
-        if self._registered:
-            self._registered = False
-            await unregister_model(self.endpoint)
+        await unregister_model(self.endpoint)
 
     async def register(self, model: ServedModel) -> None:
-        """Make this worker known to the frontend. Idempotent."""
-        if self._registered:
-            return
+        """Make this worker known to the frontend."""
         config = self._config
         card = ModelRuntimeConfig()
         card.total_kv_blocks = model.num_blocks
@@ -129,7 +124,6 @@ class Runtime:
             custom_template_path=config.custom_jinja_template,
             ignore_weights=True,
         )
-        self._registered = True
 
     def stop_on_signals(self, drain: Callable[[], Awaitable[None]]) -> None:
         """SIGTERM and SIGINT: leave discovery, let running requests end, `drain`, then `serve` returns."""
@@ -155,6 +149,29 @@ class Runtime:
 
     def shutdown(self) -> None:
         self._runtime.shutdown()
+
+
+class Registration:
+    """Whether the frontend knows this worker. To do what is done already changes nothing."""
+
+    def __init__(self, runtime: Runtime, model: ServedModel) -> None:
+        self._runtime = runtime
+        self._model = model
+        self._there = False
+
+    @property
+    def is_there(self) -> bool:
+        return self._there
+
+    async def enter(self) -> None:
+        if not self._there:
+            await self._runtime.register(self._model)
+            self._there = True
+
+    async def leave(self) -> None:
+        if self._there:
+            await self._runtime.unregister()
+            self._there = False
 
 
 def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:

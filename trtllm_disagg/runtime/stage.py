@@ -21,20 +21,16 @@ class DynamoStageClient:
         self._turns = itertools.count()
         self._described: dict[int, dict[str, Any]] = {}
 
-    async def wait(self) -> None:
-        """Until an instance is there."""
-        await self._client.wait_for_instances()
-
-    @property
-    def is_there(self) -> bool:
-        return bool(self._client.instance_ids())
-
     async def describe(self) -> dict[str, Any]:
         """What an instance of the other stage says of itself. Raises a DisaggError."""
         return await self._instance(self._next(frozenset())).describe()
 
     async def pick(self, request: GenerateRequest) -> DynamoStageInstance:
         return self._instance(self._next(request.avoid))
+
+    def instance_ids(self) -> list[int]:
+        ids: list[int] = self._client.instance_ids()
+        return ids
 
     def _next(self, avoid: frozenset[int]) -> int:
         alive: list[int] = [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
-from trtllm_disagg.control import Switch
+from trtllm_disagg.control import Command, Switch, Told
 from trtllm_disagg.errors import StageTimeoutError
 from trtllm_disagg.switching.frontend import POLL_SECONDS, Frontend
 from trtllm_disagg.switching.plan import SwitchPlan, Worker, plan_switch, worker
@@ -15,23 +15,12 @@ from trtllm_disagg.switching.plan import SwitchPlan, Worker, plan_switch, worker
 Say = Callable[[str], None]
 
 
-class Told(Protocol):
-    @property
-    def endpoint_id(self) -> str: ...
-
-    @property
-    def instance_id(self) -> int: ...
-
-    @property
-    def said(self) -> dict[str, object]: ...
-
-
 class Workers(Protocol):
     """`runtime.Controller`."""
 
-    async def workers(self) -> list[Told]: ...
+    async def workers(self) -> Sequence[Told]: ...
 
-    async def tell(self, endpoint_id: str, instance_id: int, command: Switch) -> dict[str, object]: ...
+    async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]: ...
 
 
 async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, say: Say) -> str:

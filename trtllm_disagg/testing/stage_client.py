@@ -92,6 +92,9 @@ class RecordingStageClient:
             raise NoInstanceError("no instance of the other stage is there")
         return self
 
+    def instance_ids(self) -> Sequence[int]:
+        return [self.instance_id]
+
     async def describe(self) -> Raw:
         return self.description
 

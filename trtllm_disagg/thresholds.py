@@ -1,0 +1,63 @@
+"""The numbers that deciders compare with. They may change while a worker runs: by `--policy-file`, or by command."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trtllm_disagg.config import WorkerConfig, check_value
+from trtllm_disagg.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """Tokens, requests and a share; `config.py` has the defaults, `deciding.py` the rules."""
+
+    max_local_prefill_length: int
+    max_prefill_queue_size: int
+    eff_isl_threshold: int
+    eff_isl_ratio_threshold: float
+    non_cached_tokens: int
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> Thresholds:
+        return cls(**{name: getattr(config, name) for name in NAMES})
+
+    def changed(self, values: Mapping[str, Any], source: str) -> Thresholds:
+        """Raise ConfigError for a name that is none, or a value that is not allowed; `source` says whose they are."""
+        for name, value in values.items():
+            if name not in NAMES:
+                raise ConfigError.bad_value(source, name, f"one of {', '.join(NAMES)}")
+            try:
+                check_value(name, value, f"{source}: {name}")
+            except TypeError:
+                raise ConfigError.bad_value(f"{source}: {name}", value, "a number") from None
+        return replace(self, **values)
+
+    def differences(self, other: Thresholds) -> list[str]:
+        """ "name: ours -> theirs"."""
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in NAMES]
+        return [f"{name}: {ours} -> {theirs}" for name, ours, theirs in pairs if ours != theirs]
+
+
+NAMES = tuple(field.name for field in fields(Thresholds))
+
+
+def read_policy_file(path: Path) -> dict[str, Any]:
+    """Raise ConfigError for a file that is not there, or no mapping."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError.bad_value("--policy-file", str(path), f"a readable YAML file ({error})") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError.bad_value("--policy-file", str(path), f"a mapping with {', '.join(NAMES)}")
+    return content
