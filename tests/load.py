@@ -14,6 +14,8 @@ import httpx
 
 Body = dict[str, Any]
 
+PAUSE_SECONDS = 0.1
+
 
 def bodies(model: str, count: int, max_tokens: int = 24) -> list[Body]:
     """Different prompts; every other one is drawn with a seed, the others are greedy."""
@@ -40,8 +42,9 @@ class Load:
     expected: list[list[int]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     num_answers: int = 0
-    #: How many answers each first-stage instance gave since `forget`.
+    #: How many answers each first-stage instance gave since `learn`.
     answered_by: Counter[int] = field(default_factory=Counter)
+    _answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def learn(self) -> None:
         """What the answers are while nothing happens."""
@@ -65,7 +68,8 @@ class Load:
         goal = self.num_answers + count
         async with asyncio.timeout(60):
             while self.num_answers < goal:
-                await asyncio.sleep(0.02)
+                self._answered.clear()
+                await self._answered.wait()
 
     async def _keep_asking(self, turns: itertools.cycle[int], stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -77,6 +81,9 @@ class Load:
             except Exception as error:
                 self.wrong.append(f"request {index}: {error!r}")
             self.num_answers += 1
+            self._answered.set()
+            # Steady, not all that the machine can do: processes start meanwhile.
+            await asyncio.sleep(PAUSE_SECONDS)
 
     async def _ask(self, body: Body) -> list[int]:
         answer = await self.client.post(f"{self.url}/v1/completions", json=body)

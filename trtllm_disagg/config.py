@@ -23,8 +23,8 @@ from trtllm_disagg.settings import (
     REQUIRED,
     SECONDS,
     SHARE,
-    EndpointParts,
     Rule,
+    endpoint_of,
     one_of,
     option,
     parse_endpoint_id,
@@ -224,7 +224,26 @@ class WorkerConfig:
     @property
     def endpoint_id(self) -> str:
         """Where this worker is reached."""
-        return self.endpoint or endpoint_of(self.namespace, self.role)
+        return self.front_endpoint_id if self.is_first_stage else self.peer_endpoint_id
+
+    @property
+    def front_endpoint_id(self) -> str:
+        """Where frontends reach this worker while it is a first stage. Both roles share it: a frontend sees one group
+        of workers, whoever of them comes or leaves.
+        """
+        if self.endpoint is not None and self.is_first_stage:
+            return self.endpoint
+        is_routed_prefill = self.strategy is Strategy.ROUTER and self.role is Role.PREFILL
+        return endpoint_of(self.namespace, Role.PREFILL if is_routed_prefill else None)
+
+    @property
+    def peer_endpoint_id(self) -> str:
+        """Where workers of the other role reach this one, whichever stage it is."""
+        if not self.may_switch:
+            return self.front_endpoint_id
+        if self.endpoint is not None and not self.is_first_stage:
+            return self.endpoint
+        return endpoint_of(self.namespace, self.role)
 
     @property
     def next_endpoint_id(self) -> str | None:
@@ -247,17 +266,9 @@ class WorkerConfig:
 
     @property
     def _default_partner(self) -> str:
-        return endpoint_of(self.namespace, Role.PREFILL if self.role is Role.DECODE else Role.DECODE)
-
-
-#: Dynamo's own names. A worker's endpoint follows from its role alone, so that it stays where it is when the
-#: deployment switches to another order.
-_COMPONENTS = {Role.AGG: "tensorrt_llm", Role.DECODE: "tensorrt_llm", Role.PREFILL: "prefill"}
-
-
-def endpoint_of(namespace: str, role: Role) -> str:
-    """Where the workers of a role are, unless they were given another endpoint."""
-    return EndpointParts(namespace, _COMPONENTS[role], "generate").url
+        other = Role.PREFILL if self.role is Role.DECODE else Role.DECODE
+        decode_is_front = self.strategy is Strategy.ROUTER and other is Role.DECODE
+        return endpoint_of(self.namespace, None if decode_is_front else other)
 
 
 SETTINGS = {setting.name: setting for setting in fields(WorkerConfig) if setting.name != "explicit"}

@@ -71,7 +71,9 @@ class Standing:
 
     async def obey(self, raw: Any) -> dict[str, Any]:
         """Do what a control command says; the answer is JSON. Raises a DisaggError, and then nothing has changed."""
-        return await self._do(decode_command(raw))
+        # Begun is done, even if the one who asked is gone.
+        doing = asyncio.create_task(self._do(decode_command(raw)))
+        return await asyncio.shield(doing)
 
     async def _do(self, command: Command) -> dict[str, Any]:
         if isinstance(command, Switch):

@@ -71,7 +71,7 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
     generate = standing.counting(
         journaled(build_generate(config, engine, client, policy), _part(config), policy.counts)
     )
-    publishers = await create_publishers(config, runtime.endpoint, engine.llm, block_size, policy)
+    publishers = await create_publishers(config, runtime.front, engine.llm, block_size, policy)
     for publisher in publishers:
         await publisher.start()
 

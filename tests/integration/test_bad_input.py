@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.deployments import DEMO_CONFIGS, DISAGGREGATED, FIXED, Fleet, Served, demo_config, demo_model, served
+from tests.deployments import (
+    DEMO_CONFIGS,
+    DISAGGREGATED,
+    FIXED,
+    Fleet,
+    Served,
+    demo_config,
+    demo_model,
+    served,
+)
 from tests.parity.answers import Api, Question, Refusal, ask
 from trtllm_disagg.deployment import DeploymentFailedError
 from trtllm_disagg.deployment.plan import Strategy

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from dynamo.runtime import DistributedRuntime
 
-from trtllm_disagg.config import Role, endpoint_of
+from trtllm_disagg.config import Role
 from trtllm_disagg.control import CONTROL, Command, Describe, Told, encode_command
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.runtime.errors import from_dynamo
-from trtllm_disagg.settings import parse_endpoint_id
+from trtllm_disagg.settings import endpoint_of, parse_endpoint_id
 
 _FOUND_SECONDS = 3.0
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.15
 
 
 class Controller:
@@ -26,20 +26,27 @@ class Controller:
 
     async def workers(self) -> list[Told]:
         """Everybody who is there, as they describe themselves. Who died meanwhile is left out."""
-        for _ in range(round(_FOUND_SECONDS / _POLL_SECONDS)):
-            if all(client.instance_ids() for client in self._clients.values()):
-                break
-            # A fresh client learns of the instances bit by bit.
-            await asyncio.sleep(_POLL_SECONDS)
-        names = [(e, i) for e, client in self._clients.items() for i in sorted(client.instance_ids())]
+        await self._settled()
+        # A first stage is at two endpoints; the later one, of its role, is where it always is.
+        names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
         answers = await asyncio.gather(
-            *(self.tell(endpoint, i, Describe()) for endpoint, i in names), return_exceptions=True
+            *(self.tell(endpoint, i, Describe()) for i, endpoint in names.items()), return_exceptions=True
         )
         return [
             Told(endpoint, instance_id, _answer(answer))
-            for (endpoint, instance_id), answer in zip(names, answers, strict=True)
+            for (instance_id, endpoint), answer in zip(names.items(), answers, strict=True)
             if not isinstance(answer, PeerUnavailableError)
         ]
+
+    async def _settled(self) -> None:
+        """A fresh client learns of the instances bit by bit."""
+        seen: list[list[int]] = []
+        for _ in range(round(_FOUND_SECONDS / _POLL_SECONDS)):
+            now = [sorted(client.instance_ids()) for client in self._clients.values()]
+            if all(now) and now == seen:
+                return
+            seen = now
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         """What the worker answers. Raises a DisaggError: what it has refused, or that it does not answer in time."""
@@ -66,10 +73,10 @@ async def controller(
     """
     runtime = DistributedRuntime(asyncio.get_running_loop(), backend, request_plane, event_plane=event_plane)
     try:
-        endpoints: Iterable[str] = {endpoint_of(namespace, role) for role in Role}
+        endpoints = [endpoint_of(namespace, role) for role in (None, Role.PREFILL, Role.DECODE)]
         clients = {
             endpoint: await runtime.endpoint(parse_endpoint_id(endpoint).dotted).client()
-            for endpoint in sorted(endpoints)
+            for endpoint in endpoints
         }
         yield Controller(clients, timeout)
     finally:

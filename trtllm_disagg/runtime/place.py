@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.common.utils.graceful_shutdown import install_signal_handlers
+from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds, install_signal_handlers
 from dynamo.llm import (
     ModelInput,
     ModelRuntimeConfig,
@@ -53,8 +53,16 @@ class Runtime:
             config.request_plane,
             event_plane=config.event_plane,
         )
-        self.endpoint = self._runtime.endpoint(parse_endpoint_id(config.endpoint_id).dotted)
-        self.instance_id: int = self.endpoint.connection_id()
+        #: Where workers of the other role call this one, and where frontends do while it is a first stage.
+        self._peer = self._endpoint(config.peer_endpoint_id)
+        self.front = self._endpoint(config.front_endpoint_id)
+        #: The same at both.
+        self.instance_id: int = self.front.connection_id()
+        self._handler: Callable[..., Any] | None = None
+        #: By their ids; each is served until the end, whether it is in discovery or not.
+        self._serving: dict[str, asyncio.Future[None]] = {}
+        #: Those that are in discovery now.
+        self._listed: list[Any] = []
         self._clients: dict[str, Any] = {}
         self._told_to_stop = False
 
@@ -88,19 +96,26 @@ class Runtime:
     async def _client(self, endpoint_id: str) -> Any:
         """One for each endpoint: every one watches the discovery directory, and a user may have 128 watches."""
         if endpoint_id not in self._clients:
-            endpoint = self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted)
-            self._clients[endpoint_id] = await endpoint.client()
+            self._clients[endpoint_id] = await self._endpoint(endpoint_id).client()
         return self._clients[endpoint_id]
 
+    def _endpoint(self, endpoint_id: str) -> Any:
+        return self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted)
+
     async def unregister(self) -> None:
-        """The frontend forgets this worker. Requests that it has sent, or is just sending, are still answered: the
-        endpoint stays.
+        """Frontends forget this worker. Requests that they have sent, or are just sending, are still answered: first
+        the model goes, then, when all have heard of it, the instance.
         """
-        await unregister_model(self.endpoint)
+        await unregister_model(self.front)
+        await asyncio.sleep(get_grace_period_seconds())
+        if self.front in self._listed:
+            self._listed.remove(self.front)
+            await self.front.unregister_endpoint_instance()
 
     async def register(self, model: ServedModel) -> None:
-        """Make this worker known to the frontend."""
+        """Make this worker known to frontends. It serves."""
         config = self._config
+        await self._list(config.front_endpoint_id, self.front)
         card = ModelRuntimeConfig()
         card.total_kv_blocks = model.num_blocks
         card.max_num_seqs = model.max_batch_size
@@ -114,7 +129,7 @@ class Runtime:
         await register_model(
             ModelInput.Tokens,
             model_type,
-            self.endpoint,
+            self.front,
             config.model,
             config.model_name,
             worker_type=worker_type,
@@ -132,19 +147,35 @@ class Runtime:
             self._told_to_stop = True
             await drain()
 
-        install_signal_handlers(
-            asyncio.get_running_loop(), self._runtime, [self.endpoint], drain_callback=stop
-        )
+        install_signal_handlers(asyncio.get_running_loop(), self._runtime, self._listed, drain_callback=stop)
 
     async def serve(self, generate: Generate, describe: Callable[[], dict[str, Any]], obey: Obey) -> None:
         """Answer requests until the runtime is shut down. `describe` answers the other stage's question, `obey` the
         control commands.
         """
-        await self.endpoint.serve_endpoint(
-            as_dynamo_handler(generate, describe, obey),
-            graceful_shutdown=True,
-            metrics_labels=[("model", self._config.model_name)],
-            health_check_payload={DESCRIBE: True},
+        self._handler = as_dynamo_handler(generate, describe, obey)
+        if self._config.may_switch:
+            await self._list(self._config.peer_endpoint_id, self._peer)
+        else:
+            await self._list(self._config.front_endpoint_id, self.front)
+        for serving in list(self._serving.values()):
+            await serving
+
+    async def _list(self, endpoint_id: str, endpoint: Any) -> None:
+        """Answer requests at an endpoint, and say so in discovery."""
+        if endpoint in self._listed:
+            return
+        self._listed.append(endpoint)
+        if endpoint_id in self._serving:
+            await endpoint.register_endpoint_instance()
+            return
+        self._serving[endpoint_id] = asyncio.ensure_future(
+            endpoint.serve_endpoint(
+                self._handler,
+                graceful_shutdown=True,
+                metrics_labels=[("model", self._config.model_name)],
+                health_check_payload={DESCRIBE: True},
+            )
         )
 
     def shutdown(self) -> None:

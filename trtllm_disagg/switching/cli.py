@@ -15,7 +15,8 @@ from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.switching.frontend import Frontend, HttpFrontend, UnknownFrontends
 from trtllm_disagg.switching.run import switch
 
-_ANSWER_SECONDS = 10.0
+#: A worker that leaves waits until all frontends have heard of it.
+_ANSWER_SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
