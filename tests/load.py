@@ -14,7 +14,7 @@ import httpx
 
 Body = dict[str, Any]
 
-PAUSE_SECONDS = 0.1
+PAUSE_SECONDS = 0.2
 
 
 def bodies(model: str, count: int, max_tokens: int = 24) -> list[Body]:
