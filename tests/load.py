@@ -25,7 +25,7 @@ def bodies(model: str, count: int, max_tokens: int = 24) -> list[Body]:
             "prompt": f"request number {i} of several that are sent again and again",
             "max_tokens": max_tokens,
             "ignore_eos": True,
-            "nvext": {"extra_fields": ["worker_id", "completion_token_ids"]},
+            "nvext": {"extra_fields": ["worker_id", "timing", "completion_token_ids"]},
             **({"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0}),
         }
         for i in range(count)
@@ -86,10 +86,21 @@ class Load:
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def _ask(self, body: Body) -> list[int]:
+        extra = await self.ask(body)
+        tokens: list[int] = extra["completion_token_ids"]
+        return tokens
+
+    async def ask(self, body: Body) -> dict[str, Any]:
+        """The answer's nvext."""
         answer = await self.client.post(f"{self.url}/v1/completions", json=body)
         if answer.status_code != 200:
             raise RuntimeError(f"{answer.status_code} {answer.text}")
-        extra = answer.json()["nvext"]
-        self.answered_by[extra["worker_id"]["decode_worker_id"]] += 1
-        tokens: list[int] = extra["completion_token_ids"]
-        return tokens
+        extra: dict[str, Any] = answer.json()["nvext"]
+        self.answered_by[first_stage(extra)] += 1
+        return extra
+
+
+def first_stage(nvext: dict[str, Any]) -> int:
+    """The instance that the frontend has sent a request to."""
+    instance_id: int = nvext["worker_id"]["decode_worker_id"]
+    return instance_id

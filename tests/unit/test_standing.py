@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.handling import request
+from tests.handling import request, until
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.policy import Policy
@@ -145,10 +145,7 @@ async def test_a_change_that_was_begun_is_done_when_the_asker_is_gone() -> None:
     await asyncio.sleep(0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await worker.obey({"command": "describe"})
-    async with asyncio.timeout(5):
-        while not registration.is_there:
-            await asyncio.sleep(0)
+    await until(lambda: registration.is_there)
 
 
 async def test_thresholds_are_set_together_or_not_at_all() -> None:

@@ -1,4 +1,4 @@
-"""`trtllm-disagg switch`: what is refused before anybody is told anything, the order of the steps, and half a switch."""
+"""`trtllm-disagg switch`: what is refused, the order of the steps, and half a switch."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ async def test_a_frontend_that_learns_nothing_keeps_the_old_first_stage() -> Non
         ("agg", {}, "one of prefill_first, decode_first, auto"),
         ("prefill_first", {1: None, 2: None}, "there are: 2 decode"),
         ("decode_first", {1: None, 2: None}, "there are: 2 decode"),
-        ("prefill_first", {i: None for i in range(1, 5)}, "there are: none"),
-        ("prefill_first", dict.fromkeys(range(1, 5), {"strategy": "router"}), "under router"),
+        ("prefill_first", dict.fromkeys(range(1, 5)), "there are: none"),
+        ("prefill_first", {i: {"strategy": "router"} for i in range(1, 5)}, "under router"),
         ("prefill_first", {4: {"role": "agg"}}, "1 agg"),
         ("prefill_first", {4: {"model": "other"}}, "m, other"),
         ("prefill_first", {4: {"role": "cook"}}, "instance 4 at dyn://n.c.e is no trtllm-disagg worker"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from trtllm_disagg.deployment.plan import WORKER_ROLES, Role, shared_env, worker_spec
+from trtllm_disagg.deployment.plan import WORKER_ROLES, ProcessSpec, Role, shared_env, worker_spec
 from trtllm_disagg.deployment.ports import free_system_ports
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.supervisor import Supervisor
@@ -28,9 +29,7 @@ class Scaler:
         Raises ConfigError before anything is changed, DeploymentFailedError when a new worker does not come up.
         """
         self._check(wanted)
-        for role, count in wanted.items():
-            for _ in range(count - len(self._running(role))):
-                await self._add(role, say)
+        await self._add_all(self._missing(wanted), say)
         for role, count in wanted.items():
             for process in self._running(role)[count:][::-1]:
                 say(f"{process.name} finishes its requests and leaves")
@@ -40,13 +39,30 @@ class Scaler:
         roles = WORKER_ROLES[self.supervisor.config.strategy]
         return "scaled: " + ", ".join(f"{counts[role]} {role}" for role in roles)
 
-    async def _add(self, role: Role, say: Callable[[str], None]) -> None:
+    def _missing(self, wanted: Mapping[Role, int]) -> list[ProcessSpec]:
         config = self.supervisor.config
-        (port,) = free_system_ports(1)
-        spec = worker_spec(config, role, self._next_index(role), shared_env(config, os.environ), port)
-        say(f"{spec.name} starts")
-        process = await self.supervisor.add(spec)
-        say(f"{process.name} is ready (pid {process.pid})")
+        names = [
+            (role, self._next_index(role) + i)
+            for role, count in wanted.items()
+            for i in range(count - len(self._running(role)))
+        ]
+        env, ports = shared_env(config, os.environ), free_system_ports(len(names))
+        return [
+            worker_spec(config, role, index, env, port)
+            for (role, index), port in zip(names, ports, strict=True)
+        ]
+
+    async def _add_all(self, specs: Iterable[ProcessSpec], say: Callable[[str], None]) -> None:
+        """Side by side. When one does not come up, the others are waited for, and stay."""
+
+        async def add(spec: ProcessSpec) -> None:
+            say(f"{spec.name} starts")
+            process = await self.supervisor.add(spec)
+            say(f"{process.name} is ready (pid {process.pid})")
+
+        for outcome in await asyncio.gather(*map(add, specs), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     def _check(self, wanted: Mapping[Role, int]) -> None:
         roles = WORKER_ROLES[self.supervisor.config.strategy]

@@ -13,6 +13,7 @@ from trtllm_disagg.control import SWITCHABLE
 from trtllm_disagg.deployment.orders import Describe, Switched, order
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.switching.frontend import Frontend, HttpFrontend, UnknownFrontends
+from trtllm_disagg.switching.plan import require_switchable
 from trtllm_disagg.switching.run import switch
 
 #: A worker that leaves waits until all frontends have heard of it.
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit code: 0 when switched, 1 when it failed on the way, 2 when a setting is wrong."""
+    require_switchable(args.to)
     if args.run_dir is not None and (args.namespace or args.frontend):
         raise ConfigError("--run-dir says where everything is; give no --namespace and no --frontend with it")
     up = order(args.run_dir, Describe()) if args.run_dir is not None else None

@@ -52,14 +52,19 @@ def worker(endpoint_id: str, instance_id: int, said: dict[str, Any]) -> Worker:
         ) from None
 
 
-def plan_switch(to: str, workers: Sequence[Worker]) -> SwitchPlan:
-    """Raises ConfigError, naming what is allowed, when `to` is no strategy that these workers can run."""
+def require_switchable(to: str) -> None:
+    """Raises ConfigError for what no running deployment can become."""
     if to not in SWITCHABLE:
         raise ConfigError.bad_value(
             "--to",
             to,
             f"one of {', '.join(SWITCHABLE)}; router and agg need other workers, in a deployment of their own",
         )
+
+
+def plan_switch(to: str, workers: Sequence[Worker]) -> SwitchPlan:
+    """Raises ConfigError, naming what is allowed, when `to` is no strategy that these workers can run."""
+    require_switchable(to)
     roles = Counter(w.is_.role for w in workers)
     there = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "none"
     if not roles[Role.PREFILL] or not roles[Role.DECODE]:
