@@ -64,7 +64,7 @@ def _chosen(config: WorkerConfig, parts: Parts, stage: WatchedStage, policy: Pol
     auto = Auto(by_length, ways, (own.value, other.value), stage.num_well, config.max_batch_size)
     ways["auto"] = auto
     deployed = {order.value: conditional(decider, local, ways[order.value]) for order in ORDERS}
-    return Choice(ways, deployed | {"auto": auto}, policy.strategy)
+    return Choice(ways, deployed | {"auto": auto}, policy.strategy, stage.check)
 
 
 def _named(name: str, whole: Generate) -> Generate:

@@ -215,6 +215,12 @@ class WorkerConfig:
         return self.role is not Role.AGG and self.strategy.first_stage_role is self.role
 
     @property
+    def tells_kv_events(self) -> bool:
+        """Some KV router listens: the frontend's, or as a second stage that of the first one."""
+        is_second = self.role is not Role.AGG and not self.is_first_stage
+        return self.publish_kv_events or (is_second and self.next_router == "kv")
+
+    @property
     def reads_kv_events(self) -> bool:
         """This worker wants to know itself what its engine has in its cache."""
         return self.role is not Role.AGG and (

@@ -19,7 +19,7 @@ async def create_publishers(
 ) -> list[Publisher]:
     """One for cache events and one for statistics; null ones where the flags say so."""
     sinks: list[EventSink] = []
-    if config.publish_kv_events:
+    if config.tells_kv_events:
         sinks.append(KvEventPublisher(endpoint, kv_block_size=block_size, enable_local_indexer=True))
     if config.reads_kv_events:
         sinks.append(policy.cached)

@@ -3,10 +3,10 @@
 from trtllm_disagg.runtime.errors import from_dynamo, to_dynamo
 from trtllm_disagg.runtime.handler import as_dynamo_handler
 from trtllm_disagg.runtime.place import Runtime, ServedModel
-from trtllm_disagg.runtime.stage import DynamoStageClient, DynamoStageInstance
+from trtllm_disagg.runtime.stage import DynamoDirectory, DynamoStageInstance
 
 __all__ = [
-    "DynamoStageClient",
+    "DynamoDirectory",
     "DynamoStageInstance",
     "Runtime",
     "ServedModel",

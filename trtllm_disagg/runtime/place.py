@@ -21,7 +21,8 @@ from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.runtime.handler import DESCRIBE, as_dynamo_handler
-from trtllm_disagg.runtime.stage import DynamoStageClient
+from trtllm_disagg.runtime.kv_overlaps import KvOverlaps
+from trtllm_disagg.runtime.stage import DynamoDirectory
 from trtllm_disagg.settings import parse_endpoint_id
 from trtllm_disagg.types import Generate
 
@@ -57,8 +58,8 @@ class Runtime:
         self._clients: dict[str, Any] = {}
         self._told_to_stop = False
 
-    async def second_stage(self, endpoint_id: str) -> DynamoStageClient | None:
-        """A client of the other stage, once an instance of it is there; None when told to stop before."""
+    async def second_stage(self, endpoint_id: str) -> DynamoDirectory | None:
+        """The instances of the other stage, once there is one; None when told to stop before."""
         client = await self._client(endpoint_id)
         log.info("waiting for the second stage at %s", endpoint_id)
         try:
@@ -67,11 +68,15 @@ class Runtime:
             if self._told_to_stop:
                 return None
             raise
-        return DynamoStageClient(client)
+        return DynamoDirectory(client)
 
-    async def stage(self, endpoint_id: str) -> DynamoStageClient:
+    async def stage(self, endpoint_id: str) -> DynamoDirectory:
         """The same without waiting: whoever is there when a request needs one."""
-        return DynamoStageClient(await self._client(endpoint_id))
+        return DynamoDirectory(await self._client(endpoint_id))
+
+    def overlaps(self, endpoint_id: str, block_size: int) -> KvOverlaps:
+        """What the instances at an endpoint have cached of a prompt."""
+        return KvOverlaps(self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted), block_size)
 
     async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
         """What those who are at an endpoint now say of themselves. Who does not answer is left out."""
@@ -91,19 +96,19 @@ class Runtime:
             self._clients[endpoint_id] = await endpoint.client()
         return self._clients[endpoint_id]
 
-    async def register(self, model: ServedModel) -> None:
-        """Make this worker known to the frontend."""
+    async def register(self, model: ServedModel, *, is_routed: bool = True) -> None:
+        """Make this worker known to the frontend; or, not `is_routed`, to the KV routers of the other stage only."""
         config = self._config
         card = ModelRuntimeConfig()
         card.total_kv_blocks = model.num_blocks
         card.max_num_seqs = model.max_batch_size
         card.max_num_batched_tokens = model.max_num_tokens
         card.context_length = model.max_seq_len
-        card.kv_event_publishing_enabled = config.publish_kv_events
+        card.kv_event_publishing_enabled = config.tells_kv_events
         card.enable_local_indexer = True
         card.tool_call_parser = config.tool_call_parser
         card.reasoning_parser = config.reasoning_parser
-        model_type, worker_type, needs = _registration(config)
+        model_type, worker_type, needs = _registration(config) if is_routed else _UNROUTED
         await register_model(
             ModelInput.Tokens,
             model_type,
@@ -155,5 +160,8 @@ def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
         return ModelType.Prefill, WorkerType.Prefill, [[WorkerType.Decode]]
     return served, WorkerType.Decode, [[WorkerType.Prefill]]
 
+
+#: A card without which no KvRouter listens to this worker's cache events. Any other worker type is trouble: measured.
+_UNROUTED: tuple[Any, Any, list[list[Any]]] = (ModelType.Empty, WorkerType.Aggregated, [])
 
 _MODEL_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions, "none": ModelType.Empty}
