@@ -95,6 +95,11 @@ class Worker:
                 return float(line.rpartition(" ")[2])
         return 0.0
 
+    def labels(self, name: str, label: str) -> set[str]:
+        """The values of a label that a metric has here."""
+        lines = [line for line in self._page().splitlines() if line.startswith(name + "{")]
+        return {match[1] for line in lines if (match := re.search(rf'\b{label}="([^"]*)"', line))}
+
     def held(self) -> dict[str, float]:
         return {name: value for name in HELD if (value := self.metric(name))}
 
