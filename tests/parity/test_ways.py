@@ -37,7 +37,7 @@ def asking(question: Question, *annotations: str) -> Question:
 def test_same_answer(
     strategy: Strategy, way: str, name: str, api: Api, stream: bool, deployed: Served, oracle: Oracle
 ) -> None:
-    (question,) = CASE[name].questions(oracle, api, stream, f"way-{way}-")
+    (question,) = CASE[name].questions(oracle, api, stream, f"way-{way}-{strategy}-")
 
     answer = ask(deployed.openai, asking(question, f"disagg:{way}"))
 
@@ -51,7 +51,7 @@ def test_same_answer(
 
 @every_order
 def test_a_long_request_is_not_kept_by_auto(strategy: Strategy, deployed: Served, oracle: Oracle) -> None:
-    (question,) = CASE["long_prompt"].questions(oracle, "completions", False, "auto-")
+    (question,) = CASE["long_prompt"].questions(oracle, "completions", False, f"auto-{strategy}-")
     answer = ask(deployed.openai, asking(question, "disagg:auto"))
     assert answer == oracle.answer(question)
     assert isinstance(answer, Answer)
