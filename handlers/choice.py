@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.live import Live
@@ -16,17 +16,23 @@ _ASSIGNMENT = "="
 
 class Choice:
     def __init__(
-        self, ways: Mapping[str, Generate], deployed: Mapping[str, Generate], strategy: Live[str]
+        self,
+        ways: Mapping[str, Generate],
+        deployed: Mapping[str, Generate],
+        strategy: Live[str],
+        check: Callable[[GenerateRequest], None],
     ) -> None:
         """`ways`, by the names that a request may ask for, do exactly that. `deployed` are those that a deployment
-        may have as its `strategy`; a decider is in them.
+        may have as its `strategy`; a decider is in them. `check` is for what else a request wishes for.
         """
         self._ways = ways
         self._deployed = deployed
         self._strategy = strategy
+        self._check = check
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         """Raises InvalidRequestError for a name that is none."""
+        self._check(request)
         if request.errand is not None and request.errand.strategy is not None:
             name, reason = self._known(request.errand.strategy), "asked_by_worker"
         elif (asked := asked_way(request)) is not None:

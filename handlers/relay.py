@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 from trtllm_disagg.errors import PeerUnavailableError
 from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.handlers.selection import NEXT
 from trtllm_disagg.types import Errand, Generate, GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire import decode_chunk, encode_request
 
@@ -18,7 +19,10 @@ def relayed(stage: StageClient, strategy: str) -> Generate:
         instance = await stage.pick(request)
         request.journey.facts["first_stage"] = f"{instance.instance_id:x}"
         has_ended = False
-        async with aclosing(instance.call(encode_request(request, errand), context)) as answers:
+        raw = encode_request(request, errand)
+        # A wish for an instance has been heard here; the other worker calls somebody else.
+        raw["annotations"] = [each for each in request.annotations if not each.startswith(NEXT)]
+        async with aclosing(instance.call(raw, context)) as answers:
             async for raw in answers:
                 chunk = decode_chunk(raw)
                 has_ended = chunk.finish_reason is not None

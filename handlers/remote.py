@@ -31,6 +31,10 @@ class StageClient(Protocol):
         """Who is there now."""
         ...
 
+    def check(self, request: GenerateRequest) -> None:
+        """Raise InvalidRequestError when it wishes for an instance that never was."""
+        ...
+
 
 class StageInstance(Protocol):
     """One of them."""
@@ -57,6 +61,9 @@ class NoStage:
 
     def instance_ids(self) -> Collection[int]:
         return ()
+
+    def check(self, request: GenerateRequest) -> None:
+        """Nobody is there to wish for."""
 
 
 PREFILL, DECODE = Errand("prefill"), Errand("decode")

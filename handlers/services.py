@@ -52,7 +52,9 @@ def _chosen(config: WorkerConfig, parts: Parts, stage: WatchedStage, policy: Pol
 
     def with_fallback(whole: Generate) -> Generate:
         rungs = [Rung("other_instance", whole)] * config.max_tries
-        return ladder([*rungs, Rung("local", local)] if config.on_missing_stage == "local" else rungs)
+        return ladder(
+            [*rungs, Rung("local", local, "local")] if config.on_missing_stage == "local" else rungs
+        )
 
     ways: dict[str, Generate] = {
         "local": local,
@@ -64,7 +66,7 @@ def _chosen(config: WorkerConfig, parts: Parts, stage: WatchedStage, policy: Pol
     auto = Auto(by_length, ways, (own.value, other.value), stage.num_well, config.max_batch_size)
     ways["auto"] = auto
     deployed = {order.value: conditional(decider, local, ways[order.value]) for order in ORDERS}
-    return Choice(ways, deployed | {"auto": auto}, policy.strategy)
+    return Choice(ways, deployed | {"auto": auto}, policy.strategy, stage.check)
 
 
 def _named(name: str, whole: Generate) -> Generate:

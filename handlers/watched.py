@@ -33,6 +33,9 @@ class WatchedStage:
     def instance_ids(self) -> Collection[int]:
         return self._stage.instance_ids()
 
+    def check(self, request: GenerateRequest) -> None:
+        self._stage.check(request)
+
     def num_well(self) -> int:
         """Instances whose breaker is closed."""
         return len(set(self.instance_ids()) - self._breaker.open())

@@ -215,6 +215,16 @@ class WorkerConfig:
         return self.role is not Role.AGG and self.strategy.first_stage_role is self.role
 
     @property
+    def tells_kv_events(self) -> bool:
+        """Some KV router listens: the frontend's, or those of the other role."""
+        return self.publish_kv_events or self.tells_peers
+
+    @property
+    def tells_peers(self) -> bool:
+        """Workers of the other role choose among those of this one by what these have cached."""
+        return self.may_switch and self.next_router == "kv"
+
+    @property
     def reads_kv_events(self) -> bool:
         """This worker wants to know itself what its engine has in its cache."""
         return self.role is not Role.AGG and (

@@ -206,9 +206,10 @@ def _check_role(args: Args, config: WorkerConfig) -> None:
 
 def _set_up_events(args: Args, config: WorkerConfig) -> None:
     """KV events are polled from a buffer in the engine, which is off by default."""
-    if not (config.publish_kv_events or config.reads_kv_events):
+    if not (config.tells_kv_events or config.reads_kv_events):
         return
-    flag = flag_of("publish_kv_events" if config.publish_kv_events else "prefill_decider")
+    readers = ("publish_kv_events", "next_router", "prefill_decider")
+    flag = flag_of(next((name for name in readers if config.is_explicit(name)), "publish_kv_events"))
     key = "kv_cache_config.kv_events_config.enable_kv_cache_events"
     if _get(args, key):
         raise ConfigError.bad_value(key, True, f"false with {flag}, which polls the events")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -29,9 +29,9 @@ class Registration(Protocol):
 
 
 class OtherStage(Protocol):
-    """`runtime.DynamoStageClient`, as far as it is used here."""
+    """`handlers.remote.StageClient`, as far as it is used here."""
 
-    def instance_ids(self) -> list[int]: ...
+    def instance_ids(self) -> Collection[int]: ...
 
 
 class Standing:

@@ -48,6 +48,9 @@ class OutputOptions(msgspec.Struct, frozen=True):
 class Routing(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     dp_rank: int | None = None
+    #: Pins of the second stage, as Dynamo's headers and `nvext` become.
+    prefill_worker_id: int | None = None
+    decode_worker_id: int | None = None
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -132,6 +135,8 @@ class GenerateRequest:
     prefill_result: PrefillResult | None = None
     rendezvous: Rendezvous | None = None
     errand: Errand | None = None
+    #: By role, the instance of the other stage that the caller wants.
+    pins: dict[str, int | None] = field(default_factory=dict)
     #: Instances that failed this request already.
     avoid: frozenset[int] = frozenset()
     journey: Journey = field(default_factory=Journey, compare=False)

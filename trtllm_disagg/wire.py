@@ -58,6 +58,7 @@ def decode_request(raw: dict[str, Any]) -> GenerateRequest:
         prefill_result=wire.prefill_result,
         rendezvous=wire.rendezvous,
         errand=wire.errand,
+        pins={"prefill": routing.prefill_worker_id, "decode": routing.decode_worker_id},
     )
     _require_servable(request)
     return request

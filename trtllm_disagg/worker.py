@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,16 @@ from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.journal import journaled
 from trtllm_disagg.handlers.policy import Policy, watch_policy_file
-from trtllm_disagg.handlers.remote import NoStage
+from trtllm_disagg.handlers.remote import NoStage, StageClient
+from trtllm_disagg.handlers.selection import (
+    BestCached,
+    InFlight,
+    LeastLoaded,
+    Random,
+    RoundRobin,
+    SelectedStage,
+    Selector,
+)
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
 from trtllm_disagg.publisher.create import create_publishers
@@ -53,29 +62,31 @@ async def run_worker(config: WorkerConfig) -> None:
 async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engine, runtime: Runtime) -> None:
     block_size, num_blocks = _capacity(config, engine)
     me = describe_worker(config, engine_args, block_size, _weights(config), engine.ctx_info_endpoint)
-    client: Any = NoStage()
+    stage: StageClient = NoStage()
     runtime.stop_on_signals(_drain(engine))
     if config.next_endpoint_id is not None:
-        client = await runtime.second_stage(config.next_endpoint_id)
-        if client is None:
+        second = await runtime.second_stage(config.next_endpoint_id)
+        if second is None:
             return
-        require_pair(me, await client.describe())
-    elif config.partner_endpoint_id is not None:
-        client = await runtime.stage(config.partner_endpoint_id)
+        require_pair(me, await second.describe())
+    if config.partner_endpoint_id is not None:
+        stage = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
     await _require_fit(config, runtime, me)
     policy = Policy.of(config, block_size)
     model = ServedModel(
         block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
     )
-    standing = Standing(config, me, policy, client, Registration(runtime, model))
+    standing = Standing(config, me, policy, stage, Registration(runtime, model))
     generate = standing.counting(
-        journaled(build_generate(config, engine, client, policy), _part(config), policy.counts)
+        journaled(build_generate(config, engine, stage, policy), _part(config), policy.counts)
     )
-    publishers = await create_publishers(config, runtime.front, engine.llm, block_size, policy)
+    publishers = await create_publishers(config, runtime.front, runtime.peer, engine.llm, block_size, policy)
     for publisher in publishers:
         await publisher.start()
 
     async def introduce() -> None:
+        if config.tells_peers:
+            await runtime.register_for_peers(model)
         await standing.take()
         # Once more: somebody may have come at the same time.
         await _require_fit(config, runtime, me)
@@ -89,6 +100,26 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
     finally:
         for publisher in publishers:
             await publisher.stop()
+
+
+async def _other_stage(
+    config: WorkerConfig, endpoint_id: str, runtime: Runtime, block_size: int
+) -> StageClient:
+    in_flight = InFlight()
+    selectors: dict[str, Callable[[], Selector]] = {
+        "round_robin": RoundRobin,
+        "random": Random,
+        "least_loaded": lambda: LeastLoaded(in_flight),
+        "kv": lambda: BestCached(runtime.overlaps(endpoint_id, block_size), in_flight),
+    }
+    role = Role.DECODE if config.role is Role.PREFILL else Role.PREFILL
+    return SelectedStage(
+        await runtime.stage(endpoint_id),
+        selectors[config.next_router](),
+        in_flight,
+        role.value,
+        runtime.instance_id,
+    )
 
 
 async def _require_fit(config: WorkerConfig, runtime: Runtime, me: dict[str, Any]) -> None:

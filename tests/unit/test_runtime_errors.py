@@ -27,9 +27,10 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.remote import NoStage
+from trtllm_disagg.handlers.selection import InFlight, RoundRobin, SelectedStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.runtime import (
-    DynamoStageClient,
+    DynamoDirectory,
     Runtime,
     as_dynamo_handler,
     from_dynamo,
@@ -201,7 +202,7 @@ async def test_a_worker_without_a_second_stage_calls_nobody() -> None:
 
 
 @asynccontextmanager
-async def served(generate: Generate) -> AsyncIterator[DynamoStageClient]:
+async def served(generate: Generate) -> AsyncIterator[DynamoDirectory]:
     """A client of a second stage that answers so."""
     config = WorkerConfig(
         model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST, discovery_backend="mem"
@@ -237,8 +238,12 @@ async def test_every_error_crosses(chunks_before: int) -> None:
         assert await client.describe() == {"role": "decode"}
 
 
-async def read(client: DynamoStageClient, into: list[Any]) -> None:
-    instance = await client.pick(request())
+def selected(directory: DynamoDirectory) -> SelectedStage:
+    return SelectedStage(directory, RoundRobin(), InFlight(), "decode")
+
+
+async def read(client: DynamoDirectory, into: list[Any]) -> None:
+    instance = client.instance(client.instance_ids()[0])
     async for answer in instance.call(raw_request(), Context()):
         into.append(answer)
 
@@ -252,7 +257,7 @@ async def test_both_stages_over_dynamo() -> None:
         return build_generate(config, engines[role], client)
 
     async with served(handler(Role.DECODE, NoStage())) as client:
-        generate = handler(Role.PREFILL, client)
+        generate = handler(Role.PREFILL, selected(client))
         chunks = await collect(generate, request(), context=Context())
     assert tokens_of(chunks) == expected_tokens(5)
     assert len(LLM.kv_store) == 0
@@ -267,7 +272,7 @@ async def test_a_client_that_leaves_stops_both_stages() -> None:
     first = WorkerConfig(model="m", role=Role.PREFILL, strategy=Strategy.PREFILL_FIRST)
     context = Context()
     async with served(build_generate(second, decode, NoStage())) as client:
-        chunks = build_generate(first, prefill, client)(request(max_tokens=50), context)
+        chunks = build_generate(first, prefill, selected(client))(request(max_tokens=50), context)
         seen = [await anext(chunks) for _ in range(3)]
         context.stop_generating()
         seen += [chunk async for chunk in chunks]

@@ -21,8 +21,8 @@ WORKER_ROLES: Mapping[Strategy, tuple[Role, ...]] = {
     "agg": ("agg",),
     "prefill_first": ("prefill", "decode"),
     "decode_first": ("prefill", "decode"),
-    "auto": ("prefill", "decode"),
     "router": ("prefill", "decode"),
+    "auto": ("prefill", "decode"),
 }
 
 # The frontend picks among these by what their KV caches hold.
@@ -30,8 +30,8 @@ KV_ROUTED_ROLES: Mapping[Strategy, tuple[Role, ...]] = {
     "agg": ("agg",),
     "prefill_first": ("prefill",),
     "decode_first": ("decode",),
-    "auto": ("decode",),
     "router": ("prefill", "decode"),
+    "auto": ("decode",),
 }
 
 # Whoever is called by others stops after its callers, so that a request in flight still finds its next stage.
@@ -39,8 +39,8 @@ STOP_ORDER: Mapping[Strategy, tuple[tuple[Role, ...], ...]] = {
     "agg": (("agg",), ("frontend",)),
     "prefill_first": (("prefill",), ("decode",), ("frontend",)),
     "decode_first": (("decode",), ("prefill",), ("frontend",)),
-    "auto": (("decode",), ("prefill",), ("frontend",)),
     "router": (("prefill",), ("decode",), ("frontend",)),
+    "auto": (("decode",), ("prefill",), ("frontend",)),
 }
 
 # Settings that the user's environment may override.

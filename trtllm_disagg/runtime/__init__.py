@@ -4,11 +4,11 @@ from trtllm_disagg.runtime.controller import Controller, controller
 from trtllm_disagg.runtime.errors import from_dynamo, to_dynamo
 from trtllm_disagg.runtime.handler import as_dynamo_handler, refuse_control
 from trtllm_disagg.runtime.place import Registration, Runtime, ServedModel
-from trtllm_disagg.runtime.stage import DynamoStageClient, DynamoStageInstance
+from trtllm_disagg.runtime.stage import DynamoDirectory, DynamoStageInstance
 
 __all__ = [
     "Controller",
-    "DynamoStageClient",
+    "DynamoDirectory",
     "DynamoStageInstance",
     "Registration",
     "Runtime",

@@ -22,7 +22,8 @@ from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.runtime.handler import DESCRIBE, Obey, as_dynamo_handler
-from trtllm_disagg.runtime.stage import DynamoStageClient
+from trtllm_disagg.runtime.kv_overlaps import KvOverlaps
+from trtllm_disagg.runtime.stage import DynamoDirectory
 from trtllm_disagg.settings import parse_endpoint_id
 from trtllm_disagg.types import Generate
 
@@ -54,7 +55,7 @@ class Runtime:
             event_plane=config.event_plane,
         )
         #: Where workers of the other role call this one, and where frontends do while it is a first stage.
-        self._peer = self._endpoint(config.peer_endpoint_id)
+        self.peer = self._endpoint(config.peer_endpoint_id)
         self.front = self._endpoint(config.front_endpoint_id)
         #: The same at both.
         self.instance_id: int = self.front.connection_id()
@@ -66,8 +67,8 @@ class Runtime:
         self._clients: dict[str, Any] = {}
         self._told_to_stop = False
 
-    async def second_stage(self, endpoint_id: str) -> DynamoStageClient | None:
-        """A client of the other stage, once an instance of it is there; None when told to stop before."""
+    async def second_stage(self, endpoint_id: str) -> DynamoDirectory | None:
+        """The instances of the other stage, once there is one; None when told to stop before."""
         client = await self._client(endpoint_id)
         log.info("waiting for the second stage at %s", endpoint_id)
         try:
@@ -76,11 +77,15 @@ class Runtime:
             if self._told_to_stop:
                 return None
             raise
-        return DynamoStageClient(client)
+        return DynamoDirectory(client)
 
-    async def stage(self, endpoint_id: str) -> DynamoStageClient:
+    async def stage(self, endpoint_id: str) -> DynamoDirectory:
         """The same without waiting: whoever is there when a request needs one."""
-        return DynamoStageClient(await self._client(endpoint_id))
+        return DynamoDirectory(await self._client(endpoint_id))
+
+    def overlaps(self, endpoint_id: str, block_size: int) -> KvOverlaps:
+        """What the instances at an endpoint have cached of a prompt."""
+        return KvOverlaps(self._endpoint(endpoint_id), block_size)
 
     async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
         """What those who are at an endpoint now say of themselves. Who does not answer is left out."""
@@ -114,22 +119,31 @@ class Runtime:
 
     async def register(self, model: ServedModel) -> None:
         """Make this worker known to frontends. It serves."""
+        await self._list(self._config.front_endpoint_id, self.front)
+        await self._put_card(model, self.front, _registration(self._config), self._config.publish_kv_events)
+
+    async def register_for_peers(self, model: ServedModel) -> None:
+        """Have the KV routers of the other role listen to this worker. Frontends send it nothing for that."""
+        await self._put_card(model, self.peer, _UNROUTED, True)
+
+    async def _put_card(
+        self, model: ServedModel, endpoint: Any, kind: tuple[Any, Any, list[list[Any]]], tells_events: bool
+    ) -> None:
         config = self._config
-        await self._list(config.front_endpoint_id, self.front)
         card = ModelRuntimeConfig()
         card.total_kv_blocks = model.num_blocks
         card.max_num_seqs = model.max_batch_size
         card.max_num_batched_tokens = model.max_num_tokens
         card.context_length = model.max_seq_len
-        card.kv_event_publishing_enabled = config.publish_kv_events
+        card.kv_event_publishing_enabled = tells_events
         card.enable_local_indexer = True
         card.tool_call_parser = config.tool_call_parser
         card.reasoning_parser = config.reasoning_parser
-        model_type, worker_type, needs = _registration(config)
+        model_type, worker_type, needs = kind
         await register_model(
             ModelInput.Tokens,
             model_type,
-            self.front,
+            endpoint,
             config.model,
             config.model_name,
             worker_type=worker_type,
@@ -155,7 +169,7 @@ class Runtime:
         """
         self._handler = as_dynamo_handler(generate, describe, obey)
         if self._config.may_switch:
-            await self._list(self._config.peer_endpoint_id, self._peer)
+            await self._list(self._config.peer_endpoint_id, self.peer)
         else:
             await self._list(self._config.front_endpoint_id, self.front)
         for serving in list(self._serving.values()):
@@ -218,5 +232,8 @@ def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
         return ModelType.Prefill, WorkerType.Prefill, [[WorkerType.Decode]]
     return served, WorkerType.Decode, [[WorkerType.Prefill]]
 
+
+#: A card without which no KvRouter listens to this worker's cache events. Any other worker type is trouble: measured.
+_UNROUTED: tuple[Any, Any, list[list[Any]]] = (ModelType.Empty, WorkerType.Aggregated, [])
 
 _MODEL_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions, "none": ModelType.Empty}

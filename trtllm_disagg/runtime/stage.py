@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -10,39 +9,28 @@ from typing import Any
 from trtllm_disagg import errors
 from trtllm_disagg.runtime.errors import from_dynamo
 from trtllm_disagg.runtime.handler import DESCRIBE
-from trtllm_disagg.types import GenerateRequest, RequestContext
+from trtllm_disagg.types import RequestContext
 
 
-class DynamoStageClient:
-    """Picks instances in turn."""
+class DynamoDirectory:
+    """Who is at an endpoint."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._turns = itertools.count()
         self._described: dict[int, dict[str, Any]] = {}
-
-    async def describe(self) -> dict[str, Any]:
-        """What an instance of the other stage says of itself. Raises a DisaggError."""
-        return await self._instance(self._next(frozenset())).describe()
-
-    async def pick(self, request: GenerateRequest) -> DynamoStageInstance:
-        return self._instance(self._next(request.avoid))
 
     def instance_ids(self) -> list[int]:
         ids: list[int] = self._client.instance_ids()
         return ids
 
-    def _next(self, avoid: frozenset[int]) -> int:
-        alive: list[int] = [
-            instance_id for instance_id in self._client.instance_ids() if instance_id not in avoid
-        ]
-        if not alive:
-            raise errors.NoInstanceError("no instance of the other stage is there")
-        self._described = {i: said for i, said in self._described.items() if i in alive}
-        return alive[next(self._turns) % len(alive)]
-
-    def _instance(self, instance_id: int) -> DynamoStageInstance:
+    def instance(self, instance_id: int) -> DynamoStageInstance:
         return DynamoStageInstance(self._client, instance_id, self._described)
+
+    async def describe(self) -> dict[str, Any]:
+        """What any of them says of itself. Raises a DisaggError."""
+        for instance_id in self.instance_ids():
+            return await self.instance(instance_id).describe()
+        raise errors.NoInstanceError("no instance of the other stage is there")
 
 
 class DynamoStageInstance:

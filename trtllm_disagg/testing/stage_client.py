@@ -95,6 +95,9 @@ class RecordingStageClient:
     def instance_ids(self) -> Sequence[int]:
         return [self.instance_id]
 
+    def check(self, request: GenerateRequest) -> None:
+        """Wishes are not looked at."""
+
     async def describe(self) -> Raw:
         return self.description
 

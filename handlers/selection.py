@@ -1,0 +1,207 @@
+"""Which instance of the other stage gets a request: `--next-router`, and pins that a request brings along."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
+from trtllm_disagg.handlers.remote import StageInstance
+from trtllm_disagg.types import GenerateRequest, RequestContext
+
+log = logging.getLogger(__name__)
+
+#: `nvext.annotations: ["disagg:next=1a2b,3c4d"]`: ids as logs and answers print them.
+NEXT = "disagg:next="
+
+
+class Directory(Protocol):
+    """The instances of the other stage."""
+
+    def instance_ids(self) -> Collection[int]: ...
+
+    def instance(self, instance_id: int) -> StageInstance: ...
+
+
+class Selector(Protocol):
+    async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
+        """One of `candidates`, of which there is one at least."""
+        ...
+
+
+class InFlight:
+    """What this worker has running on each instance, in tokens of their prompts."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}
+
+    def __getitem__(self, instance_id: int) -> int:
+        return self._tokens.get(instance_id, 0)
+
+    def add(self, instance_id: int, tokens: int) -> None:
+        rest = self[instance_id] + tokens
+        if rest:
+            self._tokens[instance_id] = rest
+        else:
+            del self._tokens[instance_id]
+
+
+class RoundRobin:
+    def __init__(self) -> None:
+        self._turns = itertools.count()
+
+    async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
+        return sorted(candidates)[next(self._turns) % len(candidates)]
+
+
+class Random:
+    def __init__(self, numbers: random.Random | None = None) -> None:
+        self._numbers = numbers or random.Random()
+
+    async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
+        return self._numbers.choice(candidates)
+
+
+class LeastLoaded:
+    """The fewest prompt tokens in flight from here; among equals, in turn."""
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
+        self._turns = RoundRobin()
+
+    async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
+        return await _cheapest(request, candidates, self._in_flight.__getitem__, self._turns)
+
+
+#: Tokens of a prompt that each instance has in its cache. May fail.
+Overlaps = Callable[[GenerateRequest], Awaitable[Mapping[int, int]]]
+
+
+class BestCached:
+    """The least work: what is not cached of this prompt there, plus what is in flight there."""
+
+    def __init__(self, overlaps: Overlaps, in_flight: InFlight) -> None:
+        self._overlaps = overlaps
+        self._in_flight = in_flight
+        self._turns = RoundRobin()
+        self._is_failing = False
+
+    async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
+        cached = await self._cached(request)
+        return await _cheapest(
+            request, candidates, lambda each: self._in_flight[each] - cached.get(each, 0), self._turns
+        )
+
+    async def _cached(self, request: GenerateRequest) -> Mapping[int, int]:
+        """Nothing, when the router cannot tell: a request does not fail of that."""
+        try:
+            cached = await self._overlaps(request)
+        except Exception as error:
+            if not self._is_failing:
+                log.warning("the KV router does not answer, so load alone decides: %s", error)
+            self._is_failing = True
+            return {}
+        self._is_failing = False
+        return cached
+
+
+async def _cheapest(
+    request: GenerateRequest, candidates: Sequence[int], cost: Callable[[int], int], turns: RoundRobin
+) -> int:
+    costs = {each: cost(each) for each in candidates}
+    least = min(costs.values())
+    return await turns.choose(request, [each for each in candidates if costs[each] == least])
+
+
+class SelectedStage:
+    """A StageClient: pins first, then the selector, among who is there and has not failed this request."""
+
+    def __init__(
+        self, directory: Directory, selector: Selector, in_flight: InFlight, role: str, own_id: int = 0
+    ) -> None:
+        """`role` of the other stage: prefill or decode. `own_id` is this worker's instance."""
+        self._own_id = own_id
+        self._directory = directory
+        self._selector = selector
+        self._in_flight = in_flight
+        self._role = role
+        #: Whoever was ever there: a pin to one of them is a wish, a pin to anybody else a mistake.
+        self._known: set[int] = set()
+
+    def instance_ids(self) -> Collection[int]:
+        ids = self._directory.instance_ids()
+        self._known.update(ids)
+        return ids
+
+    async def pick(self, request: GenerateRequest) -> CountedInstance:
+        allowed = [each for each in self.instance_ids() if each not in request.avoid]
+        if not allowed:
+            raise NoInstanceError(f"no {self._role} instance is there that this request may be sent to")
+        chosen = await self._selector.choose(request, self._pinned(request, allowed) or allowed)
+        instance = self._directory.instance(chosen)
+        return CountedInstance(instance, self._in_flight, len(request.token_ids))
+
+    def check(self, request: GenerateRequest) -> None:
+        strangers = [pin for pin in self._pins(request) if pin not in self._known]
+        strangers = [pin for pin in strangers if pin not in self.instance_ids()]
+        if strangers:
+            there = ", ".join(f"{each:x}" for each in sorted(self.instance_ids())) or "none, nobody is there"
+            raise InvalidRequestError(
+                f"pinned {self._role} instance {strangers[0]:x} is not known; expected one of {there}"
+            )
+
+    def _pins(self, request: GenerateRequest) -> list[int]:
+        """Dynamo calls whatever worker its header asks for a decode worker, so that may be this one."""
+        return [pin for pin in pins_of(request, self._role) if pin != self._own_id]
+
+    def _pinned(self, request: GenerateRequest, allowed: Sequence[int]) -> list[int]:
+        pins = self._pins(request)
+        there_too = [pin for pin in pins if pin in allowed]
+        if pins and not there_too and not request.avoid:
+            names = ", ".join(f"{pin:x}" for pin in pins)
+            request.journey.fell_back("other_instance", f"pinned {self._role} instance {names} is gone")
+        return there_too
+
+
+def pins_of(request: GenerateRequest, role: str) -> list[int]:
+    """By annotation, or by what Dynamo makes of its headers and `nvext`. Raises InvalidRequestError."""
+    annotated = [a.removeprefix(NEXT) for a in request.annotations if a.startswith(NEXT)]
+    try:
+        pins = [int(word, 16) for words in annotated for word in words.split(",")]
+    except ValueError:
+        raise InvalidRequestError(
+            f"nvext.annotations: {NEXT + annotated[0]!r} is not allowed; expected hexadecimal ids with commas"
+        ) from None
+    by_dynamo = request.pins.get(role)
+    return pins if pins or by_dynamo is None else [by_dynamo]
+
+
+class CountedInstance:
+    """Its calls count as load while they run."""
+
+    def __init__(self, instance: StageInstance, in_flight: InFlight, tokens: int) -> None:
+        self._instance = instance
+        self._in_flight = in_flight
+        self._tokens = tokens
+
+    @property
+    def instance_id(self) -> int:
+        return self._instance.instance_id
+
+    async def describe(self) -> dict[str, Any]:
+        return await self._instance.describe()
+
+    async def call(
+        self, request: dict[str, Any], context: RequestContext
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        self._in_flight.add(self.instance_id, self._tokens)
+        try:
+            async with aclosing(self._instance.call(request, context)) as answers:
+                async for answer in answers:
+                    yield answer
+        finally:
+            self._in_flight.add(self.instance_id, -self._tokens)

@@ -1,0 +1,191 @@
+"""Which instance gets a request: never one that is gone or has failed it, and in the way that was asked for."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.handling import request
+from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
+from trtllm_disagg.handlers.selection import (
+    NEXT,
+    BestCached,
+    InFlight,
+    LeastLoaded,
+    Random,
+    RoundRobin,
+    SelectedStage,
+    Selector,
+)
+from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.types import GenerateRequest, RequestContext
+
+
+class Instance:
+    def __init__(self, instance_id: int) -> None:
+        self.instance_id = instance_id
+
+    async def describe(self) -> dict[str, Any]:
+        return {"id": self.instance_id}
+
+    async def call(
+        self, request: dict[str, Any], context: RequestContext
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        for number in range(3):
+            yield {"token_ids": [number]}
+
+
+class Directory:
+    def __init__(self, *ids: int) -> None:
+        self.ids = list(ids)
+
+    def instance_ids(self) -> Sequence[int]:
+        return self.ids
+
+    def instance(self, instance_id: int) -> Instance:
+        assert instance_id in self.ids
+        return Instance(instance_id)
+
+
+def stage(directory: Directory, selector: Selector | None = None, own_id: int = 99) -> SelectedStage:
+    return SelectedStage(directory, selector or RoundRobin(), InFlight(), "decode", own_id)
+
+
+def cached(**tokens: int) -> Any:
+    async def overlaps(request: GenerateRequest) -> Mapping[int, int]:
+        return {int(name[1:]): count for name, count in tokens.items()}
+
+    return overlaps
+
+
+async def unable(request: GenerateRequest) -> Mapping[int, int]:
+    raise RuntimeError("no endpoints available to route work")
+
+
+def selectors() -> list[Selector]:
+    load = InFlight()
+    return [
+        RoundRobin(),
+        Random(random.Random(1)),
+        LeastLoaded(load),
+        BestCached(cached(i1=100, i7=50), load),
+        BestCached(unable, load),
+    ]
+
+
+@given(
+    st.sets(st.integers(1, 9), max_size=5), st.frozensets(st.integers(1, 9), max_size=5), st.integers(0, 4)
+)
+async def test_never_one_that_is_gone_or_has_failed(ids: set[int], avoid: frozenset[int], which: int) -> None:
+    selected = stage(Directory(*ids), selectors()[which])
+    asked = request()
+    for each in avoid:
+        asked = asked.avoiding(each)
+    if ids - avoid:
+        assert (await selected.pick(asked)).instance_id in ids - avoid
+    else:
+        with pytest.raises(NoInstanceError, match="no decode instance"):
+            await selected.pick(asked)
+
+
+@pytest.mark.parametrize("selector", [RoundRobin(), LeastLoaded(InFlight()), BestCached(unable, InFlight())])
+async def test_equals_take_turns(selector: Selector) -> None:
+    chosen = Counter([await selector.choose(request(), [3, 1, 2]) for _ in range(9)])
+    assert chosen == {1: 3, 2: 3, 3: 3}
+
+
+async def test_random_takes_everybody() -> None:
+    selector = Random(random.Random(0))
+    assert {await selector.choose(request(), [1, 2, 3]) for _ in range(50)} == {1, 2, 3}
+
+
+async def test_the_least_loaded_one() -> None:
+    load = InFlight()
+    selector = LeastLoaded(load)
+    load.add(1, 10)
+    load.add(2, 5)
+    assert [await selector.choose(request(), [1, 2]) for _ in range(3)] == [2, 2, 2]
+    load.add(2, 6)
+    assert await selector.choose(request(), [1, 2]) == 1
+
+
+async def test_the_best_cached_one_unless_it_is_too_busy() -> None:
+    load = InFlight()
+    selector = BestCached(cached(i1=64), load)
+    assert [await selector.choose(request(), [1, 2, 3]) for _ in range(3)] == [1, 1, 1]
+    load.add(1, 65)
+    assert await selector.choose(request(), [1, 2, 3]) in (2, 3)
+
+
+async def test_a_router_that_cannot_tell_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    selector = BestCached(unable, InFlight())
+    for _ in range(5):
+        await selector.choose(request(), [1])
+    assert caplog.text.count("load alone decides") == 1
+
+
+async def test_a_call_is_load_while_it_runs() -> None:
+    load = InFlight()
+    selected = SelectedStage(Directory(1), RoundRobin(), load, "decode")
+    answers = (await selected.pick(request())).call({}, FakeContext())
+    assert load[1] == 0
+    await anext(answers)
+    assert load[1] == 3
+    await answers.aclose()
+    assert load[1] == 0
+
+
+# -- pins
+
+
+def pinning(*words: str) -> GenerateRequest:
+    return request(annotations=[NEXT + word for word in words])
+
+
+async def test_a_pin_is_kept() -> None:
+    selected = stage(Directory(0x1A, 0x2B, 0x3C))
+    assert {(await selected.pick(pinning("2b"))).instance_id for _ in range(5)} == {0x2B}
+    assert {(await selected.pick(pinning("2b,3c"))).instance_id for _ in range(6)} == {0x2B, 0x3C}
+
+
+async def test_dynamos_way_to_pin() -> None:
+    selected = stage(Directory(1, 2, 3))
+    asked = request(routing={"decode_worker_id": 3, "prefill_worker_id": 1})
+    assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {3}
+
+
+async def test_dynamos_pin_of_this_worker_is_no_wish() -> None:
+    selected = stage(Directory(1, 2), own_id=99)
+    asked = request(routing={"decode_worker_id": 99})
+    selected.check(asked)
+    assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (pinning("5"), "pinned decode instance 5 is not known; expected one of 1a, 2b"),
+        (request(routing={"decode_worker_id": 5}), "pinned decode instance 5 is not known"),
+        (pinning("xyz"), "'disagg:next=xyz' is not allowed; expected hexadecimal ids with commas"),
+    ],
+)
+def test_a_stranger_is_refused(asked: GenerateRequest, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        stage(Directory(0x1A, 0x2B)).check(asked)
+
+
+async def test_who_is_gone_is_replaced_and_it_is_told() -> None:
+    directory = Directory(1, 2)
+    selected = stage(directory)
+    await selected.pick(pinning("2"))
+    directory.ids.remove(2)
+    asked = pinning("2")
+    selected.check(asked)
+    assert (await selected.pick(asked)).instance_id == 1
+    assert asked.journey.fallbacks == ["other_instance: pinned decode instance 2 is gone"]
