@@ -164,9 +164,7 @@ class WorkerConfig:
             raise ConfigError.bad_value(
                 flag_of("endpoint"), self.endpoint, f"an endpoint in the namespace {self.namespace!r}"
             )
-        if self.schedule_style is ScheduleStyle.GENERATION_FIRST and (
-            self.role is Role.AGG or self.strategy is Strategy.ROUTER
-        ):
+        if self.schedule_style is ScheduleStyle.GENERATION_FIRST and not self.may_switch:
             raise ConfigError.bad_value(
                 flag_of("schedule_style"),
                 self.schedule_style.value,
@@ -181,7 +179,7 @@ class WorkerConfig:
             )
 
     def _check_orchestration(self) -> None:
-        if self.role is not Role.AGG and self.strategy is not Strategy.ROUTER:
+        if self.may_switch:
             return
         for name in ORCHESTRATION:
             if getattr(self, name) != SETTINGS[name].default:
@@ -238,9 +236,7 @@ class WorkerConfig:
 
     @property
     def front_endpoint_id(self) -> str:
-        """Where frontends reach this worker while it is a first stage. Both roles share it: a frontend sees one group
-        of workers, whoever of them comes or leaves.
-        """
+        """Where frontends reach this worker while it is a first stage; both roles share it."""
         if self.endpoint is not None and self.is_first_stage:
             return self.endpoint
         is_routed_prefill = self.strategy is Strategy.ROUTER and self.role is Role.PREFILL
@@ -258,9 +254,7 @@ class WorkerConfig:
     @property
     def next_endpoint_id(self) -> str | None:
         """Where the second stage is reached; None on a worker that calls nobody."""
-        if not self.calls_second_stage:
-            return None
-        return self.next_endpoint or self._default_partner
+        return (self.next_endpoint or self._default_partner) if self.calls_second_stage else None
 
     @property
     def partner_endpoint_id(self) -> str | None:
