@@ -224,10 +224,9 @@ class WorkerConfig:
 
     @property
     def reads_kv_events(self) -> bool:
-        """This worker wants to know itself what its engine has in its cache."""
-        return self.role is not Role.AGG and (
-            self.prefill_decider != "always" or self.strategy is Strategy.AUTO
-        )
+        """This worker wants to know itself what its engine has in its cache, or would after a switch to auto."""
+        decides = self.prefill_decider != "always" or self.strategy is Strategy.AUTO
+        return self.role is not Role.AGG and (decides or (self.may_switch and self.publish_kv_events))
 
     @property
     def endpoint_id(self) -> str:

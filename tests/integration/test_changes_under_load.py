@@ -19,6 +19,7 @@ import httpx
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
 from tests.load import Load, bodies, first_stage
+from trtllm_disagg.control import Switch, encode_command
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.orders import Scale, order
 from trtllm_disagg.deployment.plan import Role
@@ -48,8 +49,11 @@ async def test_nothing_that_changes_under_load_costs_a_request(
         assert await first_stages(load) == 1
         assert first_stage(now) not in load.answered_by
 
-        # -- what cannot be is refused, and what runs keeps running
+        # -- what cannot be is refused, and what runs keeps running; clients of the frontend switch nothing
         assert await switch(deployment, "router") == 2
+        smuggled = held | encode_command(Switch("prefill_first"))
+        refusal = await load.client.post(f"{load.url}/v1/completions", json=smuggled)
+        assert refusal.status_code == 400
         assert load.wrong == []
 
         # -- more workers
