@@ -103,11 +103,14 @@ async def _other_stage(
     config: WorkerConfig, endpoint_id: str, runtime: Runtime, block_size: int
 ) -> StageClient:
     in_flight = InFlight()
+    overlaps = runtime.overlaps(endpoint_id, block_size)
+    if config.calls_second_stage and config.next_router == "kv":
+        overlaps.listen()
     selectors: dict[str, Callable[[], Selector]] = {
         "round_robin": RoundRobin,
         "random": Random,
         "least_loaded": lambda: LeastLoaded(in_flight),
-        "kv": lambda: BestCached(runtime.overlaps(endpoint_id, block_size), in_flight),
+        "kv": lambda: BestCached(overlaps, in_flight),
     }
     role = Role.DECODE if config.role is Role.PREFILL else Role.PREFILL
     return SelectedStage(

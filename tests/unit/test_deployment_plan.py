@@ -179,6 +179,7 @@ def test_stop_order_covers_every_role_once_and_ends_with_the_frontend(strategy: 
         ({"strategy": "both"}, "--strategy: 'both'"),
         ({"startup_timeout": 0.0}, "--startup-timeout: 0.0"),
         ({"stop_timeout": -1.0}, "--stop-timeout: -1.0"),
+        ({"next_router": "best"}, "--next-router: 'best' .* kv, least_loaded, round_robin, random"),
     ],
 )
 def test_bad_values_name_flag_and_value(
@@ -211,11 +212,22 @@ def test_flags_become_a_config(tmp_path: Path) -> None:
     [
         (("--strategy", "agg", "--prefill-workers", "2"), "--prefill-workers: 2 .* not agg"),
         (("--strategy", "router", "--agg-workers", "1"), "--agg-workers: 1 .* --strategy agg, not router"),
+        (("--strategy", "agg", "--next-router", "kv"), "--next-router: 'kv' .* decode_first, not agg"),
+        (("--strategy", "router", "--next-router", "random"), "--next-router: 'random' .* not router"),
     ],
 )
 def test_contradictory_flags_are_refused(argv: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from(parsed(*argv))
+
+
+@pytest.mark.parametrize("strategy", ["prefill_first", "decode_first"])
+def test_the_next_router_is_for_both_stages(config: DeploymentConfig, strategy: Strategy) -> None:
+    """The second stage has to publish what the first one's router wants to hear."""
+    workers = list(specs_of(replace(config, strategy=strategy, next_router="kv")).values())[1:]
+    assert [flag(spec, "--next-router") for spec in workers] == ["kv", "kv"]
+    workers = list(specs_of(replace(config, strategy=strategy)).values())[1:]
+    assert [flag(spec, "--next-router") for spec in workers] == [None, None]
 
 
 def test_engine_configs_are_found_by_role(tmp_path: Path) -> None:

@@ -12,8 +12,12 @@ from trtllm_disagg.errors import ConfigError
 
 Strategy = Literal["agg", "prefill_first", "decode_first", "router"]
 Role = Literal["frontend", "agg", "prefill", "decode"]
+NextRouter = Literal["kv", "least_loaded", "round_robin", "random"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+NEXT_ROUTERS: tuple[NextRouter, ...] = get_args(NextRouter)
+#: The strategies in which a worker calls a worker.
+WORKER_SIDE: tuple[Strategy, ...] = ("prefill_first", "decode_first")
 LOOPBACK = "127.0.0.1"
 DISCOVERY_DIR = "discovery"
 
@@ -72,6 +76,7 @@ class DeploymentConfig:
     engine: str | None = None
     engine_configs: Mapping[Role, Path] = field(default_factory=dict)
     kv_block_size: int | None = None
+    next_router: NextRouter | None = None
     worker_args: tuple[str, ...] = ()
     frontend_args: tuple[str, ...] = ()
     startup_timeout: float = 120.0
@@ -82,6 +87,8 @@ class DeploymentConfig:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ConfigError.bad_value("--strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+        if self.next_router is not None:
+            self._check_next_router(self.next_router)
         for flag, count in self._worker_flags():
             if count < 1:
                 raise ConfigError.bad_value(flag, count, "at least 1")
@@ -108,6 +115,15 @@ class DeploymentConfig:
 
     def worker_count(self, role: Role) -> int:
         return {"agg": self.agg_workers, "prefill": self.prefill_workers, "decode": self.decode_workers}[role]
+
+    def _check_next_router(self, router: str) -> None:
+        if router not in NEXT_ROUTERS:
+            raise ConfigError.bad_value("--next-router", router, f"one of {', '.join(NEXT_ROUTERS)}")
+        if self.strategy not in WORKER_SIDE:
+            allowed = (
+                f"--strategy {' or '.join(WORKER_SIDE)}, not {self.strategy}, where no worker calls another"
+            )
+            raise ConfigError.bad_value("--next-router", router, allowed)
 
     def _worker_flags(self) -> Iterator[tuple[str, int]]:
         yield "--prefill-workers", self.prefill_workers
@@ -198,6 +214,7 @@ def _worker(
         *_flag("--engine", config.engine),
         *_flag("--extra-engine-args", config.engine_configs.get(role)),
         *_flag("--kv-block-size", config.kv_block_size),
+        *_flag("--next-router", config.next_router),
         *config.worker_args,
     ]
     return ProcessSpec(

@@ -161,7 +161,13 @@ def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
     return served, WorkerType.Decode, [[WorkerType.Prefill]]
 
 
-#: A card without which no KvRouter listens to this worker's cache events. Any other worker type is trouble: measured.
-_UNROUTED: tuple[Any, Any, list[list[Any]]] = (ModelType.Empty, WorkerType.Aggregated, [])
+#: A card without which no KvRouter listens to this worker's cache events. With this worker type the frontend neither
+#: routes to it nor takes it for a model that is served when the first stage is gone; and routers listen, as they do
+#: not to WorkerType.Decode. All measured (docs/log.md); the worker may do prefill or decode.
+_UNROUTED: tuple[Any, Any, list[list[Any]]] = (
+    ModelType.Empty,
+    WorkerType.Prefill,
+    [[WorkerType.Aggregated]],
+)
 
 _MODEL_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions, "none": ModelType.Empty}
