@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import random
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 #: Instances that were there once and are remembered, so that a pin to one of them is a wish and no mistake.
 _REMEMBERED = 4096
+
+_KV_ROUTER_SECONDS = 1.0
 
 
 class Directory(Protocol):
@@ -85,8 +88,10 @@ Overlaps = Callable[[GenerateRequest], Awaitable[Mapping[int, int]]]
 class BestCached:
     """The least work: what is not cached of this prompt there, plus what is in flight there."""
 
-    def __init__(self, overlaps: Overlaps, in_flight: InFlight) -> None:
+    def __init__(self, overlaps: Overlaps, in_flight: InFlight, seconds: float = _KV_ROUTER_SECONDS) -> None:
+        """`seconds` for the router's answer; it takes less than one thousandth of that."""
         self._overlaps = overlaps
+        self._seconds = seconds
         self._in_flight = in_flight
         self._turns = RoundRobin()
         self._is_failing = False
@@ -100,10 +105,11 @@ class BestCached:
     async def _cached(self, request: GenerateRequest) -> Mapping[int, int]:
         """Nothing, when the router cannot tell: a request does not fail of that."""
         try:
-            cached = await self._overlaps(request)
+            async with asyncio.timeout(self._seconds):
+                cached = await self._overlaps(request)
         except Exception as error:
             if not self._is_failing:
-                log.warning("the KV router does not answer, so load alone decides: %s", error)
+                log.warning("the KV router does not answer, so load alone decides: %r", error)
             self._is_failing = True
             return {}
         self._is_failing = False

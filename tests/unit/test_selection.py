@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -128,6 +129,44 @@ async def test_a_router_that_cannot_tell_is_reported_once(caplog: pytest.LogCapt
     for _ in range(5):
         await selector.choose(request(), [1])
     assert caplog.text.count("load alone decides") == 1
+
+
+async def test_a_router_that_hangs_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    async def hanging(request: GenerateRequest) -> Mapping[int, int]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    load = InFlight()
+    load.add(1, 5)
+    assert await BestCached(hanging, load, seconds=0.01).choose(request(), [1, 2]) == 2
+    assert "TimeoutError" in caplog.text
+
+
+async def test_a_router_that_works_again_may_fail_again(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = iter([unable, cached(i2=10), cached(i2=10), unable])
+    selector = BestCached(lambda asked: next(outcomes)(asked), InFlight())
+    for _ in range(4):
+        await selector.choose(request(), [1, 2])
+    assert caplog.text.count("load alone decides") == 2
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
+async def test_the_least_loaded_one_balances(lengths: list[int], num_instances: int) -> None:
+    """Greedy: nobody ever has more than the average and one request."""
+    load = InFlight()
+    selector = LeastLoaded(load)
+    ids = list(range(1, num_instances + 1))
+    for tokens in lengths:
+        load.add(await selector.choose(request(), ids), tokens)
+    assert max(load[each] for each in ids) <= sum(lengths) / num_instances + max(lengths)
+
+
+async def test_chance_is_seeded_by_whoever_wants_to_know() -> None:
+    chosen = [
+        [await selector.choose(request(), [1, 2, 3]) for _ in range(20)]
+        for selector in (Random(random.Random(5)), Random(random.Random(5)), Random(random.Random(6)))
+    ]
+    assert chosen[0] == chosen[1] != chosen[2]
 
 
 async def test_a_call_is_load_while_it_runs() -> None:
