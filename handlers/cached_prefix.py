@@ -53,6 +53,11 @@ class CachedPrefix:
         for block_hash in block_hashes:
             self._forget(block_hash)
 
+    def clear(self) -> None:
+        """Events were lost: what is not known for sure counts as not cached until it is stored again."""
+        self._hashes.clear()
+        self._keys.clear()
+
     def _forget(self, block_hash: int) -> None:
         key = self._keys.pop(block_hash, None)
         if key is not None and self._hashes.get(key) == block_hash:

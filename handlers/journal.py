@@ -1,6 +1,6 @@
 """One log line per request and worker: what was done for it here, why, and when. `trtllm-disagg demo` reads it.
 
-What was done and why is also told in the answer's last chunk, and counted.
+What was done and why is also told in the first and the last chunk of the answer, and counted.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def journaled(generate: Generate, part: str, counts: JourneyCounts | None = None
                     if len(times) < 2:
                         times.append(time.time())
                     num_tokens += len(chunk.token_ids)
-                    if chunk.finish_reason is not None:
-                        finish_reason = chunk.finish_reason
+                    finish_reason = chunk.finish_reason or finish_reason
+                    # At the end it is complete, but a stop string's end is the frontend's and not ours.
+                    if len(times) == 1 or chunk.finish_reason is not None:
                         chunk = _telling(chunk, request.journey)
                     yield chunk
         finally:

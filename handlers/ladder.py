@@ -30,6 +30,8 @@ class Rung(NamedTuple):
 
     to: str
     generate: Generate
+    #: What runs then, if it is not what was chosen.
+    strategy: str | None = None
 
 
 def ladder(rungs: Sequence[Rung]) -> Generate:
@@ -52,6 +54,7 @@ def ladder(rungs: Sequence[Rung]) -> Generate:
                     "request %s: %s after %d tokens: %s", context.id(), rung.to, len(delivered), error
                 )
                 request.journey.fell_back(rung.to, str(error))
+                request.journey.strategy = rung.strategy or request.journey.strategy
                 if has_ended(request, delivered):
                     yield the_end(request, delivered)
                     return

@@ -52,7 +52,9 @@ def _chosen(config: WorkerConfig, parts: Parts, stage: WatchedStage, policy: Pol
 
     def with_fallback(whole: Generate) -> Generate:
         rungs = [Rung("other_instance", whole)] * config.max_tries
-        return ladder([*rungs, Rung("local", local)] if config.on_missing_stage == "local" else rungs)
+        return ladder(
+            [*rungs, Rung("local", local, "local")] if config.on_missing_stage == "local" else rungs
+        )
 
     ways: dict[str, Generate] = {
         "local": local,

@@ -49,8 +49,8 @@ served_model_name() {
 
 check_strategy() {
     case $STRATEGY in
-        prefill_first | decode_first | router) ;;
-        *) fail "STRATEGY: '$STRATEGY' is not allowed; expected prefill_first, decode_first or router" ;;
+        prefill_first | decode_first | router | auto) ;;
+        *) fail "STRATEGY: '$STRATEGY' is not allowed; expected prefill_first, decode_first, router or auto" ;;
     esac
 }
 
@@ -67,7 +67,7 @@ exec_worker() {
     fi
     # The frontend picks among these by what their KV caches hold.
     case $role:$STRATEGY in
-        agg:* | prefill:prefill_first | decode:decode_first | *:router) argv+=(--publish-events-and-metrics) ;;
+        agg:* | prefill:prefill_first | decode:decode_first | decode:auto | *:router) argv+=(--publish-events-and-metrics) ;;
         *) argv+=(--publish-metrics) ;;
     esac
     [[ -z $ENGINE ]] || argv+=(--engine "$ENGINE")

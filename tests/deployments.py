@@ -19,7 +19,7 @@ from openai import OpenAI
 
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, deployment_in_background
 from trtllm_disagg.deployment.cli import engine_configs_in
-from trtllm_disagg.deployment.plan import KV_ROUTED_ROLES, LOOPBACK, STRATEGIES, Strategy
+from trtllm_disagg.deployment.plan import KV_ROUTED_ROLES, LOOPBACK, Strategy
 from trtllm_disagg.deployment.process import ManagedProcess
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +29,8 @@ MODEL_NAME = "demo"
 
 #: The strategies in which a worker calls a worker, and all that have two kinds of worker.
 WORKER_SIDE: tuple[Strategy, ...] = ("prefill_first", "decode_first")
+#: Those that answer every request in one way.
+FIXED: tuple[Strategy, ...] = ("agg", *WORKER_SIDE, "router")
 DISAGGREGATED: tuple[Strategy, ...] = (*WORKER_SIDE, "router")
 
 SETTLE_SECONDS = 20.0
@@ -94,6 +96,11 @@ class Worker:
             if line.startswith(name + "{") and 'dynamo_endpoint="generate"' in line:
                 return float(line.rpartition(" ")[2])
         return 0.0
+
+    def labels(self, name: str, label: str) -> set[str]:
+        """The values of a label that a metric has here."""
+        lines = [line for line in self._page().splitlines() if line.startswith(name + "{")]
+        return {match[1] for line in lines if (match := re.search(rf'\b{label}="([^"]*)"', line))}
 
     def held(self) -> dict[str, float]:
         return {name: value for name in HELD if (value := self.metric(name))}
@@ -182,7 +189,7 @@ class Fleet:
 
     def _load(self) -> None:
         demo_model()
-        self._ready = {strategy: Future() for strategy in STRATEGIES if strategy in self._wanted}
+        self._ready = {strategy: Future() for strategy in FIXED if strategy in self._wanted}
         for strategy in self._ready:
             self._keepers.append(threading.Thread(target=self._keep, args=(strategy,), name=strategy))
             self._keepers[-1].start()

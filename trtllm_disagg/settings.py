@@ -52,8 +52,16 @@ def one_of(*choices: str) -> Rule:
     return Rule("one of " + ", ".join(choices), lambda value: value in choices, choices)
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_whole(value) and value > 0
+
+
+def _is_share(value: Any) -> bool:
+    return (isinstance(value, float) or _is_whole(value)) and 0 <= value <= 1
 
 
 def _are_endpoint_types(value: str) -> bool:
@@ -69,8 +77,8 @@ NOT_EMPTY = Rule("a name that is not empty", lambda value: bool(value.strip()))
 NAMESPACE = Rule("letters, digits, - and _", lambda value: re.fullmatch(_NAME, value) is not None)
 ENDPOINT_ID = Rule("dyn://namespace.component.endpoint", lambda value: bool(_ENDPOINT.fullmatch(value)))
 API_TYPES = Rule("chat, completions, both with a comma, or none", _are_endpoint_types)
-NUMBER = Rule("a whole number, 0 or more", lambda value: isinstance(value, int) and value >= 0)
-SHARE = Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)
+NUMBER = Rule("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)
+SHARE = Rule("a number from 0 to 1", _is_share)
 SECONDS = Rule("a number of seconds above 0", lambda value: 0 < value < float("inf"))
 NATS_URL = Rule(
     "nats://host:port",

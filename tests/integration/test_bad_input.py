@@ -12,10 +12,19 @@ from typing import Any
 
 import pytest
 
-from tests.deployments import DEMO_CONFIGS, DISAGGREGATED, Fleet, Served, demo_config, demo_model, served
+from tests.deployments import (
+    DEMO_CONFIGS,
+    DISAGGREGATED,
+    FIXED,
+    Fleet,
+    Served,
+    demo_config,
+    demo_model,
+    served,
+)
 from tests.parity.answers import Api, Question, Refusal, ask
 from trtllm_disagg.deployment import DeploymentFailedError
-from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
+from trtllm_disagg.deployment.plan import Strategy
 from trtllm_disagg.deployment.run_dir import read_processes
 
 # -- the command line and the YAML file
@@ -191,7 +200,7 @@ BAD_REQUESTS: dict[str, tuple[Api, Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("bad", BAD_REQUESTS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FIXED)
 def test_a_bad_request_is_refused_alike(
     strategy: Strategy, bad: str, stream: bool, deployed: Served, fleet: Fleet
 ) -> None:
@@ -208,7 +217,7 @@ def test_a_bad_request_is_refused_alike(
     assert refusal == ask(fleet["agg"].openai, question)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FIXED)
 def test_it_still_serves_afterwards(strategy: Strategy, deployed: Served, fleet: Fleet) -> None:
     question = Question("completions", "Are you there?", {"max_tokens": 8}, salt="afterwards")
 

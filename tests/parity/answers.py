@@ -43,6 +43,8 @@ class Answer:
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     usage: Usage | None = None
+    #: What the workers say of how it came about.
+    told: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def without_cached_tokens(self) -> Answer:
         assert self.usage is not None
@@ -70,12 +72,15 @@ class Question:
     salt: str = ""
     #: Dynamo tells the token ids of an answer when asked to, so that texts need not stand in for them.
     wants_token_ids: bool = True
+    annotations: tuple[str, ...] = ()
 
     @property
     def body(self) -> dict[str, Any]:
         nvext: dict[str, Any] = {"cache_salt": self.salt} if self.salt else {}
         if self.wants_token_ids:
-            nvext["extra_fields"] = ["completion_token_ids"]
+            nvext["extra_fields"] = ["completion_token_ids", "engine_data"]
+        if self.annotations:
+            nvext["annotations"] = list(self.annotations)
         return {"nvext": nvext, **self.options}
 
 
@@ -129,7 +134,14 @@ def _answer(api: Api, chunks: list[dict[str, Any]]) -> Answer:
             entry for choice in choices if choice["logprobs"] for entry in read(choice["logprobs"])
         ),
         usage=_usage(usage),
+        told=_told(chunks),
     )
+
+
+def _told(chunks: list[dict[str, Any]]) -> Mapping[str, Any]:
+    said = [(chunk.get("nvext") or {}).get("engine_data") for chunk in chunks]
+    told: dict[str, Any] = next((each["disagg"] for each in reversed(said) if each), {})
+    return told
 
 
 def _choices(chunks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

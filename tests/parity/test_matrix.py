@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.deployments import Served
+from tests.deployments import FIXED, Served
 from tests.parity.answers import Answer, Api, Question, Refusal, ask, without_cached_tokens
 from tests.parity.cases import BOTH, CASES, MIXTURE, ROOM, Case, say
 from tests.parity.conftest import Examination
 from tests.parity.oracle import Oracle
-from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
+from trtllm_disagg.deployment.plan import Strategy
 
 CASE = {case.name: case for case in CASES}
 
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+every_strategy = pytest.mark.parametrize("strategy", FIXED)
 both_ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 

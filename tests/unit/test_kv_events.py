@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.handling import until
+from trtllm_disagg.handlers.cached_prefix import CachedPrefix
 from trtllm_disagg.publisher.kv_events import KvEventForwarder, signed
 from trtllm_disagg.testing.recording_llm import LLM
 from trtllm_disagg.testing.sinks import RecordingEventSink, Removed, Stored
@@ -199,3 +200,13 @@ async def test_stopping_in_the_middle_of_a_wait_takes_no_time() -> None:
     await asyncio.sleep(0)
     async with asyncio.timeout(1):
         await publisher.stop()
+
+
+def test_after_lost_events_nothing_is_taken_for_cached() -> None:
+    index = CachedPrefix(BLOCK)
+    forwarder = KvEventForwarder(None, [index], BLOCK, on_gap=index.clear)
+    forwarder.forward(stored(block(1, [10, 11, 12, 13]), event_id=1))
+    assert len(index) == 1
+    forwarder.forward(stored(block(2, [14, 15, 16, 17]), event_id=5))
+    assert index.num_cached([10, 11, 12, 13, 1]) == 0
+    assert index.num_cached([14, 15, 16, 17, 1]) == BLOCK

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from trtllm_disagg.errors import ConfigError
 
-Strategy = Literal["agg", "prefill_first", "decode_first", "router"]
+Strategy = Literal["agg", "prefill_first", "decode_first", "router", "auto"]
 Role = Literal["frontend", "agg", "prefill", "decode"]
 NextRouter = Literal["kv", "least_loaded", "round_robin", "random"]
 
@@ -26,6 +26,7 @@ WORKER_ROLES: Mapping[Strategy, tuple[Role, ...]] = {
     "prefill_first": ("prefill", "decode"),
     "decode_first": ("prefill", "decode"),
     "router": ("prefill", "decode"),
+    "auto": ("prefill", "decode"),
 }
 
 # The frontend picks among these by what their KV caches hold.
@@ -34,6 +35,7 @@ KV_ROUTED_ROLES: Mapping[Strategy, tuple[Role, ...]] = {
     "prefill_first": ("prefill",),
     "decode_first": ("decode",),
     "router": ("prefill", "decode"),
+    "auto": ("decode",),
 }
 
 # Whoever is called by others stops after its callers, so that a request in flight still finds its next stage.
@@ -42,6 +44,7 @@ STOP_ORDER: Mapping[Strategy, tuple[tuple[Role, ...], ...]] = {
     "prefill_first": (("prefill",), ("decode",), ("frontend",)),
     "decode_first": (("decode",), ("prefill",), ("frontend",)),
     "router": (("prefill",), ("decode",), ("frontend",)),
+    "auto": (("decode",), ("prefill",), ("frontend",)),
 }
 
 # Settings that the user's environment may override.

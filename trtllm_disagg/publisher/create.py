@@ -23,7 +23,9 @@ async def create_publishers(
         sinks.append(KvEventPublisher(endpoint, kv_block_size=block_size, enable_local_indexer=True))
     if config.reads_kv_events:
         sinks.append(policy.cached)
-    events: Publisher = KvEventForwarder(llm, sinks, block_size) if sinks else NullPublisher()
+    events: Publisher = (
+        KvEventForwarder(llm, sinks, block_size, on_gap=policy.cached.clear) if sinks else NullPublisher()
+    )
     stats: Publisher = NullPublisher()
     if config.publish_metrics:
         load, metrics = WorkerMetricsPublisher(), EngineMetrics(policy.counts)

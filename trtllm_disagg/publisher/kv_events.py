@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -33,8 +33,16 @@ class EventSink(Protocol):
 class KvEventForwarder(PollingPublisher):
     """Only whole blocks are published: the router cannot place a request on a part of one."""
 
-    def __init__(self, llm: Any, sinks: Sequence[EventSink], block_size: int) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        sinks: Sequence[EventSink],
+        block_size: int,
+        on_gap: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_gap` is told when events were lost."""
         super().__init__("kv-events")
+        self._on_gap = on_gap
         self._llm = llm
         self._sinks = sinks
         self._block_size = block_size
@@ -100,6 +108,7 @@ class KvEventForwarder(PollingPublisher):
                 event_id,
                 due,
             )
+            self._on_gap()
         self._next_event_id[rank] = event_id + 1
 
 

@@ -1,0 +1,84 @@
+"""Conditional disaggregation on a running deployment: by length, by what is cached, and by thresholds that change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deployments import WORKER_SIDE, Served, demo_config, served, wait_until
+from tests.parity.answers import Answer, Question, ask
+from tests.parity.cases import ids
+from tests.parity.conftest import oracle  # noqa: F401 - a fixture
+from tests.parity.oracle import Oracle
+from trtllm_disagg.deployment.plan import Strategy
+
+BLOCK = 16
+LIMIT = 100
+
+
+@pytest.fixture(scope="module", params=WORKER_SIDE)
+def deployment(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Served, Path]]:
+    order: Strategy = request.param
+    directory = tmp_path_factory.mktemp(order)
+    policy = directory / "policy.yaml"
+    policy.write_text(f"max_local_prefill_length: {LIMIT}\n")
+    arguments = ("--prefill-decider", "length_and_queue", "--policy-file", str(policy))
+    with served(demo_config(order, directory / "run", worker_args=arguments)) as deployment:
+        yield deployment, policy
+
+
+def took(deployment: Served, oracle: Oracle, prompt: list[int], salt: str) -> tuple[str, str]:  # noqa: F811
+    """(strategy, reason), of an answer that is the engine's own."""
+    question = Question("completions", prompt, {"max_tokens": 6, "ignore_eos": True}, salt=salt)
+    answer = ask(deployment.openai, question)
+    assert isinstance(answer, Answer), answer
+    right = oracle.answer(question)
+    assert (answer.token_ids, answer.finish_reason) == (right.token_ids, right.finish_reason)
+    return answer.told["strategy"], answer.told["reason"]
+
+
+def test_the_limit_is_exact(deployment: tuple[Served, Path], oracle: Oracle) -> None:  # noqa: F811
+    served, _ = deployment
+    for length, expected in ((LIMIT - 1, "short"), (LIMIT, "short"), (LIMIT + 1, "long")):
+        strategy, reason = took(served, oracle, ids(length, seed=length), f"exact-{length}")
+        assert reason == expected
+        assert strategy == ("local" if expected == "short" else served.strategy)
+
+
+def test_what_is_cached_does_not_count(deployment: tuple[Served, Path], oracle: Oracle) -> None:  # noqa: F811
+    served, _ = deployment
+    prompt = ids(4 * LIMIT, seed=77)
+    assert took(served, oracle, prompt, "cached") == (served.strategy, "long")
+    # The engine tells of its blocks a moment later.
+    wait_until(
+        lambda: took(served, oracle, prompt, "cached") == ("local", "short"), "the prompt counts as cached"
+    )
+    assert took(served, oracle, prompt, "somebody-else")[1] == "long"
+
+
+def test_a_threshold_changes_without_a_restart(deployment: tuple[Served, Path], oracle: Oracle) -> None:  # noqa: F811
+    served, policy = deployment
+    (worker,) = served.first_stage
+    asked = iter(range(10_000))
+
+    def reason() -> str:
+        number = next(asked)
+        return took(served, oracle, ids(60, seed=1000 + number), f"change-{number}")[1]
+
+    def write(content: str) -> None:
+        policy.with_suffix(".new").write_text(content)
+        os.replace(policy.with_suffix(".new"), policy)
+
+    assert reason() == "short"
+    write("max_local_prefill_length: 59\n")
+    wait_until(lambda: reason() == "long", "the new limit holds")
+    write("max_local_prefill_length: -1\n")
+    wait_until(lambda: "the old thresholds stay" in worker.log.read_text(), "the mistake is told")
+    assert reason() == "long"
+    assert f"max_local_prefill_length: {LIMIT} -> 59" in worker.log.read_text()
+    served.wait_until_idle()
