@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from trtllm_disagg.config import Role, ScheduleStyle
 from trtllm_disagg.engine import Engine
 from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.protocols.base import HandoffProtocol
+from trtllm_disagg.protocols.dynamo import DYNAMO
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,7 @@ class Parts:
     engine: Engine
     stage: StageClient
     style: ScheduleStyle = ScheduleStyle.CONTEXT_FIRST
+    protocol: HandoffProtocol = DYNAMO
 
     @property
     def pushes(self) -> bool:

@@ -13,12 +13,13 @@ from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.handlers.pushing import LocalPush, bare_push
 from trtllm_disagg.handlers.remote import StageClient
 from trtllm_disagg.handlers.strategies import build_strategy
+from trtllm_disagg.protocols.choose import choose_protocol
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 
 def build_generate(config: WorkerConfig, engine: Engine, stage: StageClient) -> Generate:
     """How this worker answers a request. `stage` is the way to the workers of the other role."""
-    parts = Parts(config.role, engine, stage, config.schedule_style)
+    parts = Parts(config.role, engine, stage, config.schedule_style, choose_protocol(config.handoff_protocol))
     if config.role is Role.AGG:
         return build_strategy("agg", parts)
     if config.strategy is Strategy.ROUTER:
@@ -50,8 +51,8 @@ def served(parts: Parts, whole: Generate) -> Generate:
 
 def _prefill(parts: Parts) -> Generate:
     if parts.pushes:
-        return bare_push(LocalPush(parts.engine))
-    return bare_prefill(LocalPrefill(parts.engine))
+        return bare_push(LocalPush(parts.engine, parts.protocol))
+    return bare_prefill(LocalPrefill(parts.engine), parts.protocol)
 
 
 def _decode(parts: Parts) -> Generate:

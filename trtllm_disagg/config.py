@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.protocols.styles import require_style
 from trtllm_disagg.settings import (
     API_TYPES,
     ENDPOINT_ID,
@@ -196,6 +197,7 @@ class WorkerConfig:
                 f"context_first in mode {self.role} under {self.strategy}: only a worker dispatches both phases",
             )
         self._check_orchestration()
+        require_style(self.handoff_protocol, self.schedule_style)
         if self.max_beam_width > 1 and self.role is not Role.AGG:
             raise ConfigError.bad_value(
                 flag_of("max_beam_width"),

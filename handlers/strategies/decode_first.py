@@ -13,5 +13,5 @@ def build(parts: Parts) -> Generate:
     """On a decode worker."""
     decode = LocalDecode(parts.engine, repeats_first_token=parts.pushes)
     if parts.pushes:
-        return together(RemotePush(parts.stage, parts.engine), decode)
-    return chain(RemotePrefill(parts.stage, decode.drain), decode)
+        return together(RemotePush(parts.stage, parts.engine, parts.protocol), decode)
+    return chain(RemotePrefill(parts.stage, decode.drain, parts.protocol), decode)

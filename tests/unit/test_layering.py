@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 #: From the bottom up. A module imports from its own layer and from those below; the longest name counts.
 LAYERS = (
     ("", "types", "errors"),
-    ("settings", "config", "wire", "flags", "args", "pairing"),
     ("kv_transfer",),
+    ("settings", "config", "protocols", "wire", "flags", "args", "pairing"),
     ("embedded", "engine_keys", "engine_config", "engine"),
     ("handlers", "publisher"),
     ("runtime", "testing"),

@@ -58,13 +58,14 @@ class Pair:
             await client.idle()
 
 
-def make_pair(strategy: Strategy | str) -> Pair:
+def make_pair(strategy: Strategy | str, **settings: Any) -> Pair:
+    """`settings` are both workers'."""
     strategy = Strategy(strategy)
     engines = {role: recording_engine() for role in (Role.PREFILL, Role.DECODE)}
     nobody = RecordingStageClient()
 
     def handler(role: Role, client: RecordingStageClient) -> Generate:
-        config = WorkerConfig(model="org/model", role=role, strategy=strategy)
+        config = WorkerConfig(model="org/model", role=role, strategy=strategy, **settings)
         return build_generate(config, engines[role], client)
 
     if strategy is Strategy.ROUTER:
