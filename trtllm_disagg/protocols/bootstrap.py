@@ -26,7 +26,7 @@ class BootstrapProtocol:
         return handoff.as_chunk(num_prompt)
 
     def meeting(self, rendezvous: Rendezvous) -> Rendezvous:
-        """At random: who knows a room may read what is written there, so it cannot be guessed."""
+        """At random: who knows a room can write into what is offered there, so none can be guessed."""
         room = _FIRST_ROOM + secrets.randbelow(_NO_ROOM - _FIRST_ROOM)
         met = msgspec.structs.replace(rendezvous, disagg_request_id=room)
         keys_of(met)
