@@ -21,6 +21,7 @@ from trtllm_disagg.handlers.relay import relayed
 from trtllm_disagg.handlers.remote import StageClient
 from trtllm_disagg.handlers.strategies import ORDERS, build_strategy
 from trtllm_disagg.handlers.watched import WatchedStage
+from trtllm_disagg.protocols.choose import choose_protocol
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 
@@ -42,6 +43,7 @@ def build_generate(
         config.schedule_style,
         config.prefill_timeout,
         config.first_decode_token_timeout,
+        choose_protocol(config.handoff_protocol),
     )
     return served(parts, _chosen(config, parts, watched, policy))
 
@@ -97,8 +99,8 @@ def served(parts: Parts, whole: Generate) -> Generate:
 
 def _prefill(parts: Parts) -> Generate:
     if parts.pushes:
-        return bare_push(LocalPush(parts.engine))
-    return bare_prefill(LocalPrefill(parts.engine))
+        return bare_push(LocalPush(parts.engine, parts.protocol))
+    return bare_prefill(LocalPrefill(parts.engine), parts.protocol)
 
 
 def _decode(parts: Parts) -> Generate:

@@ -12,6 +12,7 @@ from trtllm_disagg.errors import ConfigError
 _EQUAL = {
     "strategy": "--disaggregation-strategy",
     "schedule_style": "--schedule-style",
+    "handoff_protocol": "--handoff-protocol",
     "engine": "--engine",
     "block_size": "kv_cache_config.tokens_per_block (--kv-block-size)",
     "kv_dtype": "kv_cache_config.dtype",
@@ -34,6 +35,7 @@ def describe_worker(
         "role": config.role.value,
         "strategy": config.strategy.value,
         "schedule_style": config.schedule_style.value,
+        "handoff_protocol": config.handoff_protocol,
         "engine": config.engine,
         "model": config.model_name,
         "weights": weights,

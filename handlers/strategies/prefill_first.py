@@ -12,7 +12,7 @@ from trtllm_disagg.types import Generate
 
 def build(parts: Parts) -> Generate:
     """On a prefill worker."""
-    decode = RemoteDecode(parts.stage)
+    decode = RemoteDecode(parts.stage, parts.protocol)
     if parts.pushes:
-        return together(LocalPush(parts.engine), decode)
+        return together(LocalPush(parts.engine, parts.protocol), decode)
     return chain(prefill_within(parts.prefill_timeout, LocalPrefill(parts.engine)), decode)

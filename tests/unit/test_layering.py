@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 #: From the bottom up. A module imports from its own layer and from those below; the longest name counts.
 LAYERS = (
     ("", "types", "errors"),
-    ("settings", "orchestration", "config", "wire", "flags", "args", "pairing", "thresholds"),
     ("kv_transfer",),
+    ("settings", "orchestration", "config", "protocols", "wire", "flags", "args", "pairing", "thresholds"),
     ("embedded", "engine_keys", "engine_config", "engine"),
     ("handlers",),
     ("publisher",),
