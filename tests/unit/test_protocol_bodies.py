@@ -17,7 +17,15 @@ from trtllm_disagg.kv_transfer.handle import KvHandle
 from trtllm_disagg.protocols.bootstrap import BootstrapProtocol
 from trtllm_disagg.protocols.choose import PROTOCOLS, choose_protocol
 from trtllm_disagg.protocols.recognise import result_of
-from trtllm_disagg.types import Errand, Handoff, PrefillResult, PromptTokensDetails, Rendezvous, TokenChunk
+from trtllm_disagg.types import (
+    Errand,
+    Handoff,
+    PrefillResult,
+    PromptTokensDetails,
+    Rendezvous,
+    TokenChunk,
+    WireRequest,
+)
 from trtllm_disagg.wire import decode_chunk, decode_request, encode_chunk
 
 HANDLE = KvHandle(
@@ -222,20 +230,15 @@ def test_two_phase_has_no_meetings() -> None:
 
 # -- any request
 
-KEYS_OF_PROTOCOLS = {
-    "errand",
-    "prefill_result",
-    "kv_transfer_params",
-    "rendezvous",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-}
+_HANDOFFS = "prefill_result kv_transfer_params rendezvous bootstrap_host bootstrap_port bootstrap_room"
+KEYS_OF_PROTOCOLS = {"errand", *_HANDOFFS.split()}
 leaves = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5)
 trees = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=6)
 requests = st.builds(
     lambda extra, tokens, stop, options: extra | {"token_ids": tokens} | stop | options,
-    st.dictionaries(st.text().filter(lambda key: key not in decode_keys()), trees, max_size=3),
+    st.dictionaries(
+        st.text().filter(lambda key: key not in WireRequest.__struct_fields__), trees, max_size=3
+    ),
     st.lists(st.integers(0, 2**31), min_size=1, max_size=5),
     st.just({})
     | st.fixed_dictionaries(
@@ -262,12 +265,6 @@ requests = st.builds(
         },
     ),
 )
-
-
-def decode_keys() -> set[str]:
-    from trtllm_disagg.types import WireRequest
-
-    return set(WireRequest.__struct_fields__)
 
 
 @given(requests)
