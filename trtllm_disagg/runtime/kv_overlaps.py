@@ -36,6 +36,8 @@ class KvOverlaps:
     async def __call__(self, request: GenerateRequest) -> Mapping[int, int]:
         """Tokens of the prompt, by instance. Raises what Dynamo raises."""
         scores = await self._router.get_overlap_scores(request.token_ids, cache_namespace=request.cache_salt)
-        return {
-            int(row["worker_id"]): int(row["device_blocks"]) * self._block_size for row in scores["workers"]
-        }
+        cached: dict[int, int] = {}
+        for row in scores["workers"]:  # one for each rank of attention DP
+            tokens = row["device_blocks"] * self._block_size
+            cached[row["worker_id"]] = max(tokens, cached.get(row["worker_id"], 0))
+        return cached
