@@ -15,6 +15,8 @@ class Parts:
     engine: Engine
     stage: StageClient
     style: ScheduleStyle = ScheduleStyle.CONTEXT_FIRST
+    #: The prefill queue, under --prefill-dispatch queue.
+    prefills: StageClient | None = None
 
     @property
     def pushes(self) -> bool:

@@ -16,9 +16,13 @@ from trtllm_disagg.handlers.strategies import build_strategy
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 
-def build_generate(config: WorkerConfig, engine: Engine, stage: StageClient) -> Generate:
-    """How this worker answers a request. `stage` is the way to the workers of the other role."""
-    parts = Parts(config.role, engine, stage, config.schedule_style)
+def build_generate(
+    config: WorkerConfig, engine: Engine, stage: StageClient, prefills: StageClient | None = None
+) -> Generate:
+    """How this worker answers a request. `stage` is the way to the workers of the other role, `prefills` that
+    to whichever prefill worker has room.
+    """
+    parts = Parts(config.role, engine, stage, config.schedule_style, prefills)
     if config.role is Role.AGG:
         return build_strategy("agg", parts)
     if config.strategy is Strategy.ROUTER:

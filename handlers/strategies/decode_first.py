@@ -14,4 +14,4 @@ def build(parts: Parts) -> Generate:
     decode = LocalDecode(parts.engine, repeats_first_token=parts.pushes)
     if parts.pushes:
         return together(RemotePush(parts.stage, parts.engine), decode)
-    return chain(RemotePrefill(parts.stage, decode.drain), decode)
+    return chain(RemotePrefill(parts.prefills or parts.stage, decode.drain), decode)

@@ -4,9 +4,10 @@ from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.local import LocalPrefill
 from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.handlers.pushing import LocalPush
-from trtllm_disagg.handlers.remote import RemoteDecode
+from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
+from trtllm_disagg.handlers.remote_drain import RemoteDrain
 from trtllm_disagg.handlers.together import together
-from trtllm_disagg.types import Generate
+from trtllm_disagg.types import Generate, PrefillPhase
 
 
 def build(parts: Parts) -> Generate:
@@ -14,4 +15,11 @@ def build(parts: Parts) -> Generate:
     decode = RemoteDecode(parts.stage)
     if parts.pushes:
         return together(LocalPush(parts.engine), decode)
-    return chain(LocalPrefill(parts.engine), decode)
+    return chain(_prefill(parts), decode)
+
+
+def _prefill(parts: Parts) -> PrefillPhase:
+    """Here, or by the queue on whichever prefill worker has room, this one among them."""
+    if parts.prefills is None:
+        return LocalPrefill(parts.engine)
+    return RemotePrefill(parts.prefills, RemoteDrain(parts.stage))

@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.deployment.plan import STRATEGIES, WORKER_ROLES, DeploymentConfig, Role, Strategy
+from trtllm_disagg.deployment.plan import (
+    PREFILL_DISPATCHES,
+    STRATEGIES,
+    WORKER_ROLES,
+    DeploymentConfig,
+    Role,
+    Strategy,
+)
 from trtllm_disagg.deployment.serve import serve
 from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.errors import ConfigError
@@ -59,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         help="for all workers and the router (default: the engine's)",
+    )
+    add(
+        "--prefill-dispatch",
+        choices=PREFILL_DISPATCHES,
+        default=default.prefill_dispatch,
+        help="queue: starts a NATS server, and prefill workers pull from it (default: %(default)s)",
     )
     add(
         "--startup-timeout",
@@ -109,6 +122,7 @@ def config_from(args: argparse.Namespace) -> DeploymentConfig:
         engine=args.engine,
         engine_configs=engine_configs_in(args.engine_configs, args.strategy) if args.engine_configs else {},
         kv_block_size=args.kv_block_size,
+        prefill_dispatch=args.prefill_dispatch,
         worker_args=tuple(args.worker_args),
         frontend_args=tuple(args.frontend_args),
         startup_timeout=args.startup_timeout,

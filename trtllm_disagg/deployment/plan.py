@@ -8,12 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from trtllm_disagg.deployment.nats import STORE_DIR, nats_server_argv
 from trtllm_disagg.errors import ConfigError
 
 Strategy = Literal["agg", "prefill_first", "decode_first", "router"]
-Role = Literal["frontend", "agg", "prefill", "decode"]
+Role = Literal["nats", "frontend", "agg", "prefill", "decode"]
+PrefillDispatch = Literal["direct", "queue"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+PREFILL_DISPATCHES: tuple[PrefillDispatch, ...] = get_args(PrefillDispatch)
+#: The strategies in which a worker calls a worker.
+QUEUED_STRATEGIES: tuple[Strategy, ...] = ("prefill_first", "decode_first")
 LOOPBACK = "127.0.0.1"
 DISCOVERY_DIR = "discovery"
 
@@ -32,12 +37,17 @@ KV_ROUTED_ROLES: Mapping[Strategy, tuple[Role, ...]] = {
     "router": ("prefill", "decode"),
 }
 
+NO_WORKERS: tuple[Role, ...] = ("nats", "frontend")
+
+# What workers refuse to start without.
+STARTED_FIRST: tuple[Role, ...] = ("nats",)
+
 # Whoever is called by others stops after its callers, so that a request in flight still finds its next stage.
 STOP_ORDER: Mapping[Strategy, tuple[tuple[Role, ...], ...]] = {
-    "agg": (("agg",), ("frontend",)),
-    "prefill_first": (("prefill",), ("decode",), ("frontend",)),
-    "decode_first": (("decode",), ("prefill",), ("frontend",)),
-    "router": (("prefill",), ("decode",), ("frontend",)),
+    "agg": (("agg",), ("frontend",), ("nats",)),
+    "prefill_first": (("prefill",), ("decode",), ("frontend",), ("nats",)),
+    "decode_first": (("decode",), ("prefill",), ("frontend",), ("nats",)),
+    "router": (("prefill",), ("decode",), ("frontend",), ("nats",)),
 }
 
 # Settings that the user's environment may override.
@@ -72,6 +82,7 @@ class DeploymentConfig:
     engine: str | None = None
     engine_configs: Mapping[Role, Path] = field(default_factory=dict)
     kv_block_size: int | None = None
+    prefill_dispatch: PrefillDispatch = "direct"
     worker_args: tuple[str, ...] = ()
     frontend_args: tuple[str, ...] = ()
     startup_timeout: float = 120.0
@@ -82,6 +93,16 @@ class DeploymentConfig:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ConfigError.bad_value("--strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+        if self.prefill_dispatch not in PREFILL_DISPATCHES:
+            raise ConfigError.bad_value(
+                "--prefill-dispatch", self.prefill_dispatch, f"one of {', '.join(PREFILL_DISPATCHES)}"
+            )
+        if self.has_queue and self.strategy not in QUEUED_STRATEGIES:
+            raise ConfigError.bad_value(
+                "--prefill-dispatch",
+                self.prefill_dispatch,
+                f"direct, or --strategy {' or '.join(QUEUED_STRATEGIES)}, not {self.strategy}",
+            )
         for flag, count in self._worker_flags():
             if count < 1:
                 raise ConfigError.bad_value(flag, count, "at least 1")
@@ -101,6 +122,10 @@ class DeploymentConfig:
     def client_host(self) -> str:
         """Where a client on this machine finds the frontend."""
         return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.http_host, self.http_host)
+
+    @property
+    def has_queue(self) -> bool:
+        return self.prefill_dispatch == "queue"
 
     @property
     def ready_line(self) -> str:
@@ -125,25 +150,33 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     system_port: int | None = None
     http_port: int | None = None
+    nats_port: int | None = None
 
     @property
     def ports(self) -> dict[str, int]:
-        named = {"http": self.http_port, "system": self.system_port}
+        named = {"http": self.http_port, "nats": self.nats_port, "system": self.system_port}
         return {name: port for name, port in named.items() if port is not None}
 
 
 def plan(
     config: DeploymentConfig, *, system_ports: Iterable[int], environ: Mapping[str, str]
 ) -> tuple[ProcessSpec, ...]:
-    """The frontend and every worker of `config`; each worker takes one of `system_ports`."""
+    """What runs, in the order in which it starts. It takes `num_system_ports` of `system_ports`."""
     env = shared_env(config, environ)
     ports = iter(system_ports)
+    services = [_nats(config, next(ports), next(ports))] if config.has_queue else []
+    queue_flags = [flag for service in services for flag in _queue_flags(service)]
     workers = [
-        _worker(config, role, index, env, next(ports))
+        _worker(config, role, index, env, next(ports), queue_flags)
         for role in WORKER_ROLES[config.strategy]
         for index in range(config.worker_count(role))
     ]
-    return (_frontend(config, env), *workers)
+    return (*services, _frontend(config, env), *workers)
+
+
+def num_system_ports(config: DeploymentConfig) -> int:
+    """One for each worker, and two for NATS."""
+    return worker_total(config) + (2 if config.has_queue else 0)
 
 
 def worker_total(config: DeploymentConfig) -> int:
@@ -186,8 +219,23 @@ def _frontend(config: DeploymentConfig, env: Mapping[str, str]) -> ProcessSpec:
     return ProcessSpec("frontend", "frontend", tuple(argv), env, http_port=config.http_port)
 
 
+def _nats(config: DeploymentConfig, port: int, health_port: int) -> ProcessSpec:
+    argv = nats_server_argv(LOOPBACK, port, health_port, config.run_dir / STORE_DIR)
+    return ProcessSpec("nats", "nats", argv, system_port=health_port, nats_port=port)
+
+
+def _queue_flags(nats: ProcessSpec) -> Iterator[str]:
+    yield from ("--prefill-dispatch", "queue")
+    yield from ("--nats-server", f"nats://{LOOPBACK}:{nats.nats_port}")
+
+
 def _worker(
-    config: DeploymentConfig, role: Role, index: int, env: Mapping[str, str], system_port: int
+    config: DeploymentConfig,
+    role: Role,
+    index: int,
+    env: Mapping[str, str],
+    system_port: int,
+    queue_flags: Iterable[str],
 ) -> ProcessSpec:
     argv = [
         *config.worker_command,
@@ -198,6 +246,7 @@ def _worker(
         *_flag("--engine", config.engine),
         *_flag("--extra-engine-args", config.engine_configs.get(role)),
         *_flag("--kv-block-size", config.kv_block_size),
+        *queue_flags,
         *config.worker_args,
     ]
     return ProcessSpec(
