@@ -34,6 +34,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "role": "prefill",
         "strategy": "decode_first",
         "schedule_style": "context_first",
+        "prefill_dispatch": "direct",
         "engine": "embedded",
         "model": "m",
         "block_size": 32,
