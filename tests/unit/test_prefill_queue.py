@@ -23,7 +23,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.prefill_queue import NoPrefillQueue, open_prefill_queue
+from trtllm_disagg.prefill_queue import NoPrefillQueue, broker, open_prefill_queue, pulling
 from trtllm_disagg.prefill_queue.names import Names
 from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.pair import recording_engine
@@ -288,7 +288,10 @@ async def test_a_request_goes_to_no_instance_that_has_failed_it(queue: Queueing)
     assert (len(failed.llm.results), len(other.llm.results)) == (0, 6)
 
 
-async def test_where_only_that_one_is_there_the_request_fails(queue: Queueing) -> None:
+async def test_where_only_that_one_is_there_the_request_fails(
+    queue: Queueing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "MAX_OFFERS", 5)
     pushing = await queue.pusher()
     await queue.puller(1)
     with pytest.raises(PeerUnavailableError, match="no other prefill worker takes this request"):
@@ -347,7 +350,8 @@ def test_both_sides_mean_the_same_queue() -> None:
         assert Names.of(decode) == Names.of(prefill)
 
 
-async def test_no_nats_server_is_said_before_anything_is_built() -> None:
+async def test_no_nats_server_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker, "_CONNECT_SECONDS", 0.3)
     config = WorkerConfig(
         model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server="nats://me:secret@127.0.0.1:1"
     )

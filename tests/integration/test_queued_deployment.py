@@ -1,0 +1,99 @@
+"""A deployment with a prefill queue: both orders, a prefill worker that dies under load, NATS gone and back."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.conftest import Checkpoints
+from tests.integration.test_faults import all_answered, ask, config, texts
+from trtllm_disagg.deployment import Deployment, running_deployment
+from trtllm_disagg.deployment.plan import LOOPBACK, Strategy
+from trtllm_disagg.deployment.process import ManagedProcess
+
+PROMPTS = [f"request number {i} of several" for i in range(12)]
+OK, UNAVAILABLE = 200, 503
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=60) as client:
+        yield client
+
+
+async def metric(client: httpx.AsyncClient, process: ManagedProcess, name: str) -> float | None:
+    page = (await client.get(f"http://{LOOPBACK}:{process.spec.system_port}/metrics")).text
+    values = re.findall(rf"^trtllm_disagg_{name}\{{[^}}]*\}} (\S+)$", page, re.MULTILINE)
+    return float(values[0]) if values else None
+
+
+async def answered(client: httpx.AsyncClient, deployment: Deployment) -> dict[str, str]:
+    """Once more for all, as soon as none fails: a frontend tries a dead worker until its lease is over."""
+    async with asyncio.timeout(30):
+        while not await all_answered(client, deployment, PROMPTS):
+            pass
+    return await texts(client, deployment, PROMPTS)
+
+
+async def prefills(client: httpx.AsyncClient, deployment: Deployment) -> list[float]:
+    """Prompt tokens that went through each prefill worker."""
+    workers = [process for process in deployment.of_role("prefill") if process.is_running]
+    return [await metric(client, worker, "prefill_tokens_total") or 0 for worker in workers]
+
+
+@pytest.mark.parametrize("strategy", ["decode_first", "prefill_first"])
+async def test_a_queue_in_front_of_two_prefill_workers_outlives_one_of_them_and_nats(
+    strategy: Strategy, checkpoints: Checkpoints, tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    setting = replace(
+        config(strategy, checkpoints("llama"), tmp_path / "run", twice="prefill"), prefill_dispatch="queue"
+    )
+    async with running_deployment(setting) as deployment:
+        undisturbed = await texts(client, deployment, PROMPTS)
+        assert all(tokens > 0 for tokens in await prefills(client, deployment)), "both pull"
+        callers = deployment.of_role("decode" if strategy == "decode_first" else "prefill")
+        assert await metric(client, callers[0], "prefill_queue_depth") == 0
+        assert await metric(client, callers[0], "prefill_queue_age_seconds") == 0
+
+        await a_prefill_worker_dies_under_load(client, deployment, undisturbed)
+        await nats_goes_and_comes_back(client, deployment, undisturbed)
+        assert (deployment.run_dir / "nats").is_dir()
+
+
+async def a_prefill_worker_dies_under_load(
+    client: httpx.AsyncClient, deployment: Deployment, undisturbed: dict[str, str]
+) -> None:
+    running = {p: asyncio.create_task(ask(client, deployment, p)) for p in PROMPTS}
+    await asyncio.wait(running.values(), return_when=asyncio.FIRST_COMPLETED, timeout=0.2)
+    psutil.Process(deployment.of_role("prefill")[0].pid).kill()
+    for prompt, task in running.items():
+        answer = await task
+        assert answer.status_code in (OK, UNAVAILABLE)
+        if answer.status_code == OK:
+            assert answer.json()["choices"][0]["text"] == undisturbed[prompt]
+    assert await answered(client, deployment) == undisturbed
+
+
+async def nats_goes_and_comes_back(
+    client: httpx.AsyncClient, deployment: Deployment, undisturbed: dict[str, str]
+) -> None:
+    (nats,) = deployment.of_role("nats")
+    nats.kill()
+    async with asyncio.timeout(10):
+        answer = await ask(client, deployment, PROMPTS[0])
+    assert answer.status_code in (OK, UNAVAILABLE), "at once, with or without a way to do without it"
+    # Nobody restarts it but whoever runs it.
+    quiet = asyncio.subprocess.DEVNULL
+    again = await asyncio.create_subprocess_exec(*nats.spec.argv, stdout=quiet, stderr=quiet)
+    try:
+        assert await answered(client, deployment) == undisturbed
+    finally:
+        again.kill()
+        await again.wait()
