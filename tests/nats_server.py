@@ -22,9 +22,10 @@ _POLL_SECONDS = 0.01
 class NatsServer:
     """On one port and one store, however often it is started."""
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path, *, jetstream: bool = True) -> None:
         self.port, self._health_port = free_system_ports(2)
         self._store = store
+        self._jetstream = jetstream
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -33,6 +34,8 @@ class NatsServer:
 
     def start(self) -> None:
         argv = nats_server_argv(LOOPBACK, self.port, self._health_port, self._store)
+        if not self._jetstream:
+            argv = tuple(argument for argument in argv if argument != "--jetstream")
         self._process = subprocess.Popen(
             argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
@@ -52,7 +55,8 @@ class NatsServer:
             self._process = None
 
     def _is_healthy(self) -> bool:
-        url = f"http://{LOOPBACK}:{self._health_port}{NATS_HEALTH}"
+        path = NATS_HEALTH if self._jetstream else "/healthz"
+        url = f"http://{LOOPBACK}:{self._health_port}{path}"
         try:
             with urllib.request.urlopen(url, timeout=1) as answer:
                 return bool(answer.status == 200)

@@ -66,6 +66,7 @@ def test_a_pair_that_fits() -> None:
             {"strategy": "prefill_first"},
             "--disaggregation-strategy: decode 'decode_first', prefill 'prefill_first'",
         ),
+        ({"prefill_dispatch": "queue"}, "--prefill-dispatch: decode 'direct', prefill 'queue'"),
         ({"served_model_name": "x"}, "--served-model-name: decode 'org/model', prefill 'x'"),
         ({"weights": "cd"}, "--model (hash of config.json and weights): decode 'ab', prefill 'cd'"),
         ({"args": {"dtype": "bfloat16"}}, "dtype: decode 'auto', prefill 'bfloat16'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -363,6 +364,17 @@ async def test_no_nats_server_is_said_before_anything_is_built(monkeypatch: pyte
     )
     assert "secret" not in said
     assert "JetStream" in said
+
+
+async def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path, jetstream=False)
+    server.start()
+    config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=server.url)
+    try:
+        with pytest.raises(ConfigError, match=r"has JetStream .nats-server -js.: this one has none"):
+            await open_prefill_queue(config)
+    finally:
+        server.kill()
 
 
 def test_both_phases_at_once_need_to_know_the_prefill_worker() -> None:

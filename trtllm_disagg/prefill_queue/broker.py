@@ -13,7 +13,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
-from nats.js.errors import APIError, BadRequestError
+from nats.js.errors import APIError, BadRequestError, ServiceUnavailableError
 
 from trtllm_disagg.config import flag_of
 from trtllm_disagg.errors import ConfigError, OverloadedError, PeerUnavailableError
@@ -32,7 +32,7 @@ _PING_SECONDS = 2
 #: Nobody waits so long; what is left of pushers that are gone, where no worker pulls.
 _MAX_AGE_SECONDS = 3600.0
 _MAX_ITEMS = 10_000
-_MAX_STREAM_BYTES = 1 << 30
+_MAX_STREAM_BYTES = 256 << 20
 _NAME_IN_USE, _TOO_MANY = 10058, (10077, 10054, 10122)
 
 _NATS_ERRORS = (nats.errors.Error, asyncio.TimeoutError, OSError)
@@ -68,7 +68,7 @@ class Broker:
                 await broker._connect(servers.split(","))
                 await broker._make_stream()
         except _NATS_ERRORS as error:
-            reason = str(error) or str(broker._client.last_error or "no answer")
+            reason = _why_not(error, broker._client.last_error)
             await broker.close()
             raise ConfigError.bad_value(
                 flag_of("nats_server"),
@@ -250,6 +250,12 @@ class Broker:
 
 async def _noted(error: Exception) -> None:
     log.debug("NATS: %s: %s", type(error).__name__, error)
+
+
+def _why_not(error: BaseException, earlier: BaseException | None) -> str:
+    if isinstance(error, (ServiceUnavailableError, nats.errors.NoRespondersError)):
+        return "this one has none"
+    return str(error) or str(earlier or "no answer")
 
 
 def _without_password(servers: str) -> str:

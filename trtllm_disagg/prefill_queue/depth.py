@@ -26,12 +26,15 @@ class DepthWatch:
         self._task: asyncio.Task[None] | None = None
 
     def depth(self) -> int:
-        """Prefills that no worker has begun."""
-        return max(self._num_waiting, self._num_own())
+        """Prefills that no worker has begun. A queue that cannot be reached holds nothing for anybody."""
+        known = self._num_waiting if self._broker.is_usable else 0
+        return max(known, self._num_own())
 
     def age(self) -> float:
         """Seconds for which the oldest of them has waited; 0 when there is none."""
-        return max(0.0, time.time() - self._oldest[1]) if self._oldest is not None else 0.0
+        if self._oldest is None or not self._broker.is_usable:
+            return 0.0
+        return max(0.0, time.time() - self._oldest[1])
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._watch(), name="prefill-queue-depth")
@@ -48,7 +51,6 @@ class DepthWatch:
             try:
                 await self._look()
             except PeerUnavailableError:
-                # A queue that cannot be reached holds nothing for anybody.
                 self._num_waiting, self._oldest = 0, None
             await asyncio.sleep(_ASK_SECONDS)
 

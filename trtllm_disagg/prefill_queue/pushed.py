@@ -9,6 +9,9 @@ from typing import Any
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, FromPuller, Item, failure_of
 
+#: As an instance, the queue itself: to be blamed, and avoided, for what no worker has done.
+QUEUE_ID = 0
+
 #: An item that so many workers have lost is not given to another one.
 MAX_CLAIMS = 3
 
@@ -77,9 +80,11 @@ class Pushed:
             self.outcome.set_result(Arrived(said.chunk, reply))
         else:
             self._is_settled = True
-            self.fail(failure_of(said))
+            self.fail(failure_of(said), self.claim.worker)
 
-    def fail(self, error: DisaggError) -> None:
+    def fail(self, error: DisaggError, peer: int = QUEUE_ID) -> None:
+        """`peer`: who is to blame."""
+        error.peer = peer
         if not self.outcome.done():
             self.outcome.set_exception(error)
 
@@ -118,7 +123,8 @@ class Pushed:
         return asyncio.get_running_loop().call_later(self._timeout, self._time_out)
 
     def _time_out(self) -> None:
-        who = "no prefill worker has taken the request from the queue"
+        what, peer = "no prefill worker has taken the request from the queue", QUEUE_ID
         if self.claim is not None:
-            who = f"the prefill worker {self.claim.worker:x} has fallen silent, and no other has taken over"
-        self.fail(StageTimeoutError(f"{who} within {self._timeout:g} s (--queue-timeout)"))
+            peer = self.claim.worker
+            what = f"the prefill worker {peer:x} has fallen silent, and no other has taken over"
+        self.fail(StageTimeoutError(f"{what} within {self._timeout:g} s (--queue-timeout)"), peer)

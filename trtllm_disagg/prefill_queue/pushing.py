@@ -27,13 +27,10 @@ from trtllm_disagg.prefill_queue.messages import (
     decode,
     encode,
 )
-from trtllm_disagg.prefill_queue.pushed import Pushed
+from trtllm_disagg.prefill_queue.pushed import QUEUE_ID, Pushed
 from trtllm_disagg.types import GenerateRequest, Journey, RequestContext
 
 log = logging.getLogger(__name__)
-
-#: As an instance, the queue itself: to be blamed, and avoided, for what no worker has done.
-QUEUE_ID = 0
 
 
 class QueueClient:
@@ -78,7 +75,8 @@ class QueueClient:
                 # From here to the caller nothing can come between.
                 yield arrived.take()
         except DisaggError as error:
-            error.peer = pushed.claim.worker if pushed.claim is not None else QUEUE_ID
+            if error.peer is None:
+                error.peer = QUEUE_ID
             raise
         finally:
             del self._pushed[item.id]
