@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import uuid
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtllm_disagg.errors import DisaggError, EngineError, StageTimeoutError
+from trtllm_disagg.prefill_queue.heeded import heeded
 from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, Failed, FromPuller, Item
 from trtllm_disagg.prefill_queue.pushed import MAX_CLAIMS, QUEUE_ID, Pushed
 from trtllm_disagg.prefill_queue.room import Room
@@ -120,3 +122,22 @@ async def test_room_is_counted_in_items_too() -> None:
     await room.wait()
     room.enter("b", 1)
     assert [room.is_there] == [False]
+
+
+async def test_a_cancel_that_comes_with_the_result_is_not_lost() -> None:
+    async def ask(answer: asyncio.Future[int], keep: bool) -> int:
+        waiting = asyncio.wait_for(answer, 5)
+        return await (heeded(waiting) if keep else waiting)
+
+    async def cancelled_with_the_result(keep: bool) -> bool:
+        answer = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(ask(answer, keep))
+        await asyncio.sleep(0)
+        answer.set_result(1)
+        task.cancel()
+        await asyncio.wait({task})
+        return task.cancelled()
+
+    assert await cancelled_with_the_result(keep=True)
+    if sys.version_info < (3, 12):
+        assert not await cancelled_with_the_result(keep=False), "else there is no need for it"

@@ -17,6 +17,7 @@ from nats.js.errors import APIError, BadRequestError, ServiceUnavailableError
 
 from trtllm_disagg.config import flag_of
 from trtllm_disagg.errors import ConfigError, OverloadedError, PeerUnavailableError
+from trtllm_disagg.prefill_queue.heeded import heeded
 from trtllm_disagg.prefill_queue.messages import MAX_BYTES, NO, YES
 from trtllm_disagg.prefill_queue.names import CONSUMER, Names
 
@@ -105,7 +106,7 @@ class Broker:
                 f"{self._client.max_payload} (max_payload)"
             )
         try:
-            ack = await self._stream.publish(self.names.items, data, timeout=_REPLY_SECONDS)
+            ack = await heeded(self._stream.publish(self.names.items, data, timeout=_REPLY_SECONDS))
         except APIError as error:
             if error.err_code in _TOO_MANY:
                 raise OverloadedError("the prefill queue is full") from error
@@ -117,14 +118,14 @@ class Broker:
     async def withdraw(self, sequence: int) -> None:
         """As far as possible; an item that nobody waits for is skipped anyway."""
         with contextlib.suppress(*_NATS_ERRORS):
-            await self._stream.delete_msg(self.names.stream, sequence)
+            await heeded(self._stream.delete_msg(self.names.stream, sequence))
 
     async def pull(self, seconds: float) -> Msg | None:
         """The next item, None when there is none in this time, or NATS is gone."""
         try:
             if self._pulling is None:
                 self._pulling = await self._stream.pull_subscribe_bind(CONSUMER, self.names.stream)
-            (message,) = await self._pulling.fetch(1, timeout=seconds)
+            (message,) = await heeded(self._pulling.fetch(1, timeout=seconds))
         except TimeoutError:
             return None
         except _NATS_ERRORS as error:
@@ -137,7 +138,9 @@ class Broker:
     async def waiting(self) -> tuple[int, int]:
         """(items that no worker has been given yet, place of the oldest one). Raises PeerUnavailableError."""
         try:
-            consumer = await self._stream.consumer_info(self.names.stream, CONSUMER, timeout=_REPLY_SECONDS)
+            consumer = await heeded(
+                self._stream.consumer_info(self.names.stream, CONSUMER, timeout=_REPLY_SECONDS)
+            )
         except _NATS_ERRORS as error:
             raise self._unavailable(error) from error
         delivered = consumer.delivered.stream_seq if consumer.delivered is not None else 0
@@ -146,8 +149,8 @@ class Broker:
     async def pushed_at(self, sequence: int) -> float | None:
         """When the first item from this place on was pushed, in seconds since the epoch by NATS's clock."""
         try:
-            message = await self._stream.get_msg(
-                self.names.stream, sequence, subject=self.names.items, next=True
+            message = await heeded(
+                self._stream.get_msg(self.names.stream, sequence, subject=self.names.items, next=True)
             )
         except _NATS_ERRORS:
             return None
@@ -166,7 +169,7 @@ class Broker:
 
     async def ask(self, subject: str, data: bytes) -> Reply:
         try:
-            answer = await self._client.request(subject, data, timeout=_REPLY_SECONDS)
+            answer = await heeded(self._client.request(subject, data, timeout=_REPLY_SECONDS))
         except nats.errors.NoRespondersError:
             return Reply.NOBODY
         except _NATS_ERRORS:
@@ -235,7 +238,7 @@ class Broker:
         """It may be another server, or the same one without its memory."""
         while self._client.is_connected:
             try:
-                await self._make_stream()
+                await heeded(self._make_stream())
             except _NATS_ERRORS as error:
                 log.warning("NATS is back, but has no stream yet: %s", error)
                 await asyncio.sleep(_RECONNECT_SECONDS)

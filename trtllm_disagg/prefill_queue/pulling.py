@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from trtllm_disagg.errors import DisaggError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.prefill_queue.broker import ACK_SECONDS, Broker, Reply
 from trtllm_disagg.prefill_queue.context import PulledContext
+from trtllm_disagg.prefill_queue.heeded import heeded
 from trtllm_disagg.prefill_queue.messages import (
     MAX_ERROR_CHARS,
     Answer,
@@ -180,7 +181,7 @@ class Puller:
     async def _at_work(self, message: Msg, item: Item, attempt: int) -> AsyncIterator[PulledContext]:
         """Inside, a cancel is heard, and both JetStream and the pusher hear that somebody is at it."""
         context = self._contexts[item.id] = PulledContext(item.request_id)
-        beating = asyncio.create_task(self._beat(message, item, attempt))
+        beating = asyncio.create_task(self._beat(message, item, attempt, context))
         try:
             yield context
         finally:
@@ -188,8 +189,8 @@ class Puller:
             if self._contexts.get(item.id) is context:
                 del self._contexts[item.id]
 
-    async def _beat(self, message: Msg, item: Item, attempt: int) -> None:
-        while True:
+    async def _beat(self, message: Msg, item: Item, attempt: int, context: PulledContext) -> None:
+        while self._contexts.get(item.id) is context:
             await asyncio.sleep(_BEAT_SECONDS)
             await _settle(message.in_progress())
             await self._broker.tell(self._broker.names.pusher(item.pusher), encode(Beat(item.id, attempt)))
@@ -208,7 +209,7 @@ class Puller:
 async def _settle(saying: Awaitable[None]) -> None:
     """To JetStream, about an item. If that is lost, the item comes again, and its pusher knows what to do."""
     with contextlib.suppress(nats.errors.Error, asyncio.TimeoutError, OSError):
-        await saying
+        await heeded(saying)
 
 
 def _num_tokens(item: Item) -> int:
