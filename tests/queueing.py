@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from trtllm_disagg.prefill_queue.pulling import Puller
 from trtllm_disagg.prefill_queue.pushing import QueueClient
 from trtllm_disagg.prefill_queue.room import Room
 from trtllm_disagg.testing.pair import recording_engine
-from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.recording_llm import LLM, Script
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 _namespaces = itertools.count(1)
@@ -128,3 +129,9 @@ def raising(error: Exception) -> Generate:
         raise error
 
     return generate
+
+
+def blocked() -> tuple[Script, asyncio.Semaphore]:
+    """A request that gets one token for each permit."""
+    gate = asyncio.Semaphore(0)
+    return Script(gate=gate), gate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -12,8 +11,8 @@ import nats
 import pytest
 
 from tests.handling import collect, expected_tokens, raw_request, request, tokens_of, until
-from tests.nats_server import NatsServer, nats_server
-from tests.queueing import Queueing, queueing
+from tests.nats_server import NatsServer
+from tests.queueing import Queueing, blocked, queueing
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.remote import PREFILL
 from trtllm_disagg.prefill_queue import broker, pulling
@@ -28,7 +27,7 @@ from trtllm_disagg.prefill_queue.messages import (
     encode,
 )
 from trtllm_disagg.prefill_queue.pushed import MAX_CLAIMS
-from trtllm_disagg.testing.recording_llm import LLM, Script
+from trtllm_disagg.testing.recording_llm import LLM
 from trtllm_disagg.wire import encode_request
 
 ACK_SECONDS = 0.6
@@ -39,23 +38,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dead worker is noticed five times as fast as in service."""
     monkeypatch.setattr(broker, "ACK_SECONDS", ACK_SECONDS)
     monkeypatch.setattr(pulling, "_BEAT_SECONDS", ACK_SECONDS / 3)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as running:
-        yield running
-
-
-@pytest.fixture
-async def queue(server: NatsServer, no_leaks: None) -> AsyncIterator[Queueing]:
-    async with queueing(server) as opened:
-        yield opened
-
-
-def blocked() -> tuple[Script, asyncio.Semaphore]:
-    gate = asyncio.Semaphore(0)
-    return Script(gate=gate), gate
 
 
 async def test_a_dead_workers_item_goes_to_another_one(queue: Queueing) -> None:
@@ -121,9 +103,7 @@ async def test_an_item_that_kills_its_workers_is_not_given_to_all_of_them(queue:
     assert spared.llm.results == []
 
 
-async def test_without_nats_requests_fail_at_once_and_go_on_when_it_is_back(
-    server: NatsServer, queue: Queueing
-) -> None:
+async def test_without_nats_requests_fail_at_once_and_go_on_when_it_is_back(queue: Queueing) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller(1, max_items=1)
     script, gate = blocked()
     pulling.llm.scripts.append(script)
@@ -132,7 +112,7 @@ async def test_without_nats_requests_fail_at_once_and_go_on_when_it_is_back(
     await pushing.broker.push(item())
     await until(lambda: pushing.watch.depth() == 1)
     try:
-        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(queue.server.kill)
         async with asyncio.timeout(2):
             with pytest.raises(PeerUnavailableError, match="NATS is gone") as raised:
                 await running
@@ -143,7 +123,7 @@ async def test_without_nats_requests_fail_at_once_and_go_on_when_it_is_back(
         gate.release()
         await until(lambda: pulling.llm.results[0].finished)
     finally:
-        await asyncio.to_thread(server.start)
+        await asyncio.to_thread(queue.server.start)
 
     async with asyncio.timeout(10):
         await pushing.broker.wait_until_usable()
