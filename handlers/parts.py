@@ -21,6 +21,8 @@ class Parts:
     prefill_timeout: float = 120.0
     first_decode_token_timeout: float = 60.0
     protocol: HandoffProtocol = DYNAMO
+    #: The prefill queue, under --prefill-dispatch queue.
+    prefills: StageClient | None = None
 
     @property
     def pushes(self) -> bool:

@@ -48,9 +48,12 @@ class StageInstance(Protocol):
         """What it says of itself (`pairing.describe_worker`). Raises a DisaggError."""
         ...
 
-    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
+    def call(
+        self, request: dict[str, Any], context: RequestContext | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Its chunks, with the same request id, metadata and trace; a stopped context stops it too, and then
-        the iteration just ends. Raises a DisaggError whose `peer` is this instance, whatever became of it.
+        the iteration just ends. Without a context nobody waits for the answer. Raises a DisaggError whose
+        `peer` is this instance, whatever became of it.
         """
         ...
 

@@ -198,7 +198,7 @@ class CountedInstance:
         return await self._instance.describe()
 
     async def call(
-        self, request: dict[str, Any], context: RequestContext
+        self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         self._in_flight.add(self.instance_id, self._tokens)
         try:

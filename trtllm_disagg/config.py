@@ -175,6 +175,9 @@ class WorkerConfig:
             )
         self._check_orchestration()
         require_style(self.handoff_protocol, self.schedule_style)
+        if self.prefill_dispatch == "queue" and self.schedule_style is ScheduleStyle.GENERATION_FIRST:
+            allowed = "direct with --schedule-style generation_first"
+            raise ConfigError.bad_value(flag_of("prefill_dispatch"), self.prefill_dispatch, allowed)
         if self.max_beam_width > 1 and self.role is not Role.AGG:
             raise ConfigError.bad_value(
                 flag_of("max_beam_width"),

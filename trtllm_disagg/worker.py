@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from trtllm_disagg.handlers.selection import (
 )
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
+from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import Runtime, ServedModel
 from trtllm_disagg.types import Generate
@@ -49,20 +51,23 @@ async def run_worker(config: WorkerConfig) -> None:
     api = load_api(config.engine)
     if await asyncio.to_thread(serve_as_rank, config.engine, engine_args):
         return
-    runtime = Runtime(config)
-    log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
-    engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
-    try:
-        await _serve(config, engine_args, engine, runtime)
-    finally:
-        engine.close()
+    async with aclosing(await open_prefill_queue(config)) as queue:
+        runtime = Runtime(config)
+        log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
+        engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
+        try:
+            await _serve(config, engine_args, engine, runtime, queue)
+        finally:
+            engine.close()
 
 
-async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engine, runtime: Runtime) -> None:
+async def _serve(
+    config: WorkerConfig, engine_args: dict[str, Any], engine: Engine, runtime: Runtime, queue: PrefillQueue
+) -> None:
     block_size, num_blocks = _capacity(config, engine)
     me = describe_worker(config, engine_args, block_size, _weights(config), engine.ctx_info_endpoint)
     stage: StageClient = NoStage()
-    runtime.stop_on_signals(_drain(engine))
+    runtime.stop_on_signals(_drain(engine, queue), queue.leave)
     if config.next_endpoint_id is not None:
         second = await runtime.second_stage(config.next_endpoint_id)
         if second is None:
@@ -72,7 +77,10 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
         stage = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
     await _require_fit(config, runtime, me)
     policy = Policy.of(config, block_size)
-    generate = journaled(build_generate(config, engine, stage, policy), _part(config), policy.counts)
+    generate = build_generate(
+        config, engine, stage, policy, queue.client, queue if queue.client is not None else None
+    )
+    generate = journaled(generate, _part(config), policy.counts)
     publishers = await create_publishers(config, runtime.endpoint, engine.llm, block_size, policy)
     for publisher in publishers:
         await publisher.start()
@@ -87,6 +95,7 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
             await runtime.register(model, is_routed=False)
         # Once more: somebody may have come at the same time.
         await _require_fit(config, runtime, me)
+        await queue.start(generate, runtime.instance_id, runtime.endpoint)
         log.info(
             "worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id
         )
@@ -165,10 +174,11 @@ def _capacity(config: WorkerConfig, engine: Engine) -> tuple[int, int]:
     return config.kv_block_size, 0
 
 
-def _drain(engine: Engine) -> Any:
+def _drain(engine: Engine, queue: PrefillQueue) -> Any:
     """Waits until nothing runs and no KV is held for another worker, so that nobody reads from a dead one."""
 
     async def wait() -> None:
+        await queue.drained()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _DRAIN_SECONDS
         # Engines offer no event for this.

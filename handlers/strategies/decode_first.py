@@ -16,4 +16,5 @@ def build(parts: Parts) -> Generate:
     timed = first_token_within(parts.first_decode_token_timeout, decode)
     if parts.pushes:
         return together(RemotePush(parts.stage, parts.engine, parts.protocol), timed)
-    return chain(RemotePrefill(parts.stage, decode.drain, parts.protocol), timed)
+    prefill = RemotePrefill(parts.prefills or parts.stage, decode.drain, parts.protocol)
+    return chain(prefill, timed)

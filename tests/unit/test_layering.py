@@ -21,7 +21,7 @@ LAYERS = (
     ("embedded", "engine_keys", "engine_config", "engine"),
     ("handlers",),
     ("publisher",),
-    ("runtime", "testing"),
+    ("runtime", "prefill_queue", "testing"),
     ("worker",),
     ("cli", "worker_command", "deployment", "demo", "demo_model", "bench"),
     ("__main__",),

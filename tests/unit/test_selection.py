@@ -36,7 +36,7 @@ class Instance:
         return {"id": self.instance_id}
 
     async def call(
-        self, request: dict[str, Any], context: RequestContext
+        self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         for number in range(3):
             yield {"token_ids": [number]}

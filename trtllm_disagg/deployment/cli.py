@@ -13,6 +13,7 @@ from typing import Any
 
 from trtllm_disagg.deployment.plan import (
     NEXT_ROUTERS,
+    PREFILL_DISPATCHES,
     STRATEGIES,
     WORKER_ROLES,
     DeploymentConfig,
@@ -73,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how a worker chooses the one that it calls (default: the worker's, round_robin)",
     )
     add(
+        "--prefill-dispatch",
+        choices=PREFILL_DISPATCHES,
+        default=default.prefill_dispatch,
+        help="queue: starts a NATS server, and prefill workers pull from it (default: %(default)s)",
+    )
+    add(
         "--startup-timeout",
         type=float,
         default=default.startup_timeout,
@@ -122,6 +129,7 @@ def config_from(args: argparse.Namespace) -> DeploymentConfig:
         engine_configs=engine_configs_in(args.engine_configs, args.strategy) if args.engine_configs else {},
         kv_block_size=args.kv_block_size,
         next_router=args.next_router,
+        prefill_dispatch=args.prefill_dispatch,
         worker_args=tuple(args.worker_args),
         frontend_args=tuple(args.frontend_args),
         startup_timeout=args.startup_timeout,

@@ -123,15 +123,19 @@ class Runtime:
             ignore_weights=True,
         )
 
-    def stop_on_signals(self, drain: Callable[[], Awaitable[None]]) -> None:
-        """SIGTERM and SIGINT: leave discovery, let running requests end, `drain`, then `serve` returns."""
+    def stop_on_signals(
+        self, drain: Callable[[], Awaitable[None]], leave: Callable[[], Awaitable[None]]
+    ) -> None:
+        """SIGTERM and SIGINT: leave discovery and at once `leave`, wherever else work comes from; let running
+        requests end, `drain`, then `serve` returns.
+        """
 
         async def stop() -> None:
             self._told_to_stop = True
             await drain()
 
         install_signal_handlers(
-            asyncio.get_running_loop(), self._runtime, [self.endpoint], drain_callback=stop
+            asyncio.get_running_loop(), self._runtime, [self.endpoint, _Left(leave)], drain_callback=stop
         )
 
     async def serve(self, generate: Generate, describe: dict[str, Any]) -> None:
@@ -145,6 +149,16 @@ class Runtime:
 
     def shutdown(self) -> None:
         self._runtime.shutdown()
+
+
+class _Left:
+    """An endpoint to Dynamo's shutdown, as far as leaving it goes: all are left first, and together."""
+
+    def __init__(self, leave: Callable[[], Awaitable[None]]) -> None:
+        self._leave = leave
+
+    async def unregister_endpoint_instance(self) -> None:
+        await self._leave()
 
 
 def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
