@@ -91,11 +91,12 @@ class Worker:
         return int(match[1], 16)
 
     def metric(self, name: str) -> float:
-        """Of the endpoint `generate`; 0 as long as the worker does not show it."""
-        for line in self._page().splitlines():
-            if line.startswith(name + "{") and 'dynamo_endpoint="generate"' in line:
-                return float(line.rpartition(" ")[2])
-        return 0.0
+        """Of all its endpoints `generate`; 0 as long as the worker does not show it."""
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in self._page().splitlines()
+            if line.startswith(name + "{") and 'dynamo_endpoint="generate"' in line
+        )
 
     def labels(self, name: str, label: str) -> set[str]:
         """The values of a label that a metric has here."""

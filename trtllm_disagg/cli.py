@@ -27,6 +27,8 @@ COMMANDS = {
         "run one worker; flags as `python -m dynamo.trtllm` has them", "trtllm_disagg.worker_command"
     ),
     "up": Command("run a whole deployment on this machine", "trtllm_disagg.deployment.cli"),
+    "switch": Command("another order for a running deployment", "trtllm_disagg.switching.cli"),
+    "scale": Command("more or fewer workers of a running `up`", "trtllm_disagg.deployment.scale_command"),
     "bench": Command("measure it on this machine, beside baselines", "trtllm_disagg.bench"),
     "demo": Command("watch one request pass through both orders", "trtllm_disagg.demo"),
     "demo-model": Command("make the small local model; no download", "trtllm_disagg.demo_model"),

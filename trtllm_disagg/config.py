@@ -24,8 +24,8 @@ from trtllm_disagg.settings import (
     REQUIRED,
     SECONDS,
     SHARE,
-    EndpointParts,
     Rule,
+    endpoint_of,
     one_of,
     option,
     parse_endpoint_id,
@@ -165,9 +165,7 @@ class WorkerConfig:
             raise ConfigError.bad_value(
                 flag_of("endpoint"), self.endpoint, f"an endpoint in the namespace {self.namespace!r}"
             )
-        if self.schedule_style is ScheduleStyle.GENERATION_FIRST and (
-            self.role is Role.AGG or self.strategy is Strategy.ROUTER
-        ):
+        if self.schedule_style is ScheduleStyle.GENERATION_FIRST and not self.may_switch:
             raise ConfigError.bad_value(
                 flag_of("schedule_style"),
                 self.schedule_style.value,
@@ -186,7 +184,7 @@ class WorkerConfig:
             )
 
     def _check_orchestration(self) -> None:
-        if self.role is not Role.AGG and self.strategy is not Strategy.ROUTER:
+        if self.may_switch:
             return
         for name in ORCHESTRATION:
             if getattr(self, name) != SETTINGS[name].default:
@@ -221,9 +219,13 @@ class WorkerConfig:
 
     @property
     def tells_kv_events(self) -> bool:
-        """Some KV router listens: the frontend's, or as a second stage that of the first one."""
-        is_second = self.role is not Role.AGG and not self.is_first_stage
-        return self.publish_kv_events or (is_second and self.next_router == "kv")
+        """Some KV router listens: the frontend's, or those of the other role."""
+        return self.publish_kv_events or self.tells_peers
+
+    @property
+    def tells_peers(self) -> bool:
+        """Workers of the other role choose among those of this one by what these have cached."""
+        return self.may_switch and self.next_router == "kv"
 
     @property
     def reads_kv_events(self) -> bool:
@@ -235,36 +237,48 @@ class WorkerConfig:
     @property
     def endpoint_id(self) -> str:
         """Where this worker is reached."""
-        return self.endpoint or EndpointParts(self.namespace, self._component, "generate").url
+        return self.front_endpoint_id if self.is_first_stage else self.peer_endpoint_id
+
+    @property
+    def front_endpoint_id(self) -> str:
+        """Where frontends reach this worker while it is a first stage; both roles share it."""
+        if self.endpoint is not None and self.is_first_stage:
+            return self.endpoint
+        is_routed_prefill = self.strategy is Strategy.ROUTER and self.role is Role.PREFILL
+        return endpoint_of(self.namespace, Role.PREFILL if is_routed_prefill else None)
+
+    @property
+    def peer_endpoint_id(self) -> str:
+        """Where workers of the other role reach this one, whichever stage it is."""
+        if not self.may_switch:
+            return self.front_endpoint_id
+        if self.endpoint is not None and not self.is_first_stage:
+            return self.endpoint
+        return endpoint_of(self.namespace, self.role)
 
     @property
     def next_endpoint_id(self) -> str | None:
         """Where the second stage is reached; None on a worker that calls nobody."""
-        if not self.calls_second_stage:
-            return None
-        return self.next_endpoint or EndpointParts(self.namespace, _NEXT_COMPONENT, "generate").url
+        return (self.next_endpoint or self._default_partner) if self.calls_second_stage else None
 
     @property
     def partner_endpoint_id(self) -> str | None:
         """Where workers of the other role are, unless they were given another endpoint; None in mode agg."""
         if self.role is Role.AGG or self.calls_second_stage:
             return self.next_endpoint_id
-        is_routed_decode = self.strategy is Strategy.ROUTER and self.role is Role.DECODE
-        component = _ROUTED_PREFILL_COMPONENT if is_routed_decode else _FIRST_COMPONENT
-        return EndpointParts(self.namespace, component, "generate").url
+        return self._default_partner
 
     @property
-    def _component(self) -> str:
-        if not self.is_first_stage:
-            return _NEXT_COMPONENT
-        chained_by_frontend = self.strategy is Strategy.ROUTER and self.role is Role.PREFILL
-        return _ROUTED_PREFILL_COMPONENT if chained_by_frontend else _FIRST_COMPONENT
+    def may_switch(self) -> bool:
+        """This worker can be the first stage as well as the second one, and become the other while it serves."""
+        return self.role is not Role.AGG and self.strategy is not Strategy.ROUTER
 
+    @property
+    def _default_partner(self) -> str:
+        other = Role.PREFILL if self.role is Role.DECODE else Role.DECODE
+        decode_is_front = self.strategy is Strategy.ROUTER and other is Role.DECODE
+        return endpoint_of(self.namespace, None if decode_is_front else other)
 
-# The component names of Dynamo 0.6, so that its launch scripts and dashboards still fit.
-_FIRST_COMPONENT = "tensorrt_llm"
-_NEXT_COMPONENT = "tensorrt_llm_next"
-_ROUTED_PREFILL_COMPONENT = "prefill"
 
 SETTINGS = {setting.name: setting for setting in fields(WorkerConfig) if setting.name != "explicit"}
 """The dataclass field of every setting that a user can give, by name."""

@@ -40,6 +40,13 @@ def parse_endpoint_id(endpoint_id: str, key: str = "endpoint") -> EndpointParts:
     return EndpointParts(*match.groups())
 
 
+def endpoint_of(namespace: str, role: str | None) -> str:
+    """Where workers of the other role find the workers of `role`, and frontends (None) those they may send requests
+    to, unless they were given other endpoints. The names are Dynamo's.
+    """
+    return EndpointParts(namespace, role or "tensorrt_llm", "generate").url
+
+
 class Rule(NamedTuple):
     """What one field accepts, in words and as a test."""
 

@@ -32,7 +32,8 @@ from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.publisher.create import create_publishers
-from trtllm_disagg.runtime import Runtime, ServedModel
+from trtllm_disagg.runtime import Registration, Runtime, ServedModel
+from trtllm_disagg.standing import Standing
 from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
@@ -77,32 +78,31 @@ async def _serve(
         stage = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
     await _require_fit(config, runtime, me)
     policy = Policy.of(config, block_size)
-    generate = build_generate(
-        config, engine, stage, policy, queue.client, queue if queue.client is not None else None
+    model = ServedModel(
+        block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
     )
-    generate = journaled(generate, _part(config), policy.counts)
-    publishers = await create_publishers(config, runtime.endpoint, engine.llm, block_size, policy)
+    standing = Standing(config, me, policy, stage, Registration(runtime, model))
+    waiting = queue if queue.client is not None else None
+    generate = build_generate(config, engine, stage, policy, queue.client, waiting)
+    generate = standing.counting(journaled(generate, _part(config), policy.counts))
+    publishers = await create_publishers(config, runtime.front, runtime.peer, engine.llm, block_size, policy)
     for publisher in publishers:
         await publisher.start()
 
     async def introduce() -> None:
-        model = ServedModel(
-            block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
-        )
-        if config.is_first_stage:
-            await runtime.register(model)
-        elif config.next_router == "kv":
-            await runtime.register(model, is_routed=False)
+        if config.tells_peers:
+            await runtime.register_for_peers(model)
+        await standing.take()
         # Once more: somebody may have come at the same time.
         await _require_fit(config, runtime, me)
-        await queue.start(generate, runtime.instance_id, runtime.endpoint)
+        await queue.start(generate, runtime.instance_id, runtime.front)
         log.info(
             "worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id
         )
 
     try:
         async with _stop_when_dead(engine, runtime), _watching(config, policy):
-            await _serve_and(introduce(), runtime, generate, me)
+            await _serve_and(introduce(), runtime, generate, standing)
     finally:
         for publisher in publishers:
             await publisher.stop()
@@ -137,10 +137,10 @@ async def _require_fit(config: WorkerConfig, runtime: Runtime, me: dict[str, Any
 
 
 async def _serve_and(
-    introduce: Coroutine[Any, Any, None], runtime: Runtime, generate: Generate, me: dict[str, Any]
+    introduce: Coroutine[Any, Any, None], runtime: Runtime, generate: Generate, standing: Standing
 ) -> None:
     """A failed introduction ends the service, and is raised."""
-    serving = asyncio.create_task(runtime.serve(generate, me))
+    serving = asyncio.create_task(runtime.serve(generate, standing.describe, standing.obey))
     introduction = asyncio.create_task(introduce, name="introduction")
     introduction.add_done_callback(lambda task: runtime.shutdown() if _failed(task) else None)
     try:

@@ -10,7 +10,7 @@ import pytest
 from trtllm_disagg.config import Role, Strategy, WorkerConfig, flag_of
 from trtllm_disagg.embedded.llm_args import KvCacheConfig, LlmArgs
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.settings import parse_endpoint_id
+from trtllm_disagg.settings import endpoint_of, parse_endpoint_id
 
 
 def config(**values: Any) -> WorkerConfig:
@@ -18,20 +18,21 @@ def config(**values: Any) -> WorkerConfig:
 
 
 FIRST = "dyn://dynamo.tensorrt_llm.generate"
-SECOND = "dyn://dynamo.tensorrt_llm_next.generate"
+DECODE = "dyn://dynamo.decode.generate"
+PREFILL = "dyn://dynamo.prefill.generate"
 
 
 @pytest.mark.parametrize(
     ("strategy", "role", "first", "calls", "endpoint", "next_endpoint"),
     [
         (Strategy.DECODE_FIRST, Role.AGG, True, False, FIRST, None),
-        (Strategy.DECODE_FIRST, Role.DECODE, True, True, FIRST, SECOND),
-        (Strategy.DECODE_FIRST, Role.PREFILL, False, False, SECOND, None),
+        (Strategy.DECODE_FIRST, Role.DECODE, True, True, FIRST, PREFILL),
+        (Strategy.DECODE_FIRST, Role.PREFILL, False, False, PREFILL, None),
         (Strategy.PREFILL_FIRST, Role.AGG, True, False, FIRST, None),
-        (Strategy.PREFILL_FIRST, Role.PREFILL, True, True, FIRST, SECOND),
-        (Strategy.PREFILL_FIRST, Role.DECODE, False, False, SECOND, None),
+        (Strategy.PREFILL_FIRST, Role.PREFILL, True, True, FIRST, DECODE),
+        (Strategy.PREFILL_FIRST, Role.DECODE, False, False, DECODE, None),
         (Strategy.ROUTER, Role.AGG, True, False, FIRST, None),
-        (Strategy.ROUTER, Role.PREFILL, True, False, "dyn://dynamo.prefill.generate", None),
+        (Strategy.ROUTER, Role.PREFILL, True, False, PREFILL, None),
         (Strategy.ROUTER, Role.DECODE, True, False, FIRST, None),
     ],
 )
@@ -49,7 +50,10 @@ def test_the_two_workers_of_a_pair_find_each_other() -> None:
     for strategy in (Strategy.DECODE_FIRST, Strategy.PREFILL_FIRST):
         pair = [config(strategy=strategy, role=role, namespace="ns") for role in (Role.PREFILL, Role.DECODE)]
         first, second = sorted(pair, key=lambda worker: not worker.is_first_stage)
-        assert first.next_endpoint_id == second.endpoint_id == "dyn://ns.tensorrt_llm_next.generate"
+        assert first.next_endpoint_id == second.endpoint_id == endpoint_of("ns", second.role)
+        # Where they find each other does not depend on the order: a switch moves nobody.
+        assert second.partner_endpoint_id == first.peer_endpoint_id == endpoint_of("ns", first.role)
+        assert first.front_endpoint_id == second.front_endpoint_id == endpoint_of("ns", None)
 
 
 def test_given_endpoints_win_over_the_derived_ones() -> None:
@@ -81,8 +85,8 @@ def test_the_model_is_served_under_its_own_name_unless_told() -> None:
         ({"endpoint": "dyn://other.a.b"}, "expected an endpoint in the namespace 'dynamo'"),
         ({"next_endpoint": "dyn://dynamo.a.b"}, "--next-endpoint: 'dyn://dynamo.a.b'"),
         ({"role": "decode", "next_endpoint": FIRST}, "another endpoint than this worker's own"),
-        ({"role": "prefill", "next_endpoint": SECOND}, "in mode prefill under decode_first"),
-        ({"strategy": "router", "role": "decode", "next_endpoint": SECOND}, "under router"),
+        ({"role": "prefill", "next_endpoint": PREFILL}, "in mode prefill under decode_first"),
+        ({"strategy": "router", "role": "decode", "next_endpoint": PREFILL}, "under router"),
         ({"role": "decode", "max_beam_width": 2}, "--max-beam-width: 2"),
         ({"kv_block_size": 48}, "--kv-block-size: 48 is not allowed; expected a power of two"),
         ({"kv_block_size": 0}, "--kv-block-size: 0"),
@@ -153,12 +157,12 @@ def test_flags_are_named_after_fields_unless_dynamo_has_another_name() -> None:
     ("role", "strategy", "partner"),
     [
         (Role.AGG, Strategy.DECODE_FIRST, None),
-        (Role.PREFILL, Strategy.DECODE_FIRST, "dyn://dynamo.tensorrt_llm.generate"),
-        (Role.DECODE, Strategy.DECODE_FIRST, "dyn://dynamo.tensorrt_llm_next.generate"),
-        (Role.PREFILL, Strategy.PREFILL_FIRST, "dyn://dynamo.tensorrt_llm_next.generate"),
-        (Role.DECODE, Strategy.PREFILL_FIRST, "dyn://dynamo.tensorrt_llm.generate"),
+        (Role.PREFILL, Strategy.DECODE_FIRST, DECODE),
+        (Role.DECODE, Strategy.DECODE_FIRST, PREFILL),
+        (Role.PREFILL, Strategy.PREFILL_FIRST, DECODE),
+        (Role.DECODE, Strategy.PREFILL_FIRST, PREFILL),
         (Role.PREFILL, Strategy.ROUTER, "dyn://dynamo.tensorrt_llm.generate"),
-        (Role.DECODE, Strategy.ROUTER, "dyn://dynamo.prefill.generate"),
+        (Role.DECODE, Strategy.ROUTER, PREFILL),
     ],
 )
 def test_partners_find_each_other(role: Role, strategy: Strategy, partner: str | None) -> None:
@@ -166,4 +170,4 @@ def test_partners_find_each_other(role: Role, strategy: Strategy, partner: str |
     assert worker.partner_endpoint_id == partner
     if partner is not None:
         other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}[role]
-        assert WorkerConfig(model="m", role=other, strategy=strategy).endpoint_id == partner
+        assert WorkerConfig(model="m", role=other, strategy=strategy).peer_endpoint_id == partner

@@ -73,12 +73,13 @@ def test_agg_has_only_aggregated_workers_and_no_strategy_flag(config: Deployment
     ("strategy", "publishers"),
     [
         ("agg", {"agg-0"}),
-        ("prefill_first", {"prefill-0"}),
-        ("decode_first", {"decode-0"}),
+        # Second stages too: after a switch the frontend routes to them.
+        ("prefill_first", {"prefill-0", "decode-0"}),
+        ("decode_first", {"prefill-0", "decode-0"}),
         ("router", {"prefill-0", "decode-0"}),
     ],
 )
-def test_whoever_the_frontend_routes_to_publishes_kv_events_and_all_publish_metrics(
+def test_whoever_the_frontend_may_route_to_publishes_kv_events_and_all_publish_metrics(
     config: DeploymentConfig, strategy: Strategy, publishers: set[str]
 ) -> None:
     specs = specs_of(replace(config, strategy=strategy))
@@ -250,7 +251,10 @@ def test_flags_become_a_config(tmp_path: Path) -> None:
     [
         (("--strategy", "agg", "--prefill-workers", "2"), "--prefill-workers: 2 .* not agg"),
         (("--strategy", "router", "--agg-workers", "1"), "--agg-workers: 1 .* --strategy agg, not router"),
-        (("--strategy", "agg", "--next-router", "kv"), "--next-router: 'kv' .* decode_first or auto, not agg"),
+        (
+            ("--strategy", "agg", "--next-router", "kv"),
+            "--next-router: 'kv' .* decode_first or auto, not agg",
+        ),
         (("--strategy", "router", "--next-router", "random"), "--next-router: 'random' .* not router"),
     ],
 )

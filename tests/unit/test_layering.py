@@ -17,13 +17,24 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 LAYERS = (
     ("", "types", "errors"),
     ("kv_transfer",),
-    ("settings", "orchestration", "config", "protocols", "wire", "flags", "args", "pairing", "thresholds"),
+    (
+        "settings",
+        "orchestration",
+        "config",
+        "protocols",
+        "wire",
+        "flags",
+        "args",
+        "pairing",
+        "thresholds",
+        "control",
+    ),
     ("embedded", "engine_keys", "engine_config", "engine"),
     ("handlers",),
     ("publisher",),
     ("runtime", "prefill_queue", "testing"),
-    ("worker",),
-    ("cli", "worker_command", "deployment", "demo", "demo_model", "bench"),
+    ("worker", "standing"),
+    ("cli", "worker_command", "switching", "deployment", "demo", "demo_model", "bench"),
     ("__main__",),
 )
 

@@ -34,6 +34,7 @@ from trtllm_disagg.runtime import (
     Runtime,
     as_dynamo_handler,
     from_dynamo,
+    refuse_control,
     to_dynamo,
 )
 from trtllm_disagg.testing.context import FakeContext
@@ -69,7 +70,7 @@ def failing(error: Exception | None, chunks_before: int = 0) -> Generate:
 
 
 async def handled(generate: Generate, context: FakeContext | None = None) -> list[dict[str, Any]]:
-    handler = as_dynamo_handler(generate, {"role": "decode"})
+    handler = as_dynamo_handler(generate, lambda: {"role": "decode"})
     return [answer async for answer in handler(raw_request(), context=context or FakeContext())]
 
 
@@ -124,7 +125,7 @@ async def test_a_bug_of_ours_fails_the_request_only(caplog: pytest.LogCaptureFix
 
 
 async def test_a_bad_request_is_refused_before_any_handler() -> None:
-    handler = as_dynamo_handler(failing(None), {})
+    handler = as_dynamo_handler(failing(None), dict)
     with pytest.raises(dynamo_errors.InvalidArgument, match="token_ids"):
         await anext(handler({"token_ids": 5}, context=FakeContext()))
 
@@ -145,7 +146,7 @@ async def test_a_request_that_is_cancelled_for_another_reason_must_not_look_whol
 
 
 async def test_who_are_you() -> None:
-    handler = as_dynamo_handler(failing(EngineError("not asked")), {"role": "decode"})
+    handler = as_dynamo_handler(failing(EngineError("not asked")), lambda: {"role": "decode"})
     question = {"trtllm_disagg.describe": True}
     assert [answer async for answer in handler(question, context=FakeContext())] == [{"role": "decode"}]
 
@@ -207,7 +208,7 @@ async def served(generate: Generate) -> AsyncIterator[DynamoDirectory]:
         model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST, discovery_backend="mem"
     )
     runtime = Runtime(config)
-    serving = asyncio.create_task(runtime.serve(generate, {"role": "decode"}))
+    serving = asyncio.create_task(runtime.serve(generate, lambda: {"role": "decode"}, refuse_control))
     try:
         client = await runtime.second_stage(config.endpoint_id)
         assert client is not None

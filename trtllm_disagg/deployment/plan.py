@@ -185,9 +185,8 @@ def plan(
     env = shared_env(config, environ)
     ports = iter(system_ports)
     services = [_nats(config, next(ports), next(ports))] if config.has_queue else []
-    queue_flags = [flag for service in services for flag in _queue_flags(service)]
     workers = [
-        _worker(config, role, index, env, next(ports), queue_flags)
+        worker_spec(config, role, index, env, next(ports), queue_flags(services))
         for role in WORKER_ROLES[config.strategy]
         for index in range(config.worker_count(role))
     ]
@@ -244,19 +243,23 @@ def _nats(config: DeploymentConfig, port: int, health_port: int) -> ProcessSpec:
     return ProcessSpec("nats", "nats", argv, system_port=health_port, nats_port=port)
 
 
-def _queue_flags(nats: ProcessSpec) -> Iterator[str]:
-    yield from ("--prefill-dispatch", "queue")
-    yield from ("--nats-server", f"nats://{LOOPBACK}:{nats.nats_port}")
+def queue_flags(services: Iterable[ProcessSpec]) -> Iterator[str]:
+    """What a worker has to know of the queue, if there is one."""
+    for service in services:
+        if service.nats_port is not None:
+            yield from ("--prefill-dispatch", "queue")
+            yield from ("--nats-server", f"nats://{LOOPBACK}:{service.nats_port}")
 
 
-def _worker(
+def worker_spec(
     config: DeploymentConfig,
     role: Role,
     index: int,
     env: Mapping[str, str],
     system_port: int,
-    queue_flags: Iterable[str],
+    queue_flags: Iterable[str] = (),
 ) -> ProcessSpec:
+    """One worker; `env` is `shared_env`."""
     argv = [
         *config.worker_command,
         *("--model", config.model),
@@ -283,7 +286,8 @@ def _stage_flags(strategy: Strategy, role: Role) -> Iterator[str]:
     yield from ("--disaggregation-mode", role)
     if role != "agg":
         yield from ("--disaggregation-strategy", strategy)
-    yield "--publish-events-and-metrics" if role in KV_ROUTED_ROLES[strategy] else "--publish-metrics"
+    # Of a second stage too: after a switch it is the first one, and the frontend then knows what it holds.
+    yield "--publish-events-and-metrics"
 
 
 def _flag(name: str, value: object | None) -> tuple[str, ...]:

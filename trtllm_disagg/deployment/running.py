@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from pathlib import Path
 
 from trtllm_disagg.deployment.errors import DeploymentFailedError
+from trtllm_disagg.deployment.orders import taking_orders
 from trtllm_disagg.deployment.plan import DeploymentConfig, Role
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.serve import prepare
@@ -21,8 +22,16 @@ class Deployment:
     """A deployment that can serve. `config` has the port and run directory that were really taken."""
 
     def __init__(self, supervisor: Supervisor) -> None:
-        self.config: DeploymentConfig = supervisor.config
-        self.processes: tuple[ManagedProcess, ...] = supervisor.processes
+        self._supervisor = supervisor
+
+    @property
+    def config(self) -> DeploymentConfig:
+        return self._supervisor.config
+
+    @property
+    def processes(self) -> tuple[ManagedProcess, ...]:
+        """Those of now: workers come and go."""
+        return tuple(self._supervisor.processes)
 
     @property
     def base_url(self) -> str:
@@ -49,7 +58,8 @@ async def running_deployment(
     try:
         await _load(supervisor)
         try:
-            yield Deployment(supervisor)
+            async with taking_orders(supervisor):
+                yield Deployment(supervisor)
         finally:
             await supervisor.drain()
     finally:

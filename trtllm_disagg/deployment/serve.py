@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from trtllm_disagg.deployment.errors import DeploymentFailedError
 from trtllm_disagg.deployment.first_of import first_of
+from trtllm_disagg.deployment.orders import taking_orders
 from trtllm_disagg.deployment.plan import DeploymentConfig, num_system_ports, plan
 from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
 from trtllm_disagg.deployment.run_dir import RunDir
@@ -35,7 +36,8 @@ async def serve(config: DeploymentConfig, status: Status) -> int:
         try:
             if await interrupts.allow(supervisor.load()):
                 print(supervisor.config.ready_line, flush=True)
-                await interrupts.allow(supervisor.watch())
+                async with taking_orders(supervisor):
+                    await interrupts.allow(supervisor.watch())
             status.note("stopping; interrupt again to kill at once")
             return 0 if await supervisor.drain(interrupts.hurry) else 1
         except DeploymentFailedError as error:

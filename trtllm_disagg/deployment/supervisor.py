@@ -39,13 +39,15 @@ class Supervisor:
         self, config: DeploymentConfig, specs: Sequence[ProcessSpec], run_dir: RunDir, status: Status
     ) -> None:
         self.config = config
-        self.processes = tuple(ManagedProcess(spec, run_dir.log(spec.name)) for spec in specs)
+        self.processes = [ManagedProcess(spec, run_dir.log(spec.name)) for spec in specs]
         self._run_dir = run_dir
         self._status = status
         self._mark = uuid.uuid4().hex
         self._guardian: subprocess.Popen[bytes] | None = None
         self._watchers: dict[ManagedProcess, asyncio.Task[None]] = {}
         self._deaths: asyncio.Queue[ManagedProcess] = asyncio.Queue()
+        #: Told to go while the others stay: their end is no news.
+        self._leaving: set[ManagedProcess] = set()
         self._stopping = False
 
     async def load(self) -> None:
@@ -80,6 +82,45 @@ class Supervisor:
             if process.role == "frontend":
                 raise DeploymentFailedError(report)
             self._status.note(f"\n!!! {report}\nthe other processes keep running\n")
+
+    async def add(self, spec: ProcessSpec) -> ManagedProcess:
+        """One more worker, once it is ready. Raises DeploymentFailedError when it dies or is late; then it is gone,
+        and the others run on.
+        """
+        process = ManagedProcess(spec, self._run_dir.log(spec.name))
+        # Its end is told by whoever has asked for it.
+        self._leaving.add(process)
+        self.processes.append(process)
+        try:
+            await self._start(process)
+            await first_of(
+                self._becomes_ready(process), self._gone([process]), timeout=self.config.startup_timeout
+            )
+            if not process.is_running:
+                raise DeploymentFailedError(death_report(process, "before it was ready"))
+            if process.state != "ready":
+                raise DeploymentFailedError(late_report([process], self.config.startup_timeout))
+        except BaseException:
+            await self._forget(process)
+            raise
+        self._leaving.discard(process)
+        return process
+
+    async def remove(self, process: ManagedProcess) -> bool:
+        """Stops one worker as soon as its requests have ended, and forgets it. Whether it ended by itself."""
+        self._leaving.add(process)
+        await self._stop_wave([process], self.config.stop_timeout, asyncio.Event())
+        await self._forget(process)
+        return process.ended_well
+
+    async def _forget(self, process: ManagedProcess) -> None:
+        process.kill()
+        if process in self._watchers:
+            await self._gone([process])
+            del self._watchers[process]
+        self.processes.remove(process)
+        self._leaving.discard(process)
+        self._write()
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
         """Stops in the order of the request path, so that requests in flight can end. Whether all obeyed."""
@@ -116,6 +157,9 @@ class Supervisor:
         self._watchers[process] = asyncio.create_task(self._reap(process))
         self._changed(process)
 
+    def note(self, text: str) -> None:
+        self._status.note(text)
+
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if name not in PER_PROCESS_ENV}
         return {**inherited, **spec.env, MARK_VARIABLE: self._mark}
@@ -123,7 +167,7 @@ class Supervisor:
     async def _reap(self, process: ManagedProcess) -> None:
         await process.wait()
         self._changed(process)
-        if not self._stopping:
+        if not self._stopping and process not in self._leaving:
             self._deaths.put_nowait(process)
 
     async def _all_ready(self, wave: Sequence[ManagedProcess]) -> bool:
@@ -172,5 +216,8 @@ class Supervisor:
             self._changed(process)
 
     def _changed(self, process: ManagedProcess) -> None:
-        self._run_dir.write(known.record() for known in self.processes if known.pid)
+        self._write()
         self._status.changed(process)
+
+    def _write(self) -> None:
+        self._run_dir.write(known.record() for known in self.processes if known.pid)

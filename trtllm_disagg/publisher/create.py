@@ -15,12 +15,15 @@ from trtllm_disagg.publisher.metrics import EngineMetrics, expose
 
 
 async def create_publishers(
-    config: WorkerConfig, endpoint: Any, llm: Any, block_size: int, policy: Policy
+    config: WorkerConfig, endpoint: Any, peer_endpoint: Any, llm: Any, block_size: int, policy: Policy
 ) -> list[Publisher]:
-    """One for cache events and one for statistics; null ones where the flags say so."""
+    """One for cache events and one for statistics; null ones where the flags say so. `endpoint` is where frontends find
+    this worker, `peer_endpoint` where workers do.
+    """
     sinks: list[EventSink] = []
-    if config.tells_kv_events:
-        sinks.append(KvEventPublisher(endpoint, kv_block_size=block_size, enable_local_indexer=True))
+    listened_at = [(endpoint, config.publish_kv_events), (peer_endpoint, config.tells_peers)]
+    for each in (each for each, is_listened_at in listened_at if is_listened_at):
+        sinks.append(KvEventPublisher(each, kv_block_size=block_size, enable_local_indexer=True))
     if config.reads_kv_events:
         sinks.append(policy.cached)
     events: Publisher = (

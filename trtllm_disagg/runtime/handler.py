@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 from dynamo.llm import exceptions as dynamo_errors
 
 from trtllm_disagg import errors
+from trtllm_disagg.control import CONTROL, is_control
 from trtllm_disagg.runtime.errors import to_dynamo
 from trtllm_disagg.types import Generate
 from trtllm_disagg.wire import decode_request, encode_chunk
@@ -20,14 +21,27 @@ log = logging.getLogger(__name__)
 DESCRIBE = "trtllm_disagg.describe"
 
 
-def as_dynamo_handler(generate: Generate, describe: dict[str, Any]) -> Callable[..., Any]:
+#: What a worker does with a control command, however little it looks like one. Raises a DisaggError.
+Obey = Callable[[Any], Awaitable[dict[str, Any]]]
+
+
+async def refuse_control(raw: Any) -> dict[str, Any]:
+    raise errors.InvalidRequestError("this worker takes no control commands")
+
+
+def as_dynamo_handler(
+    generate: Generate, describe: Callable[[], dict[str, Any]], obey: Obey = refuse_control
+) -> Callable[..., Any]:
     """What Dynamo calls with each request. It finds the second parameter by its name."""
 
     async def handle(request: dict[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
         if DESCRIBE in request:
-            yield describe
+            yield describe()
             return
         try:
+            if is_control(request):
+                yield await obey(request[CONTROL])
+                return
             async with aclosing(generate(decode_request(request), context)) as chunks:
                 async for chunk in chunks:
                     yield encode_chunk(chunk)

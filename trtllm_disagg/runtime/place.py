@@ -9,18 +9,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.common.utils.graceful_shutdown import install_signal_handlers
+from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds, install_signal_handlers
 from dynamo.llm import (
     ModelInput,
     ModelRuntimeConfig,
     ModelType,
     WorkerType,
     register_model,
+    unregister_model,
 )
 from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
-from trtllm_disagg.runtime.handler import DESCRIBE, as_dynamo_handler
+from trtllm_disagg.runtime.handler import DESCRIBE, Obey, as_dynamo_handler
 from trtllm_disagg.runtime.kv_overlaps import KvOverlaps
 from trtllm_disagg.runtime.stage import DynamoDirectory
 from trtllm_disagg.settings import parse_endpoint_id
@@ -53,8 +54,16 @@ class Runtime:
             config.request_plane,
             event_plane=config.event_plane,
         )
-        self.endpoint = self._runtime.endpoint(parse_endpoint_id(config.endpoint_id).dotted)
-        self.instance_id: int = self.endpoint.connection_id()
+        #: Where workers of the other role call this one, and where frontends do while it is a first stage.
+        self.peer = self._endpoint(config.peer_endpoint_id)
+        self.front = self._endpoint(config.front_endpoint_id)
+        #: The same at both.
+        self.instance_id: int = self.front.connection_id()
+        self._handler: Callable[..., Any] | None = None
+        #: By their ids; each is served until the end, whether it is in discovery or not.
+        self._serving: dict[str, asyncio.Future[None]] = {}
+        #: Those that are in discovery now.
+        self._listed: list[Any] = []
         self._clients: dict[str, Any] = {}
         self._told_to_stop = False
 
@@ -76,7 +85,7 @@ class Runtime:
 
     def overlaps(self, endpoint_id: str, block_size: int) -> KvOverlaps:
         """What the instances at an endpoint have cached of a prompt."""
-        return KvOverlaps(self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted), block_size)
+        return KvOverlaps(self._endpoint(endpoint_id), block_size)
 
     async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
         """What those who are at an endpoint now say of themselves. Who does not answer is left out."""
@@ -92,27 +101,49 @@ class Runtime:
     async def _client(self, endpoint_id: str) -> Any:
         """One for each endpoint: every one watches the discovery directory, and a user may have 128 watches."""
         if endpoint_id not in self._clients:
-            endpoint = self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted)
-            self._clients[endpoint_id] = await endpoint.client()
+            self._clients[endpoint_id] = await self._endpoint(endpoint_id).client()
         return self._clients[endpoint_id]
 
-    async def register(self, model: ServedModel, *, is_routed: bool = True) -> None:
-        """Make this worker known to the frontend; or, not `is_routed`, to the KV routers of the other stage only."""
+    def _endpoint(self, endpoint_id: str) -> Any:
+        return self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted)
+
+    async def unregister(self) -> None:
+        """Frontends forget this worker. Requests that they have sent, or are just sending, are still answered: first
+        the model goes, then, when all have heard of it, the instance.
+        """
+        await unregister_model(self.front)
+        await asyncio.sleep(get_grace_period_seconds())
+        if self.front in self._listed:
+            self._listed.remove(self.front)
+            await self.front.unregister_endpoint_instance()
+
+    async def register(self, model: ServedModel) -> None:
+        """Make this worker known to frontends. It serves."""
+        await self._list(self._config.front_endpoint_id, self.front)
+        await self._put_card(model, self.front, _registration(self._config), self._config.publish_kv_events)
+
+    async def register_for_peers(self, model: ServedModel) -> None:
+        """Have the KV routers of the other role listen to this worker. Frontends send it nothing for that."""
+        await self._put_card(model, self.peer, _UNROUTED, True)
+
+    async def _put_card(
+        self, model: ServedModel, endpoint: Any, kind: tuple[Any, Any, list[list[Any]]], tells_events: bool
+    ) -> None:
         config = self._config
         card = ModelRuntimeConfig()
         card.total_kv_blocks = model.num_blocks
         card.max_num_seqs = model.max_batch_size
         card.max_num_batched_tokens = model.max_num_tokens
         card.context_length = model.max_seq_len
-        card.kv_event_publishing_enabled = config.tells_kv_events
+        card.kv_event_publishing_enabled = tells_events
         card.enable_local_indexer = True
         card.tool_call_parser = config.tool_call_parser
         card.reasoning_parser = config.reasoning_parser
-        model_type, worker_type, needs = _registration(config) if is_routed else _UNROUTED
+        model_type, worker_type, needs = kind
         await register_model(
             ModelInput.Tokens,
             model_type,
-            self.endpoint,
+            endpoint,
             config.model,
             config.model_name,
             worker_type=worker_type,
@@ -134,17 +165,36 @@ class Runtime:
             self._told_to_stop = True
             await drain()
 
-        install_signal_handlers(
-            asyncio.get_running_loop(), self._runtime, [self.endpoint, _Left(leave)], drain_callback=stop
-        )
+        self._listed.append(_Left(leave))
+        install_signal_handlers(asyncio.get_running_loop(), self._runtime, self._listed, drain_callback=stop)
 
-    async def serve(self, generate: Generate, describe: dict[str, Any]) -> None:
-        """Answer requests until the runtime is shut down. `describe` answers the other stage's question."""
-        await self.endpoint.serve_endpoint(
-            as_dynamo_handler(generate, describe),
-            graceful_shutdown=True,
-            metrics_labels=[("model", self._config.model_name)],
-            health_check_payload={DESCRIBE: True},
+    async def serve(self, generate: Generate, describe: Callable[[], dict[str, Any]], obey: Obey) -> None:
+        """Answer requests until the runtime is shut down. `describe` answers the other stage's question, `obey` the
+        control commands.
+        """
+        self._handler = as_dynamo_handler(generate, describe, obey)
+        if self._config.may_switch:
+            await self._list(self._config.peer_endpoint_id, self.peer)
+        else:
+            await self._list(self._config.front_endpoint_id, self.front)
+        for serving in list(self._serving.values()):
+            await serving
+
+    async def _list(self, endpoint_id: str, endpoint: Any) -> None:
+        """Answer requests at an endpoint, and say so in discovery."""
+        if endpoint in self._listed:
+            return
+        self._listed.append(endpoint)
+        if endpoint_id in self._serving:
+            await endpoint.register_endpoint_instance()
+            return
+        self._serving[endpoint_id] = asyncio.ensure_future(
+            endpoint.serve_endpoint(
+                self._handler,
+                graceful_shutdown=True,
+                metrics_labels=[("model", self._config.model_name)],
+                health_check_payload={DESCRIBE: True},
+            )
         )
 
     def shutdown(self) -> None:
@@ -159,6 +209,29 @@ class _Left:
 
     async def unregister_endpoint_instance(self) -> None:
         await self._leave()
+
+
+class Registration:
+    """Whether the frontend knows this worker. To do what is done already changes nothing."""
+
+    def __init__(self, runtime: Runtime, model: ServedModel) -> None:
+        self._runtime = runtime
+        self._model = model
+        self._there = False
+
+    @property
+    def is_there(self) -> bool:
+        return self._there
+
+    async def enter(self) -> None:
+        if not self._there:
+            await self._runtime.register(self._model)
+            self._there = True
+
+    async def leave(self) -> None:
+        if self._there:
+            await self._runtime.unregister()
+            self._there = False
 
 
 def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:

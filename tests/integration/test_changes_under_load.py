@@ -1,0 +1,121 @@
+"""A deployment changes under steady load: another order, more workers, fewer, a dead one. No request notices.
+
+Every answer, greedy or drawn with a seed, is compared with that of the same deployment before anything happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+
+from tests.conftest import Checkpoints
+from tests.integration.test_faults import config
+from tests.load import Load, bodies, first_stage
+from trtllm_disagg.deployment import Deployment, running_deployment
+from trtllm_disagg.deployment.orders import Scale, order
+from trtllm_disagg.deployment.plan import Role
+
+SECONDS = 60.0
+
+
+async def test_nothing_that_changes_under_load_costs_a_request(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    async with loaded(checkpoints("llama"), tmp_path / "run") as (deployment, load):
+        (prefill,), (decode,) = deployment.of_role("prefill"), deployment.of_role("decode")
+        held = bodies("tiny", 1)[0] | {"prompt": [*range(40, 140)], "max_tokens": 2}
+        await load.ask(held)
+
+        # -- another order, and back
+        assert await switch(deployment, "prefill_first") == 0
+        assert await first_stages(load) == 1
+        now = await load.ask(held)
+        # Cached when it was a second stage, and yet known to the frontend's router.
+        assert now["timing"]["kv_hit_rate"] > 0.8
+
+        # The command dies when the new first stage has come, and before the old one left.
+        await die_half_way(deployment, "decode_first")
+        await load.answers(10)
+        assert await switch(deployment, "decode_first") == 0
+        assert await first_stages(load) == 1
+        assert first_stage(now) not in load.answered_by
+
+        # -- what cannot be is refused, and what runs keeps running
+        assert await switch(deployment, "router") == 2
+        assert load.wrong == []
+
+        # -- more workers
+        assert await scale(deployment, prefill=2, decode=2) == "scaled: 2 prefill, 2 decode"
+        async with asyncio.timeout(SECONDS):
+            while await first_stages(load) != 2:
+                pass
+
+        # -- a first stage dies, its requests go on where they were
+        os.kill(decode.pid, signal.SIGKILL)
+        await load.answers(30)
+        assert load.wrong == []
+
+        # -- fewer workers: the second stage that leaves finishes what it was asked for
+        assert await scale(deployment, prefill=1, decode=2) == "scaled: 1 prefill, 2 decode"
+        assert await scale(deployment, prefill=1, decode=1) == "scaled: 1 prefill, 1 decode"
+        await load.answers(10)
+        assert [p.name for p in deployment.of_role("prefill")] == [prefill.name]
+    assert load.wrong == []
+
+
+@asynccontextmanager
+async def loaded(model: Path, run_dir: Path) -> AsyncIterator[tuple[Deployment, Load]]:
+    setting = replace(config("decode_first", model, run_dir), frontend_args=("--migration-limit", "3"))
+    async with running_deployment(setting) as deployment, httpx.AsyncClient(timeout=SECONDS) as client:
+        load = Load(client, deployment.base_url, bodies("tiny", 8))
+        await load.learn()
+        async with load.running(at_once=4):
+            yield deployment, load
+
+
+async def switch(deployment: Deployment, to: str) -> int:
+    """The exit code of the real command."""
+    command = await start_switch(deployment, to)
+    async with asyncio.timeout(SECONDS):
+        return await command.wait()
+
+
+async def die_half_way(deployment: Deployment, to: str) -> None:
+    command = await start_switch(deployment, to)
+    assert command.stderr is not None
+    async with asyncio.timeout(SECONDS):
+        async for line in command.stderr:
+            if b"is a first stage" in line:
+                command.kill()
+        await command.wait()
+    assert command.returncode == -signal.SIGKILL
+
+
+async def start_switch(deployment: Deployment, to: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "trtllm_disagg", "switch", "--to", to),
+        *("--run-dir", str(deployment.run_dir)),
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"DYN_LOG": "error"},
+    )
+
+
+async def scale(deployment: Deployment, **workers: int) -> str:
+    wanted: dict[Role, int] = {"prefill": workers["prefill"], "decode": workers["decode"]}
+    line: str = await asyncio.to_thread(order, deployment.run_dir, Scale(wanted))
+    return line
+
+
+async def first_stages(load: Load) -> int:
+    """How many instances the frontend sends requests to."""
+    load.answered_by.clear()
+    await load.answers(20)
+    return len(load.answered_by)

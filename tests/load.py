@@ -1,0 +1,106 @@
+"""Steady load on a deployment, and what became of every single request."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+Body = dict[str, Any]
+
+PAUSE_SECONDS = 0.2
+
+
+def bodies(model: str, count: int, max_tokens: int = 24) -> list[Body]:
+    """Different prompts; every other one is drawn with a seed, the others are greedy."""
+    return [
+        {
+            "model": model,
+            "prompt": f"request number {i} of several that are sent again and again",
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "nvext": {"extra_fields": ["worker_id", "timing", "completion_token_ids"]},
+            **({"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0}),
+        }
+        for i in range(count)
+    ]
+
+
+@dataclass(slots=True)
+class Load:
+    """Ask the same few things again and again; every answer must be the undisturbed one."""
+
+    client: httpx.AsyncClient
+    url: str
+    bodies: Sequence[Body]
+    expected: list[list[int]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    num_answers: int = 0
+    #: How many answers each first-stage instance gave since `learn`.
+    answered_by: Counter[int] = field(default_factory=Counter)
+    _answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def learn(self) -> None:
+        """What the answers are while nothing happens."""
+        self.expected = [await self._ask(body) for body in self.bodies]
+        self.answered_by.clear()
+
+    @asynccontextmanager
+    async def running(self, at_once: int) -> AsyncIterator[None]:
+        """Load inside the block; at its end every request has ended."""
+        stop = asyncio.Event()
+        turns = itertools.cycle(range(len(self.bodies)))
+        tasks = [asyncio.create_task(self._keep_asking(turns, stop)) for _ in range(at_once)]
+        try:
+            yield
+        finally:
+            stop.set()
+            await asyncio.gather(*tasks)
+
+    async def answers(self, count: int) -> None:
+        """Wait for so many more."""
+        goal = self.num_answers + count
+        async with asyncio.timeout(60):
+            while self.num_answers < goal:
+                self._answered.clear()
+                await self._answered.wait()
+
+    async def _keep_asking(self, turns: itertools.cycle[int], stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            index = next(turns)
+            try:
+                tokens = await self._ask(self.bodies[index])
+                if tokens != self.expected[index]:
+                    self.wrong.append(f"request {index}: {tokens} instead of {self.expected[index]}")
+            except Exception as error:
+                self.wrong.append(f"request {index}: {error!r}")
+            self.num_answers += 1
+            self._answered.set()
+            # Steady, not all that the machine can do: processes start meanwhile.
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _ask(self, body: Body) -> list[int]:
+        extra = await self.ask(body)
+        tokens: list[int] = extra["completion_token_ids"]
+        return tokens
+
+    async def ask(self, body: Body) -> dict[str, Any]:
+        """The answer's nvext."""
+        answer = await self.client.post(f"{self.url}/v1/completions", json=body)
+        if answer.status_code != 200:
+            raise RuntimeError(f"{answer.status_code} {answer.text}")
+        extra: dict[str, Any] = answer.json()["nvext"]
+        self.answered_by[first_stage(extra)] += 1
+        return extra
+
+
+def first_stage(nvext: dict[str, Any]) -> int:
+    """The instance that the frontend has sent a request to."""
+    instance_id: int = nvext["worker_id"]["decode_worker_id"]
+    return instance_id

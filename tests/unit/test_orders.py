@@ -1,0 +1,173 @@
+"""The socket of `up`: who may open it, what it takes, and how it answers. The supervisor starts real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.deployment.orders import Describe, Order, Scale, Switched, order, taking_orders
+from trtllm_disagg.deployment.plan import DeploymentConfig
+from trtllm_disagg.deployment.run_dir import RunDir, is_alive, read_processes
+from trtllm_disagg.deployment.socket_file import ORDERS_SOCKET, connect, listen
+from trtllm_disagg.deployment.status import SilentStatus
+from trtllm_disagg.deployment.supervisor import Supervisor
+from trtllm_disagg.errors import ConfigError, DisaggError
+
+#: A worker that says it is healthy, and leaves on SIGTERM.
+HEALTHY = """
+import http.server, os, signal, sys
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+http.server.HTTPServer(("127.0.0.1", int(os.environ["DYN_SYSTEM_PORT"])), Health).serve_forever()
+"""
+DYING = "import sys; print('no such model'); sys.exit(3)"
+
+
+@pytest.fixture
+async def supervisor(tmp_path: Path) -> AsyncIterator[Supervisor]:
+    run_dir = RunDir.claim(tmp_path / ("a" * 120))
+    config = DeploymentConfig(
+        strategy="decode_first",
+        model="m",
+        served_model_name="m",
+        run_dir=run_dir.path,
+        worker_command=(sys.executable, "-c", HEALTHY),
+        startup_timeout=20,
+        stop_timeout=10,
+    )
+    supervisor = Supervisor(config, [], run_dir, SilentStatus())
+    try:
+        async with taking_orders(supervisor):
+            yield supervisor
+    finally:
+        await supervisor.kill()
+
+
+async def tell(supervisor: Supervisor, wanted: Order) -> tuple[Any, list[str]]:
+    said: list[str] = []
+    answer = await asyncio.to_thread(order, supervisor.config.run_dir, wanted, said.append)
+    return answer, said
+
+
+def alive(supervisor: Supervisor) -> list[str]:
+    """As `processes.json` tells it."""
+    return [record.name for record in read_processes(supervisor.config.run_dir) if is_alive(record)]
+
+
+async def test_only_its_user_may_open_the_socket(supervisor: Supervisor) -> None:
+    mode = (supervisor.config.run_dir / ORDERS_SOCKET).stat().st_mode
+    assert stat.S_ISSOCK(mode)
+    assert stat.S_IMODE(mode) == 0o600
+
+
+async def test_workers_come_and_go_and_processes_json_is_true(supervisor: Supervisor) -> None:
+    line, said = await tell(supervisor, Scale({"prefill": 2, "decode": 1}))
+    assert line == "scaled: 2 prefill, 1 decode"
+    assert [text.split()[0] for text in said if text.endswith("starts")] == [
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+    ]
+    assert alive(supervisor) == ["prefill-0", "prefill-1", "decode-0"]
+
+    line, said = await tell(supervisor, Scale({"prefill": 1}))
+    assert line == "scaled: 1 prefill, 1 decode"
+    assert said == ["prefill-1 finishes its requests and leaves", "prefill-1 has left"]
+    assert [record.name for record in read_processes(supervisor.config.run_dir)] == ["prefill-0", "decode-0"]
+
+    # A name is used once: the log of the one before stays.
+    await tell(supervisor, Scale({"prefill": 2}))
+    assert alive(supervisor) == ["prefill-0", "decode-0", "prefill-2"]
+
+
+async def test_a_worker_that_does_not_come_up_is_told_with_its_log_and_forgotten(
+    supervisor: Supervisor,
+) -> None:
+    await tell(supervisor, Scale({"prefill": 1}))
+    supervisor.config = replace(supervisor.config, worker_command=(sys.executable, "-c", DYING))
+    with pytest.raises(DisaggError, match=r"prefill-1 .*exit code 3[\s\S]*no such model"):
+        await tell(supervisor, Scale({"prefill": 2}))
+    assert alive(supervisor) == ["prefill-0"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [
+        (Scale({"agg": 1}), "--prefill, --decode"),
+        (Scale({"frontend": 2}), "--frontend"),
+        (Scale({"prefill": 0}), "1 to 64"),
+        (Scale({"prefill": 2, "decode": 65}), "--decode: 65"),
+    ],
+)
+async def test_wrong_counts_are_refused_before_anything_starts(
+    supervisor: Supervisor, wanted: Order, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        await tell(supervisor, wanted)
+    assert supervisor.processes == []
+
+
+async def test_workers_to_come_run_the_strategy_of_now(supervisor: Supervisor) -> None:
+    assert (await tell(supervisor, Switched("prefill_first")))[0] == "prefill_first"
+    await tell(supervisor, Scale({"prefill": 1}))
+    argv = supervisor.processes[0].spec.argv
+    assert argv[argv.index("--disaggregation-strategy") + 1] == "prefill_first"
+    assert (await tell(supervisor, Describe()))[0]["strategy"] == "prefill_first"
+
+
+async def test_an_agg_deployment_cannot_be_switched(supervisor: Supervisor) -> None:
+    supervisor.config = replace(supervisor.config, strategy="agg")
+    with pytest.raises(ConfigError, match="strategy"):
+        await tell(supervisor, Switched("prefill_first"))
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"[]", b"nonsense", b'{"order": "stop"}', b'{"order": "scale"}', b"{" * 70000]
+)
+async def test_nonsense_gets_an_answer_or_the_door_and_harms_nobody(
+    supervisor: Supervisor, line: bytes
+) -> None:
+    def send() -> bytes:
+        with connect(supervisor.config.run_dir / ORDERS_SOCKET) as connection:
+            connection.settimeout(10)
+            connection.sendall(line + b"\n")
+            try:
+                return connection.recv(65536)
+            except ConnectionError:
+                return b""
+
+    answer = await asyncio.to_thread(send)
+    assert not answer or "order" in json.loads(answer)["refused"]
+    assert (await tell(supervisor, Describe()))[0]["model"] == "m"
+
+
+async def test_an_order_is_carried_out_when_its_giver_has_gone(supervisor: Supervisor) -> None:
+    with connect(supervisor.config.run_dir / ORDERS_SOCKET) as connection:
+        connection.sendall(b'{"order": "scale", "workers": {"prefill": 1}}\n')
+    # The next one waits for its turn.
+    line, said = await tell(supervisor, Scale({"prefill": 1}))
+    assert (line, said) == ("scaled: 1 prefill, 0 decode", [])
+
+
+def test_nobody_there_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="run directory of a running `up`"):
+        order(tmp_path, Describe())
+
+
+def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / ORDERS_SOCKET
+    listen(path).close()
+    with pytest.raises(ConnectionRefusedError):
+        connect(path)
+    with listen(path), connect(path):
+        pass

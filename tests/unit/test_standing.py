@@ -1,0 +1,175 @@
+"""A worker that changes its place while it serves: in which order, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from tests.handling import request, until
+from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.handlers.policy import Policy
+from trtllm_disagg.standing import Standing
+from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.types import Errand, GenerateRequest, TokenChunk
+
+
+class FakeRegistration:
+    """`history` has the strategy at the time of each change."""
+
+    def __init__(self) -> None:
+        self.is_there = False
+        self.history: list[tuple[str, str]] = []
+        self.policy: Policy | None = None
+        self.error: Exception | None = None
+
+    async def enter(self) -> None:
+        await self._change("enter", True)
+
+    async def leave(self) -> None:
+        await self._change("leave", False)
+
+    async def _change(self, word: str, is_there: bool) -> None:
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        assert self.policy is not None
+        self.history.append((word, self.policy.strategy.value))
+        self.is_there = is_there
+
+
+class Others:
+    def __init__(self, *ids: int) -> None:
+        self._ids = list(ids)
+
+    def instance_ids(self) -> list[int]:
+        return self._ids
+
+
+def standing(
+    role: str, strategy: str, others: Others | None = None
+) -> tuple[Standing, FakeRegistration, Policy]:
+    config = WorkerConfig(model="m", role=Role(role), strategy=Strategy(strategy))
+    registration, policy = FakeRegistration(), Policy.of(config, 32)
+    registration.policy = policy
+    return (
+        Standing(config, {"role": role, "model": "m"}, policy, others or Others(1), registration),
+        registration,
+        policy,
+    )
+
+
+def switch_to(to: str) -> dict[str, str]:
+    return {"command": "switch", "to": to}
+
+
+@pytest.mark.parametrize(
+    ("role", "strategy", "is_there"),
+    [
+        ("agg", "decode_first", True),
+        ("prefill", "prefill_first", True),
+        ("prefill", "decode_first", False),
+        ("decode", "decode_first", True),
+        ("decode", "auto", True),
+        ("prefill", "auto", False),
+        ("prefill", "router", True),
+        ("decode", "router", True),
+    ],
+)
+async def test_at_start_it_takes_the_place_of_its_configuration(
+    role: str, strategy: str, is_there: bool
+) -> None:
+    worker, registration, _ = standing(role, strategy)
+    await worker.take()
+    assert registration.is_there is is_there
+
+
+async def test_who_comes_runs_the_new_order_first_and_who_leaves_the_old_one_last() -> None:
+    coming, came, _ = standing("prefill", "decode_first")
+    leaving, left, _ = standing("decode", "decode_first")
+    await leaving.take()
+
+    assert (await coming.obey(switch_to("prefill_first")))["registered"] is True
+    assert (await leaving.obey(switch_to("prefill_first")))["registered"] is False
+
+    assert came.history == [("enter", "prefill_first")]
+    assert left.history == [("enter", "decode_first"), ("leave", "decode_first")]
+    assert coming.describe()["strategy"] == leaving.describe()["strategy"] == "prefill_first"
+
+
+async def test_who_stays_first_only_changes_its_order() -> None:
+    worker, registration, policy = standing("decode", "decode_first")
+    await worker.take()
+    await worker.obey(switch_to("auto"))
+    assert registration.is_there
+    assert policy.strategy.value == "auto"
+
+
+async def test_nobody_becomes_first_without_the_other_role() -> None:
+    worker, registration, policy = standing("prefill", "decode_first", Others())
+    with pytest.raises(PeerUnavailableError, match=r"dyn://dynamo\.decode\.generate"):
+        await worker.obey(switch_to("prefill_first"))
+    assert (policy.strategy.value, registration.history) == ("decode_first", [])
+
+
+async def test_a_registration_that_fails_leaves_the_old_order() -> None:
+    worker, registration, policy = standing("prefill", "decode_first")
+    registration.error = RuntimeError("discovery is gone")
+    with pytest.raises(RuntimeError, match="discovery is gone"):
+        await worker.obey(switch_to("prefill_first"))
+    assert policy.strategy.value == "decode_first"
+
+
+@pytest.mark.parametrize(("role", "strategy"), [("agg", "decode_first"), ("decode", "router")])
+async def test_who_can_be_nothing_else_says_so(role: str, strategy: str) -> None:
+    worker, registration, _ = standing(role, strategy)
+    with pytest.raises(InvalidRequestError, match="runs nothing else"):
+        await worker.obey(switch_to("prefill_first"))
+    assert registration.history == []
+
+
+async def test_changes_come_one_after_the_other() -> None:
+    worker, registration, policy = standing("prefill", "decode_first")
+    orders = ("prefill_first", "decode_first", "prefill_first")
+    await asyncio.gather(*(worker.obey(switch_to(to)) for to in orders))
+    assert [word for word, _ in registration.history] == ["enter", "leave", "enter"]
+    assert policy.strategy.value == "prefill_first"
+
+
+async def test_a_change_that_was_begun_is_done_when_the_asker_is_gone() -> None:
+    worker, registration, _ = standing("prefill", "decode_first")
+    asking = asyncio.create_task(worker.obey(switch_to("prefill_first")))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await until(lambda: registration.is_there)
+
+
+async def test_thresholds_are_set_together_or_not_at_all() -> None:
+    worker, _, policy = standing("decode", "decode_first")
+    answer = await worker.obey({"command": "set", "values": {"max_local_prefill_length": 7}})
+    assert answer == {"changed": ["max_local_prefill_length: 1000 -> 7"]}
+    with pytest.raises(ConfigError, match="no_such"):
+        await worker.obey({"command": "set", "values": {"max_local_prefill_length": 9, "no_such": 1}})
+    with pytest.raises(ConfigError, match="max_prefill_queue_size"):
+        await worker.obey({"command": "set", "values": {"max_prefill_queue_size": -1}})
+    assert policy.thresholds.value.max_local_prefill_length == 7
+
+
+async def test_it_counts_whole_requests_from_frontends_only() -> None:
+    worker, _, _ = standing("decode", "decode_first")
+
+    async def one_token(request: GenerateRequest, context: Any) -> Any:
+        yield TokenChunk([1])
+
+    generate = worker.counting(one_token)
+    errand = Errand("whole")
+    async with aclosing(generate(request(), FakeContext())) as mine:
+        await anext(mine)
+        async with aclosing(generate(request(errand={"stage": errand.stage}), FakeContext())) as others:
+            await anext(others)
+            assert worker.describe()["whole_requests"] == 1
+    assert worker.describe()["whole_requests"] == 0

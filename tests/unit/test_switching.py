@@ -1,0 +1,198 @@
+"""`trtllm-disagg switch`: what is refused, the order of the steps, and half a switch."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.config import Role, Strategy
+from trtllm_disagg.control import Command, Switch, Told
+from trtllm_disagg.errors import ConfigError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.switching.frontend import HttpFrontend, UnknownFrontends
+from trtllm_disagg.switching.run import switch
+
+ROLES = {Role.PREFILL: (1, 2), Role.DECODE: (3, 4)}
+
+
+class FakeDeployment:
+    """Two workers of each role, and a frontend that learns of a change a few questions later. Every step is
+    written down, and after each of them somebody can be sent requests.
+    """
+
+    def __init__(self, strategy: str = "decode_first", lag: int = 3) -> None:
+        first = Strategy(strategy).first_stage_role
+        self.said: dict[int, dict[str, Any]] = {
+            i: {
+                "role": role.value,
+                "strategy": strategy,
+                "model": "m",
+                "registered": role is first,
+                "whole_requests": 0,
+            }
+            for role, ids in ROLES.items()
+            for i in ids
+        }
+        self.steps: list[tuple[str, int]] = []
+        self.fails_after: int | None = None
+        self._lag = lag
+        self._asked = dict.fromkeys(self.said, 0)
+
+    async def workers(self) -> list[Told]:
+        for said in self.said.values():
+            said["whole_requests"] = max(0, said["whole_requests"] - 1)
+        return [Told("dyn://n.c.e", i, dict(said)) for i, said in self.said.items()]
+
+    async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
+        if self.fails_after == len(self.steps):
+            raise PeerUnavailableError("it is gone")
+        assert isinstance(command, Switch)
+        said = self.said[instance_id]
+        is_first = command.strategy.first_stage_role == said["role"]
+        said |= {"strategy": command.to, "registered": is_first}
+        self.steps.append(("comes" if is_first else "leaves", instance_id))
+        assert self.serves, "nobody can be sent requests"
+        return said
+
+    async def knows(self, model: str, instance_id: int) -> bool:
+        assert model == "m"
+        self._asked[instance_id] += self.said[instance_id]["registered"]
+        return self._asked[instance_id] > self._lag
+
+    @property
+    def serves(self) -> bool:
+        """Somebody is registered, and known unless it was so from the start."""
+        return any(said["registered"] for said in self.said.values())
+
+    @property
+    def strategies(self) -> set[str]:
+        return {said["strategy"] for said in self.said.values()}
+
+
+async def run_switch(fake: FakeDeployment, to: str, timeout: float = 5.0) -> tuple[str, list[str]]:
+    lines: list[str] = []
+    return await switch(fake, fake, to, timeout, lines.append), lines
+
+
+async def test_who_comes_is_known_before_anybody_leaves() -> None:
+    fake = FakeDeployment("decode_first")
+    fake.said[3]["whole_requests"] = 4
+    line, lines = await run_switch(fake, "prefill_first")
+    assert fake.steps == [("comes", 1), ("comes", 2), ("leaves", 3), ("leaves", 4)]
+    assert all(fake._asked[i] > fake._lag for i in ROLES[Role.PREFILL])
+    assert fake.said[3]["whole_requests"] == 0
+    assert line.startswith("switched m to prefill_first in ")
+    assert "still run" not in line
+    assert any("the frontend sends requests to" in text for text in lines)
+
+
+async def test_there_and_back_and_to_what_runs_already() -> None:
+    fake = FakeDeployment("decode_first")
+    for to in ("prefill_first", "decode_first", "auto"):
+        await run_switch(fake, to)
+        assert fake.strategies == {to}
+    fake.steps.clear()
+    line, _ = await run_switch(fake, "auto")
+    assert (line, fake.steps) == ("m runs auto already: decode 3, decode 4 first", [])
+
+
+@pytest.mark.parametrize("steps_done", range(4))
+@pytest.mark.parametrize("then", ["prefill_first", "decode_first"])
+async def test_half_a_switch_serves_and_the_next_one_goes_on_or_back(steps_done: int, then: str) -> None:
+    fake = FakeDeployment("decode_first")
+    fake.fails_after = steps_done
+    with pytest.raises(PeerUnavailableError):
+        await run_switch(fake, "prefill_first")
+    assert fake.serves
+    fake.fails_after = None
+    await run_switch(fake, then)
+    assert fake.strategies == {then}
+    first = Strategy(then).first_stage_role
+    assert {i for i, said in fake.said.items() if said["registered"]} == set(ROLES[first or Role.AGG])
+
+
+async def test_a_frontend_that_learns_nothing_keeps_the_old_first_stage() -> None:
+    fake = FakeDeployment("decode_first", lag=10**9)
+    with pytest.raises(StageTimeoutError, match="the old first stage stays"):
+        await run_switch(fake, "prefill_first", timeout=0.2)
+    assert all(fake.said[i]["registered"] for i in ROLES[Role.DECODE])
+
+
+@pytest.mark.parametrize(
+    ("to", "change", "named"),
+    [
+        ("sideways", {}, "one of prefill_first, decode_first, auto"),
+        ("router", {}, "one of prefill_first, decode_first, auto"),
+        ("agg", {}, "one of prefill_first, decode_first, auto"),
+        ("prefill_first", {1: None, 2: None}, "there are: 2 decode"),
+        ("decode_first", {1: None, 2: None}, "there are: 2 decode"),
+        ("prefill_first", dict.fromkeys(range(1, 5)), "there are: none"),
+        ("prefill_first", {i: {"strategy": "router"} for i in range(1, 5)}, "under router"),
+        ("prefill_first", {4: {"role": "agg"}}, "1 agg"),
+        ("prefill_first", {4: {"model": "other"}}, "m, other"),
+        ("prefill_first", {4: {"role": "cook"}}, "instance 4 at dyn://n.c.e is no trtllm-disagg worker"),
+    ],
+)
+async def test_refusals_come_before_anybody_was_told(to: str, change: dict[int, Any], named: str) -> None:
+    fake = FakeDeployment("decode_first")
+    for instance_id, keys in change.items():
+        if keys is None:
+            del fake.said[instance_id]
+        else:
+            fake.said[instance_id] |= keys
+    with pytest.raises(ConfigError, match=named):
+        await run_switch(fake, to)
+    assert fake.steps == []
+
+
+async def test_requests_that_do_not_end_are_told() -> None:
+    fake = FakeDeployment("decode_first", lag=0)
+    fake.said[3]["whole_requests"] = 10**9
+    line, _ = await run_switch(fake, "prefill_first", timeout=0.2)
+    assert "requests still run on the old first stage" in line
+
+
+async def test_an_unknown_frontend_gets_its_time() -> None:
+    frontends = UnknownFrontends(0.0)
+    assert await frontends.knows("m", 1)
+    assert not await UnknownFrontends(60.0).knows("m", 1)
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    """A frontend that knows instance 7, and serves chat only."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        pin = self.headers["x-dynamo-worker-instance-id"]
+        known = self.path == "/v1/chat/completions" and pin == "7" and body["model"] == "m"
+        answer = (
+            {"nvext": {"worker_id": {"decode_worker_id": 7}}} if known else {"message": "Invalid request"}
+        )
+        self.send_response(200 if known else 400)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def frontend_url() -> Iterator[str]:
+    with http.server.HTTPServer(("127.0.0.1", 0), _Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+async def test_a_frontend_is_asked_with_a_pin(frontend_url: str) -> None:
+    frontend = HttpFrontend(frontend_url)
+    assert await frontend.knows("m", 7)
+    assert not await frontend.knows("m", 8)
+    assert not await frontend.knows("n", 7)
+    assert not await HttpFrontend("http://127.0.0.1:1").knows("m", 7)

@@ -1,0 +1,162 @@
+"""What a running `up` can be told, through a socket in its run directory that only its user may open.
+
+One JSON line asks, JSON lines answer: any number of {"said": ...}, then {"done": ...}, {"refused": ...} for a setting
+that is wrong, or {"failed": ...}. An order that was begun is carried out, even if nobody listens any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from trtllm_disagg.deployment.plan import STRATEGIES, WORKER_ROLES, Role, Strategy
+from trtllm_disagg.deployment.scaling import Scaler
+from trtllm_disagg.deployment.socket_file import ORDERS_SOCKET, connect, listen
+from trtllm_disagg.deployment.supervisor import Supervisor
+from trtllm_disagg.errors import ConfigError, DisaggError
+
+_MAX_LINE = 64 * 1024
+
+Say = Callable[[str], None]
+
+
+class Describe(msgspec.Struct, frozen=True, tag_field="order", tag="describe", forbid_unknown_fields=True):
+    """What is this deployment?"""
+
+
+class Scale(msgspec.Struct, frozen=True, tag_field="order", tag="scale", forbid_unknown_fields=True):
+    """As many workers as `workers` says, by role."""
+
+    workers: dict[Role, int]
+
+
+class Switched(msgspec.Struct, frozen=True, tag_field="order", tag="switched", forbid_unknown_fields=True):
+    """The workers run `strategy` now; those to come shall too."""
+
+    strategy: Literal["prefill_first", "decode_first", "auto"]
+
+
+Order = Describe | Scale | Switched
+
+
+class Orders:
+    """Carries out one order at a time."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._one_at_a_time = asyncio.Lock()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._answer(reader, writer))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        with suppress(Exception):
+            await asyncio.shield(task)
+
+    async def cancel(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def tell(kind: str, what: Any) -> None:
+            with suppress(OSError, RuntimeError):
+                writer.write(json.dumps({kind: what}).encode() + b"\n")
+
+        try:
+            with suppress(OSError, ValueError):
+                line = await reader.readline()
+                try:
+                    tell("done", await self._carry_out(_order(line), lambda text: tell("said", text)))
+                except ConfigError as error:
+                    tell("refused", str(error))
+                except DisaggError as error:
+                    tell("failed", str(error))
+                await writer.drain()
+        finally:
+            writer.close()
+
+    async def _carry_out(self, order: Order, say: Say) -> Any:
+        if isinstance(order, Describe):
+            return self._description()
+        async with self._one_at_a_time:
+            if isinstance(order, Switched):
+                return self._switched(order.strategy)
+
+            def note(text: str) -> None:
+                self._supervisor.note(text)
+                say(text)
+
+            return await Scaler(self._supervisor).scale(order.workers, note)
+
+    def _description(self) -> dict[str, Any]:
+        config = self._supervisor.config
+        return {
+            "strategy": config.strategy,
+            "namespace": config.namespace,
+            "model": config.served_model_name,
+            "url": config.base_url,
+            "discovery": str(config.run_dir / "discovery"),
+        }
+
+    def _switched(self, strategy: Strategy) -> str:
+        if WORKER_ROLES[strategy] != WORKER_ROLES[self._supervisor.config.strategy]:
+            raise ConfigError.bad_value("strategy", strategy, "one that these workers can run")
+        self._supervisor.config = replace(self._supervisor.config, strategy=strategy)
+        self._supervisor.note(f"strategy={strategy} from now on")
+        return strategy
+
+
+@asynccontextmanager
+async def taking_orders(supervisor: Supervisor) -> AsyncIterator[None]:
+    """Inside the block the deployment can be told to change."""
+    path = supervisor.config.run_dir / ORDERS_SOCKET
+    orders = Orders(supervisor)
+    server = await asyncio.start_unix_server(orders.serve, sock=listen(path), limit=_MAX_LINE)
+    try:
+        yield
+    finally:
+        server.close()
+        path.unlink(missing_ok=True)
+        await orders.cancel()
+
+
+def order(run_dir: Path, wanted: Order, say: Say = lambda text: None) -> Any:
+    """Tell the `up` of `run_dir`, and wait until it is done; what it answers. Raises ConfigError when it refuses or
+    nobody is there, DisaggError when it fails.
+    """
+    try:
+        connection = connect(run_dir / ORDERS_SOCKET)
+    except OSError as error:
+        raise ConfigError.bad_value(
+            "--run-dir", str(run_dir), f"the run directory of a running `up` ({error.strerror or error})"
+        ) from None
+    with connection, connection.makefile("rwb") as stream:
+        stream.write(msgspec.json.encode(wanted) + b"\n")
+        stream.flush()
+        for line in stream:
+            ((kind, what),) = json.loads(line).items()
+            if kind == "done":
+                return what
+            if kind == "refused":
+                raise ConfigError(what)
+            if kind == "failed":
+                raise DisaggError(what)
+            say(what)
+    raise DisaggError(f"`up` in {run_dir} ended before it had done this")
+
+
+def _order(line: bytes) -> Order:
+    try:
+        found: Order = msgspec.json.decode(line, type=Order)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise ConfigError(f"order: {error}; strategies are {', '.join(STRATEGIES)}") from None
+    return found

@@ -1,0 +1,1 @@
+"""`trtllm-disagg switch`: another order for a deployment that serves."""

@@ -1,0 +1,95 @@
+"""`trtllm-disagg switch`: flags, and where the deployment is."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from trtllm_disagg.control import SWITCHABLE
+from trtllm_disagg.deployment.orders import Describe, Switched, order
+from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.switching.frontend import Frontend, HttpFrontend, UnknownFrontends
+from trtllm_disagg.switching.plan import require_switchable
+from trtllm_disagg.switching.run import switch
+
+#: A worker that leaves waits until all frontends have heard of it.
+_ANSWER_SECONDS = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    # Not `choices`: a refusal says why, too.
+    add(
+        "--to",
+        required=True,
+        metavar="{" + ",".join(SWITCHABLE) + "}",
+        help="the strategy to run from now on",
+    )
+    add("--run-dir", type=Path, metavar="DIR", help="run directory of a running `up`")
+    add("--namespace", metavar="NAME", help="without --run-dir: Dynamo namespace [DYN_NAMESPACE]")
+    add(
+        "--frontend",
+        metavar="URL",
+        help="without --run-dir: a frontend to ask when it knows the new first stage",
+    )
+    add(
+        "--settle",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="without any frontend to ask: how long they get to learn of it (default: %(default)g)",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="for each step (default: %(default)g)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code: 0 when switched, 1 when it failed on the way, 2 when a setting is wrong."""
+    require_switchable(args.to)
+    if args.run_dir is not None and (args.namespace or args.frontend):
+        raise ConfigError("--run-dir says where everything is; give no --namespace and no --frontend with it")
+    up = order(args.run_dir, Describe()) if args.run_dir is not None else None
+    try:
+        print(asyncio.run(_switch(args, up)))
+        if up is not None:
+            order(args.run_dir, Switched(args.to))
+    except ConfigError:
+        raise
+    except DisaggError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _switch(args: argparse.Namespace, up: dict[str, Any] | None) -> str:
+    from trtllm_disagg.runtime import controller
+
+    if up is not None:
+        os.environ["DYN_FILE_KV"] = up["discovery"]
+    namespace = up["namespace"] if up else args.namespace or os.environ.get("DYN_NAMESPACE") or "dynamo"
+    async with controller(
+        backend="file" if up else os.environ.get("DYN_DISCOVERY_BACKEND") or "file",
+        request_plane="tcp" if up else os.environ.get("DYN_REQUEST_PLANE") or "tcp",
+        event_plane="zmq" if up else os.environ.get("DYN_EVENT_PLANE") or "zmq",
+        namespace=namespace,
+        timeout=_ANSWER_SECONDS,
+    ) as workers:
+        return await switch(workers, _frontend(args, up), args.to, args.timeout, _say)
+
+
+def _frontend(args: argparse.Namespace, up: dict[str, Any] | None) -> Frontend:
+    url = up["url"] if up else args.frontend
+    return HttpFrontend(url.rstrip("/")) if url else UnknownFrontends(args.settle)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
