@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from trtllm_disagg.protocols.base import HandoffProtocol
+from trtllm_disagg.protocols.dynamo import DYNAMO
 from trtllm_disagg.types import (
     DecodePhase,
     Generate,
@@ -50,14 +52,14 @@ def bare_decode(decode: DecodePhase) -> Generate:
 _SOMEBODY_ELSES = Handoff(TokenChunk([]), None)
 
 
-def bare_prefill(prefill: PrefillPhase) -> Generate:
+def bare_prefill(prefill: PrefillPhase, protocol: HandoffProtocol = DYNAMO) -> Generate:
     """The prefill phase as a service: one chunk, with the first token and the handoff."""
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         handoff = await prefill(request, context)
         delivered = False
         try:
-            yield handoff.as_chunk(len(request.token_ids))
+            yield protocol.answer(handoff, len(request.token_ids))
             delivered = not context.is_stopped()
         finally:
             if delivered:

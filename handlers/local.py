@@ -60,7 +60,7 @@ class LocalPrefill:
             raise EngineError("the engine ended the prefill without a token")
         if chunk.finish_reason not in _ENDS_OF_EVERY_PREFILL:
             return Handoff(chunk, None)
-        if self._sees_callers_max_tokens and request.stop.max_tokens == 1:
+        if self._sees_callers_max_tokens and request.stop.max_tokens == 1 and not request.goes_on:
             return Handoff(msgspec.structs.replace(chunk, finish_reason="length"), None)
         params = result.outputs[0].disaggregated_params
         encoded = encode_disaggregated_params(params) if params is not None else {}

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from trtllm_disagg.config import Role, ScheduleStyle
 from trtllm_disagg.engine import Engine
 from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.protocols.base import HandoffProtocol
+from trtllm_disagg.protocols.dynamo import DYNAMO
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,9 @@ class Parts:
     #: Seconds for the phases that run here.
     prefill_timeout: float = 120.0
     first_decode_token_timeout: float = 60.0
+    protocol: HandoffProtocol = DYNAMO
+    #: The prefill queue, under --prefill-dispatch queue.
+    prefills: StageClient | None = None
 
     @property
     def pushes(self) -> bool:

@@ -13,8 +13,9 @@ from trtllm_disagg.handlers.cancellation import abort_when_stopped
 from trtllm_disagg.handlers.local import request_errors
 from trtllm_disagg.handlers.outputs import OutputCursor
 from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance
+from trtllm_disagg.protocols.base import HandoffProtocol
+from trtllm_disagg.protocols.dynamo import DYNAMO
 from trtllm_disagg.types import Generate, GenerateRequest, Rendezvous, RequestContext, TokenChunk
-from trtllm_disagg.wire import encode_request
 
 #: Runs to the end of the prefill. Raises a DisaggError.
 Push = Callable[[GenerateRequest, RequestContext], Awaitable[object]]
@@ -29,13 +30,14 @@ class PushPhase(Protocol):
 class LocalPush:
     """context_only on this worker's engine. What it answers reaches the client through decode."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, protocol: HandoffProtocol = DYNAMO) -> None:
         """Raises ConfigError for an engine that nobody can meet."""
         self._engine = engine
+        self._protocol = protocol
         self._endpoint = _reachable(engine.ctx_info_endpoint, "this engine")
 
     async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
-        return self._engine.rendezvous(self._endpoint), self
+        return self._protocol.meeting(self._engine.rendezvous(self._endpoint)), self
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
         result = self._engine.start_prefill(request)
@@ -51,23 +53,23 @@ class LocalPush:
 class RemotePush:
     """The same on an instance of the other stage."""
 
-    def __init__(self, client: StageClient, engine: Engine) -> None:
+    def __init__(self, client: StageClient, engine: Engine, protocol: HandoffProtocol = DYNAMO) -> None:
         """`engine` makes the ids."""
         self._client = client
+        self._protocol = protocol
         self._engine = engine
 
     async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
         instance = await self._client.pick(request)
         described = await instance.describe()
         endpoint = _reachable(described.get("ctx_info_endpoint"), "the prefill worker's engine")
-        return self._engine.rendezvous(endpoint), partial(_call, instance)
+        return self._protocol.meeting(self._engine.rendezvous(endpoint)), partial(self._call, instance)
 
-
-async def _call(instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
-    async with aclosing(instance.call(encode_request(request, PREFILL), context)) as answers:
-        num_answers = len([answer async for answer in answers])
-    if num_answers != 1 and not context.is_stopped():
-        raise PeerUnavailableError(f"the prefill worker sent {num_answers} answers instead of one")
+    async def _call(self, instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
+        async with aclosing(instance.call(self._protocol.encode(request, PREFILL), context)) as answers:
+            num_answers = len([answer async for answer in answers])
+        if num_answers != 1 and not context.is_stopped():
+            raise PeerUnavailableError(f"the prefill worker sent {num_answers} answers instead of one")
 
 
 def bare_push(push: LocalPush) -> Generate:

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from trtllm_disagg.errors import PeerUnavailableError
+from trtllm_disagg.handlers.pins import NEXT
 from trtllm_disagg.handlers.remote import StageClient
-from trtllm_disagg.handlers.selection import NEXT
 from trtllm_disagg.types import Errand, Generate, GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire import decode_chunk, encode_request
 

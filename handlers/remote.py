@@ -7,15 +7,17 @@ from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
 from trtllm_disagg.errors import PeerUnavailableError, RequestCancelledError
+from trtllm_disagg.protocols.base import HandoffProtocol
+from trtllm_disagg.protocols.dynamo import DYNAMO
+from trtllm_disagg.protocols.recognise import result_of
 from trtllm_disagg.types import (
     Errand,
     GenerateRequest,
     Handoff,
-    PrefillResult,
     RequestContext,
     TokenChunk,
 )
-from trtllm_disagg.wire import decode_chunk, encode_request
+from trtllm_disagg.wire import decode_chunk
 
 
 class StageClient(Protocol):
@@ -46,9 +48,12 @@ class StageInstance(Protocol):
         """What it says of itself (`pairing.describe_worker`). Raises a DisaggError."""
         ...
 
-    def call(self, request: dict[str, Any], context: RequestContext) -> AsyncGenerator[dict[str, Any], None]:
+    def call(
+        self, request: dict[str, Any], context: RequestContext | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Its chunks, with the same request id, metadata and trace; a stopped context stops it too, and then
-        the iteration just ends. Raises a DisaggError whose `peer` is this instance, whatever became of it.
+        the iteration just ends. Without a context nobody waits for the answer. Raises a DisaggError whose
+        `peer` is this instance, whatever became of it.
         """
         ...
 
@@ -70,17 +75,23 @@ PREFILL, DECODE = Errand("prefill"), Errand("decode")
 
 
 class RemotePrefill:
-    def __init__(self, client: StageClient, drain: Callable[[GenerateRequest], None]) -> None:
+    def __init__(
+        self,
+        client: StageClient,
+        drain: Callable[[GenerateRequest], None],
+        protocol: HandoffProtocol = DYNAMO,
+    ) -> None:
         """`drain` lets a handoff's KV go when no decode was started: only a decode can tell its holder."""
         self._client = client
         self._drain = drain
+        self._protocol = protocol
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         handoffs: list[Handoff] = []
         instance = await self._client.pick(request)
         request.journey.facts["prefill_instance"] = f"{instance.instance_id:x}"
         with ExitStack() as unless_returned:
-            async with aclosing(instance.call(encode_request(request, PREFILL), context)) as answers:
+            async with aclosing(instance.call(self._protocol.encode(request, PREFILL), context)) as answers:
                 async for raw in answers:
                     handoffs.append(self._handoff(request, decode_chunk(raw)))
                     unless_returned.callback(handoffs[-1].release)
@@ -92,7 +103,8 @@ class RemotePrefill:
             return handoffs[0]
 
     def _handoff(self, request: GenerateRequest, chunk: TokenChunk) -> Handoff:
-        if chunk.disaggregated_params is None:
+        result = result_of(chunk)
+        if result is None:
             if chunk.finish_reason is None:
                 raise PeerUnavailableError("the prefill worker's answer is neither whole nor a handoff")
             return Handoff(chunk, None)
@@ -100,17 +112,16 @@ class RemotePrefill:
             raise PeerUnavailableError(
                 f"the prefill worker sent {len(chunk.token_ids)} tokens instead of one"
             )
-        usage = chunk.completion_usage
-        details = usage.prompt_tokens_details if usage is not None else None
-        handoff = Handoff(chunk.going_on(), PrefillResult(chunk.disaggregated_params, details))
+        handoff = Handoff(chunk.going_on(), result)
         with_kv = request.with_handoff(handoff)
         handoff.on_release(lambda: self._drain(with_kv))
         return handoff
 
 
 class RemoteDecode:
-    def __init__(self, client: StageClient) -> None:
+    def __init__(self, client: StageClient, protocol: HandoffProtocol = DYNAMO) -> None:
         self._client = client
+        self._protocol = protocol
 
     async def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
@@ -118,7 +129,7 @@ class RemoteDecode:
         has_ended = False
         instance = await self._client.pick(request)
         request.journey.facts["decode_instance"] = f"{instance.instance_id:x}"
-        async with aclosing(instance.call(encode_request(request, DECODE), context)) as answers:
+        async with aclosing(instance.call(self._protocol.encode(request, DECODE), context)) as answers:
             async for raw in answers:
                 # It answers, so it has the KV.
                 handoff.taken()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import random
@@ -10,13 +11,16 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
+from trtllm_disagg.handlers.pins import pins_of
 from trtllm_disagg.handlers.remote import StageInstance
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 log = logging.getLogger(__name__)
 
-#: `nvext.annotations: ["disagg:next=1a2b,3c4d"]`: ids as logs and answers print them.
-NEXT = "disagg:next="
+#: Instances that were there once and are remembered, so that a pin to one of them is a wish and no mistake.
+_REMEMBERED = 4096
+
+_KV_ROUTER_SECONDS = 1.0
 
 
 class Directory(Protocol):
@@ -84,8 +88,10 @@ Overlaps = Callable[[GenerateRequest], Awaitable[Mapping[int, int]]]
 class BestCached:
     """The least work: what is not cached of this prompt there, plus what is in flight there."""
 
-    def __init__(self, overlaps: Overlaps, in_flight: InFlight) -> None:
+    def __init__(self, overlaps: Overlaps, in_flight: InFlight, seconds: float = _KV_ROUTER_SECONDS) -> None:
+        """`seconds` for the router's answer; it takes less than one thousandth of that."""
         self._overlaps = overlaps
+        self._seconds = seconds
         self._in_flight = in_flight
         self._turns = RoundRobin()
         self._is_failing = False
@@ -99,10 +105,11 @@ class BestCached:
     async def _cached(self, request: GenerateRequest) -> Mapping[int, int]:
         """Nothing, when the router cannot tell: a request does not fail of that."""
         try:
-            cached = await self._overlaps(request)
+            async with asyncio.timeout(self._seconds):
+                cached = await self._overlaps(request)
         except Exception as error:
             if not self._is_failing:
-                log.warning("the KV router does not answer, so load alone decides: %s", error)
+                log.warning("the KV router does not answer, so load alone decides: %r", error)
             self._is_failing = True
             return {}
         self._is_failing = False
@@ -129,12 +136,16 @@ class SelectedStage:
         self._selector = selector
         self._in_flight = in_flight
         self._role = role
-        #: Whoever was ever there: a pin to one of them is a wish, a pin to anybody else a mistake.
-        self._known: set[int] = set()
+        #: In the order in which they were last seen.
+        self._known: dict[int, None] = {}
 
     def instance_ids(self) -> Collection[int]:
         ids = self._directory.instance_ids()
-        self._known.update(ids)
+        for each in ids:
+            self._known.pop(each, None)
+            self._known[each] = None
+        for each in list(self._known)[: max(0, len(self._known) - _REMEMBERED)]:
+            del self._known[each]
         return ids
 
     async def pick(self, request: GenerateRequest) -> CountedInstance:
@@ -146,38 +157,29 @@ class SelectedStage:
         return CountedInstance(instance, self._in_flight, len(request.token_ids))
 
     def check(self, request: GenerateRequest) -> None:
+        if request.errand is not None:
+            return  # the worker that sent it has looked
+        there = self.instance_ids()
         strangers = [pin for pin in self._pins(request) if pin not in self._known]
-        strangers = [pin for pin in strangers if pin not in self.instance_ids()]
         if strangers:
-            there = ", ".join(f"{each:x}" for each in sorted(self.instance_ids())) or "none, nobody is there"
+            names = ", ".join(f"{each:x}" for each in sorted(there)) or "none, nobody is there"
             raise InvalidRequestError(
-                f"pinned {self._role} instance {strangers[0]:x} is not known; expected one of {there}"
+                f"pinned {self._role} instance {strangers[0]:x} is not known; expected one of {names}"
             )
 
     def _pins(self, request: GenerateRequest) -> list[int]:
-        """Dynamo calls whatever worker its header asks for a decode worker, so that may be this one."""
-        return [pin for pin in pins_of(request, self._role) if pin != self._own_id]
+        return pins_of(request, self._own_id, self._known)
 
     def _pinned(self, request: GenerateRequest, allowed: Sequence[int]) -> list[int]:
-        pins = self._pins(request)
+        pins = [pin for pin in self._pins(request) if pin in self._known]
         there_too = [pin for pin in pins if pin in allowed]
-        if pins and not there_too and not request.avoid:
+        if pins and not there_too:
             names = ", ".join(f"{pin:x}" for pin in pins)
-            request.journey.fell_back("other_instance", f"pinned {self._role} instance {names} is gone")
+            why = "is gone" if not set(pins) & request.avoid else "failed or is left alone"
+            because = f"pinned {self._role} instance {names} {why}"
+            if not any(because in told for told in request.journey.fallbacks):
+                request.journey.fell_back("other_instance", because)
         return there_too
-
-
-def pins_of(request: GenerateRequest, role: str) -> list[int]:
-    """By annotation, or by what Dynamo makes of its headers and `nvext`. Raises InvalidRequestError."""
-    annotated = [a.removeprefix(NEXT) for a in request.annotations if a.startswith(NEXT)]
-    try:
-        pins = [int(word, 16) for words in annotated for word in words.split(",")]
-    except ValueError:
-        raise InvalidRequestError(
-            f"nvext.annotations: {NEXT + annotated[0]!r} is not allowed; expected hexadecimal ids with commas"
-        ) from None
-    by_dynamo = request.pins.get(role)
-    return pins if pins or by_dynamo is None else [by_dynamo]
 
 
 class CountedInstance:
@@ -196,7 +198,7 @@ class CountedInstance:
         return await self._instance.describe()
 
     async def call(
-        self, request: dict[str, Any], context: RequestContext
+        self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         self._in_flight.add(self.instance_id, self._tokens)
         try:

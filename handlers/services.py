@@ -11,7 +11,7 @@ from trtllm_disagg.handlers.auto import Auto
 from trtllm_disagg.handlers.breaker import Breaker
 from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
 from trtllm_disagg.handlers.choice import Choice
-from trtllm_disagg.handlers.deciding import conditional, create_decider
+from trtllm_disagg.handlers.deciding import QueueDepth, conditional, create_decider
 from trtllm_disagg.handlers.ladder import Rung, ladder
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.parts import Parts
@@ -21,13 +21,21 @@ from trtllm_disagg.handlers.relay import relayed
 from trtllm_disagg.handlers.remote import StageClient
 from trtllm_disagg.handlers.strategies import ORDERS, build_strategy
 from trtllm_disagg.handlers.watched import WatchedStage
+from trtllm_disagg.protocols.choose import choose_protocol
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 
 def build_generate(
-    config: WorkerConfig, engine: Engine, stage: StageClient, policy: Policy | None = None
+    config: WorkerConfig,
+    engine: Engine,
+    stage: StageClient,
+    policy: Policy | None = None,
+    prefills: StageClient | None = None,
+    waiting: QueueDepth | None = None,
 ) -> Generate:
-    """How this worker answers a request. `stage` is the way to the workers of the other role."""
+    """How this worker answers a request. `stage` is the way to the workers of the other role; with a prefill queue
+    `prefills` is that to whichever prefill worker has room, and `waiting` how many have waited for one.
+    """
     policy = policy or Policy.of(config, config.kv_block_size)
     name = "agg" if config.role is Role.AGG else config.strategy.value
     if name in ("agg", Strategy.ROUTER):
@@ -42,11 +50,15 @@ def build_generate(
         config.schedule_style,
         config.prefill_timeout,
         config.first_decode_token_timeout,
+        choose_protocol(config.handoff_protocol),
+        prefills and WatchedStage(prefills, breaker, deadlines),
     )
-    return served(parts, _chosen(config, parts, watched, policy))
+    return served(parts, _chosen(config, parts, watched, waiting or watched, policy))
 
 
-def _chosen(config: WorkerConfig, parts: Parts, stage: WatchedStage, policy: Policy) -> Choice:
+def _chosen(
+    config: WorkerConfig, parts: Parts, stage: WatchedStage, queue: QueueDepth, policy: Policy
+) -> Choice:
     local = LocalBoth(parts.engine)
     own, other = sorted(ORDERS, key=lambda order: order.first_stage_role is not parts.role)
 
@@ -61,8 +73,8 @@ def _chosen(config: WorkerConfig, parts: Parts, stage: WatchedStage, policy: Pol
         own.value: with_fallback(build_strategy(own, parts)),
         other.value: with_fallback(relayed(stage, other)),
     }
-    decider = create_decider(config.prefill_decider, policy.cached, stage, policy.thresholds)
-    by_length = create_decider("length_and_queue", policy.cached, stage, policy.thresholds)
+    decider = create_decider(config.prefill_decider, policy.cached, queue, policy.thresholds)
+    by_length = create_decider("length_and_queue", policy.cached, queue, policy.thresholds)
     auto = Auto(by_length, ways, (own.value, other.value), stage.num_well, config.max_batch_size)
     ways["auto"] = auto
     deployed = {order.value: conditional(decider, local, ways[order.value]) for order in ORDERS}
@@ -97,8 +109,8 @@ def served(parts: Parts, whole: Generate) -> Generate:
 
 def _prefill(parts: Parts) -> Generate:
     if parts.pushes:
-        return bare_push(LocalPush(parts.engine))
-    return bare_prefill(LocalPrefill(parts.engine))
+        return bare_push(LocalPush(parts.engine, parts.protocol))
+    return bare_prefill(LocalPrefill(parts.engine), parts.protocol)
 
 
 def _decode(parts: Parts) -> Generate:

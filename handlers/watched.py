@@ -86,7 +86,7 @@ class WatchedInstance:
         return await self._instance.describe()
 
     async def call(
-        self, request: dict[str, Any], context: RequestContext
+        self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         try:
             async with aclosing(self._instance.call(request, context)) as answers:

@@ -19,7 +19,7 @@ from openai import OpenAI
 
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, deployment_in_background
 from trtllm_disagg.deployment.cli import engine_configs_in
-from trtllm_disagg.deployment.plan import KV_ROUTED_ROLES, LOOPBACK, Strategy
+from trtllm_disagg.deployment.plan import KV_ROUTED_ROLES, LOOPBACK, NO_WORKERS, Strategy
 from trtllm_disagg.deployment.process import ManagedProcess
 
 ROOT = Path(__file__).parents[1]
@@ -119,7 +119,7 @@ class Served:
         self.openai = openai
         self.http = http
         self.workers = [
-            Worker(process, http) for process in deployment.processes if process.role != "frontend"
+            Worker(process, http) for process in deployment.processes if process.role not in NO_WORKERS
         ]
 
     @property

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.orchestration import DECIDERS, ORCHESTRATION
+from trtllm_disagg.protocols.styles import require_style
 from trtllm_disagg.settings import (
     API_TYPES,
     ENDPOINT_ID,
@@ -171,6 +172,10 @@ class WorkerConfig:
                 f"context_first in mode {self.role} under {self.strategy}: only a worker dispatches both phases",
             )
         self._check_orchestration()
+        require_style(self.handoff_protocol, self.schedule_style)
+        if self.prefill_dispatch == "queue" and self.schedule_style is ScheduleStyle.GENERATION_FIRST:
+            allowed = "direct with --schedule-style generation_first"
+            raise ConfigError.bad_value(flag_of("prefill_dispatch"), self.prefill_dispatch, allowed)
         if self.max_beam_width > 1 and self.role is not Role.AGG:
             raise ConfigError.bad_value(
                 flag_of("max_beam_width"),

@@ -12,6 +12,8 @@ from trtllm_disagg.errors import ConfigError
 _EQUAL = {
     "strategy": "--disaggregation-strategy",
     "schedule_style": "--schedule-style",
+    "handoff_protocol": "--handoff-protocol",
+    "prefill_dispatch": "--prefill-dispatch",
     "engine": "--engine",
     "block_size": "kv_cache_config.tokens_per_block (--kv-block-size)",
     "kv_dtype": "kv_cache_config.dtype",
@@ -34,6 +36,8 @@ def describe_worker(
         "role": config.role.value,
         "strategy": config.strategy.value,
         "schedule_style": config.schedule_style.value,
+        "handoff_protocol": config.handoff_protocol,
+        "prefill_dispatch": config.prefill_dispatch,
         "engine": config.engine,
         "model": config.model_name,
         "weights": weights,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -64,6 +64,27 @@ class PrefillResult(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
+#: Bounds of what the network says: a host name, a TCP port, a number of 63 bits, a block's index.
+Host = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+Number63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class KvTransferParams(msgspec.Struct, frozen=True):
+    """The two-phase protocol's word on a handoff, with vLLM's names; the last two are ours."""
+
+    do_remote_decode: bool
+    do_remote_prefill: bool
+    remote_engine_id: Annotated[str, msgspec.Meta(max_length=128)] | None
+    remote_block_ids: Annotated[list[BlockId], msgspec.Meta(max_length=1 << 20)] | None
+    remote_host: Host | None
+    remote_port: Port | None
+    #: The engine's handle, as in PrefillResult.
+    remote_handle: dict[str, Any] | None = None
+    remote_cached_tokens: Number63 | None = None
+
+
 class Rendezvous(msgspec.Struct, frozen=True):
     """By what the two phases of a request find each other when both are dispatched at once."""
 
@@ -92,6 +113,10 @@ class WireRequest(msgspec.Struct, frozen=True):
     priority: float | None = None
     rendezvous: Rendezvous | None = None
     errand: Errand | None = None
+    kv_transfer_params: KvTransferParams | None = None
+    bootstrap_host: Host | None = None
+    bootstrap_port: Port | None = None
+    bootstrap_room: Number63 | None = None
 
 
 @dataclass(slots=True)
@@ -137,6 +162,8 @@ class GenerateRequest:
     errand: Errand | None = None
     #: By role, the instance of the other stage that the caller wants.
     pins: dict[str, int | None] = field(default_factory=dict)
+    #: A decode comes after this prefill, whatever `stop.max_tokens` says.
+    goes_on: bool = False
     #: Instances that failed this request already.
     avoid: frozenset[int] = frozenset()
     journey: Journey = field(default_factory=Journey, compare=False)
@@ -180,6 +207,7 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     completion_usage: Usage | None = None
     disaggregated_params: dict[str, Any] | None = None
     engine_data: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def going_on(self) -> TokenChunk:
         """The same tokens without the end that every prefill phase has."""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.protocols.recognise import HANDOFF_PATHS, given_in
 from trtllm_disagg.types import (
     Errand,
     GenerateRequest,
@@ -43,8 +44,10 @@ def decode_request(raw: dict[str, Any]) -> GenerateRequest:
     try:
         wire = msgspec.convert(raw, WireRequest)
     except msgspec.ValidationError as error:
-        refused = HandoffRefusedError if "`$.prefill_result" in str(error) else InvalidRequestError
+        is_handoff = any(f"`{path}" in str(error) for path in HANDOFF_PATHS)
+        refused = HandoffRefusedError if is_handoff else InvalidRequestError
         raise refused(f"request: {error}") from None
+    given = given_in(wire)
     routing = wire.routing or _NO_ROUTING
     request = GenerateRequest(
         raw=raw,
@@ -55,10 +58,11 @@ def decode_request(raw: dict[str, Any]) -> GenerateRequest:
         cache_salt=routing.cache_salt,
         priority=wire.priority,
         annotations=tuple(wire.annotations or ()),
-        prefill_result=wire.prefill_result,
-        rendezvous=wire.rendezvous,
+        prefill_result=given.prefill_result,
+        rendezvous=given.rendezvous,
         errand=wire.errand,
         pins={"prefill": routing.prefill_worker_id, "decode": routing.decode_worker_id},
+        goes_on=given.goes_on,
     )
     _require_servable(request)
     return request

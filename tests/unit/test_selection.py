@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.handling import request
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
+from trtllm_disagg.handlers.pins import NEXT
 from trtllm_disagg.handlers.selection import (
-    NEXT,
     BestCached,
     InFlight,
     LeastLoaded,
@@ -35,7 +36,7 @@ class Instance:
         return {"id": self.instance_id}
 
     async def call(
-        self, request: dict[str, Any], context: RequestContext
+        self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         for number in range(3):
             yield {"token_ids": [number]}
@@ -130,6 +131,44 @@ async def test_a_router_that_cannot_tell_is_reported_once(caplog: pytest.LogCapt
     assert caplog.text.count("load alone decides") == 1
 
 
+async def test_a_router_that_hangs_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    async def hanging(request: GenerateRequest) -> Mapping[int, int]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    load = InFlight()
+    load.add(1, 5)
+    assert await BestCached(hanging, load, seconds=0.01).choose(request(), [1, 2]) == 2
+    assert "TimeoutError" in caplog.text
+
+
+async def test_a_router_that_works_again_may_fail_again(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = iter([unable, cached(i2=10), cached(i2=10), unable])
+    selector = BestCached(lambda asked: next(outcomes)(asked), InFlight())
+    for _ in range(4):
+        await selector.choose(request(), [1, 2])
+    assert caplog.text.count("load alone decides") == 2
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
+async def test_the_least_loaded_one_balances(lengths: list[int], num_instances: int) -> None:
+    """Greedy: nobody ever has more than the average and one request."""
+    load = InFlight()
+    selector = LeastLoaded(load)
+    ids = list(range(1, num_instances + 1))
+    for tokens in lengths:
+        load.add(await selector.choose(request(), ids), tokens)
+    assert max(load[each] for each in ids) <= sum(lengths) / num_instances + max(lengths)
+
+
+async def test_chance_is_seeded_by_whoever_wants_to_know() -> None:
+    chosen = [
+        [await selector.choose(request(), [1, 2, 3]) for _ in range(20)]
+        for selector in (Random(random.Random(5)), Random(random.Random(5)), Random(random.Random(6)))
+    ]
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
 async def test_a_call_is_load_while_it_runs() -> None:
     load = InFlight()
     selected = SelectedStage(Directory(1), RoundRobin(), load, "decode")
@@ -154,25 +193,70 @@ async def test_a_pin_is_kept() -> None:
     assert {(await selected.pick(pinning("2b,3c"))).instance_id for _ in range(6)} == {0x2B, 0x3C}
 
 
-async def test_dynamos_way_to_pin() -> None:
-    selected = stage(Directory(1, 2, 3))
-    asked = request(routing={"decode_worker_id": 3, "prefill_worker_id": 1})
+@pytest.mark.parametrize("word", ["2b", "2B", " 43"])
+async def test_ids_are_hexadecimal_or_decimal(word: str) -> None:
+    selected = stage(Directory(0x1A, 0x2B, 0x3C))
+    asked = pinning(word)
+    selected.check(asked)
+    assert (await selected.pick(asked)).instance_id == 0x2B
+
+
+async def test_what_can_be_read_as_both_is_hexadecimal() -> None:
+    assert (await stage(Directory(10, 0x10)).pick(pinning("10"))).instance_id == 0x10
+
+
+async def test_the_largest_ids_there_are() -> None:
+    largest = (1 << 64) - 1
+    for word in (f"{largest:x}", str(largest)):
+        assert (await stage(Directory(1, largest)).pick(pinning(word))).instance_id == largest
+
+
+@pytest.mark.parametrize("key", ["prefill_worker_id", "decode_worker_id"])
+async def test_dynamos_ways_to_pin(key: str) -> None:
+    """Its frontend lets only the first of them through for a second stage, whatever role that has."""
+    selected = stage(Directory(1, 2, 3), own_id=99)
+    asked = request(routing={"decode_worker_id": 99, "prefill_worker_id": 99} | {key: 3})
+    selected.check(asked)
     assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {3}
 
 
 async def test_dynamos_pin_of_this_worker_is_no_wish() -> None:
     selected = stage(Directory(1, 2), own_id=99)
-    asked = request(routing={"decode_worker_id": 99})
+    asked = request(routing={"decode_worker_id": 99, "prefill_worker_id": 99})
     selected.check(asked)
     assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {1, 2}
+    assert asked.journey.fallbacks == []
+
+
+async def test_an_annotation_is_stronger_than_a_header() -> None:
+    asked = request(annotations=[NEXT + "2"], routing={"prefill_worker_id": 1})
+    assert {(await stage(Directory(1, 2)).pick(asked)).instance_id for _ in range(4)} == {2}
+
+
+async def test_of_another_workers_errand_only_what_fits_is_heard() -> None:
+    """It was checked where it came in, against the instances that are seen from there."""
+    selected = stage(Directory(1, 2))
+    for asked, expected in (({"prefill_worker_id": 5}, {1, 2}), ({"prefill_worker_id": 2}, {2})):
+        errand = request(errand={"stage": "whole", "strategy": "prefill_first"}, routing=asked)
+        selected.check(errand)
+        assert {(await selected.pick(errand)).instance_id for _ in range(4)} == expected
+        assert errand.journey.fallbacks == []
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         (pinning("5"), "pinned decode instance 5 is not known; expected one of 1a, 2b"),
+        (pinning("1a,5"), "pinned decode instance 5 is not known"),
         (request(routing={"decode_worker_id": 5}), "pinned decode instance 5 is not known"),
-        (pinning("xyz"), "'disagg:next=xyz' is not allowed; expected hexadecimal ids with commas"),
+        (request(routing={"prefill_worker_id": 5}), "pinned decode instance 5 is not known"),
+        *(
+            (
+                pinning(word),
+                f"'disagg:next={bad}' is not allowed; expected ids of instances, hexadecimal or dec",
+            )
+            for word, bad in [("xyz", "xyz"), ("1a,", ""), ("", ""), ("-1", "-1"), ("f" * 17, "f" * 17)]
+        ),
     ],
 )
 def test_a_stranger_is_refused(asked: GenerateRequest, message: str) -> None:
@@ -189,3 +273,32 @@ async def test_who_is_gone_is_replaced_and_it_is_told() -> None:
     selected.check(asked)
     assert (await selected.pick(asked)).instance_id == 1
     assert asked.journey.fallbacks == ["other_instance: pinned decode instance 2 is gone"]
+    # The next try does not repeat it.
+    assert (await selected.pick(asked)).instance_id == 1
+    assert len(asked.journey.fallbacks) == 1
+
+
+async def test_who_has_failed_is_replaced_and_it_is_told() -> None:
+    selected = stage(Directory(1, 2))
+    asked = pinning("2").avoiding(2)
+    selected.check(asked)
+    assert (await selected.pick(asked)).instance_id == 1
+    assert asked.journey.fallbacks == ["other_instance: pinned decode instance 2 failed or is left alone"]
+
+
+async def test_of_several_pins_those_that_are_left_count() -> None:
+    selected = stage(Directory(1, 2, 3))
+    asked = pinning("2,3").avoiding(2)
+    assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {3}
+    assert asked.journey.fallbacks == []
+
+
+def test_not_everybody_is_remembered_for_ever() -> None:
+    directory = Directory()
+    selected = stage(directory)
+    for first in range(0, 6000, 1000):
+        directory.ids = list(range(first, first + 1000))
+        selected.instance_ids()
+    selected.check(pinning("f42"))  # 3906
+    with pytest.raises(InvalidRequestError, match="pinned decode instance 1f4 is not known"):
+        selected.check(pinning("1f4"))

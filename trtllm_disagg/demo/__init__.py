@@ -16,7 +16,7 @@ from trtllm_disagg.demo.timeline import Timeline, read_timeline, render
 from trtllm_disagg.demo_model import build_demo_model
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, deployment_in_background
 from trtllm_disagg.deployment.cli import default_name, engine_configs_in
-from trtllm_disagg.deployment.plan import Strategy
+from trtllm_disagg.deployment.plan import NO_WORKERS, Strategy
 from trtllm_disagg.deployment.status import status_for
 
 ORDERS: tuple[Strategy, ...] = ("prefill_first", "decode_first")
@@ -81,7 +81,9 @@ def _one_order(number: int, order: Strategy, args: argparse.Namespace) -> Answer
 
 def _timeline(deployment: Deployment, answer: Answer) -> Timeline:
     """Both workers write their line when they are done, which may be a moment after the client is."""
-    logs = {process.spec.name: process.log for process in deployment.processes if process.role != "frontend"}
+    logs = {
+        process.spec.name: process.log for process in deployment.processes if process.role not in NO_WORKERS
+    }
     deadline = time.monotonic() + _JOURNAL_SECONDS
     while True:
         timeline = read_timeline(logs, answer)

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.deployment.plan import STRATEGIES, WORKER_ROLES, DeploymentConfig, Role, Strategy
+from trtllm_disagg.deployment.plan import (
+    NEXT_ROUTERS,
+    PREFILL_DISPATCHES,
+    STRATEGIES,
+    WORKER_ROLES,
+    DeploymentConfig,
+    Role,
+    Strategy,
+)
 from trtllm_disagg.deployment.serve import serve
 from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.errors import ConfigError
@@ -59,6 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         help="for all workers and the router (default: the engine's)",
+    )
+    add(
+        "--next-router",
+        choices=NEXT_ROUTERS,
+        help="how a worker chooses the one that it calls (default: the worker's, round_robin)",
+    )
+    add(
+        "--prefill-dispatch",
+        choices=PREFILL_DISPATCHES,
+        default=default.prefill_dispatch,
+        help="queue: starts a NATS server, and prefill workers pull from it (default: %(default)s)",
     )
     add(
         "--startup-timeout",
@@ -109,6 +128,8 @@ def config_from(args: argparse.Namespace) -> DeploymentConfig:
         engine=args.engine,
         engine_configs=engine_configs_in(args.engine_configs, args.strategy) if args.engine_configs else {},
         kv_block_size=args.kv_block_size,
+        next_router=args.next_router,
+        prefill_dispatch=args.prefill_dispatch,
         worker_args=tuple(args.worker_args),
         frontend_args=tuple(args.frontend_args),
         startup_timeout=args.startup_timeout,

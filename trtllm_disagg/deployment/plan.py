@@ -8,12 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from trtllm_disagg.deployment.nats import STORE_DIR, nats_server_argv
 from trtllm_disagg.errors import ConfigError
 
 Strategy = Literal["agg", "prefill_first", "decode_first", "router", "auto"]
-Role = Literal["frontend", "agg", "prefill", "decode"]
+Role = Literal["nats", "frontend", "agg", "prefill", "decode"]
+NextRouter = Literal["kv", "least_loaded", "round_robin", "random"]
+PrefillDispatch = Literal["direct", "queue"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+NEXT_ROUTERS: tuple[NextRouter, ...] = get_args(NextRouter)
+PREFILL_DISPATCHES: tuple[PrefillDispatch, ...] = get_args(PrefillDispatch)
+#: The strategies in which a worker calls a worker.
+WORKER_SIDE: tuple[Strategy, ...] = ("prefill_first", "decode_first", "auto")
 LOOPBACK = "127.0.0.1"
 DISCOVERY_DIR = "discovery"
 
@@ -34,13 +41,18 @@ KV_ROUTED_ROLES: Mapping[Strategy, tuple[Role, ...]] = {
     "auto": ("decode",),
 }
 
+NO_WORKERS: tuple[Role, ...] = ("nats", "frontend")
+
+# What workers refuse to start without.
+STARTED_FIRST: tuple[Role, ...] = ("nats",)
+
 # Whoever is called by others stops after its callers, so that a request in flight still finds its next stage.
 STOP_ORDER: Mapping[Strategy, tuple[tuple[Role, ...], ...]] = {
-    "agg": (("agg",), ("frontend",)),
-    "prefill_first": (("prefill",), ("decode",), ("frontend",)),
-    "decode_first": (("decode",), ("prefill",), ("frontend",)),
-    "router": (("prefill",), ("decode",), ("frontend",)),
-    "auto": (("decode",), ("prefill",), ("frontend",)),
+    "agg": (("agg",), ("frontend",), ("nats",)),
+    "prefill_first": (("prefill",), ("decode",), ("frontend",), ("nats",)),
+    "decode_first": (("decode",), ("prefill",), ("frontend",), ("nats",)),
+    "router": (("prefill",), ("decode",), ("frontend",), ("nats",)),
+    "auto": (("decode",), ("prefill",), ("frontend",), ("nats",)),
 }
 
 # Settings that the user's environment may override.
@@ -75,6 +87,8 @@ class DeploymentConfig:
     engine: str | None = None
     engine_configs: Mapping[Role, Path] = field(default_factory=dict)
     kv_block_size: int | None = None
+    next_router: NextRouter | None = None
+    prefill_dispatch: PrefillDispatch = "direct"
     worker_args: tuple[str, ...] = ()
     frontend_args: tuple[str, ...] = ()
     startup_timeout: float = 120.0
@@ -85,6 +99,9 @@ class DeploymentConfig:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ConfigError.bad_value("--strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+        if self.next_router is not None:
+            self._check_next_router(self.next_router)
+        self._check_prefill_dispatch()
         for flag, count in self._worker_flags():
             if count < 1:
                 raise ConfigError.bad_value(flag, count, "at least 1")
@@ -106,11 +123,36 @@ class DeploymentConfig:
         return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.http_host, self.http_host)
 
     @property
+    def has_queue(self) -> bool:
+        return self.prefill_dispatch == "queue"
+
+    @property
     def ready_line(self) -> str:
         return f"ready {self.base_url} model={self.served_model_name} strategy={self.strategy}"
 
     def worker_count(self, role: Role) -> int:
         return {"agg": self.agg_workers, "prefill": self.prefill_workers, "decode": self.decode_workers}[role]
+
+    def _check_prefill_dispatch(self) -> None:
+        if self.prefill_dispatch not in PREFILL_DISPATCHES:
+            raise ConfigError.bad_value(
+                "--prefill-dispatch", self.prefill_dispatch, f"one of {', '.join(PREFILL_DISPATCHES)}"
+            )
+        if self.has_queue and self.strategy not in WORKER_SIDE:
+            raise ConfigError.bad_value(
+                "--prefill-dispatch",
+                self.prefill_dispatch,
+                f"direct, or --strategy {' or '.join(WORKER_SIDE)}, not {self.strategy}",
+            )
+
+    def _check_next_router(self, router: str) -> None:
+        if router not in NEXT_ROUTERS:
+            raise ConfigError.bad_value("--next-router", router, f"one of {', '.join(NEXT_ROUTERS)}")
+        if self.strategy not in WORKER_SIDE:
+            allowed = (
+                f"--strategy {' or '.join(WORKER_SIDE)}, not {self.strategy}, where no worker calls another"
+            )
+            raise ConfigError.bad_value("--next-router", router, allowed)
 
     def _worker_flags(self) -> Iterator[tuple[str, int]]:
         yield "--prefill-workers", self.prefill_workers
@@ -128,25 +170,32 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     system_port: int | None = None
     http_port: int | None = None
+    nats_port: int | None = None
 
     @property
     def ports(self) -> dict[str, int]:
-        named = {"http": self.http_port, "system": self.system_port}
+        named = {"http": self.http_port, "nats": self.nats_port, "system": self.system_port}
         return {name: port for name, port in named.items() if port is not None}
 
 
 def plan(
     config: DeploymentConfig, *, system_ports: Iterable[int], environ: Mapping[str, str]
 ) -> tuple[ProcessSpec, ...]:
-    """The frontend and every worker of `config`; each worker takes one of `system_ports`."""
+    """What runs, in the order in which it starts. It takes `num_system_ports` of `system_ports`."""
     env = shared_env(config, environ)
     ports = iter(system_ports)
+    services = [_nats(config, next(ports), next(ports))] if config.has_queue else []
     workers = [
-        worker_spec(config, role, index, env, next(ports))
+        worker_spec(config, role, index, env, next(ports), queue_flags(services))
         for role in WORKER_ROLES[config.strategy]
         for index in range(config.worker_count(role))
     ]
-    return (_frontend(config, env), *workers)
+    return (*services, _frontend(config, env), *workers)
+
+
+def num_system_ports(config: DeploymentConfig) -> int:
+    """One for each worker, and two for NATS."""
+    return worker_total(config) + (2 if config.has_queue else 0)
 
 
 def worker_total(config: DeploymentConfig) -> int:
@@ -189,8 +238,26 @@ def _frontend(config: DeploymentConfig, env: Mapping[str, str]) -> ProcessSpec:
     return ProcessSpec("frontend", "frontend", tuple(argv), env, http_port=config.http_port)
 
 
+def _nats(config: DeploymentConfig, port: int, health_port: int) -> ProcessSpec:
+    argv = nats_server_argv(LOOPBACK, port, health_port, config.run_dir / STORE_DIR)
+    return ProcessSpec("nats", "nats", argv, system_port=health_port, nats_port=port)
+
+
+def queue_flags(services: Iterable[ProcessSpec]) -> Iterator[str]:
+    """What a worker has to know of the queue, if there is one."""
+    for service in services:
+        if service.nats_port is not None:
+            yield from ("--prefill-dispatch", "queue")
+            yield from ("--nats-server", f"nats://{LOOPBACK}:{service.nats_port}")
+
+
 def worker_spec(
-    config: DeploymentConfig, role: Role, index: int, env: Mapping[str, str], system_port: int
+    config: DeploymentConfig,
+    role: Role,
+    index: int,
+    env: Mapping[str, str],
+    system_port: int,
+    queue_flags: Iterable[str] = (),
 ) -> ProcessSpec:
     """One worker; `env` is `shared_env`."""
     argv = [
@@ -202,6 +269,8 @@ def worker_spec(
         *_flag("--engine", config.engine),
         *_flag("--extra-engine-args", config.engine_configs.get(role)),
         *_flag("--kv-block-size", config.kv_block_size),
+        *_flag("--next-router", config.next_router),
+        *queue_flags,
         *config.worker_args,
     ]
     return ProcessSpec(

@@ -9,14 +9,16 @@ import json
 from trtllm_disagg.deployment.plan import LOOPBACK, DeploymentConfig, ProcessSpec
 
 TIMEOUT_SECONDS = 2.0
+NATS_HEALTH = "/healthz?js-server-only=true"
 
 
 async def is_ready(spec: ProcessSpec, config: DeploymentConfig) -> bool:
-    """The frontend is ready when it lists the model, a worker when its runtime says so."""
+    """The frontend is ready when it lists the model, a worker or NATS when it says so."""
     if spec.http_port is not None:
         return await lists_model(config.client_host, spec.http_port, config.served_model_name)
     if spec.system_port is not None:
-        status, _ = await get(LOOPBACK, spec.system_port, "/health")
+        path = NATS_HEALTH if spec.role == "nats" else "/health"
+        status, _ = await get(LOOPBACK, spec.system_port, path)
         return status == 200
     return True
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.deployment.errors import RunDirInUseError
+from trtllm_disagg.deployment.nats import STORE_DIR
 from trtllm_disagg.deployment.plan import DISCOVERY_DIR
 from trtllm_disagg.errors import ConfigError
 
@@ -41,6 +42,7 @@ class RunDir:
         run_dir.path.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(run_dir.discovery, ignore_errors=True)
         run_dir.discovery.mkdir()
+        shutil.rmtree(run_dir.path / STORE_DIR, ignore_errors=True)
         run_dir.write([])
         return run_dir
 

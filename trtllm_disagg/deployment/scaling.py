@@ -8,7 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from trtllm_disagg.deployment.plan import WORKER_ROLES, ProcessSpec, Role, shared_env, worker_spec
+from trtllm_disagg.deployment.plan import (
+    WORKER_ROLES,
+    ProcessSpec,
+    Role,
+    queue_flags,
+    shared_env,
+    worker_spec,
+)
 from trtllm_disagg.deployment.ports import free_system_ports
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.supervisor import Supervisor
@@ -47,8 +54,9 @@ class Scaler:
             for i in range(count - len(self._running(role)))
         ]
         env, ports = shared_env(config, os.environ), free_system_ports(len(names))
+        services = list(queue_flags(process.spec for process in self.supervisor.processes))
         return [
-            worker_spec(config, role, index, env, port)
+            worker_spec(config, role, index, env, port, services)
             for (role, index), port in zip(names, ports, strict=True)
         ]
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from trtllm_disagg.deployment.errors import DeploymentFailedError
 from trtllm_disagg.deployment.first_of import first_of
 from trtllm_disagg.deployment.orders import taking_orders
-from trtllm_disagg.deployment.plan import DeploymentConfig, plan, worker_total
+from trtllm_disagg.deployment.plan import DeploymentConfig, num_system_ports, plan
 from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import Status
@@ -25,7 +25,7 @@ def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
     http_port = free_http_port(config.http_host, config.http_port)
     run_dir = RunDir.claim(config.run_dir)
     config = replace(config, http_port=http_port, run_dir=run_dir.path)
-    specs = plan(config, system_ports=free_system_ports(worker_total(config)), environ=os.environ)
+    specs = plan(config, system_ports=free_system_ports(num_system_ports(config)), environ=os.environ)
     return Supervisor(config, specs, run_dir, status)
 
 

@@ -12,7 +12,14 @@ from collections.abc import Iterable, Sequence
 from trtllm_disagg.deployment.errors import DeploymentFailedError
 from trtllm_disagg.deployment.first_of import first_of
 from trtllm_disagg.deployment.guardian import MARK_VARIABLE, kill_marked, start_guardian, stop_guardian
-from trtllm_disagg.deployment.plan import PER_PROCESS_ENV, STOP_ORDER, DeploymentConfig, ProcessSpec, Role
+from trtllm_disagg.deployment.plan import (
+    PER_PROCESS_ENV,
+    STARTED_FIRST,
+    STOP_ORDER,
+    DeploymentConfig,
+    ProcessSpec,
+    Role,
+)
 from trtllm_disagg.deployment.probe import is_ready
 from trtllm_disagg.deployment.process import ManagedProcess, State
 from trtllm_disagg.deployment.report import death_report, late_report, leftovers_report
@@ -49,12 +56,19 @@ class Supervisor:
         A death or the startup timeout is a `DeploymentFailedError`.
         """
         self._guardian = start_guardian(self._mark)
+        deadline = time.monotonic() + self.config.startup_timeout
+        first = [process for process in self.processes if process.role in STARTED_FIRST]
+        then = [process for process in self.processes if process not in first]
         with self._status.loading(self.processes):
-            for process in self.processes:
-                await self._start(process)
-            outcome = await first_of(
-                self._all_ready(), self._deaths.get(), timeout=self.config.startup_timeout
-            )
+            for wave in filter(None, (first, then)):
+                await self._load_wave(wave, deadline)
+
+    async def _load_wave(self, wave: Sequence[ManagedProcess], deadline: float) -> None:
+        for process in wave:
+            await self._start(process)
+        outcome = await first_of(
+            self._all_ready(wave), self._deaths.get(), timeout=deadline - time.monotonic()
+        )
         if isinstance(outcome, ManagedProcess):
             raise DeploymentFailedError(death_report(outcome, "before the deployment was ready"))
         if outcome is None:
@@ -156,8 +170,8 @@ class Supervisor:
         if not self._stopping and process not in self._leaving:
             self._deaths.put_nowait(process)
 
-    async def _all_ready(self) -> bool:
-        await asyncio.gather(*(self._becomes_ready(process) for process in self.processes))
+    async def _all_ready(self, wave: Sequence[ManagedProcess]) -> bool:
+        await asyncio.gather(*(self._becomes_ready(process) for process in wave))
         return True
 
     async def _becomes_ready(self, process: ManagedProcess) -> None:

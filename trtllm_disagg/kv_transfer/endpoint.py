@@ -10,5 +10,16 @@ _MAX_LENGTH = 256
 
 def is_endpoint(text: object) -> bool:
     """It comes from the network, and is connected to."""
-    match = _ENDPOINT.fullmatch(text) if isinstance(text, str) and len(text) <= _MAX_LENGTH else None
-    return match is not None and 0 < int(match[2]) < 1 << 16
+    return isinstance(text, str) and split_endpoint(text) is not None
+
+
+def split_endpoint(text: str) -> tuple[str, int] | None:
+    """(host, port), an IPv6 address without its brackets; None for what is no endpoint."""
+    match = _ENDPOINT.fullmatch(text) if len(text) <= _MAX_LENGTH else None
+    if match is None or not 0 < int(match[2]) < 1 << 16:
+        return None
+    return match[1].strip("[]"), int(match[2])
+
+
+def join_endpoint(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

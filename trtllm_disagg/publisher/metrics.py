@@ -83,7 +83,7 @@ class EngineMetrics(Collector):
             self._held.setdefault(name, {})[rank] = value
 
 
-def expose(metrics: EngineMetrics, endpoint: Any, config: WorkerConfig) -> None:
+def expose(metrics: Collector, endpoint: Any, config: WorkerConfig) -> None:
     """On the page that DYN_SYSTEM_PORT opens, with the labels that Dynamo's own metrics have."""
     registry = CollectorRegistry()
     registry.register(metrics)

@@ -154,13 +154,18 @@ class Runtime:
             ignore_weights=True,
         )
 
-    def stop_on_signals(self, drain: Callable[[], Awaitable[None]]) -> None:
-        """SIGTERM and SIGINT: leave discovery, let running requests end, `drain`, then `serve` returns."""
+    def stop_on_signals(
+        self, drain: Callable[[], Awaitable[None]], leave: Callable[[], Awaitable[None]]
+    ) -> None:
+        """SIGTERM and SIGINT: leave discovery and at once `leave`, wherever else work comes from; let running
+        requests end, `drain`, then `serve` returns.
+        """
 
         async def stop() -> None:
             self._told_to_stop = True
             await drain()
 
+        self._listed.append(_Left(leave))
         install_signal_handlers(asyncio.get_running_loop(), self._runtime, self._listed, drain_callback=stop)
 
     async def serve(self, generate: Generate, describe: Callable[[], dict[str, Any]], obey: Obey) -> None:
@@ -194,6 +199,16 @@ class Runtime:
 
     def shutdown(self) -> None:
         self._runtime.shutdown()
+
+
+class _Left:
+    """An endpoint to Dynamo's shutdown, as far as leaving it goes: all are left first, and together."""
+
+    def __init__(self, leave: Callable[[], Awaitable[None]]) -> None:
+        self._leave = leave
+
+    async def unregister_endpoint_instance(self) -> None:
+        await self._leave()
 
 
 class Registration:
@@ -233,7 +248,13 @@ def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
     return served, WorkerType.Decode, [[WorkerType.Prefill]]
 
 
-#: A card without which no KvRouter listens to this worker's cache events. Any other worker type is trouble: measured.
-_UNROUTED: tuple[Any, Any, list[list[Any]]] = (ModelType.Empty, WorkerType.Aggregated, [])
+#: A card without which no KvRouter listens to this worker's cache events. With this worker type the frontend neither
+#: routes to it nor takes it for a model that is served when the first stage is gone; and routers listen, as they do
+#: not to WorkerType.Decode. All measured (docs/log.md); the worker may do prefill or decode.
+_UNROUTED: tuple[Any, Any, list[list[Any]]] = (
+    ModelType.Empty,
+    WorkerType.Prefill,
+    [[WorkerType.Aggregated]],
+)
 
 _MODEL_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions, "none": ModelType.Empty}

@@ -78,6 +78,7 @@ class RecordingStageClient:
         self.calls: list[StageCall] = []
 
     async def call(self, request: Raw, context: Any) -> AsyncGenerator[Raw, None]:
+        context = context or FakeContext()
         call = StageCall(_across_the_wire(request), context)
         self.calls.append(call)
         stream = self._scripted(context) if self._serve is None else self._served(call)

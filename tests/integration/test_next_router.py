@@ -1,0 +1,185 @@
+"""Which instance of the second stage gets a request, seen from outside, in both worker-side orders."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.conftest import Checkpoints
+from tests.deployments import DEMO_CONFIGS, WORKER_SIDE, Served, Worker, served, wait_until
+from trtllm_disagg.deployment import DeploymentConfig
+from trtllm_disagg.deployment.cli import engine_configs_in
+from trtllm_disagg.deployment.plan import Strategy
+
+MODEL = "tiny"
+BLOCK = 16
+PREFIX = 4 * BLOCK
+FIRST_TOKEN, LAST_TOKEN = 2, 250
+FACT = {"prefill_first": "decode_instance", "decode_first": "prefill_instance"}
+
+
+@pytest.fixture(scope="module", params=WORKER_SIDE)
+def pair(
+    request: pytest.FixtureRequest, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """One worker of the first stage, two of the second one."""
+    strategy: Strategy = request.param
+    config = DeploymentConfig(
+        strategy=strategy,
+        model=str(checkpoints("llama")),
+        served_model_name=MODEL,
+        run_dir=tmp_path_factory.mktemp(strategy),
+        http_port=0,
+        engine_configs=engine_configs_in(DEMO_CONFIGS, strategy),
+        prefill_workers=2 if strategy == "decode_first" else 1,
+        decode_workers=2 if strategy == "prefill_first" else 1,
+        next_router="kv",
+    )
+    with served(config) as deployment:
+        yield deployment
+
+
+def fresh(count: int) -> list[int]:
+    return random.choices(range(FIRST_TOKEN, LAST_TOKEN), k=count)
+
+
+class Answered:
+    """An answer, and what its first stage says of its way."""
+
+    def __init__(self, pair: Served, body: dict[str, Any]) -> None:
+        told = body["nvext"]["engine_data"]["disagg"]
+        self.instance_id = int(told[FACT[pair.strategy]], 16)
+        self.fallbacks: list[str] = told.get("fallbacks", [])
+        self.cached_tokens: int = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def post(
+    pair: Served, prompt: list[int], headers: dict[str, str] | None = None, **nvext: Any
+) -> httpx.Response:
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": 3,
+        "ignore_eos": True,
+        "temperature": 0,
+        "nvext": {"extra_fields": ["engine_data"], **nvext},
+    }
+    return pair.http.post(f"{pair.url}/v1/completions", json=body, headers=headers)
+
+
+def ask(pair: Served, prompt: list[int], headers: dict[str, str] | None = None, **nvext: Any) -> Answered:
+    return Answered(pair, post(pair, prompt, headers, **nvext).raise_for_status().json())
+
+
+def pin(*workers: Worker) -> dict[str, Any]:
+    return {"annotations": ["disagg:next=" + ",".join(f"{worker.instance_id:x}" for worker in workers)]}
+
+
+def test_a_repeated_prefix_goes_to_its_holder(pair: Served) -> None:
+    """Without knowledge of caches, equals take turns: half of them would."""
+    at_home = total = 0
+    for holder in pair.second_stage * 4:
+        prefix = fresh(PREFIX)
+        ask(pair, prefix, **pin(holder))
+        for _ in range(8):  # its cache events need a moment
+            ask(pair, fresh(BLOCK), **pin(holder))
+        for _ in range(4):
+            at_home += ask(pair, prefix + fresh(BLOCK)).instance_id == holder.instance_id
+            total += 1
+    assert at_home >= 0.9 * total, f"{at_home} of {total}"
+
+
+def test_fresh_prompts_go_to_both(pair: Served) -> None:
+    seen = [ask(pair, fresh(PREFIX)).instance_id for _ in range(8)]
+    assert {seen.count(worker.instance_id) for worker in pair.second_stage} <= {3, 4, 5}
+
+
+def test_a_salt_reaches_both_stages(pair: Served) -> None:
+    """The same text under another salt is another one: nothing is reused, nothing saved in transfer."""
+    prompt = fresh(PREFIX + 1)
+
+    def cached(salt: str) -> int:
+        return ask(pair, prompt, **pin(pair.second_stage[0]), cache_salt=salt).cached_tokens
+
+    def saved() -> float:
+        """A counter of bytes; it follows some steps behind."""
+        return pair.total("trtllm_disagg_kv_bytes_saved_total") - before
+
+    before = pair.total("trtllm_disagg_kv_bytes_saved_total")
+    assert cached("a") == 0
+    assert cached("a") == PREFIX
+    wait_until(saved, "the second time decode has most of the KV")
+    once = saved()
+    assert cached("b") == 0
+    assert cached("a") == PREFIX
+    wait_until(lambda: saved() > once, "the third time, too")
+    assert saved() == 2 * once
+
+
+def test_pins_are_kept(pair: Served) -> None:
+    for worker in pair.second_stage:
+        number = worker.instance_id
+        for headers, nvext in [
+            ({}, pin(worker)),
+            ({}, {"annotations": [f"disagg:next={number}"]}),
+            ({}, {"prefill_worker_id": number}),
+            ({"x-dynamo-prefill-instance-id": str(number)}, {}),
+            (
+                {
+                    "x-dynamo-prefill-instance-id": str(number),
+                    "x-dynamo-worker-instance-id": str(pair.first_stage[0].instance_id),
+                },
+                {},
+            ),
+        ]:
+            for _ in range(2):  # one could be by turn
+                answered = ask(pair, fresh(BLOCK), headers, **nvext)
+                assert (answered.instance_id, answered.fallbacks) == (number, [])
+    both = {ask(pair, fresh(BLOCK), **pin(*pair.second_stage)).instance_id for _ in range(6)}
+    assert both == {worker.instance_id for worker in pair.second_stage}
+
+
+def test_a_stranger_is_refused(pair: Served) -> None:
+    for nvext in ({"annotations": ["disagg:next=3039"]}, {"prefill_worker_id": 0x3039}):
+        refusal = post(pair, fresh(BLOCK), **nvext)
+        assert refusal.status_code == 400
+        message = refusal.json()["message"]
+        assert "instance 3039 is not known; expected one of" in message
+        assert all(f"{worker.instance_id:x}" in message for worker in pair.second_stage)
+
+
+def test_the_frontend_never_routes_to_the_second_stage(pair: Served) -> None:
+    assert [model.id for model in pair.openai.models.list()] == [MODEL]
+    for worker in pair.second_stage:
+        header = {"x-dynamo-worker-instance-id": str(worker.instance_id)}
+        assert post(pair, fresh(BLOCK), header).status_code == 400
+
+
+def test_when_one_is_killed_the_other_one_does_it_all(pair: Served) -> None:
+    """Nothing fails: what was sent to the dead one is tried again. The last but one test: it costs a worker."""
+    gone, left = pair.second_stage
+    (process,) = [each for each in pair.deployment.processes if each.name == gone.name]
+    for _ in range(2):
+        ask(pair, fresh(PREFIX), **pin(gone))
+    psutil.Process(process.pid).kill()
+
+    for _ in range(12):
+        assert ask(pair, fresh(PREFIX)).instance_id == left.instance_id
+
+    answered = ask(pair, fresh(PREFIX), **pin(gone))
+    assert answered.instance_id == left.instance_id
+    assert answered.fallbacks
+    assert ask(pair, fresh(PREFIX), **pin(gone, left)).instance_id == left.instance_id
+
+
+def test_without_a_first_stage_there_is_no_model(pair: Served) -> None:
+    """The second stage's card is for KV routers only. The last test: it costs the first stage."""
+    (process,) = [each for each in pair.deployment.processes if each.name == pair.first_stage[0].name]
+    psutil.Process(process.pid).terminate()
+    wait_until(lambda: post(pair, fresh(BLOCK)).status_code == 404, "the frontend has no such model")
+    assert pair.openai.models.list().data == []

@@ -1,0 +1,88 @@
+"""A deployment with a prefill queue: a prefill worker that dies under load, NATS gone and back."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.conftest import Checkpoints
+from tests.integration.test_faults import PROMPTS, ask, ask_all, config, texts, told
+from trtllm_disagg.deployment import Deployment, running_deployment
+from trtllm_disagg.deployment.plan import LOOPBACK
+from trtllm_disagg.deployment.process import ManagedProcess
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=60) as client:
+        yield client
+
+
+async def metric(client: httpx.AsyncClient, process: ManagedProcess, name: str) -> float | None:
+    page = (await client.get(f"http://{LOOPBACK}:{process.spec.system_port}/metrics")).text
+    values = re.findall(rf"^trtllm_disagg_{name}\{{[^}}]*\}} (\S+)$", page, re.MULTILINE)
+    return float(values[0]) if values else None
+
+
+async def prefills(client: httpx.AsyncClient, deployment: Deployment) -> list[float]:
+    """Prompt tokens that went through each prefill worker."""
+    workers = [process for process in deployment.of_role("prefill") if process.is_running]
+    return [await metric(client, worker, "prefill_tokens_total") or 0 for worker in workers]
+
+
+async def test_a_queue_in_front_of_two_prefill_workers_outlives_one_of_them_and_nats(
+    checkpoints: Checkpoints, tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    setting = replace(
+        config("decode_first", checkpoints("llama"), tmp_path / "run", twice="prefill"),
+        prefill_dispatch="queue",
+    )
+    async with running_deployment(setting) as deployment:
+        undisturbed = texts(await ask_all(client, deployment, 100))
+        assert all(tokens > 0 for tokens in await prefills(client, deployment)), "both pull"
+        for process in (*deployment.of_role("decode"), *deployment.of_role("prefill")):
+            assert await metric(client, process, "prefill_queue_depth") == 0
+            assert await metric(client, process, "prefill_queue_age_seconds") == 0
+
+        await a_prefill_worker_dies_under_load(client, deployment, undisturbed)
+        await nats_goes_and_comes_back(client, deployment, undisturbed)
+        assert (deployment.run_dir / "nats").is_dir()
+
+
+async def a_prefill_worker_dies_under_load(
+    client: httpx.AsyncClient, deployment: Deployment, undisturbed: list[str]
+) -> None:
+    running = [asyncio.create_task(ask(client, deployment, i, 100)) for i in range(len(PROMPTS))]
+    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED, timeout=0.2)
+    psutil.Process(deployment.of_role("prefill")[0].pid).kill()
+    assert texts([await task for task in running]) == undisturbed
+    assert texts(await ask_all(client, deployment, 100)) == undisturbed
+
+
+async def nats_goes_and_comes_back(
+    client: httpx.AsyncClient, deployment: Deployment, undisturbed: list[str]
+) -> None:
+    """Without it every worker answers alone, and says so."""
+    (nats,) = deployment.of_role("nats")
+    nats.kill()
+    answers = await ask_all(client, deployment, 100)
+    assert texts(answers) == undisturbed
+    assert {told(answer)["strategy"] for answer in answers} == {"local"}
+    # Nobody restarts it but whoever runs it.
+    quiet = asyncio.subprocess.DEVNULL
+    again = await asyncio.create_subprocess_exec(*nats.spec.argv, stdout=quiet, stderr=quiet)
+    try:
+        async with asyncio.timeout(30):
+            while told(answers[0])["strategy"] != "decode_first":
+                answers = await ask_all(client, deployment, 100)
+                assert texts(answers) == undisturbed
+    finally:
+        again.kill()
+        await again.wait()

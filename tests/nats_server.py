@@ -1,0 +1,74 @@
+"""A NATS server with JetStream for tests: a process of its own, that can be killed and comes back."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trtllm_disagg.deployment.nats import nats_server_argv
+from trtllm_disagg.deployment.plan import LOOPBACK
+from trtllm_disagg.deployment.ports import free_system_ports
+from trtllm_disagg.deployment.probe import NATS_HEALTH
+
+_START_SECONDS = 10.0
+_POLL_SECONDS = 0.01
+
+
+class NatsServer:
+    """On one port and one store, however often it is started."""
+
+    def __init__(self, store: Path, *, jetstream: bool = True) -> None:
+        self.port, self._health_port = free_system_ports(2)
+        self._store = store
+        self._jetstream = jetstream
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://{LOOPBACK}:{self.port}"
+
+    def start(self) -> None:
+        argv = nats_server_argv(LOOPBACK, self.port, self._health_port, self._store)
+        if not self._jetstream:
+            argv = tuple(argument for argument in argv if argument != "--jetstream")
+        self._process = subprocess.Popen(
+            argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._is_healthy():
+            assert time.monotonic() < deadline, "nats-server does not come up"
+            time.sleep(_POLL_SECONDS)
+
+    def forget(self, store: Path) -> None:
+        """From the next start on it knows what is in `store`, and no more."""
+        self._store = store
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _is_healthy(self) -> bool:
+        path = NATS_HEALTH if self._jetstream else "/healthz"
+        url = f"http://{LOOPBACK}:{self._health_port}{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=1) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+
+@contextmanager
+def nats_server(store: Path) -> Iterator[NatsServer]:
+    server = NatsServer(store)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()

@@ -1,0 +1,74 @@
+"""Which worker opens which prefill queue, and what it says when it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.nats_server import NatsServer
+from trtllm_disagg.config import Role, ScheduleStyle, Strategy, WorkerConfig
+from trtllm_disagg.errors import (
+    ConfigError,
+)
+from trtllm_disagg.prefill_queue import NoPrefillQueue, broker, open_prefill_queue
+from trtllm_disagg.prefill_queue.names import Names
+
+
+async def test_who_has_no_use_for_a_queue_opens_none() -> None:
+    config = WorkerConfig(model="m", role=Role.PREFILL)
+    assert isinstance(await open_prefill_queue(config), NoPrefillQueue)
+    # A second stage that decodes calls nobody and prefills nothing.
+    decode = WorkerConfig(
+        model="m",
+        role=Role.DECODE,
+        strategy=Strategy.PREFILL_FIRST,
+        prefill_dispatch="queue",
+        nats_server="nats://127.0.0.1:1",
+    )
+    assert isinstance(await open_prefill_queue(decode), NoPrefillQueue)
+
+
+def test_both_sides_mean_the_same_queue() -> None:
+    for strategy in (Strategy.DECODE_FIRST, Strategy.AUTO):
+        decode, prefill = (
+            WorkerConfig(model="m", role=role, strategy=strategy, prefill_dispatch="queue")
+            for role in (Role.DECODE, Role.PREFILL)
+        )
+        assert Names.of(decode) == Names.of(prefill)
+
+
+async def test_no_nats_server_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker, "_CONNECT_SECONDS", 0.3)
+    config = WorkerConfig(
+        model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server="nats://me:secret@127.0.0.1:1"
+    )
+    with pytest.raises(ConfigError) as raised:
+        await open_prefill_queue(config)
+    said = str(raised.value)
+    assert said.startswith(
+        "--nats-server: 'nats://***@127.0.0.1:1' is not allowed; expected nats://host:port"
+    )
+    assert "secret" not in said
+    assert "JetStream" in said
+
+
+async def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path, jetstream=False)
+    server.start()
+    config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=server.url)
+    try:
+        with pytest.raises(ConfigError, match=r"has JetStream .nats-server -js.: this one has none"):
+            await open_prefill_queue(config)
+    finally:
+        server.kill()
+
+
+def test_both_phases_at_once_need_to_know_the_prefill_worker() -> None:
+    with pytest.raises(ConfigError, match=r"--prefill-dispatch: 'queue' .* direct with --schedule-style"):
+        WorkerConfig(
+            model="m",
+            role=Role.DECODE,
+            prefill_dispatch="queue",
+            schedule_style=ScheduleStyle.GENERATION_FIRST,
+        )

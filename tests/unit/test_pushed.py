@@ -1,0 +1,143 @@
+"""Whatever is said about an item, and in whatever order: one answer is taken at most, and every other is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trtllm_disagg.errors import DisaggError, EngineError, StageTimeoutError
+from trtllm_disagg.prefill_queue.heeded import heeded
+from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, Failed, FromPuller, Item
+from trtllm_disagg.prefill_queue.pushed import MAX_CLAIMS, QUEUE_ID, Pushed
+from trtllm_disagg.prefill_queue.room import Room
+
+ID = uuid.uuid4().hex
+
+
+def item() -> Item:
+    return Item(ID, ID, None, [], {})
+
+
+def claim(attempt: int) -> Claim:
+    return Claim(ID, attempt, 100 + attempt, ID)
+
+
+ATTEMPTS = st.integers(1, 5)
+SAID = st.one_of(
+    ATTEMPTS.map(claim),
+    ATTEMPTS.map(lambda attempt: Beat(ID, attempt)),
+    ATTEMPTS.map(lambda attempt: Answer(ID, attempt, {"attempt": attempt})),
+    ATTEMPTS.map(lambda attempt: Failed(ID, attempt, "Internal", "broken")),
+)
+
+
+async def what_happens(said: list[FromPuller], takes: bool) -> None:
+    replies: dict[int, list[bool]] = {}
+    claims: list[Claim] = []
+    pushed = Pushed(item(), 60.0, claims.append)
+    for place, word in enumerate(said):
+        replies[place] = []
+        pushed.hear(word, replies[place].append)
+    arrived = None
+    if pushed.outcome.done() and pushed.outcome.exception() is None:
+        arrived = pushed.outcome.result()
+    if arrived is not None and takes:
+        assert arrived.take() == {"attempt": claims[-1].attempt}
+    pushed.close()
+
+    granted = [said[place] for place, answers in replies.items() if True in answers]
+    assert [word for word in granted if isinstance(word, Claim)] == claims
+    assert len(claims) <= MAX_CLAIMS
+    attempts = [each.attempt for each in claims]
+    assert attempts == sorted(set(attempts)), "an older attempt never comes back"
+    taken = [word for word in granted if isinstance(word, Answer)]
+    assert len(taken) == (arrived is not None and takes)
+    for place, word in enumerate(said):
+        if isinstance(word, Claim | Answer):
+            assert len(replies[place]) == 1, "each question has one answer"
+        elif isinstance(word, Failed):
+            assert True not in replies[place]
+
+
+@given(said=st.lists(SAID, max_size=12), takes=st.booleans())
+def test_one_answer_is_taken_at_most_and_every_question_answered(said: list[FromPuller], takes: bool) -> None:
+    asyncio.run(what_happens(said, takes))
+
+
+async def test_an_answer_that_its_caller_did_not_live_to_take_is_refused() -> None:
+    replies: list[bool] = []
+    pushed = Pushed(item(), 60.0, lambda claim: None)
+    pushed.hear(claim(1), lambda yes: None)
+    pushed.hear(Answer(ID, 1, {}), replies.append)
+    assert replies == []
+    pushed.close()
+    assert replies == [False]
+
+
+async def test_a_silent_worker_is_to_blame_and_a_beat_is_no_silence() -> None:
+    pushed = Pushed(item(), 0.1, lambda claim: None)
+    pushed.hear(claim(1), lambda yes: None)
+    for _ in range(4):
+        await asyncio.sleep(0.05)
+        pushed.hear(Beat(ID, 1), lambda yes: None)
+    assert not pushed.outcome.done()
+    with pytest.raises(StageTimeoutError, match="the prefill worker 65 has fallen silent") as raised:
+        await pushed.outcome
+    assert raised.value.peer == 101
+    pushed.close()
+
+
+async def test_who_is_to_blame() -> None:
+    waiting, failing = (Pushed(item(), 60.0, lambda claim: None) for _ in range(2))
+    waiting.fail(DisaggError("NATS is gone"))
+    failing.hear(claim(2), lambda yes: None)
+    failing.hear(Failed(ID, 2, "SomethingNew", "broken"), lambda yes: None)
+    for pushed, peer in ((waiting, QUEUE_ID), (failing, 102)):
+        error = pushed.outcome.exception()
+        assert isinstance(error, DisaggError)
+        assert error.peer == peer
+        pushed.close()
+    assert isinstance(failing.outcome.exception(), EngineError)
+
+
+async def test_room_is_there_again_when_somebody_leaves() -> None:
+    room = Room(max_items=2, max_tokens=100)
+    room.enter("long", 5000)
+    assert not room.is_there
+    waiting = asyncio.create_task(room.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    room.leave("long")
+    await waiting
+
+
+async def test_room_is_counted_in_items_too() -> None:
+    room = Room(max_items=2, max_tokens=100)
+    room.enter("a", 1)
+    await room.wait()
+    room.enter("b", 1)
+    assert [room.is_there] == [False]
+
+
+async def test_a_cancel_that_comes_with_the_result_is_not_lost() -> None:
+    async def ask(answer: asyncio.Future[int], keep: bool) -> int:
+        waiting = asyncio.wait_for(answer, 5)
+        return await (heeded(waiting) if keep else waiting)
+
+    async def cancelled_with_the_result(keep: bool) -> bool:
+        answer = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(ask(answer, keep))
+        await asyncio.sleep(0)
+        answer.set_result(1)
+        task.cancel()
+        await asyncio.wait({task})
+        return task.cancelled()
+
+    assert await cancelled_with_the_result(keep=True)
+    if sys.version_info < (3, 12):
+        assert not await cancelled_with_the_result(keep=False), "else there is no need for it"

@@ -1,0 +1,265 @@
+"""The connection to NATS: the only module that knows its client. What it cannot do ends in an error of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from enum import Enum
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext, api
+from nats.js.errors import APIError, BadRequestError, ServiceUnavailableError
+
+from trtllm_disagg.config import flag_of
+from trtllm_disagg.errors import ConfigError, OverloadedError, PeerUnavailableError
+from trtllm_disagg.prefill_queue.heeded import heeded
+from trtllm_disagg.prefill_queue.messages import MAX_BYTES, NO, YES
+from trtllm_disagg.prefill_queue.names import CONSUMER, Names
+
+log = logging.getLogger(__name__)
+
+#: A worker that does not say for so long that it is still at an item has lost it.
+ACK_SECONDS = 3.0
+_CONNECT_SECONDS = 3.0
+_REPLY_SECONDS = 2.0
+_RECONNECT_SECONDS = 0.2
+#: A server that hangs is given up after two of these.
+_PING_SECONDS = 2
+#: Nobody waits so long; what is left of pushers that are gone, where no worker pulls.
+_MAX_AGE_SECONDS = 3600.0
+_MAX_ITEMS = 10_000
+_MAX_STREAM_BYTES = 256 << 20
+_NAME_IN_USE, _TOO_MANY = 10058, (10077, 10054, 10122)
+
+_NATS_ERRORS = (nats.errors.Error, asyncio.TimeoutError, OSError)
+
+
+class Reply(Enum):
+    YES = "yes"
+    NO = "no"
+    #: There is no such subscriber.
+    NOBODY = "nobody"
+    #: It did not come in time, or NATS is gone.
+    NONE = "none"
+
+
+class Broker:
+    """Whoever connects it closes it."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self._client = Client()
+        self._stream = self._client.jetstream(timeout=_REPLY_SECONDS)
+        self._pulling: JetStreamContext.PullSubscription | None = None
+        self._usable = asyncio.Event()
+        self._on_lost: list[Callable[[], None]] = []
+        self._returning: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(cls, servers: str, names: Names) -> Broker:
+        """Raises ConfigError when there is no such NATS server, or it has no JetStream."""
+        broker = cls(names)
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                await broker._connect(servers.split(","))
+                await broker._make_stream()
+        except _NATS_ERRORS as error:
+            reason = _why_not(error, broker._client.last_error)
+            await broker.close()
+            raise ConfigError.bad_value(
+                flag_of("nats_server"),
+                _without_password(servers),
+                f"nats://host:port of a NATS server that is there and has JetStream (nats-server -js): {reason}",
+            ) from None
+        broker._usable.set()
+        return broker
+
+    @property
+    def is_usable(self) -> bool:
+        return self._usable.is_set()
+
+    async def wait_until_usable(self) -> None:
+        await self._usable.wait()
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        self._on_lost.append(callback)
+
+    async def close(self) -> None:
+        self._usable.clear()
+        if self._returning is not None:
+            self._returning.cancel()
+        with contextlib.suppress(*_NATS_ERRORS):
+            await self._client.close()
+
+    # -- the stream
+
+    async def push(self, data: bytes) -> int:
+        """Its place in the stream. Raises PeerUnavailableError or OverloadedError."""
+        if len(data) > min(self._client.max_payload, MAX_BYTES):
+            raise PeerUnavailableError(
+                f"a request of {len(data)} bytes does not fit the prefill queue: NATS takes "
+                f"{self._client.max_payload} (max_payload)"
+            )
+        try:
+            ack = await heeded(self._stream.publish(self.names.items, data, timeout=_REPLY_SECONDS))
+        except APIError as error:
+            if error.err_code in _TOO_MANY:
+                raise OverloadedError("the prefill queue is full") from error
+            raise self._unavailable(error) from error
+        except _NATS_ERRORS as error:
+            raise self._unavailable(error) from error
+        return ack.seq
+
+    async def withdraw(self, sequence: int) -> None:
+        """As far as possible; an item that nobody waits for is skipped anyway."""
+        with contextlib.suppress(*_NATS_ERRORS):
+            await heeded(self._stream.delete_msg(self.names.stream, sequence))
+
+    async def pull(self, seconds: float) -> Msg | None:
+        """The next item, None when there is none in this time, or NATS is gone."""
+        try:
+            if self._pulling is None:
+                self._pulling = await self._stream.pull_subscribe_bind(CONSUMER, self.names.stream)
+            (message,) = await heeded(self._pulling.fetch(1, timeout=seconds))
+        except TimeoutError:
+            return None
+        except _NATS_ERRORS as error:
+            log.warning("the prefill queue cannot be pulled from: %s", error)
+            await asyncio.sleep(_RECONNECT_SECONDS)
+            return None
+        assert isinstance(message, Msg)
+        return message
+
+    async def waiting(self) -> tuple[int, int]:
+        """(items that no worker has been given yet, place of the oldest one). Raises PeerUnavailableError."""
+        try:
+            consumer = await heeded(
+                self._stream.consumer_info(self.names.stream, CONSUMER, timeout=_REPLY_SECONDS)
+            )
+        except _NATS_ERRORS as error:
+            raise self._unavailable(error) from error
+        delivered = consumer.delivered.stream_seq if consumer.delivered is not None else 0
+        return consumer.num_pending or 0, delivered + 1
+
+    async def pushed_at(self, sequence: int) -> float | None:
+        """When the first item from this place on was pushed, in seconds since the epoch by NATS's clock."""
+        try:
+            message = await heeded(
+                self._stream.get_msg(self.names.stream, sequence, subject=self.names.items, next=True)
+            )
+        except _NATS_ERRORS:
+            return None
+        return message.time.timestamp() if message.time is not None else None
+
+    # -- plain messages
+
+    async def listen(self, subject: str, hear: Callable[[Msg], Awaitable[None]]) -> None:
+        await self._client.subscribe(subject, cb=hear)
+        await self._client.flush()
+
+    async def tell(self, subject: str, data: bytes) -> None:
+        """Best effort."""
+        with contextlib.suppress(*_NATS_ERRORS):
+            await self._client.publish(subject, data)
+
+    async def ask(self, subject: str, data: bytes) -> Reply:
+        try:
+            answer = await heeded(self._client.request(subject, data, timeout=_REPLY_SECONDS))
+        except nats.errors.NoRespondersError:
+            return Reply.NOBODY
+        except _NATS_ERRORS:
+            return Reply.NONE
+        return {YES: Reply.YES, NO: Reply.NO}.get(answer.data, Reply.NONE)
+
+    # -- the connection
+
+    async def _connect(self, servers: list[str]) -> None:
+        await self._client.connect(
+            servers=servers,
+            name="trtllm-disagg",
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=_RECONNECT_SECONDS,  # type: ignore[arg-type]
+            ping_interval=_PING_SECONDS,
+            max_outstanding_pings=2,
+            # What cannot be sent now fails now.
+            pending_size=0,
+            error_cb=_noted,
+            disconnected_cb=self._lost,
+            reconnected_cb=self._back,
+        )
+
+    async def _make_stream(self) -> None:
+        """Idempotent. Each item is for one worker, and comes back when that one does not finish it."""
+        stream = api.StreamConfig(
+            name=self.names.stream,
+            subjects=[self.names.items],
+            retention=api.RetentionPolicy.WORK_QUEUE,
+            discard=api.DiscardPolicy.NEW,
+            max_msgs=_MAX_ITEMS,
+            max_bytes=_MAX_STREAM_BYTES,
+            max_msg_size=MAX_BYTES,
+            max_age=_MAX_AGE_SECONDS,
+            storage=api.StorageType.FILE,
+        )
+        try:
+            await self._stream.add_stream(stream)
+        except BadRequestError as error:
+            if error.err_code != _NAME_IN_USE:
+                raise
+            await self._stream.update_stream(stream)
+        consumer = api.ConsumerConfig(
+            durable_name=CONSUMER,
+            ack_policy=api.AckPolicy.EXPLICIT,
+            ack_wait=ACK_SECONDS,
+            max_deliver=-1,
+            max_ack_pending=-1,
+        )
+        await self._stream.add_consumer(self.names.stream, consumer)
+
+    async def _lost(self) -> None:
+        if not self._usable.is_set():
+            return
+        log.warning("NATS is gone: no prefill goes through the queue until it is back")
+        self._usable.clear()
+        for callback in self._on_lost:
+            callback()
+
+    async def _back(self) -> None:
+        if self._returning is not None:
+            self._returning.cancel()
+        self._returning = asyncio.create_task(self._return())
+
+    async def _return(self) -> None:
+        """It may be another server, or the same one without its memory."""
+        while self._client.is_connected:
+            try:
+                await heeded(self._make_stream())
+            except _NATS_ERRORS as error:
+                log.warning("NATS is back, but has no stream yet: %s", error)
+                await asyncio.sleep(_RECONNECT_SECONDS)
+                continue
+            log.info("NATS is back")
+            self._usable.set()
+            return
+
+    def _unavailable(self, error: BaseException) -> PeerUnavailableError:
+        return PeerUnavailableError(f"the prefill queue cannot be reached: {error or type(error).__name__}")
+
+
+async def _noted(error: Exception) -> None:
+    log.debug("NATS: %s: %s", type(error).__name__, error)
+
+
+def _why_not(error: BaseException, earlier: BaseException | None) -> str:
+    if isinstance(error, (ServiceUnavailableError, nats.errors.NoRespondersError)):
+        return "this one has none"
+    return str(error) or str(earlier or "no answer")
+
+
+def _without_password(servers: str) -> str:
+    return re.sub(r"//[^/@,]*@", "//***@", servers)

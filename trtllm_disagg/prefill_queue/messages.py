@@ -1,0 +1,110 @@
+"""What travels over NATS: MessagePack of the types below, bounded and validated where it arrives."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from trtllm_disagg import errors
+
+#: Nothing larger is read. NATS itself refuses more than its max_payload, which is 1 MiB unless told otherwise.
+MAX_BYTES = 8 << 20
+MAX_AVOIDED = 64
+MAX_ERROR_CHARS = 2000
+
+#: Makes a subject, so nothing else may be in it.
+Id = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+InstanceId = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One prefill that somebody waits for. What the prefill worker answers with goes to `pusher`."""
+
+    id: Id
+    pusher: Id
+    request_id: Annotated[str, msgspec.Meta(max_length=256)] | None
+    #: Instances that failed this request already.
+    avoid: Annotated[list[InstanceId], msgspec.Meta(max_length=MAX_AVOIDED)]
+    #: As it goes to any worker (`wire.encode_request`).
+    request: dict[str, Any]
+
+
+class _OfAttempt(msgspec.Struct, frozen=True, tag=True):
+    """From the prefill worker to the pusher. JetStream counts the deliveries of an item: that is the attempt."""
+
+    item: Id
+    attempt: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Claim(_OfAttempt, frozen=True, tag=True):
+    """May I? Answered with YES or NO."""
+
+    worker: InstanceId
+    #: Where it hears of a cancel.
+    puller: Id
+
+
+class Beat(_OfAttempt, frozen=True, tag=True):
+    """Still at it."""
+
+
+class Answer(_OfAttempt, frozen=True, tag=True):
+    """The one chunk of a prefill. Answered with YES by who takes it, and with it the duty to release the KV."""
+
+    chunk: dict[str, Any]
+
+
+class Failed(_OfAttempt, frozen=True, tag=True):
+    category: str
+    message: Annotated[str, msgspec.Meta(max_length=MAX_ERROR_CHARS)]
+
+
+FromPuller = Claim | Beat | Answer | Failed
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """From the pusher to the prefill worker: nobody waits any more."""
+
+    item: Id
+
+
+YES, NO = b"+", b"-"
+
+_BY_CATEGORY: dict[str, type[errors.DisaggError]] = {
+    kind.category: kind
+    for kind in (
+        errors.InvalidRequestError,
+        errors.OverloadedError,
+        errors.PeerUnavailableError,
+        errors.StageTimeoutError,
+        errors.RequestCancelledError,
+        errors.EngineError,
+    )
+}
+
+
+def failure_of(said: Failed) -> errors.DisaggError:
+    """The error that the prefill worker has raised; what has no known category is its engine's."""
+    return _BY_CATEGORY.get(said.category, errors.EngineError)(said.message)
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class UnreadableError(ValueError):
+    """Not one of ours, or a forgery."""
+
+
+def encode(message: Item | FromPuller | Cancel) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: Any) -> Any:
+    """Raises UnreadableError, and nothing else, whatever the bytes are."""
+    if len(data) > MAX_BYTES:
+        raise UnreadableError(f"{len(data)} bytes, of which {MAX_BYTES} are allowed")
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise UnreadableError(f"{type(error).__name__}: {error}") from None

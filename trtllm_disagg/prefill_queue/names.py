@@ -1,0 +1,45 @@
+"""Where things are in NATS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtllm_disagg.config import Role, WorkerConfig
+from trtllm_disagg.settings import EndpointParts, parse_endpoint_id
+
+#: The one consumer that all prefill workers pull from.
+CONSUMER = "prefill_workers"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of one queue: that of the prefill workers behind one endpoint."""
+
+    endpoint: EndpointParts
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> Names:
+        endpoint_id = config.endpoint_id if config.role is Role.PREFILL else config.next_endpoint_id
+        assert endpoint_id is not None, "a second stage that decodes has no use for the queue"
+        return cls(parse_endpoint_id(endpoint_id))
+
+    @property
+    def stream(self) -> str:
+        # A stream's name may have no dots, and an endpoint's no colons.
+        return "trtllm_disagg:" + ":".join(self.endpoint)
+
+    @property
+    def items(self) -> str:
+        return f"{self._root}.items"
+
+    def pusher(self, pusher_id: str) -> str:
+        """Where a pusher hears of its items."""
+        return f"{self._root}.pusher.{pusher_id}"
+
+    def puller(self, puller_id: str) -> str:
+        """Where a prefill worker hears of cancels."""
+        return f"{self._root}.puller.{puller_id}"
+
+    @property
+    def _root(self) -> str:
+        return f"trtllm_disagg.prefill_queue.{self.endpoint.dotted}"
