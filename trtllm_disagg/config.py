@@ -241,19 +241,16 @@ class WorkerConfig:
     @property
     def front_endpoint_id(self) -> str:
         """Where frontends reach this worker while it is a first stage; both roles share it."""
-        if self.endpoint is not None and self.is_first_stage:
-            return self.endpoint
+        given = self.endpoint if self.is_first_stage else None
         is_routed_prefill = self.strategy is Strategy.ROUTER and self.role is Role.PREFILL
-        return endpoint_of(self.namespace, Role.PREFILL if is_routed_prefill else None)
+        return given or endpoint_of(self.namespace, Role.PREFILL if is_routed_prefill else None)
 
     @property
     def peer_endpoint_id(self) -> str:
         """Where workers of the other role reach this one, whichever stage it is."""
         if not self.may_switch:
             return self.front_endpoint_id
-        if self.endpoint is not None and not self.is_first_stage:
-            return self.endpoint
-        return endpoint_of(self.namespace, self.role)
+        return (None if self.is_first_stage else self.endpoint) or endpoint_of(self.namespace, self.role)
 
     @property
     def next_endpoint_id(self) -> str | None:
@@ -263,9 +260,8 @@ class WorkerConfig:
     @property
     def partner_endpoint_id(self) -> str | None:
         """Where workers of the other role are, unless they were given another endpoint; None in mode agg."""
-        if self.role is Role.AGG or self.calls_second_stage:
-            return self.next_endpoint_id
-        return self._default_partner
+        calls_or_has_none = self.role is Role.AGG or self.calls_second_stage
+        return self.next_endpoint_id if calls_or_has_none else self._default_partner
 
     @property
     def may_switch(self) -> bool:
@@ -274,9 +270,9 @@ class WorkerConfig:
 
     @property
     def _default_partner(self) -> str:
-        other = Role.PREFILL if self.role is Role.DECODE else Role.DECODE
-        decode_is_front = self.strategy is Strategy.ROUTER and other is Role.DECODE
-        return endpoint_of(self.namespace, None if decode_is_front else other)
+        if self.role is Role.DECODE:
+            return endpoint_of(self.namespace, Role.PREFILL)
+        return endpoint_of(self.namespace, Role.DECODE if self.may_switch else None)
 
 
 SETTINGS = {setting.name: setting for setting in fields(WorkerConfig) if setting.name != "explicit"}
