@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from trtllm_disagg.bench.figures import Sample, paired_ratio, to_json
 from trtllm_disagg.bench.machine import load
@@ -23,6 +25,7 @@ from trtllm_disagg.bench.streaming import Answer, BadAnswerError, Connection, as
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
 from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
 
+T = TypeVar("T")
 BASELINE: Strategy = "router"
 _MODEL = "recording"
 _PROMPT_TOKENS = 32
@@ -106,7 +109,7 @@ class Outcome:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 1 when an answer differs between two orders, else 0."""
+    """Exit status 0. Raises BadAnswerError when an answer is not whole, or differs between two orders."""
     from trtllm_disagg.bench.overhead_report import figures_of, print_report
 
     before = load()
@@ -125,11 +128,8 @@ async def _measure(args: argparse.Namespace, say: Callable[[str], None]) -> list
     if args.quick:
         asked, rounds = Load(4, 8, 8, 16, 4), 2
     with tempfile.TemporaryDirectory(prefix="trtllm-disagg-overhead-") as scratch:
-        async with AsyncExitStack() as stack:
-            say(f"starting {', '.join(args.strategy)}")
-            subjects = await asyncio.gather(
-                *(_start(strategy, Path(scratch), args, stack) for strategy in args.strategy)
-            )
+        say(f"starting {', '.join(args.strategy)}")
+        async with _side_by_side(_subject(s, Path(scratch), args) for s in args.strategy) as subjects:
             for subject in subjects:
                 say(f"{subject.outcome.strategy}: warming up")
                 await subject.measure(asked, warm_up=True)
@@ -142,33 +142,45 @@ async def _measure(args: argparse.Namespace, say: Callable[[str], None]) -> list
                     texts.add(await subject.measure(asked))
             if len(texts) != 1:
                 raise BadAnswerError(f"the orders gave {len(texts)} different answers to the same prompt")
-            return [subject.outcome for subject in subjects]
+            say("stopping")
+        return [subject.outcome for subject in subjects]
 
 
-async def _start(
-    strategy: Strategy, scratch: Path, args: argparse.Namespace, stack: AsyncExitStack
-) -> Subject:
-    model = weightless_model(scratch / "model" / strategy)
+@asynccontextmanager
+async def _side_by_side(managers: Iterable[AbstractAsyncContextManager[T]]) -> AsyncIterator[list[T]]:
+    """All start and stop together: a worker takes seconds for either."""
+    stacks = [(AsyncExitStack(), manager) for manager in managers]
+    try:
+        starts = [stack.enter_async_context(manager) for stack, manager in stacks]
+        started = await asyncio.gather(*starts, return_exceptions=True)
+        for failure in started:
+            if isinstance(failure, BaseException):
+                raise failure
+        yield [each for each in started if not isinstance(each, BaseException)]
+    finally:
+        await asyncio.gather(*(stack.aclose() for stack, _ in stacks))
+
+
+@asynccontextmanager
+async def _subject(strategy: Strategy, scratch: Path, args: argparse.Namespace) -> AsyncIterator[Subject]:
+    pace = {"tokens_per_step": args.tokens_per_step, "step_seconds": args.step_ms / 1000}
     config = DeploymentConfig(
         strategy=strategy,
-        model=str(model),
+        model=str(weightless_model(scratch / "model" / strategy)),
         served_model_name=_MODEL,
         run_dir=scratch / strategy,
         http_port=0,
         engine="recording",
-        worker_args=(
-            "--override-engine-args",
-            f'{{"recording": {{"tokens_per_step": {args.tokens_per_step}, "step_seconds": {args.step_ms / 1000}}}}}',
-        ),
+        worker_args=("--override-engine-args", json.dumps({"recording": pace})),
     )
-    deployment = await stack.enter_async_context(running_deployment(config))
-    connections = [
-        await Connection.open(config.client_host, deployment.config.http_port)
-        for _ in range(args.concurrency)
-    ]
-    for connection in connections:
-        stack.callback(connection.close)
-    return Subject(deployment, connections)
+    async with running_deployment(config) as deployment:
+        address = config.client_host, deployment.config.http_port
+        connections = [await Connection.open(*address) for _ in range(args.concurrency)]
+        try:
+            yield Subject(deployment, connections)
+        finally:
+            for connection in connections:
+                connection.close()
 
 
 class Subject:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
+        self._acknowledge_at_once()
         answer = self._answer
         answer.raw.append(data)
         if not answer.first and _EVENT in data:
@@ -80,6 +82,11 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._done is not None and not self._done.done():
             self._done.set_exception(BadAnswerError(f"the server hung up: {error}"))
+
+    def _acknowledge_at_once(self) -> None:
+        """Else the kernel waits up to 40 ms with that, and the server with the end of its answer."""
+        assert self._transport is not None
+        self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     async def ask(self, request: bytes) -> Answer:
         assert self._transport is not None
