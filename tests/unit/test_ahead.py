@@ -90,12 +90,16 @@ async def test_a_token_that_is_alone_does_not_wait() -> None:
 
 
 async def test_an_error_comes_behind_the_tokens_before_it() -> None:
-    result = start(Script(error=RequestError("boom"), error_at=5))
     lengths = []
-    async with aclosing(newest_states(result, nobody)) as states:
-        with pytest.raises(RequestError, match="boom"):
-            while True:
-                lengths.append((await anext(states)).outputs[0].length)
+    result = start(Script(error=RequestError("boom"), error_at=5))
+
+    async def read_all() -> None:
+        async with aclosing(newest_states(result, nobody)) as states:
+            async for state in states:
+                lengths.append(state.outputs[0].length)
+
+    with pytest.raises(RequestError, match="boom"):
+        await read_all()
     assert lengths[-1] == 5
 
 
