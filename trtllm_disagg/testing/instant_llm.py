@@ -89,8 +89,9 @@ class LLM(recording_llm.LLM):
     async def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
         """None ever come; the wait keeps the reader from spinning."""
         await asyncio.sleep(timeout or 0)
-        for nothing in ():
-            yield nothing
+        nothing: tuple[dict[str, Any], ...] = ()
+        for event in nothing:
+            yield event
 
     get_stats_async = get_kv_cache_events_async
 
