@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy", choices=STRATEGIES, nargs="+", default=list(STRATEGIES), help="(default: all)"
     )
-    parser.add_argument("--rounds", type=int, default=12, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=24, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--tokens-per-step",
