@@ -18,6 +18,7 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     RequestCancelledError,
 )
+from trtllm_disagg.handlers.ahead import newest_states
 from trtllm_disagg.handlers.background import in_background
 from trtllm_disagg.handlers.cancellation import abort_when_stopped
 from trtllm_disagg.handlers.outputs import OutputCursor
@@ -138,11 +139,11 @@ async def _stream(
 ) -> AsyncGenerator[TokenChunk, None]:
     async with abort_when_stopped(result, context, deferred=deferred_abort) as guard:
         with request_errors(engine):
-            async for _ in result:
-                guard.may_abort()
-                chunk = cursor.advance(result)
-                if chunk is not None:
-                    yield chunk
+            async with aclosing(newest_states(result, guard.may_abort)) as states:
+                async for state in states:
+                    chunk = cursor.advance(state)
+                    if chunk is not None:
+                        yield chunk
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ class WorkerConfig:
         Strategy.DECODE_FIRST, rule=one_of(*Strategy), flag="--disaggregation-strategy"
     )
     schedule_style: ScheduleStyle = option(ScheduleStyle.CONTEXT_FIRST, rule=one_of(*ScheduleStyle))  # noqa: RUF009
-    engine: str = option("auto", rule=one_of("auto", "tensorrt_llm", "embedded"))
+    engine: str = option("auto", rule=one_of("auto", "tensorrt_llm", "embedded", "recording"))
 
     prefill_decider: str = option("always", rule=one_of(*DECIDERS))
     max_local_prefill_length: int = option(1000, rule=NUMBER)

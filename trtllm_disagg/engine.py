@@ -19,8 +19,15 @@ from trtllm_disagg.wire import decode_disaggregated_params
 
 log = logging.getLogger(__name__)
 
-#: Each offers TensorRT-LLM's LLM API: same names, fields, defaults and errors.
-ENGINES = {"tensorrt_llm": "tensorrt_llm", "embedded": "trtllm_disagg.embedded"}
+#: Each offers TensorRT-LLM's LLM API: same names, fields, defaults and errors. `recording` makes no real tokens: it
+#: is for measuring and testing what is around an engine, and `auto` never means it.
+ENGINES = {
+    "tensorrt_llm": "tensorrt_llm",
+    "embedded": "trtllm_disagg.embedded",
+    "recording": "trtllm_disagg.testing.instant_llm",
+}
+#: All names in the one module.
+_FLAT = ("embedded", "recording")
 
 _CONTEXT_ONLY, _GENERATION_ONLY = "context_only", "generation_only"
 #: DisaggScheduleStyle.GENERATION_FIRST; older TensorRT-LLM has no such name.
@@ -55,7 +62,7 @@ def load_api(name: str) -> LlmApi:
         module = importlib.import_module(ENGINES[name])
     except ModuleNotFoundError as error:
         raise ConfigError.bad_value("--engine", name, f"an engine that is installed ({error})") from error
-    if name == "embedded":
+    if name in _FLAT:
         parts: tuple[Any, ...] = (module,) * 4
     else:
         parts = tuple(

@@ -45,7 +45,11 @@ FLAG_GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "schedule_style", "generation_first: both stages at once, KV is written as it is made", _OURS_ONLY
         ),
-        Flag("engine", "auto: tensorrt_llm where it is installed, else embedded", _OURS_ONLY),
+        Flag(
+            "engine",
+            "auto: tensorrt_llm where it is installed, else embedded; recording makes no real tokens (benchmarks)",
+            _OURS_ONLY,
+        ),
     ),
     "orchestration (first stage)": (
         Flag(

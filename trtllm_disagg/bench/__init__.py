@@ -14,6 +14,10 @@ from trtllm_disagg.cli import Command
 #: Each module has add_arguments(parser) and run(namespace) -> exit status.
 BENCHMARKS = {
     "engine": Command("the embedded engine beside llama.cpp and others", "trtllm_disagg.bench.engine"),
+    "overhead": Command(
+        "what the orders cost beside the frontend's own chain, with an engine that costs nothing",
+        "trtllm_disagg.bench.overhead",
+    ),
     "scenarios": Command(
         "six workloads, monolithic and disaggregated, token by token the same",
         "trtllm_disagg.bench.scenarios",

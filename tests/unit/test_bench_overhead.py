@@ -1,0 +1,138 @@
+"""`bench overhead`: does the client read streams right, does every number reach its place, does the real thing run?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from trtllm_disagg import cli
+from trtllm_disagg.bench.overhead import Outcome, Round, cpu_seconds
+from trtllm_disagg.bench.overhead_report import figures_of, print_report
+from trtllm_disagg.bench.streaming import Answer, BadAnswerError, Connection, ask_all, completion_request
+from trtllm_disagg.deployment.plan import Strategy
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
+
+
+def chunked(*parts: bytes) -> bytes:
+    return b"".join(f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in (*parts, b""))
+
+
+STREAM = HEAD + chunked(event("ab"), event("c")[:9], event("c")[9:], b"data: [DONE]\n\n")
+
+
+# -- the client
+
+
+@pytest.mark.parametrize("step", [1, 7, len(STREAM)])
+def test_a_stream_is_read_however_it_was_cut(step: int) -> None:
+    cut = [STREAM[at : at + step] for at in range(0, len(STREAM), step)]
+    assert Answer(0.0, raw=cut).text() == "abc"
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\nnot ready", "503"),
+        (HEAD + chunked(event("ab")), "no end"),
+    ],
+)
+def test_what_is_no_whole_stream_is_an_error(raw: bytes, says: str) -> None:
+    with pytest.raises(BadAnswerError, match=says):
+        Answer(0.0, raw=[raw]).text()
+
+
+async def test_connections_are_used_again_and_no_more_of_them_than_there_are() -> None:
+    asked: list[int] = []
+    running = most = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal running, most
+        while head := await reader.readuntil(b"\r\n\r\n") if not reader.at_eof() else b"":
+            length = int(head.lower().partition(b"content-length:")[2].split()[0])
+            asked.append(json.loads(await reader.readexactly(length))["max_tokens"])
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0)
+            running -= 1
+            writer.write(STREAM)
+            if len(asked) >= 6:
+                break
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        connections = [await Connection.open("127.0.0.1", port) for _ in range(2)]
+        answers = await ask_all(connections, [completion_request("m", [1, 2], n) for n in range(1, 7)])
+        for connection in connections:
+            connection.close()
+    assert sorted(asked) == [1, 2, 3, 4, 5, 6]
+    assert most <= 2
+    assert [answer.text() for answer in answers] == ["abc"] * 6
+    assert all(answer.asked < answer.first <= answer.ended for answer in answers)
+
+
+def test_cpu_time_is_the_process_own() -> None:
+    before, spent = cpu_seconds(os.getpid()), time.process_time()
+    while time.process_time() < spent + 0.1:
+        pass
+    assert 0.05 <= cpu_seconds(os.getpid()) - before <= 0.5
+
+
+# -- the report
+
+
+def outcome(strategy: Strategy, ttfts: Sequence[float], throughputs: Sequence[float], cpu: float) -> Outcome:
+    roles = ("agg",) if strategy == "agg" else ("prefill", "decode")
+    rounds = [
+        Round(ttft, 0.2, throughput, 30.0, 0.1, dict.fromkeys(roles, cpu))
+        for ttft, throughput in zip(ttfts, throughputs, strict=True)
+    ]
+    return Outcome(strategy, rounds)
+
+
+def test_targets_are_of_neighbours_in_time() -> None:
+    outcomes = [
+        outcome("agg", [1, 1, 1], [9, 9, 9], 1e-5),
+        outcome("prefill_first", [3, 30, 4], [80, 8, 70], 31e-6),
+        outcome("decode_first", [2.5, 29, 4], [90, 10, 110], 40e-6),
+        outcome("router", [2.5, 29.5, 2], [100, 10, 100], 40e-6),
+    ]
+    with_target = {f.figure: (round(f.value, 6), f.target, f.ok) for f in figures_of(outcomes) if f.target}
+    assert with_target == {
+        "prefill_first prefill worker CPU per token": (31.0, "<= 30", False),
+        "prefill_first TTFT - router": (0.5, "<= 1", True),
+        "prefill_first tok/s / router": (0.8, ">= 0.9", False),
+        "decode_first TTFT - router": (0.0, "<= 1", True),
+        "decode_first tok/s / router": (1.0, ">= 0.9", True),
+    }
+
+
+def test_met_and_missed_targets_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report([outcome("prefill_first", [3], [80], 31e-6), outcome("router", [2.5], [80], 1e-6)], 0.5)
+    output = capsys.readouterr().out
+    assert "missed: prefill_first prefill worker CPU per token 31.00 us, target <= 30" in output
+    assert "met: prefill_first tok/s / router 1.00 x, target >= 0.9" in output
+
+
+# -- the real thing
+
+
+def test_real_deployments_give_the_same_answers_and_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["bench", "overhead", "--quick", "--json", "--strategy", "prefill_first", "router"]) == 0
+    figures = {entry["figure"]: entry for entry in json.loads(capsys.readouterr().out)}
+    for name in ("prefill_first", "router"):
+        assert figures[f"{name} ttft"]["value"] > 0
+        assert figures[f"{name} throughput"]["value"] > 0
+        assert 0 < figures[f"{name} chunks"]["value"] <= 1.5
+    assert figures["prefill_first tok/s / router"]["target"] == ">= 0.9"

@@ -1,0 +1,233 @@
+"""`trtllm-disagg bench overhead`: what the orders cost when engines cost nothing.
+
+Real frontends and worker processes with the recording engine, one deployment an order, all up at once and asked by
+turns in short rounds, so that a slow minute weighs on all. `router` is the chain that Dynamo's frontend orchestrates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from trtllm_disagg.bench.figures import Sample, paired_ratio, to_json
+from trtllm_disagg.bench.machine import load
+from trtllm_disagg.bench.progress import Progress
+from trtllm_disagg.bench.relay_model import weightless_model
+from trtllm_disagg.bench.streaming import Answer, BadAnswerError, Connection, ask_all, completion_request
+from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
+from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
+
+T = TypeVar("T")
+BASELINE: Strategy = "router"
+_MODEL = "recording"
+_PROMPT_TOKENS = 32
+#: Worker's CPU seconds come in ticks, so a round has to be long beside them.
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print figures instead of a table")
+    parser.add_argument(
+        "--strategy", choices=STRATEGIES, nargs="+", default=list(STRATEGIES), help="(default: all)"
+    )
+    parser.add_argument("--rounds", type=int, default=24, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--tokens-per-step",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ready at once in the engine (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="between two steps; 0: at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two small rounds: shows that all works, measures little"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked in one round."""
+
+    alone: int = 20
+    alone_tokens: int = 32
+    together: int = 96
+    together_tokens: int = 128
+    concurrency: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Milliseconds, tokens a second, CPU seconds of each worker a token."""
+
+    ttft: float
+    itl: float
+    throughput: float
+    ttft_together: float
+    chunks: float
+    cpu: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The rounds of one order; those at the same place ran in the same seconds."""
+
+    strategy: Strategy
+    rounds: list[Round] = field(default_factory=list)
+
+    def sample(self, column: str) -> Sample:
+        return Sample(tuple(getattr(each, column) for each in self.rounds))
+
+    def cpu(self, role: str) -> Sample:
+        """Microseconds a token."""
+        return Sample(tuple(1e6 * each.cpu[role] for each in self.rounds))
+
+    @property
+    def roles(self) -> list[str]:
+        return list(self.rounds[0].cpu)
+
+    def ratio(self, column: str, baseline: Outcome) -> Sample:
+        return paired_ratio(self.sample(column).values, baseline.sample(column).values)
+
+    def difference(self, column: str, baseline: Outcome) -> Sample:
+        pairs = zip(self.sample(column).values, baseline.sample(column).values, strict=True)
+        return Sample(tuple(own - other for own, other in pairs))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0. Raises BadAnswerError when an answer is not whole, or differs between two orders."""
+    from trtllm_disagg.bench.overhead_report import figures_of, print_report
+
+    before = load()
+    with Progress("overhead") as progress:
+        outcomes = asyncio.run(_measure(args, progress.say))
+    if args.json:
+        print(to_json(figures_of(outcomes)))
+    else:
+        print_report(outcomes, before)
+    return 0
+
+
+async def _measure(args: argparse.Namespace, say: Callable[[str], None]) -> list[Outcome]:
+    asked = Load(concurrency=args.concurrency)
+    rounds = args.rounds
+    if args.quick:
+        asked, rounds = Load(4, 8, 8, 16, 4), 2
+    with tempfile.TemporaryDirectory(prefix="trtllm-disagg-overhead-") as scratch:
+        say(f"starting {', '.join(args.strategy)}")
+        async with _side_by_side(_subject(s, Path(scratch), args) for s in args.strategy) as subjects:
+            for subject in subjects:
+                say(f"{subject.outcome.strategy}: warming up")
+                await subject.measure(asked, warm_up=True)
+            texts: set[str] = set()
+            for number in range(rounds):
+                say(f"round {number + 1} of {rounds}")
+                # Whose turn is first changes as well.
+                turn = number % len(subjects)
+                for subject in [*subjects[turn:], *subjects[:turn]]:
+                    texts.add(await subject.measure(asked))
+            if len(texts) != 1:
+                raise BadAnswerError(f"the orders gave {len(texts)} different answers to the same prompt")
+            say("stopping")
+        return [subject.outcome for subject in subjects]
+
+
+@asynccontextmanager
+async def _side_by_side(managers: Iterable[AbstractAsyncContextManager[T]]) -> AsyncIterator[list[T]]:
+    """All start and stop together: a worker takes seconds for either."""
+    stacks = [(AsyncExitStack(), manager) for manager in managers]
+    try:
+        starts = [stack.enter_async_context(manager) for stack, manager in stacks]
+        started = await asyncio.gather(*starts, return_exceptions=True)
+        for failure in started:
+            if isinstance(failure, BaseException):
+                raise failure
+        yield [each for each in started if not isinstance(each, BaseException)]
+    finally:
+        await asyncio.gather(*(stack.aclose() for stack, _ in stacks))
+
+
+@asynccontextmanager
+async def _subject(strategy: Strategy, scratch: Path, args: argparse.Namespace) -> AsyncIterator[Subject]:
+    pace = {"tokens_per_step": args.tokens_per_step, "step_seconds": args.step_ms / 1000}
+    config = DeploymentConfig(
+        strategy=strategy,
+        model=str(weightless_model(scratch / "model" / strategy)),
+        served_model_name=_MODEL,
+        run_dir=scratch / strategy,
+        http_port=0,
+        engine="recording",
+        worker_args=("--override-engine-args", json.dumps({"recording": pace})),
+    )
+    async with running_deployment(config) as deployment:
+        address = config.client_host, deployment.config.http_port
+        connections = [await Connection.open(*address) for _ in range(args.concurrency)]
+        try:
+            yield Subject(deployment, connections)
+        finally:
+            for connection in connections:
+                connection.close()
+
+
+class Subject:
+    """One deployment, and the connections to it."""
+
+    def __init__(self, deployment: Deployment, connections: list[Connection]) -> None:
+        self.outcome = Outcome(deployment.config.strategy)
+        self._workers = {p.role: p.pid for p in deployment.processes if p.role != "frontend"}
+        self._connections = connections
+
+    async def measure(self, asked: Load, *, warm_up: bool = False) -> str:
+        """One round. Returns the one text that all its long answers have."""
+        prompt = [16 + place % 64 for place in range(_PROMPT_TOKENS)]
+        short = completion_request(_MODEL, prompt, asked.alone_tokens)
+        alone = await ask_all(self._connections[:1], [short] * asked.alone)
+        long = completion_request(_MODEL, prompt, asked.together_tokens)
+        before = self._cpu()
+        together = await ask_all(self._connections[: asked.concurrency], [long] * asked.together)
+        after = self._cpu()
+        texts = {answer.text() for answer in together}
+        num_tokens = asked.together * asked.together_tokens
+        if {len(text) for text in texts} != {asked.together_tokens}:
+            raise BadAnswerError(f"{self.outcome.strategy}: answers of {sorted(map(len, texts))} tokens")
+        wall = max(a.ended for a in together) - min(a.asked for a in together)
+        if not warm_up:
+            self.outcome.rounds.append(
+                Round(
+                    ttft=_median(alone, lambda a: 1000 * (a.first - a.asked)),
+                    itl=_median(alone, lambda a: 1000 * (a.ended - a.first) / (asked.alone_tokens - 1)),
+                    throughput=num_tokens / wall,
+                    ttft_together=_median(together, lambda a: 1000 * (a.first - a.asked)),
+                    chunks=_median(together, lambda a: len(a.events())) / asked.together_tokens,
+                    cpu={role: (after[role] - before[role]) / num_tokens for role in before},
+                )
+            )
+        (text,) = texts
+        return text
+
+    def _cpu(self) -> dict[str, float]:
+        return {role: cpu_seconds(pid) for role, pid in self._workers.items()}
+
+
+def _median(answers: list[Answer], quantity: Callable[[Answer], float]) -> float:
+    return Sample(tuple(quantity(answer) for answer in answers)).median
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process and all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND

@@ -1,0 +1,125 @@
+"""An HTTP client that costs next to nothing: it keeps bytes and two times, and reads them when the round is over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_EVENT = b"data: "
+_LAST_CHUNK = b"0\r\n\r\n"
+
+
+class BadAnswerError(RuntimeError):
+    """The server answered something else than a stream of completions."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One streamed completion; times are seconds of `time.perf_counter`."""
+
+    asked: float
+    first: float = 0.0
+    ended: float = 0.0
+    raw: list[bytes] = field(default_factory=list)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Raises BadAnswerError unless it is a whole stream."""
+        head, _, body = b"".join(self.raw).partition(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200"):
+            raise BadAnswerError(f"{head[:40]!r}: {body[:200]!r}")
+        lines = [line for line in _unchunked(body).split(b"\n") if line.startswith(_EVENT)]
+        if not lines or lines[-1] != _EVENT + b"[DONE]":
+            raise BadAnswerError(f"the stream has no end: {body[-200:]!r}")
+        return [json.loads(line.removeprefix(_EVENT)) for line in lines[:-1]]
+
+    def text(self) -> str:
+        return "".join(choice["text"] for event in self.events() for choice in event["choices"])
+
+
+def _unchunked(body: bytes) -> bytes:
+    parts = []
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        length = int(size, 16)
+        parts.append(rest[:length])
+        body = rest[length + 2 :]
+    return b"".join(parts)
+
+
+class Connection(asyncio.Protocol):
+    """One connection that stays open; one request at a time."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._answer = Answer(0.0)
+        self._done: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def open(cls, host: str, port: int) -> Connection:
+        _, connection = await asyncio.get_running_loop().create_connection(cls, host, port)
+        return connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        self._acknowledge_at_once()
+        answer = self._answer
+        answer.raw.append(data)
+        if not answer.first and _EVENT in data:
+            answer.first = now
+        if data.endswith(_LAST_CHUNK) and self._done is not None and not self._done.done():
+            answer.ended = now
+            self._done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(BadAnswerError(f"the server hung up: {error}"))
+
+    def _acknowledge_at_once(self) -> None:
+        """Else the kernel waits up to 40 ms with that, and the server with the end of its answer."""
+        assert self._transport is not None
+        self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+
+    async def ask(self, request: bytes) -> Answer:
+        assert self._transport is not None
+        self._done = asyncio.get_running_loop().create_future()
+        self._answer = Answer(time.perf_counter())
+        self._transport.write(request)
+        await self._done
+        return self._answer
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def completion_request(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:
+    """POST /v1/completions, streamed. No token of the recording engine ends an answer early."""
+    asked = {"model": model, "prompt": list(prompt), "max_tokens": max_tokens, "stream": True}
+    body = json.dumps(asked).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def ask_all(connections: Sequence[Connection], requests: Sequence[bytes]) -> list[Answer]:
+    """As many requests at a time as there are connections; in the order in which they ended."""
+    waiting = iter(requests)
+    answers: list[Answer] = []
+
+    async def keep_asking(connection: Connection) -> None:
+        for request in waiting:
+            answers.append(await connection.ask(request))
+
+    await asyncio.gather(*(keep_asking(connection) for connection in connections))
+    return answers
