@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Registration(Protocol):
-    """`runtime.Registration`: both are idempotent."""
+    """`runtime.Registration`: all are idempotent."""
 
     @property
     def is_there(self) -> bool: ...
@@ -26,6 +26,8 @@ class Registration(Protocol):
     async def enter(self) -> None: ...
 
     async def leave(self) -> None: ...
+
+    async def stand_by(self) -> None: ...
 
 
 class OtherStage(Protocol):
@@ -68,6 +70,8 @@ class Standing:
         async with self._changing:
             if self._config.role is Role.AGG or self._is_first(Strategy(self._policy.strategy.value)):
                 await self._registration.enter()
+            else:
+                await self._registration.stand_by()
 
     async def obey(self, raw: Any) -> dict[str, Any]:
         """Do what a control command says; the answer is JSON. Raises a DisaggError, and then nothing has changed."""

@@ -81,7 +81,9 @@ async def _serve(
     model = ServedModel(
         block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
     )
-    standing = Standing(config, me, policy, stage, Registration(runtime, model))
+    standing = Standing(
+        config, me, policy, stage, Registration(runtime, model, tells_peers=config.tells_peers)
+    )
     waiting = queue if queue.client is not None else None
     generate = build_generate(config, engine, stage, policy, queue.client, waiting)
     generate = standing.counting(journaled(generate, _part(config), policy.counts))
@@ -90,8 +92,6 @@ async def _serve(
         await publisher.start()
 
     async def introduce() -> None:
-        if config.tells_peers:
-            await runtime.register_for_peers(model)
         await standing.take()
         # Once more: somebody may have come at the same time.
         await _require_fit(config, runtime, me)

@@ -32,6 +32,9 @@ class FakeRegistration:
     async def leave(self) -> None:
         await self._change("leave", False)
 
+    async def stand_by(self) -> None:
+        """Peers are not watched here."""
+
     async def _change(self, word: str, is_there: bool) -> None:
         await asyncio.sleep(0)
         if self.error is not None:

@@ -126,6 +126,9 @@ class Runtime:
         """Have the KV routers of the other role listen to this worker. Frontends send it nothing for that."""
         await self._put_card(model, self.peer, _UNROUTED, True)
 
+    async def unregister_for_peers(self) -> None:
+        await unregister_model(self.peer)
+
     async def _put_card(
         self, model: ServedModel, endpoint: Any, kind: tuple[Any, Any, list[list[Any]]], tells_events: bool
     ) -> None:
@@ -212,12 +215,18 @@ class _Left:
 
 
 class Registration:
-    """Whether the frontend knows this worker. To do what is done already changes nothing."""
+    """Whether the frontend knows this worker. To do what is done already changes nothing.
 
-    def __init__(self, runtime: Runtime, model: ServedModel) -> None:
+    A worker that it does not know may be known to the KV routers of the other role instead (`tells_peers`). Never
+    both: a model of which both roles say so is not served (measured, docs/log.md).
+    """
+
+    def __init__(self, runtime: Runtime, model: ServedModel, *, tells_peers: bool) -> None:
         self._runtime = runtime
         self._model = model
+        self._tells_peers = tells_peers
         self._there = False
+        self._heard_by_peers = False
 
     @property
     def is_there(self) -> bool:
@@ -225,6 +234,9 @@ class Registration:
 
     async def enter(self) -> None:
         if not self._there:
+            if self._heard_by_peers:
+                await self._runtime.unregister_for_peers()
+                self._heard_by_peers = False
             await self._runtime.register(self._model)
             self._there = True
 
@@ -232,6 +244,13 @@ class Registration:
         if self._there:
             await self._runtime.unregister()
             self._there = False
+        await self.stand_by()
+
+    async def stand_by(self) -> None:
+        """As a second stage."""
+        if self._tells_peers and not self._heard_by_peers:
+            await self._runtime.register_for_peers(self._model)
+            self._heard_by_peers = True
 
 
 def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
