@@ -91,12 +91,11 @@ class WatchedInstance:
         try:
             async with aclosing(self._instance.call(request, context)) as answers:
                 first = await self._first(answers, str(request.get("errand", {}).get("stage")))
-                if first is None:
-                    return
+                if first is not None:
+                    yield first
+                    async for answer in answers:
+                        yield answer
                 self._breaker.succeeded(self.instance_id)
-                yield first
-                async for answer in answers:
-                    yield answer
         except DisaggError as error:
             if isinstance(error, _FAULTS):
                 self._breaker.failed(self.instance_id)
