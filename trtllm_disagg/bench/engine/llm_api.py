@@ -12,6 +12,8 @@ from trtllm_disagg.embedded import LLM, SamplingParams
 
 _STEP_TOKENS = 4096
 
+_SETTLE_SECONDS = 3.0
+
 
 class LlmApi:
     def __init__(self, start: Start) -> None:
@@ -40,15 +42,25 @@ class LlmApi:
         return {"cpu_per_token": cpu / count, "tokens_per_second": count / wall}
 
     def memory(self) -> dict[str, int]:
-        """Bytes that the engine's process has in memory now, and tokens that its pool has room for."""
+        """Bytes that the engine's idle process has in memory, and tokens that its pool has room for."""
         capacity = self._llm.get_kv_cache_capacity()
         return {
-            "resident": psutil.Process(self._llm.engine_pid).memory_info().rss,
+            "resident": self._settled(),
             "pool_tokens": capacity["maxNumBlocks"] * capacity["tokensPerBlock"],
         }
 
     def close(self) -> None:
         self._llm.shutdown()
+
+    def _settled(self) -> int:
+        """An idle engine gives back what a step took; it does not say when."""
+        process = psutil.Process(self._llm.engine_pid)
+        least = process.memory_info().rss
+        end = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            least = min(least, process.memory_info().rss)
+        return least
 
     async def _ttft(self, prompt: list[int]) -> float:
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
