@@ -151,12 +151,12 @@ class GenerationResult:
         return self
 
     async def _next(self) -> Delivery:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                return self.queue.get_nowait()
+        # Nobody else takes from it. Asking first is cheaper than the exception of an empty queue, once a token.
+        while self.queue.empty():
             # What comes between these lines wakes us: `wake` can only run once we wait.
             self._arrived.clear()
             await self._arrived.wait()
+        return self.queue.get_nowait()
 
     def __iter__(self) -> Iterator[GenerationResult]:
         return self

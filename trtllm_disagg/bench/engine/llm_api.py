@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import psutil
+import uvloop
 
 from trtllm_disagg.bench.engine.remote import Start
 from trtllm_disagg.embedded import LLM, SamplingParams
@@ -16,6 +17,8 @@ _SETTLE_SECONDS = 3.0
 
 
 class LlmApi:
+    """On the event loop that a worker has."""
+
     def __init__(self, start: Start) -> None:
         self._llm = LLM(
             start.model,
@@ -31,13 +34,13 @@ class LlmApi:
 
     def ttft(self, prompt: list[int]) -> float:
         """Seconds from generate_async to the first token."""
-        return asyncio.run(self._ttft(prompt))
+        return uvloop.run(self._ttft(prompt))
 
     def stream(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
         """All prompts at once, every token streamed: CPU seconds of this process for each."""
-        asyncio.run(self._stream(prompts, 2))
+        uvloop.run(self._stream(prompts, 2))
         started, cpu = time.perf_counter(), time.process_time()
-        count = asyncio.run(self._stream(prompts, tokens))
+        count = uvloop.run(self._stream(prompts, tokens))
         cpu, wall = time.process_time() - cpu, time.perf_counter() - started
         return {"cpu_per_token": cpu / count, "tokens_per_second": count / wall}
 
