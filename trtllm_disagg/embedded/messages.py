@@ -90,8 +90,8 @@ class MadeHandoff(msgspec.Struct):
     ctx_info_endpoint: str
 
 
-class TokenOutput(msgspec.Struct):
-    """New tokens of one choice of one request."""
+class TokenOutput(msgspec.Struct, omit_defaults=True, gc=False):
+    """New tokens of one choice of one request. There is one for every token, so most of it is not even sent."""
 
     request_id: int
     index: int = 0

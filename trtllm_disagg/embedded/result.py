@@ -108,19 +108,13 @@ class GenerationResult:
         self._unfinished = num_choices
         #: The receiver thread counts down how many choices it still owes.
         self.choices_left = num_choices
-        try:
-            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            self._loop = None
+        #: The event loop that this request was made in, to be woken after a delivery.
+        self.loop = _running_loop()
         self.queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        self._arrived = asyncio.Event()
+        #: Not an asyncio.Event: that is Python code, run for every token.
+        self._arrival: asyncio.Future[None] | None = None
 
     # -- the receiver thread's side
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that this request was made in, to be woken after a delivery."""
-        return self._loop
 
     def deliver(self, delivery: Delivery) -> None:
         """From any thread; blocked readers get it at once."""
@@ -128,7 +122,10 @@ class GenerationResult:
 
     def wake(self) -> None:
         """In `loop`: something was delivered."""
-        self._arrived.set()
+        if self._arrival is not None:
+            if not self._arrival.done():
+                self._arrival.set_result(None)
+            self._arrival = None
 
     # -- the caller's side
 
@@ -142,21 +139,19 @@ class GenerationResult:
     async def __anext__(self) -> GenerationResult:
         if self.finished:
             raise StopAsyncIteration
-        if self._loop is None:
+        if self.loop is None:
             raise RuntimeError("this request was made outside of an event loop; iterate it synchronously")
         self._mark_seen()
-        self._apply(await self._next())
-        while not self.finished and not (self._streaming and self.queue.empty()):
-            self._apply(await self._next())
-        return self
-
-    async def _next(self) -> Delivery:
-        # Nobody else takes from it. Asking first is cheaper than the exception of an empty queue, once a token.
-        while self.queue.empty():
-            # What comes between these lines wakes us: `wake` can only run once we wait.
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self.queue.get_nowait()
+        waiting = self.queue
+        while True:
+            # Nobody else takes from it. Asking first is cheaper than the exception of an empty queue, once a token.
+            while waiting.empty():
+                # What comes between these lines wakes us: `wake` can only run once we wait.
+                self._arrival = self._arrival or self.loop.create_future()
+                await self._arrival
+            self._apply(waiting.get_nowait())
+            if self.finished or (self._streaming and waiting.empty()):
+                return self
 
     def __iter__(self) -> Iterator[GenerationResult]:
         return self
@@ -236,6 +231,13 @@ class GenerationResult:
         return handoff.ctx_request_id if self._disagg_request_id is None else self._disagg_request_id
 
 
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 class RequestOutput(GenerationResult):
     """The public name of a running request."""
 
@@ -248,15 +250,13 @@ class RequestOutput(GenerationResult):
 
 def wake(results: Sequence[RequestOutput]) -> None:
     """One call into each event loop, however many requests of its got tokens in a step."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[RequestOutput]] = {}
-    for result in results:
-        if result.loop is not None:
-            by_loop.setdefault(result.loop, []).append(result)
-    for loop, woken in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # closed: nobody waits there any more
-            loop.call_soon_threadsafe(_wake_all, woken)
+    for loop in {result.loop for result in results}:
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed: nobody waits there any more
+                loop.call_soon_threadsafe(_wake_all, results, loop)
 
 
-def _wake_all(results: Sequence[RequestOutput]) -> None:
+def _wake_all(results: Sequence[RequestOutput], loop: asyncio.AbstractEventLoop) -> None:
     for result in results:
-        result.wake()
+        if result.loop is loop:
+            result.wake()
