@@ -11,6 +11,7 @@ from typing import Any
 from trtllm_disagg.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 #: A header is JSON, a hundred bytes a tensor.
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -44,6 +45,14 @@ def fingerprint(directory: Path) -> str:
             file.seek(max(0, size - 65536))
             hasher.update(file.read())
     return hasher.hexdigest()
+
+
+def weight_places(directory: Path) -> dict[str, str]:
+    """Weight -> file, for a checkpoint that is whole. Empty when it has neither an index nor the usual one file."""
+    if (directory / _INDEX).exists():
+        return dict(read_json(directory / _INDEX)["weight_map"])
+    file = directory / _SINGLE
+    return dict.fromkeys(_header(file), file.name) if file.exists() else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from trtllm_disagg.embedded.messages import (
     StepReport,
     TokenOutput,
 )
-from trtllm_disagg.embedded.model_loader import load_model, make_forward, read_shape
+from trtllm_disagg.embedded.model_loader import choose_forward, load_model, make_forward, read_shape
 from trtllm_disagg.embedded.model_runner import ModelRunner
 from trtllm_disagg.embedded.parallel.team import Alone, Team
 from trtllm_disagg.embedded.sampler import sample
@@ -61,13 +61,14 @@ class EngineCore:
         self.blocks = create_blocks(kv_config, num_blocks, self._events)
         self._max_prompt = self.max_seq_len if args.enable_chunked_prefill else args.max_num_tokens
         team.start(args, num_blocks)
-        model = load_model(Path(args.model), self.shape)
+        forward_kind = choose_forward(Path(args.model), args.embedded.forward, device)
+        model = load_model(Path(args.model), self.shape, forward_kind)
         team.shard(model)
         wanted = new_pool(self.shape, num_blocks, size, device, team.size)
         self.transfers, kv = create_transfers(args, kv_layout(self.shape, size), wanted, wake, team.peers)
         self.scheduler = create_scheduler(args, self.blocks, team.memory(LocalKvMemory(kv)), TILE)
         pool = KvPool(kv)
-        forward = make_forward(model, pool, self.max_seq_len, args.embedded.forward)
+        forward = make_forward(model, pool, self.max_seq_len, forward_kind)
         self._runner = team.lead(ModelRunner(forward, pool))
         self._guides = create_guides(args, self.shape)
         self._stats = IterationStats(args)

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Sequence as Seq
 from typing import Any
 
-import llguidance.hf
 import numpy
 import torch
 from llguidance import LLMatcher, LLTokenizer
@@ -87,10 +86,11 @@ class Guides:
         ends = [token for token in known if token is not None and token < vocab_size]
         if not ends:
             raise ConfigError("guided_decoding_backend: neither the model nor its tokenizer has an end token")
+        # Here, as transformers comes with it: most engines have no guide.
+        from llguidance.hf import from_tokenizer
+
         try:
-            tokens = llguidance.hf.from_tokenizer(
-                tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=ends
-            )
+            tokens = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=ends)
         except ValueError as error:
             raise ConfigError(f"guided_decoding_backend: the tokenizer cannot guide: {error}") from error
         self._vocab = Vocabulary(tokens, vocab_size, ends)

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint directory -> a transformers model with our attention, ready for the step."""
+"""A Hugging Face checkpoint directory -> its model as a step calls it, over our attention."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,8 +17,10 @@ from trtllm_disagg.embedded.experts import pack_experts
 from trtllm_disagg.embedded.hf_forward import HfForward
 from trtllm_disagg.embedded.linear import pack_linears, packing_works, unmap
 from trtllm_disagg.embedded.model_runner import Forward
+from trtllm_disagg.embedded.plain_config import read_plain_config
 from trtllm_disagg.embedded.plain_forward import PlainForward
 from trtllm_disagg.embedded.plain_model import supports
+from trtllm_disagg.embedded.plain_weights import read_plain
 from trtllm_disagg.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ _SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
+#: The lean forward; transformers' modules with packed matrices; transformers' modules as they are.
+ForwardKind = Literal["plain", "packed", "modules"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -58,7 +62,7 @@ def read_shape(directory: Path, dtype: str) -> ModelShape:
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise ConfigError.bad_value(f"{file} model_type", family, f"one of {', '.join(FAMILIES)}")
-    config = _transformers_config(directory)
+    config = _read_config(directory)
     sizes = {name: _positive(file, config, name) for name in _SIZES}
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if heads % kv_heads:
@@ -79,8 +83,47 @@ def read_shape(directory: Path, dtype: str) -> ModelShape:
     )
 
 
-def load_model(directory: Path, shape: ModelShape) -> Any:
-    """transformers' model, in eval mode and with our attention. Raises ConfigError for a broken checkpoint."""
+def choose_forward(directory: Path, wanted: str, device: torch.device) -> ForwardKind:
+    """`wanted` is embedded.forward; with `transformers` its own modules run even where a leaner forward is known."""
+    if device.type == "cuda":
+        return "modules"
+    if not packing_works():
+        log.warning(
+            "oneDNN weight packing does not work with torch %s: slower, and not batch-invariant",
+            torch.__version__,
+        )
+        return "modules"
+    return "plain" if wanted == "auto" and supports(_read_config(directory)) else "packed"
+
+
+def load_model(directory: Path, shape: ModelShape, kind: ForwardKind) -> Any:
+    """A tree of modules: transformers' model, or for `plain` its weights alone. Raises ConfigError for a broken
+    checkpoint.
+    """
+    try:
+        if kind == "plain" and (plain := read_plain(directory, _read_config(directory), shape.dtype)):
+            return plain
+        return _load_with_transformers(directory, shape)
+    except ConfigError:
+        raise
+    except Exception as error:  # a wrong setting may surface as any kind
+        raise ConfigError(f"model: cannot load {directory}: {type(error).__name__}: {error}") from error
+
+
+def make_forward(model: Any, pool: KvPool, max_positions: int, kind: ForwardKind) -> Forward:
+    """The model as a step calls it."""
+    match kind:
+        case "plain":
+            return PlainForward(model, pool, max_positions)
+        case "packed":
+            pack_experts(model)
+            pack_linears(model)
+            unmap(model)
+    return HfForward(model.to(pool.kv.device), pool)
+
+
+def _load_with_transformers(directory: Path, shape: ModelShape) -> Any:
+    """In eval mode and with our attention."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -88,40 +131,19 @@ def load_model(directory: Path, shape: ModelShape) -> Any:
     AttentionInterface.register(attention.NAME, attention.paged_attention)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                directory,
-                dtype=shape.dtype,
-                attn_implementation="eager",
-                local_files_only=True,
-                output_loading_info=True,
-            )
-        except Exception as error:  # a wrong setting may surface as any kind
-            raise ConfigError(f"model: cannot load {directory}: {type(error).__name__}: {error}") from error
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=shape.dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
+        )
     if missing := sorted(report["missing_keys"]):
         # transformers goes on with random ones.
         raise ConfigError(f"model: {directory} lacks {len(missing)} weights: {', '.join(missing[:3])}")
     # A name without a mask function: transformers then builds no mask at all, which is what we want.
     model.config._attn_implementation = attention.NAME
     return model.eval().requires_grad_(False)
-
-
-def make_forward(model: Any, pool: KvPool, max_positions: int, kind: str) -> Forward:
-    """The model as a step calls it. `kind` transformers: its own modules even where a leaner forward is known."""
-    if pool.kv.is_cuda:
-        return HfForward(model.to(pool.kv.device), pool)
-    if not packing_works():
-        log.warning(
-            "oneDNN weight packing does not work with torch %s: slower, and not batch-invariant",
-            torch.__version__,
-        )
-        return HfForward(model, pool)
-    if kind == "auto" and supports(model.config):
-        return PlainForward(model, pool, max_positions)
-    pack_experts(model)
-    pack_linears(model)
-    unmap(model)
-    return HfForward(model, pool)
 
 
 def _end_ids(directory: Path, config: dict[str, Any]) -> list[int]:
@@ -141,13 +163,15 @@ def _dtype(config: dict[str, Any], wanted: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _transformers_config(directory: Path) -> Any:
-    """Its own reading: it knows each family's defaults. Its complaints are of many kinds."""
+def _read_config(directory: Path) -> Any:
+    """transformers' own reading, which knows each family's defaults, unless nothing is left to those."""
+    if plain := read_plain_config(read_json(directory / "config.json")):
+        return plain
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:
+    except Exception as error:  # its complaints are of many kinds
         reason = " ".join(str(error).split())
         raise ConfigError(f"model: {directory}/config.json is not a configuration: {reason}") from error
 

@@ -1,4 +1,4 @@
-"""A plain decoder's weights, taken out of a transformers model, packed, the originals let go."""
+"""A plain decoder's weights, taken out of its tree of modules, packed, the originals let go."""
 
 from __future__ import annotations
 
@@ -11,22 +11,15 @@ import torch
 from torch import nn
 
 from trtllm_disagg.embedded.linear import PackedLinear, packed
+from trtllm_disagg.embedded.rope_tables import is_static, rope_tables
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-#: Frequencies that do not depend on how long the sequence has become.
-_STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 _NO_NORM = np.empty(0, np.float32)
 
 
 def supports(config: Any) -> bool:
     """`config` is transformers' configuration of the model."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return (
-        config.model_type in FAMILIES
-        and config.hidden_act == "silu"
-        and rope.get("rope_type", "default") in _STATIC_ROPES
-        and rope.get("partial_rotary_factor", 1.0) == 1.0
-    )
+    return config.model_type in FAMILIES and config.hidden_act == "silu" and is_static(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +51,12 @@ class PlainModel:
 
 
 def take_apart(model: Any, max_positions: int, kv_heads: int, head_dim: int) -> PlainModel:
-    """`model` is transformers'; it cannot be used afterwards. `kv_heads` are this rank's."""
+    """`model` is transformers' or plain_weights.py's; it cannot be used afterwards. `kv_heads` are this rank's."""
     config, decoder = model.config, model.model
-    cos, sin = _rotations(decoder.rotary_emb, max_positions, head_dim)
+    cos, sin = rope_tables(config, max_positions, head_dim)
     layers: list[PlainLayer] = []
     for i in range(len(decoder.layers)):
-        layers.append(_take(decoder.layers[i], config))
+        layers.append(_take(decoder.layers[i], head_dim, _window(config, i)))
         # At no time are there two copies of more than one layer.
         decoder.layers[i] = nn.Identity()
     return PlainModel(
@@ -79,7 +72,7 @@ def take_apart(model: Any, max_positions: int, kv_heads: int, head_dim: int) -> 
     )
 
 
-def _take(layer: Any, config: Any) -> PlainLayer:
+def _take(layer: Any, head_dim: int, window: int | None) -> PlainLayer:
     attention, mlp = layer.self_attn, layer.mlp
     has_norms = hasattr(attention, "q_norm")
     return PlainLayer(
@@ -91,15 +84,20 @@ def _take(layer: Any, config: Any) -> PlainLayer:
         post_norm=_weights(layer.post_attention_layernorm),
         gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
         down=packed(mlp.down_proj),
-        scale=attention.scaling,
-        window=_window(attention, config),
+        scale=head_dim**-0.5,
+        window=window,
     )
 
 
-def _window(attention: Any, config: Any) -> int | None:
-    """Mistral's attention asks its configuration; the others know their own layer's window."""
-    owner = config if config.model_type == "mistral" else attention
-    return getattr(owner, "sliding_window", None)
+def _window(config: Any, layer: int) -> int | None:
+    """Mistral has one window for all layers, the Qwens for some, Llama none."""
+    match config.model_type:
+        case "mistral":
+            return config.sliding_window  # type: ignore[no-any-return]
+        case "qwen2" | "qwen3" if config.layer_types[layer] == "sliding_attention":
+            return config.sliding_window  # type: ignore[no-any-return]
+        case _:
+            return None
 
 
 def _joined(linears: Iterable[nn.Linear]) -> PackedLinear:
@@ -117,10 +115,3 @@ def _weights(norm: nn.Module) -> np.ndarray:
     weight = norm.weight
     assert isinstance(weight, torch.Tensor)
     return weight.detach().to(torch.float32, copy=True).numpy()
-
-
-def _rotations(rotary: Any, count: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin, (positions, dim / 2) float32: transformers repeats each half."""
-    cos, sin = rotary(torch.empty(1, dtype=torch.float32), torch.arange(count)[None])
-    half = slice(0, dim // 2)
-    return np.ascontiguousarray(cos[0, :, half].numpy()), np.ascontiguousarray(sin[0, :, half].numpy())

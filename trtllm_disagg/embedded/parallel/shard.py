@@ -10,7 +10,7 @@ import torch
 from trtllm_disagg.embedded.attention import KvPool
 from trtllm_disagg.embedded.kv_memory import LocalKvMemory
 from trtllm_disagg.embedded.llm_args import LlmArgs
-from trtllm_disagg.embedded.model_loader import load_model, make_forward, read_shape
+from trtllm_disagg.embedded.model_loader import choose_forward, load_model, make_forward, read_shape
 from trtllm_disagg.embedded.model_runner import ModelRunner
 from trtllm_disagg.embedded.parallel.group import RankGroup
 from trtllm_disagg.embedded.parallel.sharding import shard_model
@@ -49,13 +49,14 @@ def build_shard(
     """As the engine core builds its own. Raises ConfigError like it."""
     device = choose_device(args.embedded.device, group.size)
     shape = read_shape(Path(args.model), args.dtype)
-    model = load_model(Path(args.model), shape)
+    forward_kind = choose_forward(Path(args.model), args.embedded.forward, device)
+    model = load_model(Path(args.model), shape, forward_kind)
     shard_model(model, group)
     size = args.kv_cache_config.tokens_per_block
     wanted = new_pool(shape, num_blocks, size, device, group.size)
     kv = _allocate(args, wanted, group, transfers)
     pool = KvPool(kv)
-    forward = make_forward(model, pool, max_seq_len(args, shape), args.embedded.forward)
+    forward = make_forward(model, pool, max_seq_len(args, shape), forward_kind)
     return ShardOfEngine(ModelRunner(forward, pool), LocalKvMemory(kv))
 
 
