@@ -78,6 +78,15 @@ def test_a_plain_thread_may_wait_or_iterate(llm: Any) -> None:
     assert [list(r.outputs[0].token_ids) for r in llm.generate([PROMPT], sampling())] == [tokens]
 
 
+def test_generate_takes_parameters_for_all_or_for_each(llm: Any) -> None:
+    params = [sampling(**(SAMPLED | {"max_tokens": count})) for count in (3, 5)]
+    results = llm.generate([PROMPT, OTHER_PROMPT], params, use_tqdm=False)
+    assert [result.outputs[0].length for result in results] == [3, 5]
+    assert [result.prompt_token_ids for result in results] == [PROMPT, OTHER_PROMPT]
+    assert [result.outputs[0].length for result in llm.generate([PROMPT, OTHER_PROMPT], params[0])] == [3, 3]
+    assert llm.generate(PROMPT, params[1]).outputs[0].length == 5
+
+
 async def test_text(llm: Any) -> None:
     result = llm.generate_async(PROMPT, sampling(), streaming=True)
     text = "".join([update.outputs[0].text_diff async for update in result])

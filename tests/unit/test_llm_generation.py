@@ -213,3 +213,19 @@ def test_a_plain_thread_gets_the_same(llm: LLM) -> None:
 async def test_blocking_calls_work_inside_of_a_loop_too(llm: LLM, answer: list[int]) -> None:
     assert llm.generate(PROMPT, sampled()).outputs[0].token_ids == answer
     assert llm.generate_async(PROMPT, sampled()).result(timeout=30).outputs[0].token_ids == answer
+
+
+# -- generate
+
+
+def test_a_list_of_parameters_has_one_for_each_prompt(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="sampling_params: 1 of them for 2 prompts"):
+        llm.generate([PROMPT, PROMPT], [sampled()])
+
+
+async def test_a_bad_prompt_among_good_ones_leaves_nothing_running(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="prompt"):
+        llm.generate([PROMPT, []], SamplingParams(max_tokens=400, ignore_eos=True))
+    # By the time that another request has been answered, the engine has heard of the abort.
+    assert (await run(llm, sampled())).length == 24
+    assert llm.num_active_requests == 0

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtllm_disagg.embedded import request as checks
+from trtllm_disagg.embedded.batch import generate_all
 from trtllm_disagg.embedded.core_client import CoreClient
 from trtllm_disagg.embedded.detokenizer import decoder
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
@@ -165,15 +166,12 @@ class LLM:
             self._fail_all(reason)
         return result
 
-    def generate(
-        self, inputs: Any, sampling_params: SamplingParams | None = None, use_tqdm: bool = True, **kwargs: Any
-    ) -> Any:
-        """Blocking: one result for one prompt, a list for a list of prompts."""
-        several = isinstance(inputs, list) and not all(isinstance(t, int) for t in inputs)
-        prompts = inputs if several else [inputs]
-        results = [self.generate_async(prompt, sampling_params, **kwargs) for prompt in prompts]
-        finished = [result.result() for result in results]
-        return finished if several else finished[0]
+    def generate(self, inputs: Any, sampling_params: Any = None, use_tqdm: bool = True, **kwargs: Any) -> Any:
+        """Blocking: one result for one prompt, a list for a list of prompts. `sampling_params` and the other
+        arguments of `generate_async` are for all, or lists with one for each.
+        """
+        arguments = {"sampling_params": sampling_params} | kwargs
+        return generate_all(self.generate_async, inputs, use_tqdm, arguments)
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """Events since the last call; empty unless kv_cache_config.event_buffer_max_size is set."""
