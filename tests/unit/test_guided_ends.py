@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from tests.conftest import Checkpoints
 from tests.cores import Core
 from tests.guiding import PROMPT, guide_of, guided, guiding_cores, regex, run, run_split, text_of, tokens_of
 from tests.models import EOS
+from trtllm_disagg.embedded.guide_tokenizer import GuideTokenizer, read_guide_tokenizer
 from trtllm_disagg.embedded.guided import Guides
 from trtllm_disagg.embedded.sampling_params import GuidedDecodingParams
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
@@ -112,7 +115,7 @@ def test_a_grammar_that_the_tokenizer_does_not_know(core: Core) -> None:
 
 
 def test_a_grammar_that_needs_a_token_which_the_model_lacks(checkpoints: Checkpoints) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints(), local_files_only=True)
+    tokenizer = read_guide_tokenizer(checkpoints())
     guides = Guides(tokenizer, vocab_size=tokens_of("c")[0], end_ids=[EOS, 300])
     guide = guides.start(regex("abb?c?"))
     assert guide is not None
@@ -169,17 +172,36 @@ def test_without_a_backend_the_core_refuses(checkpoints: Checkpoints) -> None:
 
 
 def test_a_model_without_an_end_cannot_be_guided(checkpoints: Checkpoints) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints(), local_files_only=True)
+    tokenizer = read_guide_tokenizer(checkpoints())
     with pytest.raises(ConfigError, match=r"guided_decoding_backend: .* end token"):
         Guides(tokenizer, vocab_size=258, end_ids=[300])
 
 
 def test_a_tokenizer_that_llguidance_cannot_read_is_refused() -> None:
-    class Slow:
-        eos_token_id = EOS
+    with pytest.raises(ConfigError, match="the tokenizer cannot guide"):
+        Guides(GuideTokenizer("{}", 3, EOS), vocab_size=3, end_ids=[])
 
-        def __len__(self) -> int:
-            return 3
 
-    with pytest.raises(ConfigError, match="the tokenizer cannot guide: Only fast tokenizers"):
-        Guides(Slow(), vocab_size=3, end_ids=[])
+@pytest.mark.parametrize("missing", ["", "tokenizer_config.json", "tokens"])
+def test_the_tokenizer_is_the_one_that_transformers_reads(
+    missing: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    model = Path(shutil.copytree(checkpoints(), tmp_path / "model"))
+    settings = model / "tokenizer_config.json"
+    if missing == "tokens":  # some are in the settings only
+        added = {"258": {"content": "<new>", "special": True}}
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"added_tokens_decoder": added}))
+    elif missing:
+        settings.unlink()
+    theirs, ours = AutoTokenizer.from_pretrained(model), read_guide_tokenizer(model)
+    assert ours.size == len(theirs)
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert json.loads(ours.text)["model"] == json.loads(theirs.backend_tokenizer.to_str())["model"]
+
+
+def test_a_tokenizer_that_is_not_one(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
+        read_guide_tokenizer(tmp_path)

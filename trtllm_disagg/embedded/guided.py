@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence as Seq
-from typing import Any
+from pathlib import Path
 
 import numpy
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
+from trtllm_disagg.embedded.guide_tokenizer import GuideTokenizer, read_guide_tokenizer
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.messages import SamplingSpec
 from trtllm_disagg.embedded.model_loader import ModelShape
@@ -79,18 +80,15 @@ class Vocabulary:
 
 
 class Guides:
-    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Seq[int]) -> None:
-        """`tokenizer` is transformers'. Raises ConfigError for one that cannot guide."""
-        known = end_ids or [tokenizer.eos_token_id]
+    def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
+        """Raises ConfigError for a tokenizer that cannot guide."""
+        known: Seq[int | None] = end_ids or [tokenizer.eos_token_id]
         # A tokenizer may know more tokens than the model.
         ends = [token for token in known if token is not None and token < vocab_size]
         if not ends:
             raise ConfigError("guided_decoding_backend: neither the model nor its tokenizer has an end token")
-        # Here, as transformers comes with it: most engines have no guide.
-        from llguidance.hf import from_tokenizer
-
         try:
-            tokens = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=ends)
+            tokens = LLTokenizer(tokenizer.text, n_vocab=max(vocab_size, tokenizer.size), eos_token=ends)
         except ValueError as error:
             raise ConfigError(f"guided_decoding_backend: the tokenizer cannot guide: {error}") from error
         self._vocab = Vocabulary(tokens, vocab_size, ends)
@@ -125,7 +123,5 @@ class NoGuides:
 def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
     if args.guided_decoding_backend is None:
         return NoGuides()
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model, local_files_only=True)
+    tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
     return Guides(tokenizer, shape.vocab_size, shape.end_ids)
