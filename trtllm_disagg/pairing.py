@@ -7,6 +7,7 @@ from typing import Any
 
 from trtllm_disagg.config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.namesakes import ModelIdentity
 
 #: What must be equal on both sides, and the setting that decides it.
 _EQUAL = {
@@ -28,19 +29,17 @@ def describe_worker(
     config: WorkerConfig,
     engine_args: dict[str, Any],
     block_size: int,
-    weights: str | None = None,
+    identity: ModelIdentity,
     ctx_info_endpoint: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What the other stage has to know of this worker; JSON. `weights` identifies them, where they are on disk."""
-    return {
+    """What the other stage has to know of this worker; JSON."""
+    return identity.described() | {
         "role": config.role.value,
         "strategy": config.strategy.value,
         "schedule_style": config.schedule_style.value,
         "handoff_protocol": config.handoff_protocol,
         "prefill_dispatch": config.prefill_dispatch,
         "engine": config.engine,
-        "model": config.model_name,
-        "weights": weights,
         "block_size": block_size,
         "dtype": engine_args.get("dtype", "auto"),
         "kv_dtype": (engine_args.get("kv_cache_config") or {}).get("dtype", "auto"),

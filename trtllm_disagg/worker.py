@@ -29,6 +29,7 @@ from trtllm_disagg.handlers.selection import (
     Selector,
 )
 from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.namesakes import ModelIdentity, Namesakes
 from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.publisher.create import create_publishers
@@ -54,19 +55,34 @@ async def run_worker(config: WorkerConfig) -> None:
         return
     async with aclosing(await open_prefill_queue(config)) as queue:
         runtime = Runtime(config)
+        identity = ModelIdentity(config.model_name, config.model, _weights(config))
+        namesakes = Namesakes(
+            identity,
+            runtime.instance_id,
+            {config.endpoint_id, config.peer_endpoint_id},
+            runtime.look_around,
+        )
+        await namesakes.require_same()
         log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
         engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
         try:
-            await _serve(config, engine_args, engine, runtime, queue)
+            me = describe_worker(
+                config, engine_args, _capacity(config, engine)[0], identity, engine.ctx_info_endpoint
+            )
+            await _serve(config, me, engine, runtime, queue, namesakes)
         finally:
             engine.close()
 
 
 async def _serve(
-    config: WorkerConfig, engine_args: dict[str, Any], engine: Engine, runtime: Runtime, queue: PrefillQueue
+    config: WorkerConfig,
+    me: dict[str, Any],
+    engine: Engine,
+    runtime: Runtime,
+    queue: PrefillQueue,
+    namesakes: Namesakes,
 ) -> None:
     block_size, num_blocks = _capacity(config, engine)
-    me = describe_worker(config, engine_args, block_size, _weights(config), engine.ctx_info_endpoint)
     stage: StageClient = NoStage()
     runtime.stop_on_signals(_drain(engine, queue), queue.leave)
     if config.next_endpoint_id is not None:
@@ -77,6 +93,7 @@ async def _serve(
     if config.partner_endpoint_id is not None:
         stage = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
     await _require_fit(config, runtime, me)
+    await namesakes.require_same()
     policy = Policy.of(config, block_size)
     model = ServedModel(
         block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
@@ -92,6 +109,7 @@ async def _serve(
         await publisher.start()
 
     async def introduce() -> None:
+        await namesakes.settle()
         await standing.take()
         # Once more: somebody may have come at the same time.
         await _require_fit(config, runtime, me)
@@ -102,7 +120,10 @@ async def _serve(
 
     try:
         async with _stop_when_dead(engine, runtime), _watching(config, policy):
-            await _serve_and(introduce(), runtime, generate, standing)
+            serving = runtime.serve(
+                generate, lambda: standing.describe() | namesakes.described(), standing.obey
+            )
+            await _serve_and(introduce(), serving, runtime)
     finally:
         for publisher in publishers:
             await publisher.stop()
@@ -137,10 +158,10 @@ async def _require_fit(config: WorkerConfig, runtime: Runtime, me: dict[str, Any
 
 
 async def _serve_and(
-    introduce: Coroutine[Any, Any, None], runtime: Runtime, generate: Generate, standing: Standing
+    introduce: Coroutine[Any, Any, None], serve: Coroutine[Any, Any, None], runtime: Runtime
 ) -> None:
     """A failed introduction ends the service, and is raised."""
-    serving = asyncio.create_task(runtime.serve(generate, standing.describe, standing.obey))
+    serving = asyncio.create_task(serve)
     introduction = asyncio.create_task(introduce, name="introduction")
     introduction.add_done_callback(lambda task: runtime.shutdown() if _failed(task) else None)
     try:
@@ -160,10 +181,10 @@ def _part(config: WorkerConfig) -> str:
     return "agg" if config.role is Role.AGG else f"{config.role}/{config.strategy}"
 
 
-def _weights(config: WorkerConfig) -> str | None:
-    """What two workers behind one name must have in common; None for a model that the engine downloads itself."""
+def _weights(config: WorkerConfig) -> str:
+    """What two workers behind one name must have in common; the name of a model that the engine downloads itself."""
     directory = Path(config.model)
-    return fingerprint(directory) if (directory / "config.json").is_file() else None
+    return fingerprint(directory) if (directory / "config.json").is_file() else config.model
 
 
 def _capacity(config: WorkerConfig, engine: Engine) -> tuple[int, int]:

@@ -26,6 +26,7 @@ LAYERS = (
         "flags",
         "args",
         "pairing",
+        "namesakes",
         "thresholds",
         "control",
     ),
