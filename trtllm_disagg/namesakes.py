@@ -5,7 +5,7 @@ built, and again until a worker serves: requests for a name, or at an endpoint, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -63,29 +63,25 @@ class Namesakes:
 
     async def require_same(self) -> None:
         """Before others can see this worker. Raises ConfigError for the first one that has another model or name."""
-        for other in await self._others():
-            raise self._refusal(other)
+        for other in await self._look():
+            if self._is_in_the_way(other):
+                raise self._refusal(other)
 
     async def settle(self) -> None:
         """The same when they can, and before a frontend hears of it."""
-        await self._visible()
-        while others := await self._others():
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        while True:
+            everybody = await self._look()
+            others = [each for each in everybody if self._is_in_the_way(each)]
             for other in others:
                 if other.said.get("settled", True) or other.instance_id < self._own_id:
                     raise self._refusal(other)
-            # They will see this one, and go.
+            is_seen = any(each.instance_id == self._own_id for each in everybody)
+            # Others who are in the way will see this one, and go.
+            if not others and (is_seen or time.monotonic() > deadline):
+                break
             await asyncio.sleep(self._poll_seconds)
         self._settled = True
-
-    async def _visible(self) -> None:
-        """Until this worker is seen, by itself and so by whoever looks from now on."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_VISIBLE_SECONDS):
-                while all(each.instance_id != self._own_id for each in await self._look()):
-                    await asyncio.sleep(self._poll_seconds)
-
-    async def _others(self) -> list[Told]:
-        return [each for each in await self._look() if self._is_in_the_way(each)]
 
     def _is_in_the_way(self, other: Told) -> bool:
         name, weights = other.said.get("model"), other.said.get("weights")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from trtllm_disagg.config import Role, WorkerConfig
@@ -48,12 +48,12 @@ def describe_worker(
     }
 
 
-def require_pair(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Raise ConfigError with one line per difference."""
+def require_pair(mine: dict[str, Any], theirs: dict[str, Any], but: Collection[str] = ()) -> None:
+    """Raise ConfigError with one line per difference, in anything `but` what may differ."""
     differences = [
         f"{setting}: {mine['role']} {mine[key]!r}, {theirs.get('role')} {theirs.get(key)!r}"
         for key, setting in _EQUAL.items()
-        if mine[key] != theirs.get(key)
+        if key not in but and mine[key] != theirs.get(key)
     ]
     if mine["role"] == theirs.get("role"):
         differences.insert(0, f"--disaggregation-mode: both workers are {mine['role']}")
@@ -67,3 +67,8 @@ def require_fit(mine: dict[str, Any], others: Iterable[dict[str, Any]]) -> None:
         is_partner = {mine["role"], theirs.get("role")} == {Role.PREFILL, Role.DECODE}
         if is_partner and all(theirs.get(key) == mine[key] for key in ("model", "strategy")):
             require_pair(mine, theirs)
+
+
+def require_callable(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """The same for who comes later. While a deployment switches, its workers are under two strategies."""
+    require_pair(mine, theirs, but=("strategy",))

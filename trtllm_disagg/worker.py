@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trtllm_disagg.embedded.checkpoint import fingerprint
 from trtllm_disagg.engine import Engine, load_api, resolve_engine, serve_as_rank
 from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
+from trtllm_disagg.handlers.fitting import FittingStage
 from trtllm_disagg.handlers.journal import journaled
 from trtllm_disagg.handlers.policy import Policy, watch_policy_file
 from trtllm_disagg.handlers.remote import NoStage, StageClient
@@ -30,12 +32,11 @@ from trtllm_disagg.handlers.selection import (
 )
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.namesakes import ModelIdentity, Namesakes
-from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
+from trtllm_disagg.pairing import describe_worker, require_callable, require_fit, require_pair
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import Registration, Runtime, ServedModel
 from trtllm_disagg.standing import Standing
-from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
 
@@ -85,13 +86,11 @@ async def _serve(
     block_size, num_blocks = _capacity(config, engine)
     stage: StageClient = NoStage()
     runtime.stop_on_signals(_drain(engine, queue), queue.leave)
-    if config.next_endpoint_id is not None:
-        second = await runtime.second_stage(config.next_endpoint_id)
-        if second is None:
-            return
-        require_pair(me, await second.describe())
+    if config.next_endpoint_id is not None and not await _meet(config, config.next_endpoint_id, runtime, me):
+        return
     if config.partner_endpoint_id is not None:
-        stage = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
+        others = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
+        stage = FittingStage(others, partial(require_callable, me))
     await _require_fit(config, runtime, me)
     await namesakes.require_same()
     policy = Policy.of(config, block_size)
@@ -109,10 +108,10 @@ async def _serve(
         await publisher.start()
 
     async def introduce() -> None:
+        # Once more, now that others see this worker: somebody may have come at the same time.
         await namesakes.settle()
-        await standing.take()
-        # Once more: somebody may have come at the same time.
         await _require_fit(config, runtime, me)
+        await standing.take()
         await queue.start(generate, runtime.instance_id, runtime.front)
         log.info(
             "worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id
@@ -127,6 +126,23 @@ async def _serve(
     finally:
         for publisher in publishers:
             await publisher.stop()
+
+
+async def _meet(config: WorkerConfig, endpoint_id: str, runtime: Runtime, me: dict[str, Any]) -> bool:
+    """The second stage, if it is there; under `--on-missing-stage fail` when it is there. False when told to stop
+    before. Raises ConfigError when the two do not fit together.
+    """
+    if config.on_missing_stage == "fail":
+        second = await runtime.second_stage(endpoint_id)
+        if second is not None:
+            require_pair(me, await second.describe())
+        return second is not None
+    there = await runtime.partners(endpoint_id)
+    if not there:
+        log.info("no second stage at %s: this worker answers alone until one comes", endpoint_id)
+    for theirs in there:
+        require_pair(me, theirs)
+    return True
 
 
 async def _other_stage(

@@ -1,4 +1,4 @@
-"""Two workers with different models behind one name: the second one is refused, as a process of its own, and by name."""
+"""Two workers with different models behind one name: the second one is refused, by name."""
 
 from __future__ import annotations
 
