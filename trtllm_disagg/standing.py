@@ -83,8 +83,16 @@ class Standing:
         if isinstance(command, Switch):
             await self._switch(command.strategy)
         elif isinstance(command, Set):
+            self._require_use_for_thresholds()
             return {"changed": self._policy.set_thresholds(command.values, "set")}
         return self.describe()
+
+    def _require_use_for_thresholds(self) -> None:
+        if not self._config.may_switch:
+            raise InvalidRequestError(
+                f"set: a worker in mode {self._config.role} under {self._config.strategy} decides nothing; "
+                "expected a prefill or decode worker of prefill_first, decode_first or auto"
+            )
 
     async def _switch(self, to: Strategy) -> None:
         config = self._config

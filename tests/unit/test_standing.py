@@ -132,6 +132,8 @@ async def test_who_can_be_nothing_else_says_so(role: str, strategy: str) -> None
     with pytest.raises(InvalidRequestError, match="runs nothing else"):
         await worker.obey(switch_to("prefill_first"))
     assert registration.history == []
+    with pytest.raises(InvalidRequestError, match="decides nothing"):
+        await worker.obey({"command": "set", "values": {"max_local_prefill_length": 7}})
 
 
 async def test_changes_come_one_after_the_other() -> None:
