@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.engine import Engine
 from trtllm_disagg.errors import PeerUnavailableError
+from trtllm_disagg.handlers.attended import AttendedQueue
 from trtllm_disagg.handlers.auto import Auto
 from trtllm_disagg.handlers.breaker import Breaker
 from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
@@ -51,9 +52,15 @@ def build_generate(
         config.prefill_timeout,
         config.first_decode_token_timeout,
         choose_protocol(config.handoff_protocol),
-        prefills and WatchedStage(prefills, breaker, deadlines),
+        prefills and WatchedStage(_attended(config, prefills, stage), breaker, deadlines),
     )
     return served(parts, _chosen(config, parts, watched, waiting or watched, policy))
+
+
+def _attended(config: WorkerConfig, queue: StageClient, workers: StageClient) -> StageClient:
+    """Under `local` nothing waits in it for a worker that is not there; a prefill worker is there itself."""
+    waits = config.role is Role.PREFILL or config.on_missing_stage == "fail"
+    return queue if waits else AttendedQueue(queue, workers)
 
 
 def _chosen(

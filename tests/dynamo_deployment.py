@@ -123,12 +123,24 @@ class DynamoDeployment:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
+    def kill(self, name: str) -> None:
+        """At once, so that it can tell nobody."""
+        process = self._processes[name]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def exit_code(self, name: str) -> int | None:
+        return self._processes[name].poll()
+
+    def log(self, name: str) -> str:
+        return self._log(name).read_text(errors="replace")
+
     def _log(self, name: str) -> Path:
         return self.directory / f"{name}.log"
 
     def logs(self) -> str:
         return "\n".join(
-            f"--- {name} (exit code {process.poll()})\n{self._log(name).read_text(errors='replace')[-6000:]}"
+            f"--- {name} (exit code {process.poll()})\n{self.log(name)[-6000:]}"
             for name, process in self._processes.items()
         )
 

@@ -115,7 +115,7 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
         return
     rule = rule_of(flag.field)
     metavar = "{" + ",".join(rule.choices) + "}" if rule and rule.choices else None
-    group.add_argument(*names, type=_argument_parser_of(flag.field), metavar=metavar, **options)
+    group.add_argument(*names, type=argument_parser_of(flag.field), metavar=metavar, **options)
 
 
 def _help(flag: Flag) -> str:
@@ -132,7 +132,8 @@ def _value_type(name: str) -> type:
     return chosen
 
 
-def _argument_parser_of(name: str) -> Callable[[str], Any]:
+def argument_parser_of(name: str) -> Callable[[str], Any]:
+    """Of the value of one flag. What it returns raises ConfigError, naming the flag, the value and what is allowed."""
     return lambda text: _parse(name, text, key=flag_of(name))
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     ),
     "up": Command("run a whole deployment on this machine", "trtllm_disagg.deployment.cli"),
     "switch": Command("another order for a running deployment", "trtllm_disagg.switching.cli"),
+    "set": Command("other thresholds for a running deployment", "trtllm_disagg.set_command"),
     "scale": Command("more or fewer workers of a running `up`", "trtllm_disagg.deployment.scale_command"),
     "bench": Command("measure it on this machine, beside baselines", "trtllm_disagg.bench"),
     "demo": Command("watch one request pass through both orders", "trtllm_disagg.demo"),

@@ -86,6 +86,8 @@ class Description(msgspec.Struct, frozen=True):
     registered: bool = False
     #: Whole requests, from a frontend, that it is answering.
     whole_requests: int = 0
+    #: Flags of its start without which it could be switched.
+    fixed_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

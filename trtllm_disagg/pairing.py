@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from trtllm_disagg.config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.namesakes import ModelIdentity
 
 #: What must be equal on both sides, and the setting that decides it.
 _EQUAL = {
@@ -28,19 +29,17 @@ def describe_worker(
     config: WorkerConfig,
     engine_args: dict[str, Any],
     block_size: int,
-    weights: str | None = None,
+    identity: ModelIdentity,
     ctx_info_endpoint: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What the other stage has to know of this worker; JSON. `weights` identifies them, where they are on disk."""
-    return {
+    """What the other stage has to know of this worker; JSON."""
+    return identity.described() | {
         "role": config.role.value,
         "strategy": config.strategy.value,
         "schedule_style": config.schedule_style.value,
         "handoff_protocol": config.handoff_protocol,
         "prefill_dispatch": config.prefill_dispatch,
         "engine": config.engine,
-        "model": config.model_name,
-        "weights": weights,
         "block_size": block_size,
         "dtype": engine_args.get("dtype", "auto"),
         "kv_dtype": (engine_args.get("kv_cache_config") or {}).get("dtype", "auto"),
@@ -49,12 +48,12 @@ def describe_worker(
     }
 
 
-def require_pair(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Raise ConfigError with one line per difference."""
+def require_pair(mine: dict[str, Any], theirs: dict[str, Any], but: Collection[str] = ()) -> None:
+    """Raise ConfigError with one line per difference, in anything `but` what may differ."""
     differences = [
         f"{setting}: {mine['role']} {mine[key]!r}, {theirs.get('role')} {theirs.get(key)!r}"
         for key, setting in _EQUAL.items()
-        if mine[key] != theirs.get(key)
+        if key not in but and mine[key] != theirs.get(key)
     ]
     if mine["role"] == theirs.get("role"):
         differences.insert(0, f"--disaggregation-mode: both workers are {mine['role']}")
@@ -68,3 +67,8 @@ def require_fit(mine: dict[str, Any], others: Iterable[dict[str, Any]]) -> None:
         is_partner = {mine["role"], theirs.get("role")} == {Role.PREFILL, Role.DECODE}
         if is_partner and all(theirs.get(key) == mine[key] for key in ("model", "strategy")):
             require_pair(mine, theirs)
+
+
+def require_callable(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """The same for who comes later. While a deployment switches, its workers are under two strategies."""
+    require_pair(mine, theirs, but=("strategy",))

@@ -8,10 +8,11 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config import Role, Strategy, WorkerConfig, flag_of
 from trtllm_disagg.control import Command, Set, Switch, decode_command
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.policy import Policy
+from trtllm_disagg.settings import endpoint_of
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Standing:
             "strategy": self._policy.strategy.value,
             "registered": self._registration.is_there,
             "whole_requests": self._whole_requests,
+            "fixed_by": fixed_by(self._config),
         }
 
     async def take(self) -> None:
@@ -83,8 +85,16 @@ class Standing:
         if isinstance(command, Switch):
             await self._switch(command.strategy)
         elif isinstance(command, Set):
+            self._require_use_for_thresholds()
             return {"changed": self._policy.set_thresholds(command.values, "set")}
         return self.describe()
+
+    def _require_use_for_thresholds(self) -> None:
+        if not self._config.may_switch:
+            raise InvalidRequestError(
+                f"set: a worker in mode {self._config.role} under {self._config.strategy} decides nothing; "
+                "expected a prefill or decode worker of prefill_first, decode_first or auto"
+            )
 
     async def _switch(self, to: Strategy) -> None:
         config = self._config
@@ -92,6 +102,11 @@ class Standing:
             raise InvalidRequestError(
                 f"to: {to!r} is not allowed in mode {config.role} under {config.strategy}; "
                 "expected no switch: such a worker runs nothing else"
+            )
+        if flags := fixed_by(config):
+            raise InvalidRequestError(
+                f"to: {to!r} is not allowed with {' and '.join(flags)}; expected the usual endpoints: there everybody "
+                "looks for a worker that was switched"
             )
         async with self._changing:
             strategy = self._policy.strategy
@@ -135,3 +150,14 @@ class Standing:
                 self._whole_requests -= whole
 
         return counted
+
+
+def fixed_by(config: WorkerConfig) -> list[str]:
+    """The flags that gave this worker another place than a switched one has; it cannot be switched."""
+    if not config.may_switch:
+        return []
+    role = config.role
+    usual = endpoint_of(config.namespace, None if config.is_first_stage else role)
+    other = endpoint_of(config.namespace, Role.PREFILL if role is Role.DECODE else Role.DECODE)
+    given = (("endpoint", config.endpoint, usual), ("next_endpoint", config.next_endpoint, other))
+    return [f"{flag_of(name)} {value}" for name, value, expected in given if value not in (None, expected)]

@@ -31,14 +31,8 @@ class Thresholds:
         return cls(**{name: getattr(config, name) for name in NAMES})
 
     def changed(self, values: Mapping[str, Any], source: str) -> Thresholds:
-        """Raise ConfigError for a name that is none, or a value that is not allowed; `source` says whose they are."""
-        for name, value in values.items():
-            if name not in NAMES:
-                raise ConfigError.bad_value(source, name, f"one of {', '.join(NAMES)}")
-            try:
-                check_value(name, value, f"{source}: {name}")
-            except TypeError:
-                raise ConfigError.bad_value(f"{source}: {name}", value, "a number") from None
+        """Raises ConfigError as `check_thresholds` does."""
+        check_thresholds(values, source)
         return replace(self, **values)
 
     def differences(self, other: Thresholds) -> list[str]:
@@ -48,6 +42,17 @@ class Thresholds:
 
 
 NAMES = tuple(field.name for field in fields(Thresholds))
+
+
+def check_thresholds(values: Mapping[str, Any], source: str) -> None:
+    """Raise ConfigError for a name that is none, or a value that is not allowed; `source` says whose they are."""
+    for name, value in values.items():
+        if name not in NAMES:
+            raise ConfigError.bad_value(source, name, f"one of {', '.join(NAMES)}")
+        try:
+            check_value(name, value, f"{source}: {name}")
+        except TypeError:
+            raise ConfigError.bad_value(f"{source}: {name}", value, "a number") from None
 
 
 def read_policy_file(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trtllm_disagg.embedded.checkpoint import fingerprint
 from trtllm_disagg.engine import Engine, load_api, resolve_engine, serve_as_rank
 from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
+from trtllm_disagg.handlers.fitting import FittingStage
 from trtllm_disagg.handlers.journal import journaled
 from trtllm_disagg.handlers.policy import Policy, watch_policy_file
 from trtllm_disagg.handlers.remote import NoStage, StageClient
@@ -29,12 +31,12 @@ from trtllm_disagg.handlers.selection import (
     Selector,
 )
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
+from trtllm_disagg.namesakes import ModelIdentity, Namesakes
+from trtllm_disagg.pairing import describe_worker, require_callable, require_fit, require_pair
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import Registration, Runtime, ServedModel
 from trtllm_disagg.standing import Standing
-from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
 
@@ -54,29 +56,43 @@ async def run_worker(config: WorkerConfig) -> None:
         return
     async with aclosing(await open_prefill_queue(config)) as queue:
         runtime = Runtime(config)
+        identity = ModelIdentity(config.model_name, config.model, _weights(config))
+        namesakes = Namesakes(
+            identity,
+            runtime.instance_id,
+            {config.endpoint_id, config.peer_endpoint_id},
+            runtime.look_around,
+        )
+        await namesakes.require_same()
         log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
         engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
         try:
-            await _serve(config, engine_args, engine, runtime, queue)
+            me = describe_worker(
+                config, engine_args, _capacity(config, engine)[0], identity, engine.ctx_info_endpoint
+            )
+            await _serve(config, me, engine, runtime, queue, namesakes)
         finally:
             engine.close()
 
 
 async def _serve(
-    config: WorkerConfig, engine_args: dict[str, Any], engine: Engine, runtime: Runtime, queue: PrefillQueue
+    config: WorkerConfig,
+    me: dict[str, Any],
+    engine: Engine,
+    runtime: Runtime,
+    queue: PrefillQueue,
+    namesakes: Namesakes,
 ) -> None:
     block_size, num_blocks = _capacity(config, engine)
-    me = describe_worker(config, engine_args, block_size, _weights(config), engine.ctx_info_endpoint)
     stage: StageClient = NoStage()
     runtime.stop_on_signals(_drain(engine, queue), queue.leave)
-    if config.next_endpoint_id is not None:
-        second = await runtime.second_stage(config.next_endpoint_id)
-        if second is None:
-            return
-        require_pair(me, await second.describe())
+    if config.next_endpoint_id is not None and not await _meet(config, config.next_endpoint_id, runtime, me):
+        return
     if config.partner_endpoint_id is not None:
-        stage = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
+        others = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
+        stage = FittingStage(others, partial(require_callable, me))
     await _require_fit(config, runtime, me)
+    await namesakes.require_same()
     policy = Policy.of(config, block_size)
     model = ServedModel(
         block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
@@ -92,9 +108,10 @@ async def _serve(
         await publisher.start()
 
     async def introduce() -> None:
-        await standing.take()
-        # Once more: somebody may have come at the same time.
+        # Once more, now that others see this worker: somebody may have come at the same time.
+        await namesakes.settle()
         await _require_fit(config, runtime, me)
+        await standing.take()
         await queue.start(generate, runtime.instance_id, runtime.front)
         log.info(
             "worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id
@@ -102,10 +119,30 @@ async def _serve(
 
     try:
         async with _stop_when_dead(engine, runtime), _watching(config, policy):
-            await _serve_and(introduce(), runtime, generate, standing)
+            serving = runtime.serve(
+                generate, lambda: standing.describe() | namesakes.described(), standing.obey
+            )
+            await _serve_and(introduce(), serving, runtime)
     finally:
         for publisher in publishers:
             await publisher.stop()
+
+
+async def _meet(config: WorkerConfig, endpoint_id: str, runtime: Runtime, me: dict[str, Any]) -> bool:
+    """The second stage, if it is there; under `--on-missing-stage fail` when it is there. False when told to stop
+    before. Raises ConfigError when the two do not fit together.
+    """
+    if config.on_missing_stage == "fail":
+        second = await runtime.second_stage(endpoint_id)
+        if second is not None:
+            require_pair(me, await second.describe())
+        return second is not None
+    there = await runtime.partners(endpoint_id)
+    if not there:
+        log.info("no second stage at %s: this worker answers alone until one comes", endpoint_id)
+    for theirs in there:
+        require_pair(me, theirs)
+    return True
 
 
 async def _other_stage(
@@ -137,10 +174,10 @@ async def _require_fit(config: WorkerConfig, runtime: Runtime, me: dict[str, Any
 
 
 async def _serve_and(
-    introduce: Coroutine[Any, Any, None], runtime: Runtime, generate: Generate, standing: Standing
+    introduce: Coroutine[Any, Any, None], serve: Coroutine[Any, Any, None], runtime: Runtime
 ) -> None:
     """A failed introduction ends the service, and is raised."""
-    serving = asyncio.create_task(runtime.serve(generate, standing.describe, standing.obey))
+    serving = asyncio.create_task(serve)
     introduction = asyncio.create_task(introduce, name="introduction")
     introduction.add_done_callback(lambda task: runtime.shutdown() if _failed(task) else None)
     try:
@@ -160,10 +197,10 @@ def _part(config: WorkerConfig) -> str:
     return "agg" if config.role is Role.AGG else f"{config.role}/{config.strategy}"
 
 
-def _weights(config: WorkerConfig) -> str | None:
-    """What two workers behind one name must have in common; None for a model that the engine downloads itself."""
+def _weights(config: WorkerConfig) -> str:
+    """What two workers behind one name must have in common; the name of a model that the engine downloads itself."""
     directory = Path(config.model)
-    return fingerprint(directory) if (directory / "config.json").is_file() else None
+    return fingerprint(directory) if (directory / "config.json").is_file() else config.model
 
 
 def _capacity(config: WorkerConfig, engine: Engine) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,3 +84,22 @@ def test_a_threshold_changes_without_a_restart(deployment: tuple[Served, Path], 
     assert reason() == "long"
     assert f"max_local_prefill_length: {LIMIT} -> 59" in worker.log.read_text()
     served.wait_until_idle()
+
+
+def test_the_command_sets_it_on_every_worker(deployment: tuple[Served, Path], oracle: Oracle) -> None:  # noqa: F811
+    """Whatever the policy file said before."""
+    served, _ = deployment
+    flags = ("--max-local-prefill-length", "200")
+    ended = command("set", "--run-dir", str(served.deployment.run_dir), *flags)
+    assert ended.returncode == 0, ended.stderr
+    first = served.first_stage[0]
+    assert f"{first.role} {first.instance_id:x}: max_local_prefill_length: 59 -> 200" in ended.stdout
+    assert len(ended.stdout.splitlines()) == len(served.workers)
+    assert took(served, oracle, ids(200, seed=5), "set")[1] == "short"
+    assert took(served, oracle, ids(201, seed=6), "set")[1] == "long"
+    assert served.deployment.config.thresholds == {"max_local_prefill_length": 200}
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    python = (sys.executable, "-m", "trtllm_disagg")
+    return subprocess.run([*python, *args], capture_output=True, text=True, timeout=60, check=False)

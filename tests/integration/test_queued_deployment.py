@@ -13,7 +13,9 @@ import psutil
 import pytest
 
 from tests.conftest import Checkpoints
+from tests.integration.test_changes_under_load import scale, switch
 from tests.integration.test_faults import PROMPTS, ask, ask_all, config, texts, told
+from tests.load import Load, bodies
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.process import ManagedProcess
@@ -86,3 +88,30 @@ async def nats_goes_and_comes_back(
     finally:
         again.kill()
         await again.wait()
+
+
+async def test_prefills_are_queued_before_and_after_a_switch_under_load(
+    checkpoints: Checkpoints, tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    """Also those of, and on, a prefill worker that came between."""
+    setting = replace(
+        config("prefill_first", checkpoints("llama"), tmp_path / "run"),
+        engine="recording",
+        engine_configs={},
+        prefill_dispatch="queue",
+    )
+    async with running_deployment(setting) as deployment:
+        load = Load(client, deployment.base_url, bodies("tiny", 4))
+        await load.learn()
+        async with load.running(at_once=2):
+            for to in ("decode_first", "prefill_first"):
+                assert await switch(deployment, to) == 0
+                assert await scale(deployment, prefill=2, decode=1) == "scaled: 2 prefill, 1 decode"
+                pulled_by: set[str] = set()
+                async with asyncio.timeout(30):
+                    while len(pulled_by) < 2:
+                        said = told(await ask(client, deployment, 0))
+                        assert said["strategy"] == to
+                        assert "prefill_queue_ms" in said, "it went through the queue"
+                        pulled_by.add(said["prefill_instance"])
+        assert load.wrong == []

@@ -26,6 +26,7 @@ LAYERS = (
         "flags",
         "args",
         "pairing",
+        "namesakes",
         "thresholds",
         "control",
     ),
@@ -34,7 +35,7 @@ LAYERS = (
     ("publisher",),
     ("runtime", "prefill_queue", "testing"),
     ("worker", "standing"),
-    ("cli", "worker_command", "switching", "deployment", "demo", "demo_model", "bench"),
+    ("cli", "worker_command", "set_command", "switching", "deployment", "demo", "demo_model", "bench"),
     ("__main__",),
 )
 

@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.deployment.orders import Describe, Order, Scale, Switched, order, taking_orders
+from trtllm_disagg.deployment.orders import (
+    Describe,
+    Order,
+    Scale,
+    Switched,
+    ThresholdsSet,
+    order,
+    taking_orders,
+)
 from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.deployment.run_dir import RunDir, is_alive, read_processes
 from trtllm_disagg.deployment.socket_file import ORDERS_SOCKET, connect, listen
@@ -123,6 +131,18 @@ async def test_workers_to_come_run_the_strategy_of_now(supervisor: Supervisor) -
     argv = supervisor.processes[0].spec.argv
     assert argv[argv.index("--disaggregation-strategy") + 1] == "prefill_first"
     assert (await tell(supervisor, Describe()))[0]["strategy"] == "prefill_first"
+
+
+async def test_workers_to_come_have_the_thresholds_of_now(supervisor: Supervisor) -> None:
+    await tell(supervisor, ThresholdsSet({"max_local_prefill_length": 7, "eff_isl_ratio_threshold": 0.5}))
+    await tell(supervisor, ThresholdsSet({"max_local_prefill_length": 9}))
+    wrongs: list[dict[str, int | float]] = [{"max_local_prefill_length": -1}, {"no_such": 1}]
+    for wrong in wrongs:
+        with pytest.raises(ConfigError, match="set"):
+            await tell(supervisor, ThresholdsSet(wrong))
+    await tell(supervisor, Scale({"prefill": 1}))
+    argv = supervisor.processes[0].spec.argv
+    assert argv[-4:] == ("--max-local-prefill-length", "9", "--eff-isl-ratio-threshold", "0.5")
 
 
 async def test_an_agg_deployment_cannot_be_switched(supervisor: Supervisor) -> None:

@@ -11,6 +11,7 @@ from tests.conftest import Checkpoints
 from trtllm_disagg.config import Role, WorkerConfig
 from trtllm_disagg.embedded.checkpoint import fingerprint
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.namesakes import ModelIdentity
 from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
 
 ARGS: dict[str, Any] = {"kv_cache_config": {"dtype": "auto"}, "cache_transceiver_config": {"backend": "NIXL"}}
@@ -20,11 +21,13 @@ def described(
     role: str,
     args: dict[str, Any] | None = None,
     block_size: int = 32,
-    weights: str | None = "ab",
+    weights: str = "ab",
     **config: Any,
 ) -> dict[str, Any]:
     settings = {"model": "org/model", "engine": "embedded", "role": Role(role)} | config
-    answer = describe_worker(WorkerConfig(**settings), ARGS | (args or {}), block_size, weights)
+    worker = WorkerConfig(**settings)
+    identity = ModelIdentity(worker.model_name, worker.model, weights)
+    answer = describe_worker(worker, ARGS | (args or {}), block_size, identity)
     crossed: dict[str, Any] = json.loads(json.dumps(answer))
     return crossed
 
@@ -42,6 +45,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "dtype": "float32",
         "kv_dtype": "auto",
         "transceiver": "NIXL",
+        "source": "org/model",
         "weights": "ab",
         "ctx_info_endpoint": [],
     }
@@ -49,7 +53,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
 
 def test_nothing_said_is_the_default() -> None:
     config = WorkerConfig(model="m", engine="embedded", role=Role.AGG)
-    answer = describe_worker(config, {"kv_cache_config": None}, 16)
+    answer = describe_worker(config, {"kv_cache_config": None}, 16, ModelIdentity("m", "m", "m"))
     assert (answer["dtype"], answer["kv_dtype"], answer["transceiver"]) == ("auto", "auto", None)
 
 

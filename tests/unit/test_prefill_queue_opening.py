@@ -8,6 +8,7 @@ import pytest
 
 from tests.nats_server import NatsServer
 from trtllm_disagg.config import Role, ScheduleStyle, Strategy, WorkerConfig
+from trtllm_disagg.control import SWITCHABLE
 from trtllm_disagg.errors import (
     ConfigError,
 )
@@ -18,24 +19,54 @@ from trtllm_disagg.prefill_queue.names import Names
 async def test_who_has_no_use_for_a_queue_opens_none() -> None:
     config = WorkerConfig(model="m", role=Role.PREFILL)
     assert isinstance(await open_prefill_queue(config), NoPrefillQueue)
-    # A second stage that decodes calls nobody and prefills nothing.
+    assert isinstance(await open_prefill_queue(WorkerConfig(model="m")), NoPrefillQueue)
+
+
+def test_whatever_a_worker_is_and_was_it_means_the_same_queue() -> None:
+    """A deployment that switched has workers that were started under either strategy."""
+    configs = [
+        WorkerConfig(model="m", role=role, strategy=strategy, prefill_dispatch="queue")
+        for strategy in SWITCHABLE
+        for role in (Role.DECODE, Role.PREFILL)
+    ]
+    assert {Names.of(config).items for config in configs} == {
+        "trtllm_disagg.prefill_queue.dynamo.prefill.generate.items"
+    }
+
+
+def test_the_queue_of_prefill_workers_elsewhere() -> None:
+    prefill = WorkerConfig(
+        model="m",
+        role=Role.PREFILL,
+        strategy=Strategy.DECODE_FIRST,
+        endpoint="dyn://dynamo.mine.generate",
+        prefill_dispatch="queue",
+    )
     decode = WorkerConfig(
         model="m",
         role=Role.DECODE,
-        strategy=Strategy.PREFILL_FIRST,
+        strategy=Strategy.DECODE_FIRST,
+        next_endpoint="dyn://dynamo.mine.generate",
+        prefill_dispatch="queue",
+    )
+    assert Names.of(decode) == Names.of(prefill)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("strategy", SWITCHABLE)
+async def test_whoever_may_push_after_a_switch_opens_it(
+    role: Role, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker, "_CONNECT_SECONDS", 0.1)
+    config = WorkerConfig(
+        model="m",
+        role=role,
+        strategy=strategy,
         prefill_dispatch="queue",
         nats_server="nats://127.0.0.1:1",
     )
-    assert isinstance(await open_prefill_queue(decode), NoPrefillQueue)
-
-
-def test_both_sides_mean_the_same_queue() -> None:
-    for strategy in (Strategy.DECODE_FIRST, Strategy.AUTO):
-        decode, prefill = (
-            WorkerConfig(model="m", role=role, strategy=strategy, prefill_dispatch="queue")
-            for role in (Role.DECODE, Role.PREFILL)
-        )
-        assert Names.of(decode) == Names.of(prefill)
+    with pytest.raises(ConfigError, match="--nats-server"):
+        await open_prefill_queue(config)
 
 
 async def test_no_nats_server_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,9 +53,9 @@ class Others:
 
 
 def standing(
-    role: str, strategy: str, others: Others | None = None
+    role: str, strategy: str, others: Others | None = None, **settings: Any
 ) -> tuple[Standing, FakeRegistration, Policy]:
-    config = WorkerConfig(model="m", role=Role(role), strategy=Strategy(strategy))
+    config = WorkerConfig(model="m", role=Role(role), strategy=Strategy(strategy), **settings)
     registration, policy = FakeRegistration(), Policy.of(config, 32)
     registration.policy = policy
     return (
@@ -132,6 +132,32 @@ async def test_who_can_be_nothing_else_says_so(role: str, strategy: str) -> None
     with pytest.raises(InvalidRequestError, match="runs nothing else"):
         await worker.obey(switch_to("prefill_first"))
     assert registration.history == []
+    with pytest.raises(InvalidRequestError, match="decides nothing"):
+        await worker.obey({"command": "set", "values": {"max_local_prefill_length": 7}})
+
+
+@pytest.mark.parametrize(
+    ("role", "settings", "fixed_by"),
+    [
+        ("decode", {}, []),
+        ("prefill", {}, []),
+        ("decode", {"endpoint": "dyn://dynamo.tensorrt_llm.generate"}, []),
+        ("decode", {"next_endpoint": "dyn://dynamo.prefill.generate"}, []),
+        ("decode", {"endpoint": "dyn://dynamo.mine.generate"}, ["--endpoint dyn://dynamo.mine.generate"]),
+        ("prefill", {"endpoint": "dyn://dynamo.mine.generate"}, ["--endpoint dyn://dynamo.mine.generate"]),
+        ("decode", {"next_endpoint": "dyn://a.b.c"}, ["--next-endpoint dyn://a.b.c"]),
+    ],
+)
+async def test_who_has_an_endpoint_of_its_own_is_not_switched(
+    role: str, settings: dict[str, Any], fixed_by: list[str]
+) -> None:
+    """Frontends and the other role look for a switched worker at the usual ones."""
+    worker, registration, policy = standing(role, "decode_first", **settings)
+    assert worker.describe()["fixed_by"] == fixed_by
+    if fixed_by:
+        with pytest.raises(InvalidRequestError, match=f"{fixed_by[0]}; expected the usual endpoints"):
+            await worker.obey(switch_to("prefill_first"))
+        assert (policy.strategy.value, registration.history) == ("decode_first", [])
 
 
 async def test_changes_come_one_after_the_other() -> None:

@@ -134,6 +134,12 @@ async def test_a_frontend_that_learns_nothing_keeps_the_old_first_stage() -> Non
         ("prefill_first", {i: {"strategy": "router"} for i in range(1, 5)}, "under router"),
         ("prefill_first", {4: {"role": "agg"}}, "1 agg"),
         ("prefill_first", {4: {"model": "other"}}, "m, other"),
+        (
+            "prefill_first",
+            {2: {"fixed_by": ["--endpoint dyn://n.mine.generate"]}},
+            "prefill 2 was started with --endpoint dyn://n.mine.generate",
+        ),
+        ("prefill_first", {1: None, 2: None}, "none of their own by --endpoint"),
         ("prefill_first", {4: {"role": "cook"}}, "instance 4 at dyn://n.c.e is no trtllm-disagg worker"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from trtllm_disagg.deployment.scaling import Scaler
 from trtllm_disagg.deployment.socket_file import ORDERS_SOCKET, connect, listen
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.thresholds import check_thresholds
 
 _MAX_LINE = 64 * 1024
 
@@ -43,7 +44,13 @@ class Switched(msgspec.Struct, frozen=True, tag_field="order", tag="switched", f
     strategy: Literal["prefill_first", "decode_first", "auto"]
 
 
-Order = Describe | Scale | Switched
+class ThresholdsSet(msgspec.Struct, frozen=True, tag_field="order", tag="set", forbid_unknown_fields=True):
+    """The workers have these thresholds now; those to come shall too."""
+
+    values: dict[str, int | float]
+
+
+Order = Describe | Scale | Switched | ThresholdsSet
 
 
 class Orders:
@@ -90,6 +97,8 @@ class Orders:
         async with self._one_at_a_time:
             if isinstance(order, Switched):
                 return self._switched(order.strategy)
+            if isinstance(order, ThresholdsSet):
+                return self._set(order.values)
 
             def note(text: str) -> None:
                 self._supervisor.note(text)
@@ -113,6 +122,14 @@ class Orders:
         self._supervisor.config = replace(self._supervisor.config, strategy=strategy)
         self._supervisor.note(f"strategy={strategy} from now on")
         return strategy
+
+    def _set(self, values: Mapping[str, int | float]) -> str:
+        check_thresholds(values, "set")
+        config = self._supervisor.config
+        self._supervisor.config = replace(config, thresholds={**config.thresholds, **values})
+        line = ", ".join(f"{name}={value}" for name, value in values.items())
+        self._supervisor.note(f"{line} from now on")
+        return line
 
 
 @asynccontextmanager

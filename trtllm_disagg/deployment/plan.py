@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from trtllm_disagg.config import flag_of
 from trtllm_disagg.deployment.nats import STORE_DIR, nats_server_argv
 from trtllm_disagg.errors import ConfigError
 
@@ -90,6 +91,8 @@ class DeploymentConfig:
     next_router: NextRouter | None = None
     prefill_dispatch: PrefillDispatch = "direct"
     worker_args: tuple[str, ...] = ()
+    #: Set while it ran (`trtllm-disagg set`), for workers that come later: setting -> value.
+    thresholds: Mapping[str, int | float] = field(default_factory=dict)
     frontend_args: tuple[str, ...] = ()
     startup_timeout: float = 120.0
     stop_timeout: float = 20.0
@@ -272,6 +275,7 @@ def worker_spec(
         *_flag("--next-router", config.next_router),
         *queue_flags,
         *config.worker_args,
+        *(text for name, value in config.thresholds.items() for text in (flag_of(name), str(value))),
     ]
     return ProcessSpec(
         name=f"{role}-{index}",

@@ -19,8 +19,9 @@ class Names:
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Names:
-        endpoint_id = config.endpoint_id if config.role is Role.PREFILL else config.next_endpoint_id
-        assert endpoint_id is not None, "a second stage that decodes has no use for the queue"
+        """The same for all workers of a deployment, whichever stage they were when they started."""
+        endpoint_id = config.peer_endpoint_id if config.role is Role.PREFILL else config.partner_endpoint_id
+        assert endpoint_id is not None, "a worker of both roles has no use for the queue"
         return cls(parse_endpoint_id(endpoint_id))
 
     @property

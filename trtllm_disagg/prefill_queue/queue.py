@@ -102,8 +102,8 @@ class NatsPrefillQueue:
 
 async def open_prefill_queue(config: WorkerConfig) -> PrefillQueue:
     """Raises ConfigError when NATS is not there."""
-    has_a_use = config.role is Role.PREFILL or config.calls_second_stage
-    if config.prefill_dispatch == "direct" or not has_a_use:
+    # A decode worker that is a second stage pushes after a switch.
+    if config.prefill_dispatch == "direct" or not config.may_switch:
         return NoPrefillQueue()
     broker = await Broker.connect(config.nats_server, Names.of(config))
     queue = NatsPrefillQueue(config, broker)

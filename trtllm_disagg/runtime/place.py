@@ -21,10 +21,12 @@ from dynamo.llm import (
 from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.control import Told
 from trtllm_disagg.runtime.handler import DESCRIBE, Obey, as_dynamo_handler
 from trtllm_disagg.runtime.kv_overlaps import KvOverlaps
+from trtllm_disagg.runtime.lookout import look_around
 from trtllm_disagg.runtime.stage import DynamoDirectory
-from trtllm_disagg.settings import parse_endpoint_id
+from trtllm_disagg.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
@@ -97,6 +99,13 @@ class Runtime:
                     async for item in await client.direct({DESCRIBE: True}, instance_id):
                         answers.append(item.data())
         return answers
+
+    async def look_around(self) -> list[Told]:
+        """Everybody whom requests of this namespace could reach, as they describe themselves now."""
+        config = self._config
+        usual = (endpoint_of(config.namespace, role) for role in (None, Role.PREFILL, Role.DECODE))
+        endpoint_ids = {config.front_endpoint_id, config.peer_endpoint_id, *usual}
+        return await look_around(config, self._runtime, endpoint_ids)
 
     async def _client(self, endpoint_id: str) -> Any:
         """One for each endpoint: every one watches the discovery directory, and a user may have 128 watches."""

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.control import SWITCHABLE
-from trtllm_disagg.deployment.orders import Describe, Switched, order
+from trtllm_disagg.deployment.orders import Switched, order
 from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.switching import where
 from trtllm_disagg.switching.frontend import Frontend, HttpFrontend, UnknownFrontends
 from trtllm_disagg.switching.plan import require_switchable
 from trtllm_disagg.switching.run import switch
-
-#: A worker that leaves waits until all frontends have heard of it.
-_ANSWER_SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="{" + ",".join(SWITCHABLE) + "}",
         help="the strategy to run from now on",
     )
-    add("--run-dir", type=Path, metavar="DIR", help="run directory of a running `up`")
-    add("--namespace", metavar="NAME", help="without --run-dir: Dynamo namespace [DYN_NAMESPACE]")
+    where.add_arguments(parser)
     add(
         "--frontend",
         metavar="URL",
@@ -57,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     require_switchable(args.to)
     if args.run_dir is not None and (args.namespace or args.frontend):
         raise ConfigError("--run-dir says where everything is; give no --namespace and no --frontend with it")
-    up = order(args.run_dir, Describe()) if args.run_dir is not None else None
+    up = where.describe_up(args.run_dir)
     try:
         print(asyncio.run(_switch(args, up)))
         if up is not None:
@@ -71,18 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _switch(args: argparse.Namespace, up: dict[str, Any] | None) -> str:
-    from trtllm_disagg.runtime import controller
-
-    if up is not None:
-        os.environ["DYN_FILE_KV"] = up["discovery"]
-    namespace = up["namespace"] if up else args.namespace or os.environ.get("DYN_NAMESPACE") or "dynamo"
-    async with controller(
-        backend="file" if up else os.environ.get("DYN_DISCOVERY_BACKEND") or "file",
-        request_plane="tcp" if up else os.environ.get("DYN_REQUEST_PLANE") or "tcp",
-        event_plane="zmq" if up else os.environ.get("DYN_EVENT_PLANE") or "zmq",
-        namespace=namespace,
-        timeout=_ANSWER_SECONDS,
-    ) as workers:
+    async with where.workers_of(up, args.namespace) as workers:
         return await switch(workers, _frontend(args, up), args.to, args.timeout, _say)
 
 

@@ -69,7 +69,10 @@ def plan_switch(to: str, workers: Sequence[Worker]) -> SwitchPlan:
     there = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "none"
     if not roles[Role.PREFILL] or not roles[Role.DECODE]:
         raise ConfigError.bad_value(
-            "--to", to, f"a strategy whose workers are there; it needs prefill and decode, there are: {there}"
+            "--to",
+            to,
+            f"a strategy whose workers are there; it needs prefill and decode, there are: {there} (at the usual "
+            "endpoints of the namespace; none of their own by --endpoint or --next-endpoint)",
         )
     fixed = {w.is_.strategy for w in workers if w.is_.role is not Role.AGG} - set(SWITCHABLE)
     if fixed or roles[Role.AGG]:
@@ -79,6 +82,14 @@ def plan_switch(to: str, workers: Sequence[Worker]) -> SwitchPlan:
             f"no switch of a deployment of {there} under {', '.join(fixed) or 'agg'}: its frontend treats them "
             "otherwise; start another deployment",
         )
+    for each in workers:
+        if each.is_.fixed_by:
+            raise ConfigError.bad_value(
+                "--to",
+                to,
+                f"no switch: {each} was started with {' and '.join(each.is_.fixed_by)}; only workers at the usual "
+                "endpoints can be switched",
+            )
     models = sorted({w.is_.model for w in workers})
     if len(models) > 1:
         raise ConfigError.bad_value(

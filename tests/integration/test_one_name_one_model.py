@@ -1,0 +1,89 @@
+"""Two workers with different models behind one name: the second one is refused, by name."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Checkpoints
+from tests.dynamo_deployment import DynamoDeployment
+from trtllm_disagg.embedded.checkpoint import fingerprint
+
+#: No model is loaded: what is refused is refused before that.
+WORKER = ["trtllm_disagg", "worker", "--engine", "recording"]
+SECOND_STAGE = ["--disaggregation-mode", "decode", "--disaggregation-strategy", "prefill_first"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[DynamoDeployment]:
+    place = DynamoDeployment(tmp_path)
+    yield place
+    place.stop()
+
+
+def worker(model: Path, *more: str, name: str = "tiny") -> list[str]:
+    return [*WORKER, "--model", str(model), "--served-model-name", name, *more]
+
+
+def serves(place: DynamoDeployment, name: str) -> None:
+    place.wait_until(lambda: "worker ready" in place.log(name), f"{name} is ready")
+
+
+def refusal(place: DynamoDeployment, name: str) -> str:
+    """Its last words."""
+    place.wait_until(lambda: place.exit_code(name) is not None, f"{name} ends")
+    assert place.exit_code(name) == 2, place.log(name)
+    assert "loading" not in place.log(name), "it was known before the engine was built"
+    return place.log(name)
+
+
+def test_the_second_of_two_models_behind_one_name_is_refused(
+    place: DynamoDeployment, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    model, other = checkpoints("llama"), checkpoints("llama", 1)
+    copied = tmp_path / "copy"
+    shutil.copytree(model, copied)
+    # No first stage is there that could tell the two second ones apart.
+    apart = ["--namespace", "apart", *SECOND_STAGE]
+    place.start_workers({"agg": worker(model), "decode": worker(model, *apart)})
+    serves(place, "agg")
+    serves(place, "decode")
+
+    place.start_workers(
+        {
+            "wrong_agg": worker(other),
+            "wrong_decode": worker(other, *apart),
+            "copy": worker(copied),
+            "other_place": worker(other, "--namespace", "another", name="another"),
+            "wrong_name": worker(model, name="another"),
+        }
+    )
+    serves(place, "copy")
+    serves(place, "other_place")
+    said = refusal(place, "wrong_name")
+    assert "--served-model-name: 'another' is not allowed; expected 'tiny', which agg" in said
+    for name, role in (("wrong_agg", "agg"), ("wrong_decode", "decode")):
+        said = refusal(place, name)
+        assert re.search(
+            f"--model: '{other}' \\(hash {fingerprint(other)}\\) is not allowed; expected what is served as "
+            f"'tiny' already: '({model}|{copied})' \\(hash {fingerprint(model)}\\), by {role} ",
+            said,
+        ), said
+        assert "--served-model-name and --namespace" in said
+        assert "Traceback" not in said
+
+
+def test_a_worker_that_was_killed_is_in_nobodys_way(
+    place: DynamoDeployment, checkpoints: Checkpoints
+) -> None:
+    place.start_workers({"old": worker(checkpoints("llama"))})
+    serves(place, "old")
+    place.kill("old")
+    # For the ten seconds of its lease it looks as if it were there.
+    assert len(list((place.directory / "discovery" / "v1" / "instances").iterdir())) == 1
+    place.start_workers({"new": worker(checkpoints("llama", 1))})
+    serves(place, "new")

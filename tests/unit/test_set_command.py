@@ -1,0 +1,109 @@
+"""`trtllm-disagg set`: who is told, what is refused by name, and what is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.cli import run
+from trtllm_disagg.control import Command, Set, Told
+from trtllm_disagg.errors import ConfigError, PeerUnavailableError
+from trtllm_disagg.set_command import set_thresholds
+from trtllm_disagg.thresholds import NAMES
+
+VALUES: dict[str, int | float | str | bool] = {"max_local_prefill_length": 500}
+
+
+class FakeDeployment:
+    """Workers of both roles that take whatever they are told; those in `gone` do not answer."""
+
+    def __init__(
+        self, strategy: str = "decode_first", roles: tuple[str, ...] = ("prefill", "decode")
+    ) -> None:
+        self.said = {
+            10 + i: {"role": role, "strategy": strategy, "model": "m"} for i, role in enumerate(roles)
+        }
+        self.told: dict[int, Command] = {}
+        self.gone: set[int] = set()
+
+    async def workers(self) -> list[Told]:
+        return [Told("dyn://n.c.e", i, said) for i, said in self.said.items()]
+
+    async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
+        if instance_id in self.gone:
+            raise PeerUnavailableError("it is gone")
+        same = self.told.get(instance_id) == command
+        self.told[instance_id] = command
+        return {"changed": [] if same else ["max_local_prefill_length: 1000 -> 500"]}
+
+
+async def run_set(fake: FakeDeployment, instance: int | None = None) -> tuple[int, list[str], list[str]]:
+    said: list[str] = []
+    errors: list[str] = []
+    return await set_thresholds(fake, VALUES, instance, said.append, errors.append), said, errors
+
+
+async def test_everybody_is_told_and_says_what_was() -> None:
+    fake = FakeDeployment()
+    failed, said, _ = await run_set(fake)
+    assert fake.told == {10: Set(VALUES), 11: Set(VALUES)}
+    assert (failed, said) == (
+        0,
+        [
+            "prefill a: max_local_prefill_length: 1000 -> 500",
+            "decode b: max_local_prefill_length: 1000 -> 500",
+        ],
+    )
+    assert (await run_set(fake))[1] == ["prefill a: has these already", "decode b: has these already"]
+
+
+async def test_one_is_told() -> None:
+    fake = FakeDeployment()
+    await run_set(fake, 11)
+    assert list(fake.told) == [11]
+    with pytest.raises(
+        ConfigError, match="--instance: 'ff' is not allowed; expected one of prefill a, decode b"
+    ):
+        await run_set(fake, 255)
+
+
+async def test_who_cannot_be_told_is_named_and_the_others_are_told() -> None:
+    fake = FakeDeployment()
+    fake.gone = {10}
+    failed, said, errors = await run_set(fake)
+    assert (failed, len(said), errors) == (1, 1, ["error: prefill a: it is gone"])
+    assert list(fake.told) == [11]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "roles", "there"),
+    [
+        ("decode_first", (), "there is: nobody"),
+        ("decode_first", ("agg",), "there is: agg a under decode_first"),
+        ("router", ("prefill", "decode"), "prefill a under router, decode b under router"),
+    ],
+)
+async def test_where_nobody_decides_it_is_refused(strategy: str, roles: tuple[str, ...], there: str) -> None:
+    fake = FakeDeployment(strategy, roles)
+    with pytest.raises(ConfigError, match=there):
+        await run_set(fake)
+    assert fake.told == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("", ", ".join("--" + name.replace("_", "-") for name in NAMES)),
+        ("--max-local-prefill-length -1", "--max-local-prefill-length: -1 .* a whole number, 0 or more"),
+        ("--max-prefill-queue-size many", "--max-prefill-queue-size: 'many' .* a whole number"),
+        ("--eff-isl-ratio-threshold 1.5", "--eff-isl-ratio-threshold: 1.5 .* a number from 0 to 1"),
+        ("--max-local-prefil-length 5", "unknown flag .*did you mean --max-local-prefill-length"),
+        ("--eff-isl-threshold 5 --run-dir /no --namespace n", "give no --namespace"),
+        ("--eff-isl-threshold 5 --run-dir /no/such", "--run-dir: '/no/such'"),
+        ("--eff-isl-threshold 5 --instance here", "--instance: 'here' .* hexadecimal"),
+    ],
+)
+def test_what_is_wrong_is_named_before_anybody_is_asked(line: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        run(["set", *line.split()])

@@ -1,0 +1,112 @@
+"""Workers that serve one name serve one model, and workers at one endpoint one name. Asked before the engine is
+built, and again until a worker serves: requests for a name, or at an endpoint, are sent to any of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trtllm_disagg.control import Told
+from trtllm_disagg.errors import ConfigError
+
+_POLL_SECONDS = 0.05
+#: Discovery shows a worker to itself within milliseconds. If it does not, it shows the others no better later.
+_VISIBLE_SECONDS = 5.0
+
+#: Everybody whom requests for a model could reach, this worker too, as they describe themselves.
+Look = Callable[[], Awaitable[Sequence[Told]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    #: What clients call it.
+    model: str
+    #: Where it comes from: `--model`.
+    source: str
+    #: Hash of config.json and weights; of a model that the engine downloads itself, its name.
+    weights: str
+
+    def described(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Namesakes:
+    """The other workers that serve the name of `mine`, or another one where this worker is.
+
+    Two that come at once list themselves, and only then look: so one of them, at least, sees the other. Who has
+    looked and seen nobody is settled, and stays; of two that are not, the one with the lower id does.
+    """
+
+    def __init__(
+        self,
+        mine: ModelIdentity,
+        own_id: int,
+        places: Collection[str],
+        look: Look,
+        poll_seconds: float = _POLL_SECONDS,
+    ) -> None:
+        """`places`: the endpoints of this worker; there nobody may serve another name."""
+        self._mine = mine
+        self._own_id = own_id
+        self._places = places
+        self._look = look
+        self._poll_seconds = poll_seconds
+        self._settled = False
+
+    def described(self) -> dict[str, Any]:
+        """JSON, a part of what this worker says of itself."""
+        return self._mine.described() | {"settled": self._settled}
+
+    async def require_same(self) -> None:
+        """Before others can see this worker. Raises ConfigError for the first one that has another model or name."""
+        for other in await self._look():
+            if self._is_in_the_way(other):
+                raise self._refusal(other)
+
+    async def settle(self) -> None:
+        """The same when they can, and before a frontend hears of it."""
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        while True:
+            everybody = await self._look()
+            others = [each for each in everybody if self._is_in_the_way(each)]
+            for other in others:
+                if other.said.get("settled", True) or other.instance_id < self._own_id:
+                    raise self._refusal(other)
+            is_seen = any(each.instance_id == self._own_id for each in everybody)
+            # Others who are in the way will see this one, and go.
+            if not others and (is_seen or time.monotonic() > deadline):
+                break
+            await asyncio.sleep(self._poll_seconds)
+        self._settled = True
+
+    def _is_in_the_way(self, other: Told) -> bool:
+        name, weights = other.said.get("model"), other.said.get("weights")
+        if other.instance_id == self._own_id or name is None or weights is None:
+            return False
+        if name == self._mine.model:
+            return bool(weights != self._mine.weights)
+        return other.endpoint_id in self._places
+
+    def _refusal(self, other: Told) -> ConfigError:
+        mine, said = self._mine, other.said
+        who = f"{said.get('role')} {other.instance_id:x} at {other.endpoint_id}"
+        if said["model"] != mine.model:
+            return ConfigError.bad_value(
+                "--served-model-name",
+                mine.model,
+                f"{said['model']!r}, which {who} serves there already; give this one another --namespace, or stop "
+                "that one first",
+            )
+        return ConfigError(
+            f"--model: {_shown(mine.source, mine.weights)} is not allowed; expected what is served as "
+            f"{mine.model!r} already: {_shown(said.get('source'), said['weights'])}, by {who}; give this one "
+            "another --served-model-name and --namespace, or stop that one first"
+        )
+
+
+def _shown(source: Any, weights: Any) -> str:
+    return f"{source!r} (hash {weights})"
