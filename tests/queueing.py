@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from tests.nats_server import NatsServer
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
-from trtllm_disagg.handlers.remote import NoStage, StageClient
+from trtllm_disagg.errors import NoInstanceError
+from trtllm_disagg.handlers.remote import NoStage, StageClient, StageInstance
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import Broker
 from trtllm_disagg.prefill_queue.depth import DepthWatch
@@ -23,6 +24,13 @@ from trtllm_disagg.testing.recording_llm import LLM, Script
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 _namespaces = itertools.count(1)
+
+
+class Nobody(NoStage):
+    """No worker can be asked but through the queue."""
+
+    async def pick(self, request: GenerateRequest) -> StageInstance:
+        raise NoInstanceError("nobody is there")
 
 
 def worker_config(namespace: str, role: Role, strategy: Strategy) -> WorkerConfig:
@@ -93,7 +101,7 @@ class Queueing:
         role = self.strategy.first_stage_role
         assert role is not None
         config = worker_config(self.namespace, role, self.strategy)
-        generate = build_generate(config, engine, stage or NoStage(), prefills=client, waiting=watch)
+        generate = build_generate(config, engine, stage or Nobody(), prefills=client, waiting=watch)
         self.pushers.append(Pushing(client, watch, broker, generate, engine.llm))
         return self.pushers[-1]
 

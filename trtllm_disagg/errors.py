@@ -7,6 +7,7 @@
     ├── OverloadedError         529  full; try again later
     ├── PeerUnavailableError    503  the other stage is gone; may be retried elsewhere
     │   ├── NoInstanceError     503  nobody is there
+    │   ├── QueueUnusableError  503  the prefill queue cannot take the request, or has lost it
     │   └── KvTransferError     503  the KV did not arrive: lease over, sender gone, read failed
     ├── StageTimeoutError       504  a stage took too long
     ├── RequestCancelledError   499  the client left
@@ -64,6 +65,10 @@ class PeerUnavailableError(DisaggError):
 
 class NoInstanceError(PeerUnavailableError):
     """No instance of the other stage is there that this request may be sent to."""
+
+
+class QueueUnusableError(PeerUnavailableError):
+    """The prefill queue cannot take the request, or has lost it: no worker will answer it from there."""
 
 
 class KvTransferError(PeerUnavailableError):

@@ -16,7 +16,7 @@ from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, BadRequestError, ServiceUnavailableError
 
 from trtllm_disagg.config import flag_of
-from trtllm_disagg.errors import ConfigError, OverloadedError, PeerUnavailableError
+from trtllm_disagg.errors import ConfigError, OverloadedError, QueueUnusableError
 from trtllm_disagg.prefill_queue.heeded import heeded
 from trtllm_disagg.prefill_queue.messages import MAX_BYTES, NO, YES
 from trtllm_disagg.prefill_queue.names import CONSUMER, Names
@@ -99,9 +99,9 @@ class Broker:
     # -- the stream
 
     async def push(self, data: bytes) -> int:
-        """Its place in the stream. Raises PeerUnavailableError or OverloadedError."""
+        """Its place in the stream. Raises QueueUnusableError or OverloadedError."""
         if len(data) > min(self._client.max_payload, MAX_BYTES):
-            raise PeerUnavailableError(
+            raise QueueUnusableError(
                 f"a request of {len(data)} bytes does not fit the prefill queue: NATS takes "
                 f"{self._client.max_payload} (max_payload)"
             )
@@ -136,7 +136,7 @@ class Broker:
         return message
 
     async def waiting(self) -> tuple[int, int]:
-        """(items that no worker has been given yet, place of the oldest one). Raises PeerUnavailableError."""
+        """(items that no worker has been given yet, place of the oldest one). Raises QueueUnusableError."""
         try:
             consumer = await heeded(
                 self._stream.consumer_info(self.names.stream, CONSUMER, timeout=_REPLY_SECONDS)
@@ -247,8 +247,8 @@ class Broker:
             self._usable.set()
             return
 
-    def _unavailable(self, error: BaseException) -> PeerUnavailableError:
-        return PeerUnavailableError(f"the prefill queue cannot be reached: {error or type(error).__name__}")
+    def _unavailable(self, error: BaseException) -> QueueUnusableError:
+        return QueueUnusableError(f"the prefill queue cannot be reached: {error or type(error).__name__}")
 
 
 async def _noted(error: Exception) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from trtllm_disagg.errors import PeerUnavailableError
+from trtllm_disagg.errors import QueueUnusableError
 from trtllm_disagg.prefill_queue.broker import Broker
 
 _ASK_SECONDS = 0.25
@@ -50,7 +50,7 @@ class DepthWatch:
             await self._broker.wait_until_usable()
             try:
                 await self._look()
-            except PeerUnavailableError:
+            except QueueUnusableError:
                 self._num_waiting, self._oldest = 0, None
             await asyncio.sleep(_ASK_SECONDS)
 

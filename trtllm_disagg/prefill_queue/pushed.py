@@ -7,10 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.handlers.remote import QUEUE_ID
 from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, FromPuller, Item, failure_of
-
-#: As an instance, the queue itself: to be blamed, and avoided, for what no worker has done.
-QUEUE_ID = 0
 
 #: An item that so many workers have lost is not given to another one.
 MAX_CLAIMS = 3

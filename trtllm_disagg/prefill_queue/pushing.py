@@ -13,8 +13,9 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
-from trtllm_disagg.errors import DisaggError, NoInstanceError, PeerUnavailableError
+from trtllm_disagg.errors import DisaggError, NoInstanceError, PeerUnavailableError, QueueUnusableError
 from trtllm_disagg.handlers.background import in_background
+from trtllm_disagg.handlers.remote import QUEUE_ID
 from trtllm_disagg.prefill_queue.broker import Broker
 from trtllm_disagg.prefill_queue.messages import (
     NO,
@@ -27,7 +28,7 @@ from trtllm_disagg.prefill_queue.messages import (
     decode,
     encode,
 )
-from trtllm_disagg.prefill_queue.pushed import QUEUE_ID, Pushed
+from trtllm_disagg.prefill_queue.pushed import Pushed
 from trtllm_disagg.types import GenerateRequest, Journey, RequestContext
 
 log = logging.getLogger(__name__)
@@ -120,8 +121,8 @@ class QueueClient:
         for pushed in self._pushed.values():
             pushed.fail(self._is_gone())
 
-    def _is_gone(self) -> PeerUnavailableError:
-        return PeerUnavailableError("the prefill queue cannot be reached: NATS is gone (--nats-server)")
+    def _is_gone(self) -> QueueUnusableError:
+        return QueueUnusableError("the prefill queue cannot be reached: NATS is gone (--nats-server)")
 
 
 class QueuedPrefill:
