@@ -75,8 +75,9 @@ async def nats_goes_and_comes_back(
     answers = await ask_all(client, deployment, 100)
     assert texts(answers) == undisturbed
     assert {told(answer)["strategy"] for answer in answers} == {"decode_first"}
-    reasons = {reason for answer in answers for reason in told(answer)["fallbacks"]}
-    assert reasons == {"direct: the prefill queue cannot be reached: NATS is gone (--nats-server)"}
+    # The worker that was killed may still be known, and tried.
+    without_queue = "direct: the prefill queue cannot be reached: NATS is gone (--nats-server)"
+    assert all(without_queue in told(answer)["fallbacks"] for answer in answers)
     # Nobody restarts it but whoever runs it.
     quiet = asyncio.subprocess.DEVNULL
     again = await asyncio.create_subprocess_exec(*nats.spec.argv, stdout=quiet, stderr=quiet)
