@@ -80,12 +80,13 @@ class Queueing:
     server: NatsServer
     strategy: Strategy = Strategy.DECODE_FIRST
     namespace: str = field(default_factory=lambda: f"test-{next(_namespaces)}")
+    kind: str = "kind"
     pushers: list[Pushing] = field(default_factory=list)
     pullers: list[Pulling] = field(default_factory=list)
 
     @property
     def names(self) -> Names:
-        return Names.of(worker_config(self.namespace, Role.PREFILL, self.strategy))
+        return Names.of(worker_config(self.namespace, Role.PREFILL, self.strategy), self.kind)
 
     async def connect(self) -> Broker:
         return await Broker.connect(self.server.url, self.names)
@@ -95,7 +96,7 @@ class Queueing:
         broker = await self.connect()
         client = QueueClient(broker, timeout)
         await client.start()
-        watch = DepthWatch(broker, lambda: client.num_waiting)
+        watch = DepthWatch(broker, client.waits)
         await watch.start()
         engine = recording_engine()
         role = self.strategy.first_stage_role
@@ -132,7 +133,12 @@ class Queueing:
 
 @asynccontextmanager
 async def queueing(server: NatsServer, strategy: Strategy = Strategy.DECODE_FIRST) -> AsyncIterator[Queueing]:
-    queue = Queueing(server, strategy)
+    async with closing(Queueing(server, strategy)) as queue:
+        yield queue
+
+
+@asynccontextmanager
+async def closing(queue: Queueing) -> AsyncIterator[Queueing]:
     try:
         yield queue
     finally:

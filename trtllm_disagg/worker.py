@@ -29,7 +29,7 @@ from trtllm_disagg.handlers.selection import (
     Selector,
 )
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
+from trtllm_disagg.pairing import describe_worker, kind_of, require_fit, require_pair
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import Registration, Runtime, ServedModel
@@ -52,7 +52,8 @@ async def run_worker(config: WorkerConfig) -> None:
     api = load_api(config.engine)
     if await asyncio.to_thread(serve_as_rank, config.engine, engine_args):
         return
-    async with aclosing(await open_prefill_queue(config)) as queue:
+    kind = kind_of(describe_worker(config, engine_args, config.kv_block_size, _weights(config)))
+    async with aclosing(await open_prefill_queue(config, kind)) as queue:
         runtime = Runtime(config)
         log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
         engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)

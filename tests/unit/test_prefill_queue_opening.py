@@ -17,7 +17,7 @@ from trtllm_disagg.prefill_queue.names import Names
 
 async def test_who_has_no_use_for_a_queue_opens_none() -> None:
     config = WorkerConfig(model="m", role=Role.PREFILL)
-    assert isinstance(await open_prefill_queue(config), NoPrefillQueue)
+    assert isinstance(await open_prefill_queue(config, "kind"), NoPrefillQueue)
     # A second stage that decodes calls nobody and prefills nothing.
     decode = WorkerConfig(
         model="m",
@@ -26,7 +26,7 @@ async def test_who_has_no_use_for_a_queue_opens_none() -> None:
         prefill_dispatch="queue",
         nats_server="nats://127.0.0.1:1",
     )
-    assert isinstance(await open_prefill_queue(decode), NoPrefillQueue)
+    assert isinstance(await open_prefill_queue(decode, "kind"), NoPrefillQueue)
 
 
 def test_both_sides_mean_the_same_queue() -> None:
@@ -35,7 +35,7 @@ def test_both_sides_mean_the_same_queue() -> None:
             WorkerConfig(model="m", role=role, strategy=strategy, prefill_dispatch="queue")
             for role in (Role.DECODE, Role.PREFILL)
         )
-        assert Names.of(decode) == Names.of(prefill)
+        assert Names.of(decode, "kind") == Names.of(prefill, "kind")
 
 
 async def test_no_nats_server_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ async def test_no_nats_server_is_said_before_anything_is_built(monkeypatch: pyte
         model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server="nats://me:secret@127.0.0.1:1"
     )
     with pytest.raises(ConfigError) as raised:
-        await open_prefill_queue(config)
+        await open_prefill_queue(config, "kind")
     said = str(raised.value)
     assert said.startswith(
         "--nats-server: 'nats://***@127.0.0.1:1' is not allowed; expected nats://host:port"
@@ -59,7 +59,7 @@ async def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
     config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=server.url)
     try:
         with pytest.raises(ConfigError, match=r"has JetStream .nats-server -js.: this one has none"):
-            await open_prefill_queue(config)
+            await open_prefill_queue(config, "kind")
     finally:
         server.kill()
 

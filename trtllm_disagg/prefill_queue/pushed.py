@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,12 @@ class Pushed:
         self._timeout = timeout
         self._on_claim = on_claim
         self._timer = self._wait()
+        self._began = time.monotonic()
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was pushed."""
+        return time.monotonic() - self._began
 
     @property
     def is_waiting(self) -> bool:
