@@ -19,7 +19,17 @@ from Dynamo's exceptions), `status` the HTTP status that the client sees.
 
 from __future__ import annotations
 
+from reprlib import Repr
 from typing import ClassVar
+
+#: A value in a message may be anything that a file or a request brings along, however large.
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _MOST_CHARS = 200
+
+
+def _shown(value: object) -> str:
+    text = _SHORT.repr(value)
+    return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 3] + "..."
 
 
 class DisaggError(Exception):
@@ -37,7 +47,7 @@ class ConfigError(DisaggError):
 
     @classmethod
     def bad_value(cls, key: str, value: object, allowed: str) -> ConfigError:
-        return cls(f"{key}: {value!r} is not allowed; expected {allowed}")
+        return cls(f"{key}: {_shown(value)} is not allowed; expected {allowed}")
 
 
 class InvalidRequestError(DisaggError):
