@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,40 @@ async def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
             await open_prefill_queue(config, "kind")
     finally:
         server.kill()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """(certificate, key) of a server on loopback, signed by nobody else."""
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=nats"
+    )
+    names = ("-addext", "subjectAltName=IP:127.0.0.1")
+    files = ("-keyout", str(key), "-out", str(certificate))
+    subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
+    return certificate, key
+
+
+async def test_tls_is_spoken_or_nothing(
+    tmp_path: Path, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that offers none gets neither a password nor a prompt."""
+    monkeypatch.setattr(broker, "_CONNECT_SECONDS", 0.7)
+    secured = ("--tls", "--tlscert", str(certificate[0]), "--tlskey", str(certificate[1]))
+    for name, flags in (("plain", ()), ("secured", secured)):
+        server = NatsServer(tmp_path / name, flags=flags)
+        server.start()
+        url = server.url.replace("nats://", "tls://")
+        config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=url)
+        try:
+            with pytest.raises(ConfigError, match="TLS" if name == "plain" else "certificate verify failed"):
+                await open_prefill_queue(config, "kind")
+            if name == "secured":
+                monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+                await (await open_prefill_queue(config, "kind")).aclose()
+        finally:
+            server.kill()
 
 
 def test_both_phases_at_once_need_to_know_the_prefill_worker() -> None:

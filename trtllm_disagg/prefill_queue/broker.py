@@ -11,13 +11,13 @@ from datetime import datetime
 from enum import Enum
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, BadRequestError, NotFoundError, ServiceUnavailableError
 
 from trtllm_disagg.config import flag_of
 from trtllm_disagg.errors import ConfigError, OverloadedError, QueueUnusableError
+from trtllm_disagg.prefill_queue.client import NatsClient
 from trtllm_disagg.prefill_queue.heeded import heeded
 from trtllm_disagg.prefill_queue.messages import MAX_BYTES, NO, YES
 from trtllm_disagg.prefill_queue.names import CONSUMER, Names
@@ -54,7 +54,7 @@ class Broker:
 
     def __init__(self, names: Names) -> None:
         self.names = names
-        self._client = Client()
+        self._client = NatsClient()
         self._stream = self._client.jetstream(timeout=_REPLY_SECONDS)
         self._pulling: JetStreamContext.PullSubscription | None = None
         self._usable = asyncio.Event()
