@@ -9,6 +9,7 @@ from typing import Any
 
 import nats
 import pytest
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 from tests.handling import collect, expected_tokens, request, tokens_of, until
@@ -17,7 +18,9 @@ from trtllm_disagg.config import Role, WorkerConfig
 from trtllm_disagg.errors import QueueUnusableError
 from trtllm_disagg.pairing import describe_worker, kind_of
 from trtllm_disagg.prefill_queue import broker
+from trtllm_disagg.prefill_queue.messages import Answer, FromPuller, decode
 from trtllm_disagg.prefill_queue.names import CONSUMER
+from trtllm_disagg.prefill_queue.pushing import QueueClient
 
 
 @asynccontextmanager
@@ -68,6 +71,25 @@ async def test_who_pulls_goes_on_after_that(queue: Queueing) -> None:
     async with asyncio.timeout(5):
         assert await answered() == expected_tokens(5)
     assert len(pulling.llm.results) == 2
+
+
+async def test_an_answer_that_is_heard_late_is_still_good(
+    queue: Queueing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pusher stood still for longer than its worker waits for a word. The handoff may be used by then."""
+    monkeypatch.setattr(broker, "_REPLY_SECONDS", 0.1)
+    hear = QueueClient._hear
+
+    async def late(self: QueueClient, message: Msg) -> None:
+        if isinstance(decode(message.data, FromPuller), Answer):
+            await asyncio.sleep(0.4)
+        await hear(self, message)
+
+    monkeypatch.setattr(QueueClient, "_hear", late)
+    pushing, pulling = await queue.pusher(), await queue.puller()
+
+    assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
+    assert len(pulling.llm.results) == 1
 
 
 def described(**changes: Any) -> dict[str, Any]:
