@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from trtllm_disagg.errors import NoInstanceError, QueueUnusableError
 from trtllm_disagg.types import GenerateRequest, Handoff, PrefillPhase, RequestContext
@@ -10,10 +11,18 @@ from trtllm_disagg.types import GenerateRequest, Handoff, PrefillPhase, RequestC
 log = logging.getLogger(__name__)
 
 
-def queued(through: PrefillPhase, direct: PrefillPhase) -> PrefillPhase:
-    """`direct` runs a request that is too large for the queue, or that the queue has lost with all that it had."""
+def queued(
+    through: PrefillPhase,
+    direct: PrefillPhase,
+    passes_by: Callable[[GenerateRequest], bool] = lambda request: False,
+) -> PrefillPhase:
+    """`direct` runs a request that is too large for the queue, that the queue has lost with all that it had, or that
+    `passes_by`, because whoever has room is not who it asks for.
+    """
 
     async def prefill(request: GenerateRequest, context: RequestContext) -> Handoff:
+        if passes_by(request):
+            return await direct(request, context)
         try:
             return await through(request, context)
         except QueueUnusableError as error:

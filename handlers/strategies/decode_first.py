@@ -4,6 +4,7 @@ from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.deadlines import first_token_within
 from trtllm_disagg.handlers.local import LocalDecode
 from trtllm_disagg.handlers.parts import Parts
+from trtllm_disagg.handlers.pins import names_prefill
 from trtllm_disagg.handlers.pushing import RemotePush
 from trtllm_disagg.handlers.queued import queued
 from trtllm_disagg.handlers.remote import RemotePrefill
@@ -19,5 +20,6 @@ def build(parts: Parts) -> Generate:
         return together(RemotePush(parts.stage, parts.engine, parts.protocol), timed)
     prefill: PrefillPhase = RemotePrefill(parts.stage, decode.drain, parts.protocol)
     if parts.prefills is not None:
-        prefill = queued(RemotePrefill(parts.prefills, decode.drain, parts.protocol), prefill)
+        through = RemotePrefill(parts.prefills, decode.drain, parts.protocol)
+        prefill = queued(through, prefill, passes_by=names_prefill)
     return chain(prefill, timed)

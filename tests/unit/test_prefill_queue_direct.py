@@ -46,6 +46,22 @@ async def test_what_nats_does_not_take_goes_to_a_prefill_worker(queue: Queueing)
     await stage.idle()
 
 
+@pytest.mark.parametrize(
+    "pin", [{"annotations": ["disagg:next=a1"]}, {"routing": {"prefill_worker_id": 0xA1}}], ids=str
+)
+async def test_who_asks_for_a_prefill_worker_does_not_go_through_the_queue(
+    queue: Queueing, pin: dict[str, Any]
+) -> None:
+    (pushing, stage), pulling = await decoding(queue), await queue.puller()
+    asked = request(5, **pin)
+
+    assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(5)
+
+    assert (len(stage.requests), pulling.llm.results) == (1, [])
+    assert asked.journey.fallbacks == []
+    await stage.idle()
+
+
 async def test_in_prefill_first_such_a_prefill_stays_where_it_was_routed_to(
     nats: NatsServer, no_leaks: None
 ) -> None:
