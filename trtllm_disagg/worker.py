@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
@@ -33,6 +34,7 @@ from trtllm_disagg.pairing import describe_worker, kind_of, require_fit, require
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import Registration, Runtime, ServedModel
+from trtllm_disagg.runtime.system_port import require_system_port
 from trtllm_disagg.standing import Standing
 from trtllm_disagg.types import Generate
 
@@ -54,6 +56,7 @@ async def run_worker(config: WorkerConfig) -> None:
         return
     kind = kind_of(describe_worker(config, engine_args, config.kv_block_size, _weights(config)))
     async with aclosing(await open_prefill_queue(config, kind)) as queue:
+        require_system_port(os.environ)
         runtime = Runtime(config)
         log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
         engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
