@@ -52,7 +52,8 @@ def _isl_bounding(facts: Facts, limits: Thresholds) -> Decision:
     """Stays when little is to compute, and most of the prompt is there (facts: dynamo.md section 9)."""
     if facts.uncached >= limits.eff_isl_threshold:
         return Decision(True, "long")
-    if facts.uncached >= limits.eff_isl_ratio_threshold * facts.num_prompt:
+    # A quotient rounds to the number that the threshold was read as; a product may be above that.
+    if facts.uncached / max(1, facts.num_prompt) >= limits.eff_isl_ratio_threshold:
         return Decision(True, "low_hit_ratio")
     return Decision(False, "cached")
 

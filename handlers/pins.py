@@ -30,6 +30,11 @@ def pins_of(request: GenerateRequest, own_id: int, known: Collection[int]) -> li
     return [pin for pin in request.pins.values() if pin not in (None, own_id)]
 
 
+def names_prefill(request: GenerateRequest) -> bool:
+    """On a decode worker: whether it asks for certain prefill workers."""
+    return request.pins.get("prefill") is not None or any(a.startswith(NEXT) for a in request.annotations)
+
+
 def _read(word: str, known: Collection[int]) -> int:
     if not _ID.fullmatch(word):
         raise InvalidRequestError(

@@ -71,6 +71,9 @@ class NoStage:
         """Nobody is there to wish for."""
 
 
+#: As an instance, the prefill queue: to be blamed, and avoided, for what no worker has done.
+QUEUE_ID = 0
+
 PREFILL, DECODE = Errand("prefill"), Errand("decode")
 
 
@@ -89,7 +92,8 @@ class RemotePrefill:
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         handoffs: list[Handoff] = []
         instance = await self._client.pick(request)
-        request.journey.facts["prefill_instance"] = f"{instance.instance_id:x}"
+        if instance.instance_id != QUEUE_ID:  # who takes it from there tells that itself
+            request.journey.facts["prefill_instance"] = f"{instance.instance_id:x}"
         with ExitStack() as unless_returned:
             async with aclosing(instance.call(self._protocol.encode(request, PREFILL), context)) as answers:
                 async for raw in answers:

@@ -51,7 +51,7 @@ class InFlight:
         if rest:
             self._tokens[instance_id] = rest
         else:
-            del self._tokens[instance_id]
+            self._tokens.pop(instance_id, None)
 
 
 class RoundRobin:

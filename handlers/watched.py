@@ -12,6 +12,7 @@ from trtllm_disagg.errors import (
     EngineError,
     NoInstanceError,
     PeerUnavailableError,
+    QueueUnusableError,
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.breaker import Breaker
@@ -97,7 +98,7 @@ class WatchedInstance:
                         yield answer
                 self._breaker.succeeded(self.instance_id)
         except DisaggError as error:
-            if isinstance(error, _FAULTS):
+            if isinstance(error, _FAULTS) and not isinstance(error, QueueUnusableError):
                 self._breaker.failed(self.instance_id)
             raise
 

@@ -22,10 +22,11 @@ _POLL_SECONDS = 0.01
 class NatsServer:
     """On one port and one store, however often it is started."""
 
-    def __init__(self, store: Path, *, jetstream: bool = True) -> None:
+    def __init__(self, store: Path, *, jetstream: bool = True, flags: tuple[str, ...] = ()) -> None:
         self.port, self._health_port = free_system_ports(2)
         self._store = store
         self._jetstream = jetstream
+        self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -37,7 +38,10 @@ class NatsServer:
         if not self._jetstream:
             argv = tuple(argument for argument in argv if argument != "--jetstream")
         self._process = subprocess.Popen(
-            argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            (*argv, *self._flags),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         deadline = time.monotonic() + _START_SECONDS
         while not self._is_healthy():

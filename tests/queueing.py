@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from tests.nats_server import NatsServer
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
-from trtllm_disagg.handlers.remote import NoStage, StageClient
+from trtllm_disagg.errors import NoInstanceError
+from trtllm_disagg.handlers.remote import NoStage, StageClient, StageInstance
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import Broker
 from trtllm_disagg.prefill_queue.depth import DepthWatch
@@ -23,6 +24,13 @@ from trtllm_disagg.testing.recording_llm import LLM, Script
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 _namespaces = itertools.count(1)
+
+
+class Nobody(NoStage):
+    """No worker can be asked but through the queue."""
+
+    async def pick(self, request: GenerateRequest) -> StageInstance:
+        raise NoInstanceError("nobody is there")
 
 
 def worker_config(namespace: str, role: Role, strategy: Strategy) -> WorkerConfig:
@@ -72,12 +80,13 @@ class Queueing:
     server: NatsServer
     strategy: Strategy = Strategy.DECODE_FIRST
     namespace: str = field(default_factory=lambda: f"test-{next(_namespaces)}")
+    kind: str = "kind"
     pushers: list[Pushing] = field(default_factory=list)
     pullers: list[Pulling] = field(default_factory=list)
 
     @property
     def names(self) -> Names:
-        return Names.of(worker_config(self.namespace, Role.PREFILL, self.strategy))
+        return Names.of(worker_config(self.namespace, Role.PREFILL, self.strategy), self.kind)
 
     async def connect(self) -> Broker:
         return await Broker.connect(self.server.url, self.names)
@@ -87,13 +96,13 @@ class Queueing:
         broker = await self.connect()
         client = QueueClient(broker, timeout)
         await client.start()
-        watch = DepthWatch(broker, lambda: client.num_waiting)
+        watch = DepthWatch(broker, client.waits)
         await watch.start()
         engine = recording_engine()
         role = self.strategy.first_stage_role
         assert role is not None
         config = worker_config(self.namespace, role, self.strategy)
-        generate = build_generate(config, engine, stage or NoStage(), prefills=client, waiting=watch)
+        generate = build_generate(config, engine, stage or Nobody(), prefills=client, waiting=watch)
         self.pushers.append(Pushing(client, watch, broker, generate, engine.llm))
         return self.pushers[-1]
 
@@ -124,7 +133,12 @@ class Queueing:
 
 @asynccontextmanager
 async def queueing(server: NatsServer, strategy: Strategy = Strategy.DECODE_FIRST) -> AsyncIterator[Queueing]:
-    queue = Queueing(server, strategy)
+    async with closing(Queueing(server, strategy)) as queue:
+        yield queue
+
+
+@asynccontextmanager
+async def closing(queue: Queueing) -> AsyncIterator[Queueing]:
     try:
         yield queue
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -202,6 +203,6 @@ def _resolve_template(values: dict[str, Any]) -> None:
     if name not in values:
         return
     path = Path(values[name]).expanduser()
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError.bad_value(flag_of(name), values[name], "a file that exists")
     values[name] = str(path)

@@ -24,6 +24,7 @@ from trtllm_disagg.settings import (
     REQUIRED,
     SECONDS,
     SHARE,
+    TRIES,
     Rule,
     endpoint_of,
     one_of,
@@ -98,7 +99,7 @@ class WorkerConfig:
     handoff_protocol: str = option("dynamo", rule=one_of("dynamo", "two_phase", "bootstrap"))
 
     on_missing_stage: str = option("local", rule=one_of("local", "fail"))
-    max_tries: int = option(2, rule=POSITIVE)
+    max_tries: int = option(2, rule=TRIES)
     breaker_failures: int = option(3, rule=POSITIVE)
     breaker_seconds: float = option(5.0, rule=SECONDS)
     queue_timeout: float = option(30.0, rule=SECONDS)
@@ -177,11 +178,8 @@ class WorkerConfig:
             allowed = "direct with --schedule-style generation_first"
             raise ConfigError.bad_value(flag_of("prefill_dispatch"), self.prefill_dispatch, allowed)
         if self.max_beam_width > 1 and self.role is not Role.AGG:
-            raise ConfigError.bad_value(
-                flag_of("max_beam_width"),
-                self.max_beam_width,
-                f"1 in mode {self.role}, because KV transfer carries one beam",
-            )
+            allowed = f"1 in mode {self.role}, because KV transfer carries one beam"
+            raise ConfigError.bad_value(flag_of("max_beam_width"), self.max_beam_width, allowed)
 
     def _check_orchestration(self) -> None:
         if self.may_switch:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trtllm_disagg.config import Role, ScheduleStyle, WorkerConfig, flag_of
 from trtllm_disagg.engine_keys import check_engine_keys
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +110,15 @@ def _read_yaml(config: WorkerConfig) -> Args:
     if not source:
         return {}
     path = Path(source).expanduser()
-    if not path.is_file():
+    # os.path says no where Path raises: names that are too long, for one.
+    if not os.path.isfile(path):
         raise ConfigError.bad_value(flag_of("extra_engine_args"), source, "a YAML file that exists")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = read_yaml(path)
+    except OSError as error:
+        allowed = f"a YAML file that can be read ({error.strerror})"
+        raise ConfigError.bad_value(flag_of("extra_engine_args"), source, allowed) from error
+    except ValueError as error:
         raise ConfigError(f"{source} is not YAML: {error}") from error
     return check_engine_keys(content if content is not None else {}, source, _is_embedded(config))
 
@@ -166,9 +170,9 @@ def _check_model(model: object) -> None:
     name = str(model)
     path = Path(name).expanduser()
     # A name on the hub has one slash at most, and starts with neither of these.
-    if not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.exists()):
+    if not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or os.path.exists(path)):
         return
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ConfigError.bad_value(flag_of("model"), name, "a directory that exists")
     if not (path / "config.json").is_file():
         raise ConfigError.bad_value(flag_of("model"), name, "a directory with config.json in it")

@@ -7,6 +7,7 @@
     ├── OverloadedError         529  full; try again later
     ├── PeerUnavailableError    503  the other stage is gone; may be retried elsewhere
     │   ├── NoInstanceError     503  nobody is there
+    │   ├── QueueUnusableError  503  the prefill queue cannot take the request, or has lost it
     │   └── KvTransferError     503  the KV did not arrive: lease over, sender gone, read failed
     ├── StageTimeoutError       504  a stage took too long
     ├── RequestCancelledError   499  the client left
@@ -18,7 +19,17 @@ from Dynamo's exceptions), `status` the HTTP status that the client sees.
 
 from __future__ import annotations
 
+from reprlib import Repr
 from typing import ClassVar
+
+#: A value in a message may be anything that a file or a request brings along, however large.
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _MOST_CHARS = 200
+
+
+def _shown(value: object) -> str:
+    text = _SHORT.repr(value)
+    return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 3] + "..."
 
 
 class DisaggError(Exception):
@@ -36,7 +47,7 @@ class ConfigError(DisaggError):
 
     @classmethod
     def bad_value(cls, key: str, value: object, allowed: str) -> ConfigError:
-        return cls(f"{key}: {value!r} is not allowed; expected {allowed}")
+        return cls(f"{key}: {_shown(value)} is not allowed; expected {allowed}")
 
 
 class InvalidRequestError(DisaggError):
@@ -64,6 +75,10 @@ class PeerUnavailableError(DisaggError):
 
 class NoInstanceError(PeerUnavailableError):
     """No instance of the other stage is there that this request may be sent to."""
+
+
+class QueueUnusableError(PeerUnavailableError):
+    """The prefill queue cannot take the request, or has lost it: no worker will answer it from there."""
 
 
 class KvTransferError(PeerUnavailableError):

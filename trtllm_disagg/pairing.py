@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -25,6 +27,10 @@ _EQUAL = {
 }
 
 
+#: What a running deployment may change.
+_CHANGES = ("strategy",)
+
+
 def describe_worker(
     config: WorkerConfig,
     engine_args: dict[str, Any],
@@ -46,6 +52,12 @@ def describe_worker(
         "transceiver": (engine_args.get("cache_transceiver_config") or {}).get("backend"),
         "ctx_info_endpoint": list(ctx_info_endpoint),
     }
+
+
+def kind_of(me: dict[str, Any]) -> str:
+    """16 hexadecimal digits, the same for all workers that could serve one request together."""
+    same = [me[key] for key in _EQUAL if key not in _CHANGES]
+    return hashlib.blake2b(json.dumps(same).encode(), digest_size=8).hexdigest()
 
 
 def require_pair(mine: dict[str, Any], theirs: dict[str, Any], but: Collection[str] = ()) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import field
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from trtllm_disagg.errors import ConfigError
 
@@ -63,8 +64,23 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_positive(value: Any) -> bool:
-    return _is_whole(value) and value > 0
+def _up_to(largest: int) -> Rule:
+    return Rule(
+        f"a whole number from 1 to {largest}", lambda value: _is_whole(value) and 1 <= value <= largest
+    )
+
+
+def _is_nats_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        # The port is looked at when it is asked for.
+        return (
+            parts.scheme in ("nats", "tls")
+            and bool(parts.hostname)
+            and (parts.port is None or parts.port > 0)
+        )
+    except ValueError:
+        return False
 
 
 def _is_share(value: Any) -> bool:
@@ -77,8 +93,11 @@ def _are_endpoint_types(value: str) -> bool:
     return known and (names == ["none"] or "none" not in names)
 
 
-POSITIVE = Rule("a whole number above 0", _is_positive)
-POWER_OF_TWO = Rule("a power of two", lambda value: _is_positive(value) and value & (value - 1) == 0)
+#: What Dynamo's model card and the engines have room for.
+POSITIVE = _up_to(2**31 - 1)
+#: Instances that have failed a request are listed in it wherever it goes, so they are not without end.
+TRIES = _up_to(64)
+POWER_OF_TWO = Rule("a power of two", lambda value: POSITIVE.accepts(value) and value & (value - 1) == 0)
 FRACTION = Rule("a number above 0 and up to 1", lambda value: 0 < value <= 1)
 NOT_EMPTY = Rule("a name that is not empty", lambda value: bool(value.strip()))
 NAMESPACE = Rule("letters, digits, - and _", lambda value: re.fullmatch(_NAME, value) is not None)
@@ -87,10 +106,7 @@ API_TYPES = Rule("chat, completions, both with a comma, or none", _are_endpoint_
 NUMBER = Rule("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)
 SHARE = Rule("a number from 0 to 1", _is_share)
 SECONDS = Rule("a number of seconds above 0", lambda value: 0 < value < float("inf"))
-NATS_URL = Rule(
-    "nats://host:port",
-    lambda value: re.fullmatch(r"(nats|tls)://[^\s,]+(,(nats|tls)://[^\s,]+)*", value) is not None,
-)
+NATS_URL = Rule("nats://host:port", lambda value: all(map(_is_nats_url, value.split(","))))
 
 REQUIRED: Any = object()
 

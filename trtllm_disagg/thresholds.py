@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trtllm_disagg.config import WorkerConfig, check_value
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.yaml_file import read_yaml
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +54,19 @@ def check_thresholds(values: Mapping[str, Any], source: str) -> None:
             raise ConfigError.bad_value(f"{source}: {name}", value, "a number") from None
 
 
+def _reason(error: OSError | ValueError) -> str:
+    """Without the path, which is in the message already."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def read_policy_file(path: Path) -> dict[str, Any]:
     """Raise ConfigError for a file that is not there, or no mapping."""
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError.bad_value("--policy-file", str(path), f"a readable YAML file ({error})") from error
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError.bad_value(
+            "--policy-file", str(path), f"a readable YAML file ({_reason(error)})"
+        ) from error
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
@@ -32,10 +33,11 @@ from trtllm_disagg.handlers.selection import (
 )
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.namesakes import ModelIdentity, Namesakes
-from trtllm_disagg.pairing import describe_worker, require_callable, require_fit, require_pair
+from trtllm_disagg.pairing import describe_worker, kind_of, require_callable, require_fit, require_pair
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import Registration, Runtime, ServedModel
+from trtllm_disagg.runtime.system_port import require_system_port
 from trtllm_disagg.standing import Standing
 
 log = logging.getLogger(__name__)
@@ -54,9 +56,11 @@ async def run_worker(config: WorkerConfig) -> None:
     api = load_api(config.engine)
     if await asyncio.to_thread(serve_as_rank, config.engine, engine_args):
         return
-    async with aclosing(await open_prefill_queue(config)) as queue:
+    identity = ModelIdentity(config.model_name, config.model, _weights(config))
+    kind = kind_of(describe_worker(config, engine_args, config.kv_block_size, identity))
+    async with aclosing(await open_prefill_queue(config, kind)) as queue:
+        require_system_port(os.environ)
         runtime = Runtime(config)
-        identity = ModelIdentity(config.model_name, config.model, _weights(config))
         namesakes = Namesakes(
             identity,
             runtime.instance_id,

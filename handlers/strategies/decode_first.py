@@ -4,10 +4,12 @@ from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.deadlines import first_token_within
 from trtllm_disagg.handlers.local import LocalDecode
 from trtllm_disagg.handlers.parts import Parts
+from trtllm_disagg.handlers.pins import names_prefill
 from trtllm_disagg.handlers.pushing import RemotePush
+from trtllm_disagg.handlers.queued import queued
 from trtllm_disagg.handlers.remote import RemotePrefill
 from trtllm_disagg.handlers.together import together
-from trtllm_disagg.types import Generate
+from trtllm_disagg.types import Generate, PrefillPhase
 
 
 def build(parts: Parts) -> Generate:
@@ -16,5 +18,8 @@ def build(parts: Parts) -> Generate:
     timed = first_token_within(parts.first_decode_token_timeout, decode)
     if parts.pushes:
         return together(RemotePush(parts.stage, parts.engine, parts.protocol), timed)
-    prefill = RemotePrefill(parts.prefills or parts.stage, decode.drain, parts.protocol)
+    prefill: PrefillPhase = RemotePrefill(parts.stage, decode.drain, parts.protocol)
+    if parts.prefills is not None:
+        through = RemotePrefill(parts.prefills, decode.drain, parts.protocol)
+        prefill = queued(through, prefill, passes_by=names_prefill)
     return chain(prefill, timed)

@@ -5,6 +5,7 @@ from trtllm_disagg.handlers.deadlines import prefill_within
 from trtllm_disagg.handlers.local import LocalPrefill
 from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.handlers.pushing import LocalPush
+from trtllm_disagg.handlers.queued import queued
 from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
 from trtllm_disagg.handlers.remote_drain import RemoteDrain
 from trtllm_disagg.handlers.together import together
@@ -21,6 +22,8 @@ def build(parts: Parts) -> Generate:
 
 def _prefill(parts: Parts) -> PrefillPhase:
     """Here, or by the queue on whichever prefill worker has room, this one among them."""
+    here = prefill_within(parts.prefill_timeout, LocalPrefill(parts.engine))
     if parts.prefills is None:
-        return prefill_within(parts.prefill_timeout, LocalPrefill(parts.engine))
-    return RemotePrefill(parts.prefills, RemoteDrain(parts.stage, parts.protocol), parts.protocol)
+        return here
+    drain = RemoteDrain(parts.stage, parts.protocol)
+    return queued(RemotePrefill(parts.prefills, drain, parts.protocol), here)

@@ -91,8 +91,10 @@ def test_isl_bounding_ratio(cached: int, reason: str) -> None:
     assert rule.decide(prompt(100)).reason == reason
 
 
-def test_isl_bounding_at_the_ratio_goes_remote() -> None:
-    rule = decider("isl_bounding", cached=holding(48), eff_isl_ratio_threshold=0.52)
+@pytest.mark.parametrize("percent", range(4, 97, 4))
+def test_isl_bounding_at_the_ratio_goes_remote(percent: int) -> None:
+    """0.56 * 100 is 56.00000000000001."""
+    rule = decider("isl_bounding", cached=holding(100 - percent), eff_isl_ratio_threshold=percent / 100)
     assert rule.decide(prompt(100)).reason == "low_hit_ratio"
 
 

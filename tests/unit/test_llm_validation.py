@@ -62,17 +62,24 @@ def test_prompts(llm: LLM, inputs: Any, error: type[Exception], reason: str) -> 
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
-        ({"max_tokens": 0}, "max_tokens=0 is not allowed; expected at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0 is not allowed; expected between 1 and 2147483648"),
         ({"max_tokens": -5}, "max_tokens=-5"),
         ({"min_tokens": -1}, "min_tokens=-1"),
         ({"n": 0}, "n=0"),
         ({"n": 5}, "n=5 is more than max_batch_size 4"),
-        ({"temperature": -0.1}, "temperature=-0.1 is not allowed; expected at least 0"),
+        ({"temperature": -0.1}, "temperature=-0.1 is not allowed; expected between 0 and 1000000"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": -1}, "top_k=-1"),
+        (
+            {"max_tokens": 10**12},
+            "max_tokens=1000000000000 is not allowed; expected between 1 and 2147483648",
+        ),
         ({"top_p": 1.1}, "top_p=1.1 is not allowed; expected between 0 and 1"),
         ({"min_p": 2.0}, "min_p=2.0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 is not allowed; expected greater than 0"),
+        (
+            {"repetition_penalty": 0.0},
+            "repetition_penalty=0.0 is not allowed; expected between 0.000001 and 1000000",
+        ),
         ({"logprobs": 1000}, "logprobs=1000"),
         ({"stop_token_ids": [VOCAB]}, r"stop_token_ids holds 258; expected token ids in \[0, 258\)"),
         ({"bad_token_ids": ["a"]}, "bad_token_ids holds 'a'"),

@@ -302,3 +302,11 @@ def test_not_everybody_is_remembered_for_ever() -> None:
     selected.check(pinning("f42"))  # 3906
     with pytest.raises(InvalidRequestError, match="pinned decode instance 1f4 is not known"):
         selected.check(pinning("1f4"))
+
+
+def test_a_prompt_of_no_tokens_is_no_load() -> None:
+    """It is refused, but by who gets it."""
+    load = InFlight()
+    load.add(7, 0)
+    load.add(7, 0)
+    assert load[7] == 0

@@ -94,14 +94,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long requests in flight may take to end (default: %(default)g)",
     )
     add(
-        "--worker-args", type=shlex.split, default=[], metavar="'...'", help="more arguments for every worker"
+        "--worker-args",
+        type=shlex.split,
+        default=[],
+        metavar="'...'",
+        help="more arguments for every worker (one alone: --worker-args=--flag)",
     )
     add(
         "--frontend-args",
         type=shlex.split,
         default=[],
         metavar="'...'",
-        help="more arguments for dynamo.frontend",
+        help="more arguments for dynamo.frontend (one alone: --frontend-args=--flag)",
     )
 
 

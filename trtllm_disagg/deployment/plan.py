@@ -110,9 +110,9 @@ class DeploymentConfig:
                 raise ConfigError.bad_value(flag, count, "at least 1")
         if not 0 <= self.http_port <= 65535:
             raise ConfigError.bad_value("--http-port", self.http_port, "0 (any free port) to 65535")
-        if self.startup_timeout <= 0:
+        if not self.startup_timeout > 0:
             raise ConfigError.bad_value("--startup-timeout", self.startup_timeout, "more than 0 seconds")
-        if self.stop_timeout < 0:
+        if not self.stop_timeout >= 0:
             raise ConfigError.bad_value("--stop-timeout", self.stop_timeout, "0 seconds or more")
 
     @property

@@ -39,12 +39,19 @@ class RunDir:
         """Takes `path` for a new deployment: empty process list, fresh discovery store."""
         run_dir = cls(path.absolute())
         run_dir._refuse_if_alive()
-        run_dir.path.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(run_dir.discovery, ignore_errors=True)
-        run_dir.discovery.mkdir()
-        shutil.rmtree(run_dir.path / STORE_DIR, ignore_errors=True)
-        run_dir.write([])
+        try:
+            run_dir._clear()
+        except OSError as error:
+            allowed = f"a directory that can be made and written to ({error.strerror})"
+            raise ConfigError.bad_value("--run-dir", str(path), allowed) from error
         return run_dir
+
+    def _clear(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.discovery, ignore_errors=True)
+        self.discovery.mkdir()
+        shutil.rmtree(self.path / STORE_DIR, ignore_errors=True)
+        self.write([])
 
     @property
     def discovery(self) -> Path:
@@ -80,9 +87,9 @@ def read_processes(run_dir: Path) -> list[ProcessRecord]:
     try:
         entries = json.loads(file.read_text())
         return [_record(entry) for entry in entries]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError.bad_value(
             "--run-dir", str(run_dir), f"a directory whose {PROCESSES_FILE} this tool wrote ({error})"
         ) from error

@@ -113,14 +113,14 @@ _UNSERVED = (
 )
 
 _RANGES: tuple[tuple[str, float, float, str], ...] = (
-    ("max_tokens", 1, 2**31, "at least 1"),
-    ("min_tokens", 0, 2**31, "at least 0"),
+    ("max_tokens", 1, 2**31, "between 1 and 2147483648"),
+    ("min_tokens", 0, 2**31, "between 0 and 2147483648"),
     ("n", 1, 128, "between 1 and 128"),
-    ("temperature", 0.0, 1e6, "at least 0"),
-    ("top_k", 0, 2**31, "at least 0"),
+    ("temperature", 0.0, 1e6, "between 0 and 1000000"),
+    ("top_k", 0, 2**31, "between 0 and 2147483648"),
     ("top_p", 0.0, 1.0, "between 0 and 1"),
     ("min_p", 0.0, 1.0, "between 0 and 1"),
-    ("repetition_penalty", 1e-6, 1e6, "greater than 0"),
+    ("repetition_penalty", 1e-6, 1e6, "between 0.000001 and 1000000"),
     ("presence_penalty", -1e3, 1e3, "between -1000 and 1000"),
     ("frequency_penalty", -1e3, 1e3, "between -1000 and 1000"),
     ("logprobs", 0, 64, "between 0 and 64"),

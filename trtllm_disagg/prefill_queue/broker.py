@@ -7,16 +7,17 @@ import contextlib
 import logging
 import re
 from collections.abc import Awaitable, Callable
+from datetime import datetime
 from enum import Enum
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
-from nats.js.errors import APIError, BadRequestError, ServiceUnavailableError
+from nats.js.errors import APIError, BadRequestError, NotFoundError, ServiceUnavailableError
 
 from trtllm_disagg.config import flag_of
-from trtllm_disagg.errors import ConfigError, OverloadedError, PeerUnavailableError
+from trtllm_disagg.errors import ConfigError, OverloadedError, QueueUnusableError
+from trtllm_disagg.prefill_queue.client import NatsClient
 from trtllm_disagg.prefill_queue.heeded import heeded
 from trtllm_disagg.prefill_queue.messages import MAX_BYTES, NO, YES
 from trtllm_disagg.prefill_queue.names import CONSUMER, Names
@@ -53,11 +54,13 @@ class Broker:
 
     def __init__(self, names: Names) -> None:
         self.names = names
-        self._client = Client()
+        self._client = NatsClient()
         self._stream = self._client.jetstream(timeout=_REPLY_SECONDS)
         self._pulling: JetStreamContext.PullSubscription | None = None
         self._usable = asyncio.Event()
-        self._on_lost: list[Callable[[], None]] = []
+        self._on_lost: list[Callable[[str], None]] = []
+        #: When the queue was made, by NATS's clock: another time is another queue.
+        self._born: datetime | None = None
         self._returning: asyncio.Task[None] | None = None
 
     @classmethod
@@ -86,7 +89,8 @@ class Broker:
     async def wait_until_usable(self) -> None:
         await self._usable.wait()
 
-    def on_lost(self, callback: Callable[[], None]) -> None:
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """It is told why what was pushed is lost."""
         self._on_lost.append(callback)
 
     async def close(self) -> None:
@@ -99,9 +103,9 @@ class Broker:
     # -- the stream
 
     async def push(self, data: bytes) -> int:
-        """Its place in the stream. Raises PeerUnavailableError or OverloadedError."""
+        """Its place in the stream. Raises QueueUnusableError or OverloadedError."""
         if len(data) > min(self._client.max_payload, MAX_BYTES):
-            raise PeerUnavailableError(
+            raise QueueUnusableError(
                 f"a request of {len(data)} bytes does not fit the prefill queue: NATS takes "
                 f"{self._client.max_payload} (max_payload)"
             )
@@ -136,11 +140,16 @@ class Broker:
         return message
 
     async def waiting(self) -> tuple[int, int]:
-        """(items that no worker has been given yet, place of the oldest one). Raises PeerUnavailableError."""
+        """(items that no worker has been given yet, place of the oldest one). Raises QueueUnusableError."""
         try:
             consumer = await heeded(
                 self._stream.consumer_info(self.names.stream, CONSUMER, timeout=_REPLY_SECONDS)
             )
+            if consumer.created != self._born:
+                await self._make_anew()
+        except NotFoundError:
+            await self._make_anew()
+            return 0, 1
         except _NATS_ERRORS as error:
             raise self._unavailable(error) from error
         delivered = consumer.delivered.stream_seq if consumer.delivered is not None else 0
@@ -219,15 +228,27 @@ class Broker:
             max_deliver=-1,
             max_ack_pending=-1,
         )
-        await self._stream.add_consumer(self.names.stream, consumer)
+        self._born = (await self._stream.add_consumer(self.names.stream, consumer)).created
+
+    async def _make_anew(self) -> None:
+        """Somebody has deleted it, with what waited in it. Raises QueueUnusableError."""
+        log.warning("the prefill queue was deleted in NATS, and is made anew")
+        try:
+            await heeded(self._make_stream())
+        except _NATS_ERRORS as error:
+            raise self._unavailable(error) from error
+        self._tell_lost("it was deleted in NATS")
 
     async def _lost(self) -> None:
         if not self._usable.is_set():
             return
         log.warning("NATS is gone: no prefill goes through the queue until it is back")
         self._usable.clear()
+        self._tell_lost("NATS is gone (--nats-server)")
+
+    def _tell_lost(self, why: str) -> None:
         for callback in self._on_lost:
-            callback()
+            callback(why)
 
     async def _back(self) -> None:
         if self._returning is not None:
@@ -247,8 +268,8 @@ class Broker:
             self._usable.set()
             return
 
-    def _unavailable(self, error: BaseException) -> PeerUnavailableError:
-        return PeerUnavailableError(f"the prefill queue cannot be reached: {error or type(error).__name__}")
+    def _unavailable(self, error: BaseException) -> QueueUnusableError:
+        return QueueUnusableError(f"the prefill queue cannot be reached: {error or type(error).__name__}")
 
 
 async def _noted(error: Exception) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from trtllm_disagg.errors import PeerUnavailableError
+from trtllm_disagg.errors import QueueUnusableError
 from trtllm_disagg.prefill_queue.broker import Broker
 
 _ASK_SECONDS = 0.25
@@ -16,10 +16,12 @@ _ASK_SECONDS = 0.25
 class DepthWatch:
     """A QueueDepth. Between `start` and `stop` it knows what was so a quarter of a second ago."""
 
-    def __init__(self, broker: Broker, num_own: Callable[[], int]) -> None:
-        """`num_own`: waiting items of this worker, which it knows without asking anybody."""
+    def __init__(self, broker: Broker, own: Callable[[], Sequence[float]]) -> None:
+        """`own`: for how many seconds each item of this worker has waited. To JetStream an item does not wait any more
+        when some worker has been given it, even if that one hangs.
+        """
         self._broker = broker
-        self._num_own = num_own
+        self._own = own
         self._num_waiting = 0
         #: (place of the oldest one, when it was pushed)
         self._oldest: tuple[int, float] | None = None
@@ -28,13 +30,13 @@ class DepthWatch:
     def depth(self) -> int:
         """Prefills that no worker has begun. A queue that cannot be reached holds nothing for anybody."""
         known = self._num_waiting if self._broker.is_usable else 0
-        return max(known, self._num_own())
+        return max(known, len(self._own()))
 
     def age(self) -> float:
         """Seconds for which the oldest of them has waited; 0 when there is none."""
-        if self._oldest is None or not self._broker.is_usable:
-            return 0.0
-        return max(0.0, time.time() - self._oldest[1])
+        is_known = self._oldest is not None and self._broker.is_usable
+        known = time.time() - self._oldest[1] if is_known and self._oldest is not None else 0.0
+        return max(0.0, known, *self._own())
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._watch(), name="prefill-queue-depth")
@@ -50,7 +52,7 @@ class DepthWatch:
             await self._broker.wait_until_usable()
             try:
                 await self._look()
-            except PeerUnavailableError:
+            except QueueUnusableError:
                 self._num_waiting, self._oldest = 0, None
             await asyncio.sleep(_ASK_SECONDS)
 

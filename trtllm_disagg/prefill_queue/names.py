@@ -13,21 +13,26 @@ CONSUMER = "prefill_workers"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Of one queue: that of the prefill workers behind one endpoint."""
+    """Of one queue: that of the prefill workers of one kind (`pairing.kind_of`) behind one endpoint.
+
+    Endpoints alone would not do: deployments that know nothing of each other may use one NATS server, and all have
+    the same endpoints unless they are told otherwise.
+    """
 
     endpoint: EndpointParts
+    kind: str
 
     @classmethod
-    def of(cls, config: WorkerConfig) -> Names:
+    def of(cls, config: WorkerConfig, kind: str) -> Names:
         """The same for all workers of a deployment, whichever stage they were when they started."""
         endpoint_id = config.peer_endpoint_id if config.role is Role.PREFILL else config.partner_endpoint_id
         assert endpoint_id is not None, "a worker of both roles has no use for the queue"
-        return cls(parse_endpoint_id(endpoint_id))
+        return cls(parse_endpoint_id(endpoint_id), kind)
 
     @property
     def stream(self) -> str:
         # A stream's name may have no dots, and an endpoint's no colons.
-        return "trtllm_disagg:" + ":".join(self.endpoint)
+        return ":".join(("trtllm_disagg", *self.endpoint, self.kind))
 
     @property
     def items(self) -> str:
@@ -43,4 +48,4 @@ class Names:
 
     @property
     def _root(self) -> str:
-        return f"trtllm_disagg.prefill_queue.{self.endpoint.dotted}"
+        return f"trtllm_disagg.prefill_queue.{self.endpoint.dotted}.{self.kind}"

@@ -147,7 +147,8 @@ class Puller:
             request = self._read(item)
             async with aclosing(self._generate(request, context)) as chunks:
                 async for chunk in chunks:
-                    if not await self._tell(item, Answer(item.id, attempt, encode_chunk(chunk))):
+                    reply = await self._tell(item, Answer(item.id, attempt, encode_chunk(chunk)))
+                    if not self._may_be_taken(reply):
                         # Before it goes on: that is how the prefill phase knows who has the handoff.
                         context.stop()
         except DisaggError as error:
@@ -168,14 +169,20 @@ class Puller:
             raise PeerUnavailableError("no other prefill worker takes this request")
         return request
 
-    async def _tell(self, item: Item, said: FromPuller) -> bool:
-        """Whether the pusher has taken it."""
+    def _may_be_taken(self, reply: Reply) -> bool:
+        """A pusher that is there and does not answer stands still perhaps, and takes the handoff when it goes on; if
+        not, the lease ends by itself. When NATS is gone, so is what was pushed through it.
+        """
+        return reply is Reply.YES or (reply is Reply.NONE and self._broker.is_usable)
+
+    async def _tell(self, item: Item, said: FromPuller) -> Reply:
+        """What the pusher says to it."""
         pusher = self._broker.names.pusher(item.pusher)
         try:
             data = encode(said)
         except (TypeError, ValueError, OverflowError) as error:
             raise DisaggError(f"the answer cannot be sent: {error}") from error
-        return await self._broker.ask(pusher, data) is Reply.YES
+        return await self._broker.ask(pusher, data)
 
     @contextlib.asynccontextmanager
     async def _at_work(self, message: Msg, item: Item, attempt: int) -> AsyncIterator[PulledContext]:

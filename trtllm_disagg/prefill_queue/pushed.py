@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.handlers.remote import QUEUE_ID
 from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, FromPuller, Item, failure_of
-
-#: As an instance, the queue itself: to be blamed, and avoided, for what no worker has done.
-QUEUE_ID = 0
 
 #: An item that so many workers have lost is not given to another one.
 MAX_CLAIMS = 3
@@ -54,6 +53,12 @@ class Pushed:
         self._timeout = timeout
         self._on_claim = on_claim
         self._timer = self._wait()
+        self._began = time.monotonic()
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was pushed."""
+        return time.monotonic() - self._began
 
     @property
     def is_waiting(self) -> bool:

@@ -13,8 +13,9 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
-from trtllm_disagg.errors import DisaggError, NoInstanceError, PeerUnavailableError
+from trtllm_disagg.errors import DisaggError, NoInstanceError, PeerUnavailableError, QueueUnusableError
 from trtllm_disagg.handlers.background import in_background
+from trtllm_disagg.handlers.remote import QUEUE_ID
 from trtllm_disagg.prefill_queue.broker import Broker
 from trtllm_disagg.prefill_queue.messages import (
     NO,
@@ -27,7 +28,7 @@ from trtllm_disagg.prefill_queue.messages import (
     decode,
     encode,
 )
-from trtllm_disagg.prefill_queue.pushed import QUEUE_ID, Pushed
+from trtllm_disagg.prefill_queue.pushed import Pushed
 from trtllm_disagg.types import GenerateRequest, Journey, RequestContext
 
 log = logging.getLogger(__name__)
@@ -52,11 +53,15 @@ class QueueClient:
         """Items of this worker that no prefill worker has begun."""
         return sum(pushed.is_waiting for pushed in self._pushed.values())
 
+    def waits(self) -> list[float]:
+        """For how many seconds each of them has waited."""
+        return [pushed.age for pushed in self._pushed.values() if pushed.is_waiting]
+
     async def pick(self, request: GenerateRequest) -> QueuedPrefill:
         if QUEUE_ID in request.avoid:
             raise NoInstanceError("the prefill queue has failed this request already")
         if not self._broker.is_usable:
-            raise self._is_gone()
+            raise QueueUnusableError("the prefill queue cannot be reached: NATS is gone (--nats-server)")
         return QueuedPrefill(self, request)
 
     def instance_ids(self) -> Collection[int]:
@@ -116,12 +121,9 @@ class QueueClient:
         if subject:
             in_background(self._broker.tell(subject, YES if yes else NO))
 
-    def _lost(self) -> None:
+    def _lost(self, why: str) -> None:
         for pushed in self._pushed.values():
-            pushed.fail(self._is_gone())
-
-    def _is_gone(self) -> PeerUnavailableError:
-        return PeerUnavailableError("the prefill queue cannot be reached: NATS is gone (--nats-server)")
+            pushed.fail(QueueUnusableError(f"the prefill queue cannot be reached: {why}"))
 
 
 class QueuedPrefill:

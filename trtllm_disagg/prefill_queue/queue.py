@@ -68,7 +68,7 @@ class NatsPrefillQueue:
         self._config = config
         self._broker = broker
         self.client = QueueClient(broker, config.queue_timeout)
-        self._watch = DepthWatch(broker, lambda: self.client.num_waiting)
+        self._watch = DepthWatch(broker, self.client.waits)
         self._puller: Puller | None = None
 
     async def open(self) -> None:
@@ -100,12 +100,12 @@ class NatsPrefillQueue:
         await self._broker.close()
 
 
-async def open_prefill_queue(config: WorkerConfig) -> PrefillQueue:
-    """Raises ConfigError when NATS is not there."""
+async def open_prefill_queue(config: WorkerConfig, kind: str) -> PrefillQueue:
+    """That of all workers of this kind (`pairing.kind_of`). Raises ConfigError when NATS is not there."""
     # A decode worker that is a second stage pushes after a switch.
     if config.prefill_dispatch == "direct" or not config.may_switch:
         return NoPrefillQueue()
-    broker = await Broker.connect(config.nats_server, Names.of(config))
+    broker = await Broker.connect(config.nats_server, Names.of(config, kind))
     queue = NatsPrefillQueue(config, broker)
     await queue.open()
     return queue

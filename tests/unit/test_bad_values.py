@@ -1,0 +1,141 @@
+"""Values that nobody means are refused by name before anything is built, however odd they are."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.args import parse_worker_args
+from trtllm_disagg.config import WorkerConfig
+from trtllm_disagg.deployment.cli import add_arguments, config_from
+from trtllm_disagg.deployment.run_dir import RunDir
+from trtllm_disagg.engine_config import build_engine_args, with_engine_args
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.handlers.policy import Policy
+
+HUGE = "99999999999999999999999"
+LONG = "x" * 5000
+
+
+def built(*flags: str) -> WorkerConfig:
+    """As far as a worker gets before it loads anything."""
+    config = parse_worker_args(["--model", "org/model", "--engine", "embedded", *flags], {})
+    config = with_engine_args(config, build_engine_args(config))
+    Policy.of(config, 16)
+    return config
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--max-tries",
+        "--breaker-failures",
+        "--max-batch-size",
+        "--max-num-tokens",
+        "--max-seq-len",
+        "--tensor-parallel-size",
+    ],
+)
+def test_a_number_that_is_too_large_to_be_meant(flag: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{flag}: {HUGE} is not allowed; expected a whole number from 1 to"
+    ):
+        built("--disaggregation-mode", "decode", flag, HUGE)
+
+
+def test_as_many_tries_as_instances_can_be_avoided() -> None:
+    """What has failed a request travels with it, and that list is bounded."""
+    assert built("--disaggregation-mode", "decode", "--max-tries", "64").max_tries == 64
+    with pytest.raises(
+        ConfigError, match="--max-tries: 65 is not allowed; expected a whole number from 1 to 64"
+    ):
+        built("--disaggregation-mode", "decode", "--max-tries", "65")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nats://127.0.0.1:99999",
+        "nats://127.0.0.1:port",
+        "nats://[::1:4222",
+        "nats://:4222",
+        "nats://",
+        "nats://one:4222,nats://two:x",
+        "http://127.0.0.1:4222",
+    ],
+)
+def test_an_address_of_nats_that_is_none(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--nats-server: .* is not allowed; expected nats://host:port"):
+        built("--disaggregation-mode", "decode", "--prefill-dispatch", "queue", "--nats-server", url)
+
+
+@pytest.mark.parametrize("url", ["nats://h", "nats://[::1]:4222", "tls://u:p@h:1,nats://b"])
+def test_addresses_of_nats(url: str) -> None:
+    assert built("--nats-server", url).nats_server == url
+
+
+@pytest.mark.parametrize(
+    "flag", ["--extra-engine-args", "--policy-file", "--custom-jinja-template", "--model"]
+)
+@pytest.mark.parametrize("path", [LONG, "/" + LONG, "nul\0"], ids=["long", "absolute", "nul"])
+def test_a_path_that_cannot_be_one(flag: str, path: str) -> None:
+    if flag == "--model" and not path.startswith("/"):
+        pytest.skip("a name on the hub")
+    with pytest.raises(ConfigError, match=flag) as raised:
+        built("--disaggregation-mode", "decode", flag, path)
+    assert len(str(raised.value)) < 1000
+
+
+UNREADABLE = {
+    "a date that is none": "max_batch_size: 2020-13-45",
+    "too deep": "[" * 3000,
+    "half a list": "max_batch_size: [",
+    "a tab": "a:\n\tb: 1",
+}
+
+
+@pytest.mark.parametrize("flag", ["--extra-engine-args", "--policy-file"])
+@pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_file_that_is_no_yaml(flag: str, content: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as raised:
+        built("--disaggregation-mode", "decode", flag, str(file))
+    assert str(file) in str(raised.value)
+    assert "YAML" in str(raised.value)
+
+
+def test_a_value_that_grows_when_it_is_shown(tmp_path: Path) -> None:
+    """Nine lists, each of nine times the one before: 4 million names in 300 bytes."""
+    lines = ["l0: &l0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 7)]
+    file = tmp_path / "settings.yaml"
+    file.write_text("\n".join([*lines, "max_batch_size: *l6"]))
+    with pytest.raises(ConfigError, match=r"max_batch_size|l0") as raised:
+        built("--extra-engine-args", str(file))
+    assert len(str(raised.value)) < 5000
+
+
+def up(*flags: str) -> Any:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return config_from(parser.parse_args(["--strategy", "agg", "--model", "m", *flags]))
+
+
+@pytest.mark.parametrize("flag", ["--startup-timeout", "--stop-timeout"])
+def test_a_time_that_is_no_number(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: nan is not allowed"):
+        up(flag, "nan", "--run-dir", str(tmp_path))
+
+
+@pytest.mark.parametrize("make", ["file", "in a file", "in proc"])
+def test_a_run_directory_that_cannot_be_one(make: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    path = {"file": file, "in a file": file / "run", "in proc": Path("/proc/run")}[make]
+    with pytest.raises(ConfigError, match=r"--run-dir: .* is not allowed; expected a directory that"):
+        RunDir.claim(replace(up("--run-dir", str(path))).run_dir)

@@ -1,0 +1,37 @@
+"""A worker whose /metrics and /health nobody could reach does not start."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.runtime.system_port import require_system_port
+
+HOST = "127.0.0.1"
+
+
+def wanting(port: str) -> None:
+    require_system_port({"DYN_SYSTEM_PORT": port, "DYN_SYSTEM_HOST": HOST})
+
+
+def test_a_port_that_somebody_has_is_named_and_free_again_later() -> None:
+    with socket.create_server((HOST, 0)) as somebody:
+        port = str(somebody.getsockname()[1])
+        with pytest.raises(
+            ConfigError, match=rf"DYN_SYSTEM_PORT: '{port}' is not allowed; expected a port on {HOST}"
+        ):
+            wanting(port)
+    wanting(port)
+    wanting(port)
+
+
+@pytest.mark.parametrize("port", ["", "-1", "0"])
+def test_no_port_or_any(port: str) -> None:
+    wanting(port)
+
+
+def test_a_number_that_is_no_port() -> None:
+    with pytest.raises(ConfigError, match="DYN_SYSTEM_PORT: '70000' is not allowed"):
+        wanting("70000")
