@@ -15,6 +15,7 @@ from trtllm_disagg.handlers.deciding import QueueDepth, conditional, create_deci
 from trtllm_disagg.handlers.ladder import Rung, ladder
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.parts import Parts
+from trtllm_disagg.handlers.patience import patience_of
 from trtllm_disagg.handlers.policy import Policy
 from trtllm_disagg.handlers.pushing import LocalPush, bare_push
 from trtllm_disagg.handlers.relay import relayed
@@ -41,8 +42,8 @@ def build_generate(
     if name in ("agg", Strategy.ROUTER):
         return _named(name, build_strategy(name, Parts(config.role, engine, stage)))
     breaker = Breaker(config.breaker_failures, config.breaker_seconds)
-    deadlines = {"prefill": config.prefill_timeout, "decode": config.first_decode_token_timeout}
-    watched = WatchedStage(stage, breaker, deadlines)
+    patience = patience_of(config)
+    watched = WatchedStage(stage, breaker, patience)
     parts = Parts(
         config.role,
         engine,
@@ -51,7 +52,7 @@ def build_generate(
         config.prefill_timeout,
         config.first_decode_token_timeout,
         choose_protocol(config.handoff_protocol),
-        prefills and WatchedStage(prefills, breaker, deadlines),
+        prefills and WatchedStage(prefills, breaker, patience),
     )
     return served(parts, _chosen(config, parts, watched, waiting or watched, policy))
 

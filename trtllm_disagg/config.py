@@ -104,6 +104,7 @@ class WorkerConfig:
     queue_timeout: float = option(30.0, rule=SECONDS)
     prefill_timeout: float = option(120.0, rule=SECONDS)
     first_decode_token_timeout: float = option(60.0, rule=SECONDS)
+    next_decode_token_timeout: float = option(60.0, rule=SECONDS)
 
     namespace: str = option("dynamo", rule=NAMESPACE)
     endpoint: str | None = option(None, rule=ENDPOINT_ID)
@@ -177,11 +178,8 @@ class WorkerConfig:
             allowed = "direct with --schedule-style generation_first"
             raise ConfigError.bad_value(flag_of("prefill_dispatch"), self.prefill_dispatch, allowed)
         if self.max_beam_width > 1 and self.role is not Role.AGG:
-            raise ConfigError.bad_value(
-                flag_of("max_beam_width"),
-                self.max_beam_width,
-                f"1 in mode {self.role}, because KV transfer carries one beam",
-            )
+            allowed = f"1 in mode {self.role}, because KV transfer carries one beam"
+            raise ConfigError.bad_value(flag_of("max_beam_width"), self.max_beam_width, allowed)
 
     def _check_orchestration(self) -> None:
         if self.may_switch:
