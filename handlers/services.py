@@ -20,6 +20,7 @@ from trtllm_disagg.handlers.policy import Policy
 from trtllm_disagg.handlers.pushing import LocalPush, bare_push
 from trtllm_disagg.handlers.relay import relayed
 from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.handlers.resume import always, only_if_it_must
 from trtllm_disagg.handlers.strategies import ORDERS, build_strategy
 from trtllm_disagg.handlers.watched import WatchedStage
 from trtllm_disagg.protocols.choose import choose_protocol
@@ -65,9 +66,9 @@ def _chosen(
 
     def with_fallback(whole: Generate) -> Generate:
         rungs = [Rung("other_instance", whole)] * config.max_tries
-        return ladder(
-            [*rungs, Rung("local", local, "local")] if config.on_missing_stage == "local" else rungs
-        )
+        if config.on_missing_stage == "local":
+            rungs = [*rungs, Rung("local", local, "local")]
+        return ladder(rungs, always if parts.engine.is_exact else only_if_it_must)
 
     ways: dict[str, Generate] = {
         "local": local,

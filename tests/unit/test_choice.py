@@ -10,7 +10,10 @@ from trtllm_disagg.testing.pair import make_pair
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-ALLOWED = "expected one of disagg:auto, disagg:decode_first, disagg:local, disagg:prefill_first, disagg:next=INSTANCE,..."
+ALLOWED = (
+    "expected one of disagg:auto, disagg:decode_first, disagg:local, disagg:prefill_first, "
+    "disagg:next=INSTANCE,..."
+)
 
 
 @pytest.mark.parametrize("order", ORDERS)
