@@ -14,6 +14,7 @@ from trtllm_disagg.handlers.choice import Choice
 from trtllm_disagg.handlers.deciding import QueueDepth, conditional, create_decider
 from trtllm_disagg.handlers.ladder import Rung, ladder
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.nothing_left import ending_what_is_complete
 from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.handlers.patience import patience_of
 from trtllm_disagg.handlers.policy import Policy
@@ -41,7 +42,8 @@ def build_generate(
     policy = policy or Policy.of(config, config.kv_block_size)
     name = "agg" if config.role is Role.AGG else config.strategy.value
     if name in ("agg", Strategy.ROUTER):
-        return _named(name, build_strategy(name, Parts(config.role, engine, stage)))
+        whole = _named(name, build_strategy(name, Parts(config.role, engine, stage)))
+        return ending_what_is_complete(whole)
     breaker = Breaker(config.breaker_failures, config.breaker_seconds)
     patience = patience_of(config)
     watched = WatchedStage(stage, breaker, patience)
@@ -55,7 +57,8 @@ def build_generate(
         choose_protocol(config.handoff_protocol),
         prefills and WatchedStage(prefills, breaker, patience),
     )
-    return served(parts, _chosen(config, parts, watched, waiting or watched, policy))
+    chosen = _chosen(config, parts, watched, waiting or watched, policy)
+    return ending_what_is_complete(served(parts, chosen))
 
 
 def _chosen(
