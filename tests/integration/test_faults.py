@@ -71,8 +71,11 @@ async def ask_all(
     return list(await asyncio.gather(*(ask(client, deployment, i, max_tokens) for i in range(len(PROMPTS)))))
 
 
-def texts(answers: list[httpx.Response]) -> list[tuple[str, Any]]:
-    """With the logprobs of those that have some."""
+#: A text, and the logprobs of its tokens if it has some.
+Said = tuple[str, list[float] | None]
+
+
+def texts(answers: list[httpx.Response]) -> list[Said]:
     assert [answer.status_code for answer in answers] == [200] * len(answers), answers[0].text
     choices = [answer.json()["choices"][0] for answer in answers]
     return [(choice["text"], (choice.get("logprobs") or {}).get("token_logprobs")) for choice in choices]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.integration.test_faults import PROMPTS, ask, ask_all, config, texts, told
+from tests.integration.test_faults import PROMPTS, Said, ask, ask_all, config, texts, told
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.process import ManagedProcess
@@ -57,7 +57,7 @@ async def test_a_queue_in_front_of_two_prefill_workers_outlives_one_of_them_and_
 
 
 async def a_prefill_worker_dies_under_load(
-    client: httpx.AsyncClient, deployment: Deployment, undisturbed: list[str]
+    client: httpx.AsyncClient, deployment: Deployment, undisturbed: list[Said]
 ) -> None:
     running = [asyncio.create_task(ask(client, deployment, i, 100)) for i in range(len(PROMPTS))]
     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED, timeout=0.2)
@@ -67,7 +67,7 @@ async def a_prefill_worker_dies_under_load(
 
 
 async def nats_goes_and_comes_back(
-    client: httpx.AsyncClient, deployment: Deployment, undisturbed: list[str]
+    client: httpx.AsyncClient, deployment: Deployment, undisturbed: list[Said]
 ) -> None:
     """Without it every worker answers alone, and says so."""
     (nats,) = deployment.of_role("nats")
