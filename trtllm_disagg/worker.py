@@ -33,6 +33,7 @@ from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import Registration, Runtime, ServedModel
+from trtllm_disagg.runtime.freeze import watch_for_freezes
 from trtllm_disagg.standing import Standing
 from trtllm_disagg.types import Generate
 
@@ -101,7 +102,7 @@ async def _serve(
         )
 
     try:
-        async with _stop_when_dead(engine, runtime), _watching(config, policy):
+        async with _stop_when_dead(engine, runtime), _watching(config, policy, standing):
             await _serve_and(introduce(), runtime, generate, standing)
     finally:
         for publisher in publishers:
@@ -189,15 +190,18 @@ def _drain(engine: Engine, queue: PrefillQueue) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def _watching(config: WorkerConfig, policy: Policy) -> AsyncIterator[None]:
-    if config.policy_file is None:
-        yield
-        return
-    watcher = asyncio.create_task(watch_policy_file(Path(config.policy_file), policy), name="policy-file")
+async def _watching(config: WorkerConfig, policy: Policy, standing: Standing) -> AsyncIterator[None]:
+    watchers: list[asyncio.Task[None]] = []
+    if config.policy_file is not None:
+        watching = watch_policy_file(Path(config.policy_file), policy)
+        watchers.append(asyncio.create_task(watching, name="policy-file"))
+    if config.discovery_backend == "file":
+        watchers.append(asyncio.create_task(watch_for_freezes(standing.renew), name="freezes"))
     try:
         yield
     finally:
-        watcher.cancel()
+        for watcher in watchers:
+            watcher.cancel()
 
 
 @contextlib.asynccontextmanager
