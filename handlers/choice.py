@@ -6,12 +6,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.live import Live
+from trtllm_disagg.handlers.pins import NEXT
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 #: `nvext.annotations: ["disagg:decode_first"]`.
 PREFIX = "disagg:"
-#: Such an annotation with a value, `disagg:next=12ab`, is not about the way.
-_ASSIGNMENT = "="
 
 
 class Choice:
@@ -35,8 +34,8 @@ class Choice:
         self._check(request)
         if request.errand is not None and request.errand.strategy is not None:
             name, reason = self._known(request.errand.strategy), "asked_by_worker"
-        elif (asked := asked_way(request)) is not None:
-            name, reason = self._known(asked), "annotation"
+        elif (asked := self._asked(request)) is not None:
+            name, reason = asked, "annotation"
         else:
             name, reason = self._strategy.value, "default"
             request.journey.chose(name, reason)
@@ -44,20 +43,21 @@ class Choice:
         request.journey.chose(name, reason)
         return self._ways[name](request, context)
 
+    def _asked(self, request: GenerateRequest) -> str | None:
+        """Raises InvalidRequestError when it asks for two."""
+        words = [a for a in request.annotations if a.startswith(PREFIX) and not a.startswith(NEXT)]
+        names = [self._known(word.removeprefix(PREFIX)) for word in dict.fromkeys(words)]
+        if len(names) > 1:
+            both = " and ".join(PREFIX + name for name in names)
+            raise InvalidRequestError(
+                f"nvext.annotations: {both} contradict each other; expected one of them"
+            )
+        return names[0] if names else None
+
     def _known(self, name: str) -> str:
         if name not in self._ways:
-            allowed = ", ".join(PREFIX + way for way in sorted(self._ways))
+            allowed = ", ".join([*(PREFIX + way for way in sorted(self._ways)), NEXT + "INSTANCE,..."])
             raise InvalidRequestError(
                 f"nvext.annotations: {PREFIX + name!r} is not allowed; expected one of {allowed}"
             )
         return name
-
-
-def asked_way(request: GenerateRequest) -> str | None:
-    """Raises InvalidRequestError when it asks for two."""
-    words = [a.removeprefix(PREFIX) for a in request.annotations if a.startswith(PREFIX)]
-    names = list(dict.fromkeys(word for word in words if _ASSIGNMENT not in word))
-    if len(names) > 1:
-        both = " and ".join(PREFIX + name for name in names)
-        raise InvalidRequestError(f"nvext.annotations: {both} contradict each other; expected one of them")
-    return names[0] if names else None

@@ -19,7 +19,7 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     StageTimeoutError,
 )
-from trtllm_disagg.handlers.resume import depends_on_text_only, has_ended, rest_of, the_end
+from trtllm_disagg.handlers.resume import Replays, has_ended, only_if_it_must, rest_of, the_end
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Rung(NamedTuple):
     strategy: str | None = None
 
 
-def ladder(rungs: Sequence[Rung]) -> Generate:
+def ladder(rungs: Sequence[Rung], replays: Replays = only_if_it_must) -> Generate:
     """The first rung, else the next one, bounded by their number.
 
     The caller's faults are final, and so is what this worker's own engine fails at. Each rung makes a handoff of
@@ -42,7 +42,7 @@ def ladder(rungs: Sequence[Rung]) -> Generate:
     """
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        request = _repeatable(request)
+        request = _repeatable(request) if replays(request) else request
         delivered: list[int] = []
         is_over = is_alone = False
         error: DisaggError | None = None
@@ -58,7 +58,7 @@ def ladder(rungs: Sequence[Rung]) -> Generate:
                 if has_ended(request, delivered):
                     yield the_end(request, delivered)
                     return
-            rest = rest_of(request, delivered)
+            rest = rest_of(request, delivered, replays)
             try:
                 async with aclosing(rung.generate(rest.request, context)) as chunks:
                     async for chunk in chunks:
@@ -94,7 +94,7 @@ def _may_go_on(error: DisaggError) -> bool:
 def _repeatable(request: GenerateRequest) -> GenerateRequest:
     """An answer that may have to be given twice needs a seed, or it would be another one."""
     sampling = request.sampling
-    if sampling.seed is not None or depends_on_text_only(request):
+    if sampling.seed is not None:
         return request
     seed = {"seed": secrets.randbits(31)}
     raw_sampling = dict(request.raw.get("sampling_options") or {}) | seed

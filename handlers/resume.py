@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -35,7 +36,9 @@ class Everything:
 class Appended:
     """What the client has becomes part of the prompt, as Dynamo's migration does it.
 
-    Exact where the next token depends on the text so far, its position and the seed only (`depends_on_text_only`).
+    For answers whose next token depends on the text so far, its position and the seed only (`depends_on_text_only`).
+    Prefill computes a token's KV by other sums than decoding did, so of two tokens that are all but equally likely
+    the other one may come.
     """
 
     def __init__(self, request: GenerateRequest, delivered: list[int]) -> None:
@@ -69,8 +72,8 @@ class Appended:
 class Replayed:
     """The same request once more, and its answer without what the client has.
 
-    For answers that depend on more than the text: penalties count generated tokens only, a grammar starts with the
-    answer. With a seed (or none to draw) the engine gives the same tokens again.
+    Exact, and right for answers that depend on more than the text, too: penalties count generated tokens only, a
+    grammar starts with the answer. With a seed (or none to draw) the engine gives the same tokens again.
     """
 
     def __init__(self, request: GenerateRequest, delivered: list[int]) -> None:
@@ -89,12 +92,24 @@ class Replayed:
         return _without_first(chunk, count)
 
 
-def rest_of(request: GenerateRequest, delivered: list[int]) -> Rest:
+#: Is the answer to this request gone on with by giving it once more?
+Replays = Callable[[GenerateRequest], bool]
+
+
+def always(request: GenerateRequest) -> bool:
+    """For engines that give the same answer again to the bit. It takes as long as it did the first time."""
+    return True
+
+
+def only_if_it_must(request: GenerateRequest) -> bool:
+    """For all others: what can be appended is."""
+    return not depends_on_text_only(request)
+
+
+def rest_of(request: GenerateRequest, delivered: list[int], replays: Replays = only_if_it_must) -> Rest:
     if not delivered:
         return Everything(request)
-    if depends_on_text_only(request):
-        return Appended(request, delivered)
-    return Replayed(request, delivered)
+    return (Replayed if replays(request) else Appended)(request, delivered)
 
 
 def depends_on_text_only(request: GenerateRequest) -> bool:

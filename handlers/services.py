@@ -15,11 +15,14 @@ from trtllm_disagg.handlers.choice import Choice
 from trtllm_disagg.handlers.deciding import QueueDepth, conditional, create_decider
 from trtllm_disagg.handlers.ladder import Rung, ladder
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.nothing_left import ending_what_is_complete
 from trtllm_disagg.handlers.parts import Parts
+from trtllm_disagg.handlers.patience import patience_of
 from trtllm_disagg.handlers.policy import Policy
 from trtllm_disagg.handlers.pushing import LocalPush, bare_push
 from trtllm_disagg.handlers.relay import relayed
 from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.handlers.resume import always, only_if_it_must
 from trtllm_disagg.handlers.strategies import ORDERS, build_strategy
 from trtllm_disagg.handlers.watched import WatchedStage
 from trtllm_disagg.protocols.choose import choose_protocol
@@ -40,10 +43,11 @@ def build_generate(
     policy = policy or Policy.of(config, config.kv_block_size)
     name = "agg" if config.role is Role.AGG else config.strategy.value
     if name in ("agg", Strategy.ROUTER):
-        return _named(name, build_strategy(name, Parts(config.role, engine, stage)))
+        whole = _named(name, build_strategy(name, Parts(config.role, engine, stage)))
+        return ending_what_is_complete(whole)
     breaker = Breaker(config.breaker_failures, config.breaker_seconds)
-    deadlines = {"prefill": config.prefill_timeout, "decode": config.first_decode_token_timeout}
-    watched = WatchedStage(stage, breaker, deadlines)
+    patience = patience_of(config)
+    watched = WatchedStage(stage, breaker, patience)
     parts = Parts(
         config.role,
         engine,
@@ -52,9 +56,10 @@ def build_generate(
         config.prefill_timeout,
         config.first_decode_token_timeout,
         choose_protocol(config.handoff_protocol),
-        prefills and WatchedStage(_attended(config, prefills, stage), breaker, deadlines),
+        prefills and WatchedStage(_attended(config, prefills, stage), breaker, patience),
     )
-    return served(parts, _chosen(config, parts, watched, waiting or watched, policy))
+    chosen = _chosen(config, parts, watched, waiting or watched, policy)
+    return ending_what_is_complete(served(parts, chosen))
 
 
 def _attended(config: WorkerConfig, queue: StageClient, workers: StageClient) -> StageClient:
@@ -71,9 +76,9 @@ def _chosen(
 
     def with_fallback(whole: Generate) -> Generate:
         rungs = [Rung("other_instance", whole)] * config.max_tries
-        return ladder(
-            [*rungs, Rung("local", local, "local")] if config.on_missing_stage == "local" else rungs
-        )
+        if config.on_missing_stage == "local":
+            rungs = [*rungs, Rung("local", local, "local")]
+        return ladder(rungs, always if parts.engine.is_exact else only_if_it_must)
 
     ways: dict[str, Generate] = {
         "local": local,

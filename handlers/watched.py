@@ -1,8 +1,7 @@
-"""Calls of the other stage, with a deadline for their first answer, and a breaker that hears how they end."""
+"""Calls of the other stage, with deadlines for their answers, and a breaker that hears how they end."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -16,6 +15,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.breaker import Breaker
+from trtllm_disagg.handlers.patience import Alarm, Patience
 from trtllm_disagg.handlers.remote import StageClient, StageInstance
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
@@ -24,11 +24,11 @@ _FAULTS = (PeerUnavailableError, StageTimeoutError, EngineError)
 
 
 class WatchedStage:
-    def __init__(self, stage: StageClient, breaker: Breaker, seconds: Mapping[str, float]) -> None:
-        """`seconds`: by the errand's stage, until its first answer."""
+    def __init__(self, stage: StageClient, breaker: Breaker, patience: Mapping[str, Patience]) -> None:
+        """`patience`: by the errand's stage."""
         self._stage = stage
         self._breaker = breaker
-        self._seconds = seconds
+        self._patience = patience
         self._unanswered = Unanswered()
 
     def instance_ids(self) -> Collection[int]:
@@ -56,7 +56,7 @@ class WatchedStage:
             if cautious is request:
                 raise
             picked = await self._stage.pick(request)
-        return WatchedInstance(picked, self._breaker, self._seconds, self._unanswered)
+        return WatchedInstance(picked, self._breaker, self._patience, self._unanswered)
 
 
 class Unanswered:
@@ -65,18 +65,24 @@ class Unanswered:
     def __init__(self) -> None:
         self.count = 0
 
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+
 
 class WatchedInstance:
     def __init__(
         self,
         instance: StageInstance,
         breaker: Breaker,
-        seconds: Mapping[str, float],
+        patience: Mapping[str, Patience],
         unanswered: Unanswered,
     ) -> None:
         self._instance = instance
         self._breaker = breaker
-        self._seconds = seconds
+        self._patience = patience
         self._unanswered = unanswered
 
     @property
@@ -89,30 +95,19 @@ class WatchedInstance:
     async def call(
         self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
+        stage = str(request["errand"]["stage"])
+        patience = self._patience[stage]
+        first, further = f"answer to {stage}", f"further answer to {stage}"
         try:
             async with aclosing(self._instance.call(request, context)) as answers:
-                first = await self._first(answers, str(request.get("errand", {}).get("stage")))
-                if first is not None:
-                    yield first
-                    async for answer in answers:
+                with Alarm(self.instance_id) as alarm:
+                    with self._unanswered:
+                        answer = await alarm.within(patience.first, anext(answers, None), first)
+                    while answer is not None:
                         yield answer
+                        answer = await alarm.within(patience.next, anext(answers, None), further)
                 self._breaker.succeeded(self.instance_id)
         except DisaggError as error:
             if isinstance(error, _FAULTS) and not isinstance(error, QueueUnusableError):
                 self._breaker.failed(self.instance_id)
             raise
-
-    async def _first(
-        self, answers: AsyncGenerator[dict[str, Any], None], stage: str
-    ) -> dict[str, Any] | None:
-        seconds = self._seconds.get(stage)
-        self._unanswered.count += 1
-        try:
-            async with asyncio.timeout(seconds):
-                return await anext(answers, None)
-        except TimeoutError:
-            late = StageTimeoutError(f"no answer to {stage} within {seconds:g} s")
-            late.peer = self.instance_id
-            raise late from None
-        finally:
-            self._unanswered.count -= 1

@@ -60,13 +60,28 @@ def run(argv: list[str]) -> int:
         prog=f"trtllm-disagg {name}", description=COMMANDS[name].help, allow_abbrev=False
     )
     module.add_arguments(parser)
-    namespace, unknown = parser.parse_known_args(arguments)
+    namespace, unknown = parser.parse_known_args(_with_values(arguments))
     if unknown:
         from trtllm_disagg.args import refuse_unknown_arguments
 
         refuse_unknown_arguments(parser, unknown)
     _log_to_stderr()
     return int(module.run(namespace))
+
+
+def _with_values(arguments: list[str]) -> list[str]:
+    """`--worker-args '--flag'` as `--worker-args=--flag`: argparse takes a value of one word for a flag of its own."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] in _TAKE_FLAGS:
+            joined[-1] += "=" + argument
+        else:
+            joined.append(argument)
+    return joined
+
+
+#: Flags of any command whose value is made of flags for somebody else.
+_TAKE_FLAGS = ("--worker-args", "--frontend-args")
 
 
 def _command(name: str) -> Command:

@@ -105,6 +105,7 @@ class WorkerConfig:
     queue_timeout: float = option(30.0, rule=SECONDS)
     prefill_timeout: float = option(120.0, rule=SECONDS)
     first_decode_token_timeout: float = option(60.0, rule=SECONDS)
+    next_decode_token_timeout: float = option(60.0, rule=SECONDS)
 
     namespace: str = option("dynamo", rule=NAMESPACE)
     endpoint: str | None = option(None, rule=ENDPOINT_ID)

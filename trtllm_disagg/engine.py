@@ -113,6 +113,11 @@ class Engine:
         llm = api.llm(**args)
         return cls(api, llm, args.get("max_seq_len") or _max_positions(args["model"]), machine_id)
 
+    @property
+    def is_exact(self) -> bool:
+        """It gives the same tokens when it is asked again, whatever else it runs. TensorRT-LLM does not say so."""
+        return bool(getattr(self.llm, "is_exact", False))
+
     def start_both(self, request: GenerateRequest) -> Any:
         return self._start(request, None, streaming=True)
 

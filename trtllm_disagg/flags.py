@@ -80,6 +80,7 @@ FLAG_GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("queue_timeout", "seconds that a prefill may wait in the queue", _OURS_ONLY),
         Flag("prefill_timeout", "seconds that a prefill may take, waiting included", _OURS_ONLY),
         Flag("first_decode_token_timeout", "seconds from handoff to decode's first token", _OURS_ONLY),
+        Flag("next_decode_token_timeout", "seconds from there to its next one, and so on", _OURS_ONLY),
     ),
     "endpoints and planes": (
         Flag("namespace", "Dynamo namespace", _RUNTIME),

@@ -22,4 +22,5 @@ ORCHESTRATION = (
     "queue_timeout",
     "prefill_timeout",
     "first_decode_token_timeout",
+    "next_decode_token_timeout",
 )

@@ -30,6 +30,8 @@ class Registration(Protocol):
 
     async def stand_by(self) -> None: ...
 
+    async def renew(self) -> None: ...
+
 
 class OtherStage(Protocol):
     """`handlers.remote.StageClient`, as far as it is used here."""
@@ -74,6 +76,11 @@ class Standing:
                 await self._registration.enter()
             else:
                 await self._registration.stand_by()
+
+    async def renew(self) -> None:
+        """Discovery may have forgotten this worker."""
+        async with self._changing:
+            await self._registration.renew()
 
     async def obey(self, raw: Any) -> dict[str, Any]:
         """Do what a control command says; the answer is JSON. Raises a DisaggError, and then nothing has changed."""

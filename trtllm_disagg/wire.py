@@ -88,7 +88,8 @@ def _require_servable(request: GenerateRequest) -> None:
         )
     if request.sampling.use_beam_search:
         raise InvalidRequestError("use_beam_search=true: KV transfer carries one beam; expected false")
-    if request.stop.max_tokens is not None and request.stop.max_tokens < 1:
+    # 0 comes from no client, but from a frontend whose worker died behind the last token (handlers/nothing_left.py).
+    if request.stop.max_tokens is not None and request.stop.max_tokens < 0:
         raise InvalidRequestError(f"max_tokens={request.stop.max_tokens} is not allowed; expected at least 1")
 
 

@@ -37,6 +37,7 @@ from trtllm_disagg.pairing import describe_worker, kind_of, require_callable, re
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import Registration, Runtime, ServedModel
+from trtllm_disagg.runtime.freeze import watch_for_freezes
 from trtllm_disagg.runtime.system_port import require_system_port
 from trtllm_disagg.standing import Standing
 
@@ -122,7 +123,7 @@ async def _serve(
         )
 
     try:
-        async with _stop_when_dead(engine, runtime), _watching(config, policy):
+        async with _stop_when_dead(engine, runtime), _watching(config, policy, standing):
             serving = runtime.serve(
                 generate, lambda: standing.describe() | namesakes.described(), standing.obey
             )
@@ -230,15 +231,18 @@ def _drain(engine: Engine, queue: PrefillQueue) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def _watching(config: WorkerConfig, policy: Policy) -> AsyncIterator[None]:
-    if config.policy_file is None:
-        yield
-        return
-    watcher = asyncio.create_task(watch_policy_file(Path(config.policy_file), policy), name="policy-file")
+async def _watching(config: WorkerConfig, policy: Policy, standing: Standing) -> AsyncIterator[None]:
+    watchers: list[asyncio.Task[None]] = []
+    if config.policy_file is not None:
+        watching = watch_policy_file(Path(config.policy_file), policy)
+        watchers.append(asyncio.create_task(watching, name="policy-file"))
+    if config.discovery_backend == "file":
+        watchers.append(asyncio.create_task(watch_for_freezes(standing.renew), name="freezes"))
     try:
         yield
     finally:
-        watcher.cancel()
+        for watcher in watchers:
+            watcher.cancel()
 
 
 @contextlib.asynccontextmanager

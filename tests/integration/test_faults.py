@@ -41,11 +41,12 @@ def config(strategy: Strategy, model: Path, run_dir: Path, twice: Role | None = 
     )
 
 
-#: Answers that go on by the text so far, by the seed and position, and only by being given again.
+#: The engine is exact: also the logprobs are those of an undisturbed run, to the bit.
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0.9, "seed": 5},
     {"temperature": 0.9, "seed": 6, "presence_penalty": 0.7},
+    {"temperature": 0, "logprobs": 1},
 )
 PROMPTS = [f"request number {i} of several" for i in range(12)]
 
@@ -70,9 +71,14 @@ async def ask_all(
     return list(await asyncio.gather(*(ask(client, deployment, i, max_tokens) for i in range(len(PROMPTS)))))
 
 
-def texts(answers: list[httpx.Response]) -> list[str]:
+#: A text, and the logprobs of its tokens if it has some.
+Said = tuple[str, list[float] | None]
+
+
+def texts(answers: list[httpx.Response]) -> list[Said]:
     assert [answer.status_code for answer in answers] == [200] * len(answers), answers[0].text
-    return [answer.json()["choices"][0]["text"] for answer in answers]
+    choices = [answer.json()["choices"][0] for answer in answers]
+    return [(choice["text"], (choice.get("logprobs") or {}).get("token_logprobs")) for choice in choices]
 
 
 def told(answer: httpx.Response) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.integration.test_changes_under_load import scale, switch
-from tests.integration.test_faults import PROMPTS, ask, ask_all, config, texts, told
+from tests.integration.test_faults import PROMPTS, Said, ask, ask_all, config, texts, told
 from tests.load import Load, bodies
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.plan import LOOPBACK
@@ -59,7 +59,7 @@ async def test_a_queue_in_front_of_two_prefill_workers_outlives_one_of_them_and_
 
 
 async def a_prefill_worker_dies_under_load(
-    client: httpx.AsyncClient, deployment: Deployment, undisturbed: list[str]
+    client: httpx.AsyncClient, deployment: Deployment, undisturbed: list[Said]
 ) -> None:
     running = [asyncio.create_task(ask(client, deployment, i, 100)) for i in range(len(PROMPTS))]
     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED, timeout=0.2)
@@ -69,7 +69,7 @@ async def a_prefill_worker_dies_under_load(
 
 
 async def nats_goes_and_comes_back(
-    client: httpx.AsyncClient, deployment: Deployment, undisturbed: list[str]
+    client: httpx.AsyncClient, deployment: Deployment, undisturbed: list[Said]
 ) -> None:
     """Without it prefills are sent to one worker each, and every answer says so."""
     (nats,) = deployment.of_role("nats")

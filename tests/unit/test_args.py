@@ -78,6 +78,7 @@ OTHER_VALUES: dict[str, Any] = {
     "queue_timeout": 1.5,
     "prefill_timeout": 7.0,
     "first_decode_token_timeout": 8.0,
+    "next_decode_token_timeout": 9.0,
 }
 #: Only a worker that calls another one takes these.
 CALLERS_ONLY = ("next_endpoint", "schedule_style", *ORCHESTRATION)

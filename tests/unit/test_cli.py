@@ -118,6 +118,15 @@ def test_the_command_gets_its_arguments(command: Any) -> None:
     assert status_of("try", "--level", "7") == 7
 
 
+@pytest.mark.parametrize("flag", ["--worker-args", "--frontend-args"])
+@pytest.mark.parametrize("words", ["--publish-kv-events", "--next-router kv", "-v"])
+def test_flags_for_others_may_be_one_word(flag: str, words: str, command: Any) -> None:
+    """argparse would take that for a flag of its own, and say that a value is missing."""
+    command.add_arguments = lambda parser: parser.add_argument(flag, dest="given")
+    command.run = lambda namespace: int(namespace.given != words)
+    assert status_of("try", flag, words) == 0
+
+
 def test_a_wrong_setting_is_one_line_and_status_2(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(namespace: Any) -> int:
         raise ConfigError.bad_value("--level", 9, "less")

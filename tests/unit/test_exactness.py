@@ -16,7 +16,8 @@ from trtllm_disagg.embedded.model_loader import FAMILIES
 
 NEW_TOKENS = 10
 STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]
-#: Two have a stem in common, of no whole number of tiles; Mistral's window is 40 tokens.
+#: Two have a stem in common, of no whole number of tiles; Mistral's window is 40 tokens. The last one is the start of
+#: that, and ends nowhere in particular.
 PROMPTS = [
     [3],
     STEM + [9] * 53,
@@ -24,6 +25,7 @@ PROMPTS = [
     [5 + i % 7 for i in range(32)],
     [2 + (i * 29) % 251 for i in range(65)],
     [200 - i for i in range(97)],
+    STEM[:77],
 ]
 #: Mixtral is Mistral's attention and Qwen3's experts.
 EXACT_FAMILIES = [family for family in FAMILIES if family != "mixtral"]
@@ -138,7 +140,20 @@ def test_partly_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, co
     assert answer.cached_tokens == len(STEM)
     again = core.run(core.add(longest, NEW_TOKENS))
     assert again.cached_tokens == (128 if copied else 64)
-    assert_same_bits(recorder.take(), {key: row for key, row in solo.items() if key[0] in (1, 2)})
+    assert_same_bits(recorder.take(), only(solo, 1, 2))
+
+
+def test_found_in_a_longer_prompt(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
+    """Its KV was computed in a tile that went on."""
+    core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": 16})
+    for prompt in (PROMPTS[1], PROMPTS[6]):
+        answer = core.run(core.add(prompt, NEW_TOKENS))
+    assert answer.cached_tokens == len(PROMPTS[6]) - 1
+    assert_same_bits(recorder.take(), only(solo, 1, 6))
+
+
+def only(rows: Logits, *prompts: int) -> Logits:
+    return {key: row for key, row in rows.items() if key[0] in prompts}
 
 
 @pytest.mark.parametrize("policy", ["EQUAL_PROGRESS", "FORCE_CHUNK"])

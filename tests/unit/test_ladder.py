@@ -24,6 +24,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.ladder import Rung, ladder
+from trtllm_disagg.handlers.resume import Replays, always, only_if_it_must
 from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.testing.recording_llm import LLM, Script
@@ -71,13 +72,16 @@ def of_peer(error: DisaggError, peer: int) -> DisaggError:
 @given(
     st.lists(st.integers(0, 6), max_size=4),
     st.sampled_from([{}, {"presence_penalty": 0.5}]),
+    st.sampled_from([always, only_if_it_must]),
 )
-def test_every_token_once_wherever_ways_fail(failures: list[int], sampling: dict[str, Any]) -> None:
+def test_every_token_once_wherever_ways_fail(
+    failures: list[int], sampling: dict[str, Any], replays: Replays
+) -> None:
     """Appended or replayed."""
     seen: Seen = []
     ways = [Rung("other_instance", way(seen, after)) for after in failures]
     whole = request(7, sampling_options=sampling)
-    chunks = asyncio.run(collect(ladder([*ways, Rung("local", way(seen))]), whole))
+    chunks = asyncio.run(collect(ladder([*ways, Rung("local", way(seen))], replays), whole))
     assert tokens_of(chunks) == expected_tokens(7)
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
     usage = chunks[-1].completion_usage
@@ -162,10 +166,16 @@ async def test_a_client_that_left_is_not_served_on() -> None:
     assert seen == []
 
 
-async def test_an_answer_that_is_drawn_keeps_its_seed_on_a_replay() -> None:
+@pytest.mark.parametrize(
+    ("sampling", "replays"), [({"presence_penalty": 0.2}, only_if_it_must), ({}, always)]
+)
+async def test_an_answer_that_is_drawn_keeps_its_seed_on_a_replay(
+    sampling: dict[str, Any], replays: Replays
+) -> None:
     seen: Seen = []
-    drawn = request(5, sampling_options={"temperature": 1.0, "presence_penalty": 0.2})
-    await collect(ladder([Rung("a", way(seen, 2)), Rung("b", way(seen))]), drawn)
+    drawn = request(5, sampling_options={"temperature": 1.0, **sampling})
+    await collect(ladder([Rung("a", way(seen, 2)), Rung("b", way(seen))], replays), drawn)
+    assert [r.token_ids for r in seen] == [drawn.token_ids] * 2
     seeds = [r.sampling.seed for r in seen]
     assert seeds[0] is not None
     assert seeds == [r.raw["sampling_options"]["seed"] for r in seen] == [seeds[0]] * 2

@@ -35,6 +35,9 @@ class FakeRegistration:
     async def stand_by(self) -> None:
         """Peers are not watched here."""
 
+    async def renew(self) -> None:
+        await self._change("renew", self.is_there)
+
     async def _change(self, word: str, is_there: bool) -> None:
         await asyncio.sleep(0)
         if self.error is not None:

@@ -19,6 +19,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.breaker import Breaker
+from trtllm_disagg.handlers.patience import Alarm, Patience
 from trtllm_disagg.handlers.watched import WatchedStage
 from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.pair import Pair, make_pair
@@ -68,6 +69,11 @@ async def well() -> AsyncGenerator[dict[str, Any], None]:
     yield {"token_ids": [2]}
 
 
+async def falling_silent() -> AsyncGenerator[dict[str, Any], None]:
+    yield {"token_ids": [1]}
+    await asyncio.Event().wait()
+
+
 async def silent() -> AsyncGenerator[dict[str, Any], None]:
     await asyncio.Event().wait()
     yield {}
@@ -91,7 +97,7 @@ class Clock:
 
 def watched(stage: Stage, clock: Clock | None = None, seconds: float = 30.0) -> WatchedStage:
     breaker = Breaker(2, 5.0, clock or Clock())
-    return WatchedStage(stage, breaker, {"prefill": seconds})
+    return WatchedStage(stage, breaker, {"prefill": Patience(seconds, 2 * seconds)})
 
 
 async def call(stage: WatchedStage) -> tuple[int, list[dict[str, Any]]]:
@@ -165,6 +171,44 @@ async def test_a_silent_instance_is_named_at_its_deadline() -> None:
     with pytest.raises(StageTimeoutError, match=r"no answer to prefill within 0\.01 s") as caught:
         await call(stage)
     assert caught.value.peer == 7
+
+
+async def test_an_instance_that_falls_silent_is_named_too() -> None:
+    """As a frozen worker does: its connections stay."""
+    stage = watched(Stage(i7=falling_silent), seconds=0.01)
+    with pytest.raises(StageTimeoutError, match=r"no further answer to prefill within 0\.02 s") as caught:
+        await call(stage)
+    assert caught.value.peer == 7
+    await fail(stage)
+    assert stage.num_well() == 0
+
+
+async def test_who_reads_slowly_is_no_fault_of_an_instance() -> None:
+    stage = watched(Stage(i7=well), seconds=0.01)
+    instance = await stage.pick(request())
+    answers = []
+    async for answer in instance.call({"errand": {"stage": "prefill"}}, FakeContext()):
+        answers.append(answer)
+        await asyncio.sleep(0.05)
+    assert len(answers) == 2
+
+
+async def test_each_answer_has_its_own_time() -> None:
+    async def slow() -> AsyncGenerator[dict[str, Any], None]:
+        for number in range(6):
+            await asyncio.sleep(0.01)
+            yield {"token_ids": [number]}
+
+    assert len((await call(watched(Stage(i7=slow), seconds=0.03)))[1]) == 6
+
+
+async def test_who_is_cancelled_is_cancelled_whatever_the_alarm_says() -> None:
+    with Alarm(1) as alarm:
+        waiting = asyncio.create_task(alarm.within(0.0, asyncio.Event().wait(), "answer"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
 
 async def test_depth_is_who_waits_beyond_one_for_each_instance() -> None:

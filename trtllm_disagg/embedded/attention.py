@@ -4,8 +4,9 @@ A step packs all rows into one (1, tokens) batch. `StepLayout` says which tokens
 KV lives; it is built once a step and travels through the model's forward as the plain keyword `paged`.
 
 Bitwise reproducibility (facts: engine.md section 1b): prefill queries are cut into tiles aligned to the ABSOLUTE
-position, each attending to the keys up to its own end. So a token's attention is the same sum in the same order
-however its prompt was chunked, batched or found in the prefix cache.
+position, each attending to the keys up to the tile's end, whether its prompt gets that far or not. So a token's
+attention is the same sum in the same order however its prompt was chunked, batched or found in the prefix cache, and
+however long it is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from trtllm_disagg.embedded.decode_rows import DecodeRows
 from trtllm_disagg.embedded.scheduler import Row
@@ -91,7 +92,7 @@ class StepLayout:
         ends = np.cumsum([row.num_tokens for row in rows]) - 1
         #: Packed index of each sampling row's last token.
         self.last = torch.from_numpy(ends[[row.samples for row in rows]]).to(pool.kv.device)
-        self._masks: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -185,22 +186,22 @@ class StepLayout:
             first = max(0, tile_start - window + 1) // TILE * TILE if window else 0
             attended = attention(
                 _at_its_place(query[rows], begin - tile_start).transpose(0, 1)[None],
-                k[:, :, first:end],
-                v[:, :, first:end],
-                attn_mask=self._mask(tile_start, first, end, window or 0),
+                _whole_tiles(k[:, :, first:end]),
+                _whole_tiles(v[:, :, first:end]),
+                attn_mask=self._mask(tile_start, first, window or 0),
                 scale=scale,
                 enable_gqa=grouped,
             )
             out[rows] = attended[0, :, begin - tile_start : end - tile_start].transpose(0, 1)
             begin = end
 
-    def _mask(self, tile_start: int, first: int, end: int, window: int) -> torch.Tensor:
-        """(TILE, end - first), True where a query may look; the same for every layer of the step."""
-        key = (tile_start, first, end, window)
+    def _mask(self, tile_start: int, first: int, window: int) -> torch.Tensor:
+        """(TILE, tile_start + TILE - first), True where a query may look; the same for every layer of the step."""
+        key = (tile_start, first, window)
         if key not in self._masks:
             device = self.pool.kv.device
             queries = torch.arange(tile_start, tile_start + TILE, device=device)[:, None]
-            positions = torch.arange(first, end, device=device)[None]
+            positions = torch.arange(first, tile_start + TILE, device=device)[None]
             mask = positions <= queries
             if window:
                 mask &= positions > queries - window
@@ -229,6 +230,15 @@ def _at_its_place(queries: torch.Tensor, row: int) -> torch.Tensor:
     tile = queries.new_zeros(TILE, *queries.shape[1:])
     tile[row : row + len(queries)] = queries
     return tile
+
+
+def _whole_tiles(run: torch.Tensor) -> torch.Tensor:
+    """(1, heads, tokens, dim), with zeros up to the tile's end: they depend on the number of keys, too.
+
+    Nobody looks there, but what the pool has there may be another sequence's, or infinite.
+    """
+    missing = -run.shape[2] % TILE
+    return pad(run, (0, 0, 0, missing)) if missing else run
 
 
 def paged_attention(

@@ -51,7 +51,7 @@ class EngineCore:
     def __init__(self, args: LlmArgs, wake: Callable[[], None], team: Alone | Team | None = None) -> None:
         """`wake` is called from other threads when a transfer ended and `step` has something to do."""
         self._team = team = team or Alone()
-        device = choose_device(args.embedded.device, team.size)
+        self._device = device = choose_device(args.embedded.device, team.size)
         self.shape = read_shape(Path(args.model), args.dtype)
         kv_config = args.kv_cache_config
         size = kv_config.tokens_per_block
@@ -87,6 +87,7 @@ class EngineCore:
             end_ids=self.shape.end_ids,
             endpoint=self.transfers.endpoint,
             pids=self._team.pids,
+            is_exact=self.shape.is_exact_on(self._device),
         )
 
     # -- commands
@@ -113,9 +114,7 @@ class EngineCore:
         found = self.scheduler.find(request_id)
         if not found and not self._meetings.abort(request_id):
             self.transfers.release_request(request_id)
-        for sequence in found:
-            if sequence.aborted:
-                continue
+        for sequence in [each for each in found if not each.aborted]:
             self._outputs.append(TokenOutput(request_id, sequence.index, finish_reason="cancelled"))
             if sequence.is_filled:
                 sequence.aborted = True

@@ -199,6 +199,11 @@ class LLM:
         endpoint = self._core.ready.endpoint
         return {"ctx_dp_rank": None, "ctx_info_endpoint": [endpoint]} if endpoint else {}
 
+    @property
+    def is_exact(self) -> bool:
+        """A request that is repeated, here or on another such engine, has the same answer (embedded engine only)."""
+        return self._core.ready.is_exact
+
     def shutdown(self) -> None:
         """End the engine process. Requests that still run fail."""
         if not self._shut_down:

@@ -129,6 +129,8 @@ class Ready(msgspec.Struct, tag="ready"):
     pids: list[int]
     #: Where the KV control channel listens; empty without one.
     endpoint: str = ""
+    #: A token's bits depend on its request only.
+    is_exact: bool = False
 
 
 class Failed(msgspec.Struct, tag="failed"):

@@ -50,7 +50,8 @@ def as_dynamo_handler(
                 log.info("request %s: %s", context.id(), error)
                 return
             log.warning("request %s: %s: %s", context.id(), type(error).__name__, error)
-            raise to_dynamo(error) from error
+            # Dynamo prints the traceback of what it gets; of an error that is expected the line above says it all.
+            raise to_dynamo(error) from None
         except Exception as error:
             # A bug of ours fails this request, not the worker.
             log.exception("request %s failed unexpectedly", context.id())

@@ -192,6 +192,13 @@ class Runtime:
         for serving in list(self._serving.values()):
             await serving
 
+    async def list_again(self) -> None:
+        """For a discovery that has forgotten this worker. Whoever it has not forgotten is gone for a moment only."""
+        for endpoint in [each for each in self._listed if not isinstance(each, _Left)]:
+            with suppress(Exception):
+                await endpoint.unregister_endpoint_instance()
+            await endpoint.register_endpoint_instance()
+
     async def _list(self, endpoint_id: str, endpoint: Any) -> None:
         """Answer requests at an endpoint, and say so in discovery."""
         if endpoint in self._listed:
@@ -254,6 +261,18 @@ class Registration:
             await self._runtime.unregister()
             self._there = False
         await self.stand_by()
+
+    async def renew(self) -> None:
+        """All that discovery should know, again."""
+        await self._runtime.list_again()
+        if self._there:
+            with suppress(Exception):
+                await unregister_model(self._runtime.front)
+            await self._runtime.register(self._model)
+        if self._heard_by_peers:
+            with suppress(Exception):
+                await self._runtime.unregister_for_peers()
+            await self._runtime.register_for_peers(self._model)
 
     async def stand_by(self) -> None:
         """As a second stage."""

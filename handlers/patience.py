@@ -1,0 +1,83 @@
+"""How long a call of another worker may be silent: before its first answer, and before each further one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from typing import NamedTuple, TypeVar
+
+from trtllm_disagg.config import WorkerConfig
+from trtllm_disagg.errors import StageTimeoutError
+
+T = TypeVar("T")
+
+
+class Patience(NamedTuple):
+    """Seconds."""
+
+    first: float
+    #: A worker that is frozen keeps its connections: nothing else tells that it will never answer.
+    next: float
+
+
+def patience_of(config: WorkerConfig) -> Mapping[str, Patience]:
+    """By the errand's stage. Whoever answers a whole request may have to try several others, and then itself."""
+    prefill = Patience(config.prefill_timeout, config.prefill_timeout)
+    decode = Patience(config.first_decode_token_timeout, config.next_decode_token_timeout)
+    tries = config.max_tries + 1
+    whole = Patience(tries * prefill.first, tries * max(decode))
+    return {"prefill": prefill, "decode": decode, "whole": whole}
+
+
+class Alarm:
+    """Ends a wait that takes too long. One timer for all waits of a call: one for each would cost 5 us a token."""
+
+    def __init__(self, peer: int) -> None:
+        """`peer`: the instance that is waited for."""
+        self._peer = peer
+        self._loop = asyncio.get_running_loop()
+        self._due = 0.0
+        self._waiting: asyncio.Task[object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._rang = False
+
+    def __enter__(self) -> Alarm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def within(self, seconds: float, answer: Awaitable[T], what: str) -> T:
+        """Raises StageTimeoutError: there is no `what`."""
+        task = self._waiting = asyncio.current_task()
+        assert task is not None
+        cancelling = task.cancelling()
+        self._due = self._loop.time() + seconds
+        if self._timer is None or self._timer.when() > self._due:
+            self._set(self._due)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._rang and task.uncancel() <= cancelling:
+                late = StageTimeoutError(f"no {what} within {seconds:g} s")
+                late.peer = self._peer
+                raise late from None
+            raise
+        finally:
+            self._waiting = None
+
+    def _set(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._waiting is None:
+            return  # the next wait sets it again
+        if self._loop.time() < self._due:
+            self._set(self._due)
+            return
+        self._rang = True
+        self._waiting.cancel()

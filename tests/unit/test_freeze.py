@@ -1,0 +1,125 @@
+"""A worker that was frozen for so long that discovery may have forgotten it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.handling import until
+from tests.unit.test_standing import standing
+from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.runtime import Registration, Runtime, ServedModel, freeze, refuse_control
+from trtllm_disagg.runtime.freeze import watch_for_freezes
+from trtllm_disagg.types import Generate
+
+
+class Clock:
+    """Half a second from look to look; `gap` more in the next sleep, which is before each second look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.gap = 0.0
+        self._sleeps = itertools.cycle([False, True])
+
+    def __call__(self) -> float:
+        self.now += 0.5
+        if next(self._sleeps):
+            self.now += self.gap
+            self.gap = 0.0
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freeze, "_POLL_SECONDS", 0.0)
+
+
+@contextlib.asynccontextmanager
+async def watching(thaws: list[float], clock: Clock, error: Exception | None = None) -> AsyncIterator[None]:
+    async def thaw() -> None:
+        thaws.append(clock.now)
+        if error is not None:
+            raise error
+
+    watcher = asyncio.create_task(watch_for_freezes(thaw, clock))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
+
+
+async def test_a_freeze_is_told_once() -> None:
+    thaws: list[float] = []
+    clock = Clock()
+    async with watching(thaws, clock):
+        for count in (1, 2):
+            clock.gap = 20.0
+            await until(lambda: len(thaws) == count)  # noqa: B023
+            seen = clock.now
+            await until(lambda: clock.now > seen + 10)  # noqa: B023
+            assert len(thaws) == count
+
+
+async def test_a_busy_moment_is_no_freeze() -> None:
+    thaws: list[float] = []
+    clock = Clock()
+    async with watching(thaws, clock):
+        clock.gap = 3.0
+        await until(lambda: clock.now > 20)
+    assert not thaws
+
+
+async def test_the_watch_goes_on_when_discovery_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+    thaws: list[float] = []
+    clock = Clock()
+    async with watching(thaws, clock, OSError("no directory")):
+        for count in (1, 2):
+            clock.gap = 20.0
+            await until(lambda: len(thaws) == count)  # noqa: B023
+    assert "start it again" in caplog.text
+
+
+async def test_what_is_told_again_is_what_was_there() -> None:
+    worker, registration, _ = standing("decode", "decode_first")
+    await worker.take()
+    await worker.renew()
+    assert [word for word, _ in registration.history] == ["enter", "renew"]
+    assert registration.is_there
+
+
+def remove_files(directory: Path) -> None:
+    for each in directory.rglob("*"):
+        if each.is_file():
+            each.unlink()
+
+
+async def nobody(*_: object) -> AsyncIterator[None]:
+    yield
+
+
+async def test_who_was_forgotten_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Dynamo's own file discovery, whose files somebody else has removed."""
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST))
+    registration = Registration(runtime, ServedModel(16, 8, 1, 64, 64), tells_peers=False)
+    serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
+    seen = await runtime.stage("dyn://dynamo.decode.generate")
+    try:
+        await until(lambda: seen.instance_ids() == [runtime.instance_id])
+        await asyncio.to_thread(remove_files, tmp_path)
+        await until(lambda: seen.instance_ids() == [])
+        await registration.renew()
+        await until(lambda: seen.instance_ids() == [runtime.instance_id])
+    finally:
+        runtime.shutdown()
+        await serving
+
+
+_unused: Generate = nobody  # type: ignore[assignment]
