@@ -4,8 +4,9 @@ A step packs all rows into one (1, tokens) batch. `StepLayout` says which tokens
 KV lives; it is built once a step and travels through the model's forward as the plain keyword `paged`.
 
 Bitwise reproducibility (facts: engine.md section 1b): prefill queries are cut into tiles aligned to the ABSOLUTE
-position, each attending to the keys up to its own end. So a token's attention is the same sum in the same order
-however its prompt was chunked, batched or found in the prefix cache.
+position, each attending to as many keys as there are up to its own end, masked where the prompt ends before it. So a
+token's attention is the same sum in the same order however its prompt was chunked, batched or found in the prefix
+cache, and whatever came after it in the prompt that made its KV.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ class KvPool:
         self.kv = kv
         num_layers, _, num_blocks, self.tokens_per_block, num_heads, head_dim = kv.shape
         slots = (num_blocks * self.tokens_per_block, num_heads, head_dim)
-        self.keys = [kv[layer, 0].view(slots) for layer in range(num_layers)]
-        self.values = [kv[layer, 1].view(slots) for layer in range(num_layers)]
+        #: (layers, k|v, slots, heads, dim)
+        self.by_slot = kv.view(num_layers, 2, *slots)
+        self.keys = [self.by_slot[layer, 0] for layer in range(num_layers)]
+        self.values = [self.by_slot[layer, 1] for layer in range(num_layers)]
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class _Span:
     start: int
     num_queries: int
     context: int  # keys that its last query sees
+    num_keys: int  # with those that nobody sees, up to the end of the last tile
     first_slot: int
     slots: torch.Tensor | None  # None: the keys are the run that starts at first_slot
     is_prefill: bool
@@ -57,11 +61,11 @@ class _Span:
     def keys_and_values(
         self, keys: torch.Tensor, values: torch.Tensor, begin: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(context - begin, heads, dim) each: views of the pool when the blocks are one run."""
+        """(num_keys - begin, heads, dim) each: views of the pool when the blocks are one run."""
         if self.slots is None:
-            run = slice(self.first_slot + begin, self.first_slot + self.context)
+            run = slice(self.first_slot + begin, self.first_slot + self.num_keys)
             return keys[run], values[run]
-        wanted = self.slots[begin : self.context]
+        wanted = self.slots[begin : self.num_keys]
         return keys.index_select(0, wanted), values.index_select(0, wanted)
 
 
@@ -91,7 +95,7 @@ class StepLayout:
         ends = np.cumsum([row.num_tokens for row in rows]) - 1
         #: Packed index of each sampling row's last token.
         self.last = torch.from_numpy(ends[[row.samples for row in rows]]).to(pool.kv.device)
-        self._masks: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -185,22 +189,22 @@ class StepLayout:
             first = max(0, tile_start - window + 1) // TILE * TILE if window else 0
             attended = attention(
                 _at_its_place(query[rows], begin - tile_start).transpose(0, 1)[None],
-                k[:, :, first:end],
-                v[:, :, first:end],
-                attn_mask=self._mask(tile_start, first, end, window or 0),
+                k[:, :, first : tile_start + TILE],
+                v[:, :, first : tile_start + TILE],
+                attn_mask=self._mask(tile_start, first, window or 0),
                 scale=scale,
                 enable_gqa=grouped,
             )
             out[rows] = attended[0, :, begin - tile_start : end - tile_start].transpose(0, 1)
             begin = end
 
-    def _mask(self, tile_start: int, first: int, end: int, window: int) -> torch.Tensor:
-        """(TILE, end - first), True where a query may look; the same for every layer of the step."""
-        key = (tile_start, first, end, window)
+    def _mask(self, tile_start: int, first: int, window: int) -> torch.Tensor:
+        """(TILE, tile's end - first), True where a query may look; the same for every layer of the step."""
+        key = (tile_start, first, window)
         if key not in self._masks:
             device = self.pool.kv.device
             queries = torch.arange(tile_start, tile_start + TILE, device=device)[:, None]
-            positions = torch.arange(first, end, device=device)[None]
+            positions = torch.arange(first, tile_start + TILE, device=device)[None]
             mask = positions <= queries
             if window:
                 mask &= positions > queries - window
@@ -212,14 +216,20 @@ def _span_of(row: Row, start: int, pool: KvPool) -> tuple[_Span, np.ndarray, np.
     """The row, its tokens' positions and their slots in the pool. `start`: of its first token in the packed batch."""
     sequence, count, size = row.sequence, row.num_tokens, pool.tokens_per_block
     begin, end = sequence.num_computed, sequence.num_computed + count
+    num_keys = -(-end // TILE) * TILE if sequence.in_prefill else end
     blocks = np.asarray(sequence.blocks[: -(-end // size)], np.int64)
     positions = np.arange(begin, end)
     slots = blocks[positions // size] * size + positions % size
-    is_run = bool((np.diff(blocks) == 1).all())
-    every = None
-    if not is_run:
-        every = torch.from_numpy((blocks[:, None] * size + np.arange(size)).ravel()).to(pool.kv.device)
-    return _Span(start, count, end, int(blocks[0]) * size, every, sequence.in_prefill), positions, slots
+    first, every = int(blocks[0]) * size, None
+    if num_keys <= len(blocks) * size and (np.diff(blocks) == 1).all():
+        # Nobody sees them, but what was left there might be no number, and would make the sums none.
+        pool.by_slot[:, :, first + end : first + num_keys].zero_()
+    else:
+        # In place of keys that nobody sees, the last one again.
+        seen = np.minimum(np.arange(num_keys), end - 1)
+        every = torch.from_numpy(blocks[seen // size] * size + seen % size).to(pool.kv.device)
+    span = _Span(start, count, end, num_keys, first, every, sequence.in_prefill)
+    return span, positions, slots
 
 
 def _at_its_place(queries: torch.Tensor, row: int) -> torch.Tensor:
