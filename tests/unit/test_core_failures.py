@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -144,6 +145,45 @@ def test_blocks_that_a_late_read_may_still_fill_are_never_used_again(
     assert sorted(blocks.allocate(decode.free_blocks)) == [
         block for block in range(blocks.num_blocks) if block not in blocks._quarantined
     ]
+
+
+def test_blocks_of_a_late_read_come_back_once_it_has_ended(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make_core(), make_core()
+    ended = threading.Event()
+
+    def late(*_: object) -> int:
+        raise ReadTimeoutError("took too long", may_land_later=True, has_ended=ended.is_set)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.transfers._transport, "read", late)
+        assert pull(decode, prefill.prefill(PROMPT)).error == "took too long"
+    blocks = decode.engine.blocks
+    assert blocks.num_quarantined == 3
+    ended.set()
+    while blocks.num_quarantined:
+        decode.wait()
+        decode.step()
+    assert decode.free_blocks == blocks.num_blocks
+    decode.assert_idle()
+    assert pull(decode, prefill.prefill(PROMPT)).error is None
+
+
+def test_blocks_of_a_late_read_come_back_when_its_sender_is_dead(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make_core(), make_core()
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.transfers._transport, "read", never_ends)
+        pull(decode, prefill.prefill(PROMPT))
+    assert decode.engine.blocks.num_quarantined == 3
+    prefill.close()
+    while decode.engine.blocks.num_quarantined:
+        decode.wait()
+        decode.step()
+    decode.assert_idle()
+    assert decode.free_blocks == decode.engine.blocks.num_blocks
 
 
 def test_who_does_not_fit_into_the_pool_that_is_left_is_told_so(

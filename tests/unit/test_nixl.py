@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import builtins
 import logging
+import math
+import signal
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
+import torch
 
-from tests.pools import Pool
+from tests.meeting import wait_until
+from tests.pools import DIM, HEADS, LAYERS, SLOTS, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.base import ReadTimeoutError
 from trtllm_disagg.kv_transfer.choose import create_transport
@@ -128,3 +134,49 @@ def test_default_is_nixl_where_it_is_installed() -> None:
 def test_an_unknown_backend_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"cache_transceiver_config\.backend: 'UCX' is not allowed"):
         create_transport("UCX")
+
+
+# -- a read that lands late
+
+
+def test_a_late_read_has_ended_when_its_bytes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over tcp a stopped sender answers when it goes on, however long that takes."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with pool_in_a_child("NIXL") as (card, process):
+        receiver = Pool("NIXL", 8, "late-receiver")
+        receiver.read(card, [0], [0])
+        stop(process)
+        with pytest.raises(ReadTimeoutError) as timeout:
+            receiver.read(card, [3, 4], [5, 6], timeout=0.2)
+        assert timeout.value.may_land_later
+        assert not timeout.value.has_ended()
+        assert not receiver.kv[:, :, 5:7].any()
+        process.send_signal(signal.SIGCONT)
+        wait_until(timeout.value.has_ended)
+        assert torch.equal(receiver.kv[:, :, 5:7], filled(8)[:, :, 3:5])
+        assert timeout.value.has_ended(), "asked again"
+        receiver.close()
+
+
+def test_a_late_read_of_a_sender_that_died_has_not_ended_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with pool_in_a_child("NIXL") as (card, process):
+        receiver = Pool("NIXL", 8, "late-receiver-2")
+        receiver.read(card, [0], [0])
+        stop(process)
+        with pytest.raises(ReadTimeoutError) as timeout:
+            receiver.read(card, [3, 4], [5, 6], timeout=0.2)
+        process.kill()
+        process.wait()
+        assert not any(timeout.value.has_ended() for _ in range(100))
+        receiver.close()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+
+
+def filled(num_blocks: int) -> torch.Tensor:
+    shape = (LAYERS, 2, num_blocks, SLOTS, HEADS, DIM)
+    return torch.arange(math.prod(shape), dtype=torch.float32).view(shape)

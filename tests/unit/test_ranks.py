@@ -104,6 +104,40 @@ def test_a_killed_worker_leaves_no_rank_behind(checkpoints: Checkpoints) -> None
     assert_gone(ranks)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_ends_the_engine_with_the_cause(checkpoints: Checkpoints, rank: int) -> None:
+    """It is not dead; without a word the other one would wait for it in the middle of a step, for ever."""
+    with two_ranks(checkpoints()) as llm:
+        ranks = processes(llm.engine_pids)
+        started = ranks[1].parents()[:2]
+        result = llm.generate_async(PROMPT, SamplingParams(max_tokens=1900, ignore_eos=True, end_id=1))
+        ranks[rank].suspend()
+        with pytest.raises(RequestError, match=rf"rank {rank} of the engine .* was stopped"):
+            result.result(timeout=_SECONDS)
+        assert_gone([*ranks, *started])
+
+
+def test_a_rank_that_was_stopped_for_a_moment_goes_on(checkpoints: Checkpoints) -> None:
+    with two_ranks(checkpoints()) as llm:
+        rank = processes(llm.engine_pids)[1]
+        result = llm.generate_async(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True, end_id=1))
+        rank.suspend()
+        time.sleep(1.5)
+        rank.resume()
+        assert len(result.result(timeout=_SECONDS).outputs[0].token_ids) == 20
+
+
+def test_a_killed_worker_leaves_no_stopped_rank_behind(checkpoints: Checkpoints) -> None:
+    command = [sys.executable, "-c", SERVE, str(checkpoints()), "2", "stay"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        _, _, pids = worker.stdout.readline().partition("pids")
+        ranks = processes([int(pid) for pid in pids.split()])
+        ranks[1].suspend()
+        worker.kill()
+    assert_gone(ranks)
+
+
 def test_ranks_of_a_job_join(checkpoints: Checkpoints) -> None:
     command = [MPIEXEC, "-n", "2", sys.executable, "-c", SERVE, str(checkpoints()), "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)

@@ -174,7 +174,6 @@ class StepLayout:
         window: int | None,
     ) -> None:
         k, v = span.keys_and_values(keys, values, 0)
-        k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
         grouped = query.shape[1] != k.shape[1]
         offset = span.start - (span.context - span.num_queries)  # packed index = position + offset
         begin = span.context - span.num_queries
@@ -186,8 +185,8 @@ class StepLayout:
             first = max(0, tile_start - window + 1) // TILE * TILE if window else 0
             attended = attention(
                 _at_its_place(query[rows], begin - tile_start).transpose(0, 1)[None],
-                _whole_tiles(k[:, :, first:end]),
-                _whole_tiles(v[:, :, first:end]),
+                _whole_tiles(k[first:end]).transpose(0, 1)[None],
+                _whole_tiles(v[first:end]).transpose(0, 1)[None],
                 attn_mask=self._mask(tile_start, first, window or 0),
                 scale=scale,
                 enable_gqa=grouped,
@@ -233,12 +232,12 @@ def _at_its_place(queries: torch.Tensor, row: int) -> torch.Tensor:
 
 
 def _whole_tiles(run: torch.Tensor) -> torch.Tensor:
-    """(1, heads, tokens, dim), with zeros up to the tile's end: they depend on the number of keys, too.
+    """(tokens, heads, dim), with zeros up to the tile's end: matrix kernels depend on the number of keys, too.
 
     Nobody looks there, but what the pool has there may be another sequence's, or infinite.
     """
-    missing = -run.shape[2] % TILE
-    return pad(run, (0, 0, 0, missing)) if missing else run
+    missing = -len(run) % TILE
+    return pad(run, (0, 0, 0, 0, 0, missing)) if missing else run
 
 
 def paged_attention(

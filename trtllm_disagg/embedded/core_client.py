@@ -19,6 +19,7 @@ import zmq
 from trtllm_disagg import errors
 from trtllm_disagg.embedded.messages import Command, Failed, Ready, Report, Shutdown, StepReport
 from trtllm_disagg.embedded.parallel.launch import core_launch
+from trtllm_disagg.embedded.parallel.stopped import RankWatch
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,14 @@ class CoreClient:
         self._incoming = self._socket(zmq.PULL, "reports")
         self._incoming.setsockopt(zmq.RCVTIMEO, _POLL_MS)
         self._failure: str | None = None
+        self._ranks = RankWatch(())
         self._process = self._spawn(args, num_threads)
         try:
             self.ready = self._wait_ready()
         except BaseException:
             self._cleanup()
             raise
+        self._ranks = RankWatch(self.ready.pids)
         self._receiver = threading.Thread(target=self._receive, name="engine-receiver", daemon=True)
         self._receiver.start()
 
@@ -126,10 +129,8 @@ class CoreClient:
     def _receive(self) -> None:
         try:
             while not self._closing:
-                if not self._deliver() and self._process.poll() is not None and not self._closing:
-                    while self._deliver(zmq.NOBLOCK):  # what it said last
-                        pass
-                    self._failure = self._failure or self._exit_code()
+                if not self._deliver() and not self._closing:
+                    self._look_after()
                 if self._failure is not None:
                     self._on_death(self._failure)
                     self._end()
@@ -139,6 +140,16 @@ class CoreClient:
             log.exception("receiving from the engine process failed")
             if not self._closing:
                 self._on_death(f"receiving from the engine process failed: {error}")
+
+    def _look_after(self) -> None:
+        """It is silent: because there is nothing to say?"""
+        if self._process.poll() is not None:
+            while self._deliver(zmq.NOBLOCK):  # what it said last
+                pass
+            self._failure = self._failure or self._exit_code()
+        elif who := self._ranks.who_stopped():
+            self._failure = who
+            self._ranks.kill()
 
     def _deliver(self, flags: int = 0) -> bool:
         """The next report, when one comes in time."""
@@ -160,12 +171,14 @@ class CoreClient:
         """Now, if it does not soon by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_END_SECONDS)
+        self._ranks.kill()
         self._process.kill()
         self._process.wait()
 
     def _cleanup(self) -> None:
         self._closing = True
         if self._process.poll() is None:
+            self._ranks.kill()
             self._process.kill()
         self._process.wait()
         if self._process.stdin is not None:

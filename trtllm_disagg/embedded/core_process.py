@@ -15,14 +15,13 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
-from trtllm_disagg.embedded.messages import Command, Failed, Report, Shutdown, StepReport
+from trtllm_disagg.embedded.messages import Command, Failed, Ready, Report, Shutdown, StepReport
 from trtllm_disagg.embedded.parallel.join import leave, own_rank
 from trtllm_disagg.embedded.parallel.launch import IN_JOB
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trtllm_disagg.embedded")
 
-_LAST_WORDS_SECONDS = 0.1
+_LAST_WORDS_MS = 2000
 
 _commands = msgspec.msgpack.Decoder(Command)
 _encoder = msgspec.msgpack.Encoder()
@@ -62,6 +61,8 @@ class CoreProcess:
         self._reports.connect(start.report_address)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._num_active = 0
+        #: Process ids of the other ranks. They end with this one, if they are not stopped.
+        self.others: list[int] = []
         self._poller = zmq.Poller()
         self._poller.register(self._commands, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -75,16 +76,19 @@ class CoreProcess:
 
     def fail(self, reason: str) -> None:
         """From any thread, and for good: say why the engine cannot go on, and end the process."""
-        reports: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        reports = context.socket(zmq.PUSH)
         reports.connect(self._report_address)
         reports.send(_encoder.encode(Failed("EngineError", reason)))
-        reports.close(linger=1000)
-        time.sleep(_LAST_WORDS_SECONDS)
+        reports.close(linger=_LAST_WORDS_MS)
+        context.term()  # returns when they are out, or the time is over
         os._exit(1)
 
     def serve(self, core: Any) -> None:
         """Until Shutdown. Sleeps whenever the core has nothing to do."""
-        self.report(core.ready())
+        ready: Ready = core.ready()
+        self.others = ready.pids[1:]
+        self.report(ready)
         is_tidy = False
         while True:
             timeout = 0.0 if core.has_work else core.seconds_to_deadline()
@@ -133,7 +137,7 @@ def _apply(core: Any, command: Command) -> None:
         core.abort(command.request_id)  # type: ignore[union-attr]
 
 
-def _exit_with_parent(directory: str) -> None:
+def _exit_with_parent(directory: str, process: CoreProcess) -> None:
     """Ends this process when the worker is gone, however it went, and removes what it could not remove itself."""
 
     def watch() -> None:
@@ -141,6 +145,9 @@ def _exit_with_parent(directory: str) -> None:
         while os.read(0, 4096):
             pass
         shutil.rmtree(directory, ignore_errors=True)
+        for pid in process.others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         os._exit(0)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -156,8 +163,8 @@ def main() -> int:
         return follower.main()
     start = msgspec.json.decode(_read_line(), type=Start)
     logging.basicConfig(level=start.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
-    _exit_with_parent(start.directory)
     process = CoreProcess(start)
+    _exit_with_parent(start.directory, process)
     try:
         core = _build(start, process)
     except Exception as error:  # whatever it is, the worker must hear of it

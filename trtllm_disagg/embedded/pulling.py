@@ -25,10 +25,13 @@ class Pulling:
     def step(self) -> None:
         for pull in self._receiver.take_finished():
             self._finish(self._receiving.pop(pull.request_id), pull)
+        for pull in self._receiver.late.take_ended():
+            self._hooks.blocks.restore(pull.local)
 
     def _finish(self, sequence: Sequence, pull: Pull) -> None:
         if pull.may_land_later:
             self._hooks.quarantine(pull.local, pull.handle.sender)
+            self._receiver.late.add(pull)
             sequence.blocks = [block for block in sequence.blocks if block not in set(pull.local)]
         if sequence.aborted:
             self._hooks.retire(sequence)

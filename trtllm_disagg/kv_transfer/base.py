@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,14 +26,19 @@ class PeerCard(msgspec.Struct, frozen=True):
     address: bytes
 
 
+def _never() -> bool:
+    return False
+
+
 class ReadTimeoutError(TimeoutError):
     """A read or write did not end in time. `may_land_later`: it may still fill its destination, which must not be
-    used again while the peer lives.
+    used again before `has_ended` says so. That may be asked as often as one likes, on the peer's transfer thread.
     """
 
-    def __init__(self, message: str, *, may_land_later: bool) -> None:
+    def __init__(self, message: str, *, may_land_later: bool, has_ended: Callable[[], bool] = _never) -> None:
         super().__init__(message)
         self.may_land_later = may_land_later
+        self.has_ended = has_ended
 
 
 class KvTransport(Protocol):

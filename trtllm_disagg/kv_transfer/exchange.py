@@ -20,6 +20,7 @@ from trtllm_disagg.kv_transfer.cards import Cards
 from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer, Desks
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
 from trtllm_disagg.kv_transfer.lanes import Lanes
+from trtllm_disagg.kv_transfer.late import LatePulls
 from trtllm_disagg.kv_transfer.layout import KvLayout
 from trtllm_disagg.kv_transfer.lease import Lease, LeaseTable
 from trtllm_disagg.kv_transfer.pump import Pump
@@ -106,8 +107,9 @@ class Pull:
     local: list[int]
     bytes_moved: int = 0
     error: DisaggError | None = None
-    #: The read may still write into `local`: those blocks are not to be used again.
+    #: The read may still write into `local`: those blocks are not to be used before it `has_ended`.
     may_land_later: bool = False
+    has_ended: Callable[[], bool] = bool
     seconds: float = field(default=0.0)
 
 
@@ -133,6 +135,7 @@ class KvReceiver:
         self.cards = Cards(self.client, self._check)
         self.lanes = Lanes()
         self._finished: queue.SimpleQueue[Pull] = queue.SimpleQueue()
+        self.late = LatePulls(self.client, self.lanes, on_finished)
         self.in_flight = 0
 
     def start(self, pull: Pull) -> None:
@@ -152,6 +155,7 @@ class KvReceiver:
         return pulls
 
     def close(self) -> None:
+        self.late.close()
         self.lanes.close()
         self.client.close()
 
@@ -160,7 +164,7 @@ class KvReceiver:
         try:
             self._pull(pull)
         except ReadTimeoutError as error:
-            pull.may_land_later = error.may_land_later
+            pull.may_land_later, pull.has_ended = error.may_land_later, error.has_ended
             pull.error = KvTransferError(str(error))
         except DisaggError as error:
             pull.error = error

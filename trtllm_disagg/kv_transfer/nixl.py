@@ -19,6 +19,7 @@ import torch
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
 from trtllm_disagg.kv_transfer.memory import huge_page_tensor
+from trtllm_disagg.kv_transfer.nixl_late import LateTransfer
 from trtllm_disagg.kv_transfer.nixl_staging import NixlStaging
 
 _POLL_SECONDS = 0.0002
@@ -218,10 +219,10 @@ class NixlTransport:
         deadline = time.monotonic() + timeout
         while state == "PROC":
             if time.monotonic() > deadline:
-                with contextlib.suppress(Exception):
-                    handle.release()
                 raise ReadTimeoutError(
-                    f"{_DOING[operation]} {peer.sender} took longer than {timeout:.1f} s", may_land_later=True
+                    f"{_DOING[operation]} {peer.sender} took longer than {timeout:.1f} s",
+                    may_land_later=True,
+                    has_ended=LateTransfer(self._agent, handle).has_ended,
                 )
             time.sleep(_POLL_SECONDS)
             state = self._agent.check_xfer_state(handle)

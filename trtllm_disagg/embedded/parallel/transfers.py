@@ -109,8 +109,13 @@ class TeamTransport:
         for answer in asked:
             outcomes.append(_outcome(partial(_moved, answer, timeout)))
         failures = [outcome.error for outcome in outcomes if outcome.error is not None]
+        late = [e for e in failures if isinstance(e, ReadTimeoutError) and e.may_land_later]
+        if late:
+            raise ReadTimeoutError(
+                str(late[0]), may_land_later=True, has_ended=lambda: all(e.has_ended() for e in late)
+            )
         if failures:
-            raise max(failures, key=lambda error: getattr(error, "may_land_later", False))
+            raise failures[0]
         return sum(outcome.moved for outcome in outcomes)
 
     def write(
