@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from trtllm_disagg.embedded.parallel.group import RankGroup
 
 _JOIN_SECONDS = 60.0
+_GRACE_SECONDS = 3.0
 _ADDRESS_BYTES = 256
 #: All ranks are on one host: mpich opens no port. NIXL reads the same variable, later, for transfers.
 _MPI_TRANSPORTS = "self,sm"
@@ -115,7 +117,10 @@ def _deadline(on_late: Callable[[], None]) -> Iterator[None]:
     timer = threading.Timer(_JOIN_SECONDS, on_late)
     timer.daemon = True
     timer.start()
+    # While MPI starts it holds Python's lock, and no thread runs: then the kernel ends this process.
+    signal.setitimer(signal.ITIMER_REAL, _JOIN_SECONDS + _GRACE_SECONDS)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         timer.cancel()
