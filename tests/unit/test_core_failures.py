@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.conftest import Checkpoints
 from tests.cores import Answer, Core
 from trtllm_disagg.embedded.messages import MadeHandoff
 from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.kv_transfer import late
 from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
 
 BLOCK = 32
@@ -153,11 +155,11 @@ def test_blocks_of_a_late_read_come_back_once_it_has_ended(
     prefill, decode = make_core(), make_core()
     ended = threading.Event()
 
-    def late(*_: object) -> int:
+    def took_too_long(*_: object) -> int:
         raise ReadTimeoutError("took too long", may_land_later=True, has_ended=ended.is_set)
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode.transfers._transport, "read", late)
+        patch.setattr(decode.transfers._transport, "read", took_too_long)
         assert pull(decode, prefill.prefill(PROMPT)).error == "took too long"
     blocks = decode.engine.blocks
     assert blocks.num_quarantined == 3
@@ -173,15 +175,19 @@ def test_blocks_of_a_late_read_come_back_once_it_has_ended(
 def test_blocks_of_a_late_read_come_back_when_its_sender_is_dead(
     make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(late, "_GONE_SECONDS", 1.0)
     prefill, decode = make_core(), make_core()
     with monkeypatch.context() as patch:
         patch.setattr(decode.transfers._transport, "read", never_ends)
         pull(decode, prefill.prefill(PROMPT))
     assert decode.engine.blocks.num_quarantined == 3
     prefill.close()
+    closed = time.monotonic()
     while decode.engine.blocks.num_quarantined:
         decode.wait()
         decode.step()
+    # A channel closes before its process has ended.
+    assert time.monotonic() - closed >= 1.0
     decode.assert_idle()
     assert decode.free_blocks == decode.engine.blocks.num_blocks
 

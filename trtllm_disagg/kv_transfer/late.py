@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 _ASK_SECONDS = 0.5
 _CONTROL_SECONDS = 5.0
+#: The control channel closes first. By then an engine that closes has ended or been killed, and so have ranks of its
+#: that were stopped, and what they had sent has arrived.
+_GONE_SECONDS = 15.0
 
 
 class LatePulls:
@@ -30,6 +34,8 @@ class LatePulls:
         self._lock = threading.Lock()
         self._late: list[Pull] = []
         self._asking: set[int] = set()
+        #: When a pull's sender was first missed, and never met since; by id(pull).
+        self._gone_since: dict[int, float] = {}
         self._ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -68,17 +74,20 @@ class LatePulls:
         with self._lock:
             self._asking.discard(id(pull))
             if has_ended:
+                self._gone_since.pop(id(pull), None)
                 self._late.remove(pull)
         if has_ended:
             self._ended.put(pull)
             self._on_ended()
 
     def _is_sender_dead(self, pull: Pull) -> bool:
-        """Nobody listens where it did: its process has ended, and the bytes that it sends with it."""
+        """Nobody has listened where it did for a while: its process has ended, and the bytes that it sends with it."""
         try:
             self._client.card(pull.handle.endpoint, _CONTROL_SECONDS)
         except PeerGoneError:
-            return True
-        except KvTransferError:
-            return False
+            missed = self._gone_since.setdefault(id(pull), time.monotonic())
+            return time.monotonic() - missed >= _GONE_SECONDS
+        except KvTransferError:  # slow, or stopped
+            pass
+        self._gone_since.pop(id(pull), None)
         return False
