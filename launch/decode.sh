@@ -3,7 +3,7 @@
 #
 # Machine: one GPU (or more, as the engine config says), or a few CPU cores with ENGINE=embedded. When it is not
 #          that of launch/prefill.sh: DYN_DISCOVERY_BACKEND=etcd ETCD_ENDPOINTS=http://HOST:2379 on both.
-# Time:    seconds for a small model, minutes for a large one; the model is listed once both stages are there.
+# Time:    seconds for a small model, minutes for a large one; the first stage lists the model, and serves alone until the second one comes.
 # Launch:  MODEL=path/to/model STRATEGY=prefill_first launch/decode.sh [more arguments for the worker]
 #          with launch/prefill.sh and launch/frontend.sh in other terminals; as many workers of each as you like.
 #

@@ -188,7 +188,8 @@ def test_disagg_ends_when_a_worker_cannot_start(launch: Launch) -> None:
 
 
 def test_a_worker_that_waits_for_the_other_stage_can_be_stopped(launch: Launch) -> None:
-    launch.start("decode.sh", STRATEGY="decode_first", DYN_SYSTEM_PORT=launch.next_port())
+    waits = ("--on-missing-stage", "fail")
+    launch.start("decode.sh", *waits, STRATEGY="decode_first", DYN_SYSTEM_PORT=launch.next_port())
     launch.wait_until_said("decode.sh", "waiting for the second stage")
 
     assert launch.stop("decode.sh") == 0

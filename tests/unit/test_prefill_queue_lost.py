@@ -16,6 +16,7 @@ from tests.handling import collect, expected_tokens, request, tokens_of, until
 from tests.queueing import Queueing, closing
 from trtllm_disagg.config import Role, WorkerConfig
 from trtllm_disagg.errors import QueueUnusableError
+from trtllm_disagg.namesakes import ModelIdentity
 from trtllm_disagg.pairing import describe_worker, kind_of
 from trtllm_disagg.prefill_queue import broker
 from trtllm_disagg.prefill_queue.messages import Answer, FromPuller, decode
@@ -94,7 +95,8 @@ async def test_an_answer_that_is_heard_late_is_still_good(
 
 def described(**changes: Any) -> dict[str, Any]:
     config = WorkerConfig(model="m", role=changes.pop("role", Role.PREFILL), **changes.pop("config", {}))
-    settings: dict[str, Any] = {"engine_args": {"dtype": "float32"}, "block_size": 16, "weights": "abc"}
+    identity = ModelIdentity(config.model_name, "a/directory", changes.pop("weights", "abc"))
+    settings: dict[str, Any] = {"engine_args": {"dtype": "float32"}, "block_size": 16, "identity": identity}
     return describe_worker(config, **(settings | changes))
 
 
