@@ -12,7 +12,8 @@ import msgspec
 from tests.cores import Answer, Core
 from tests.models import EOS
 from trtllm_disagg.embedded.grammar import grammar_of
-from trtllm_disagg.embedded.guided import Guide, NoGuides
+from trtllm_disagg.embedded.guided import Guide
+from trtllm_disagg.embedded.guides import NoGuides
 from trtllm_disagg.embedded.messages import SamplingSpec
 from trtllm_disagg.embedded.sampling_params import GuidedDecodingParams
 

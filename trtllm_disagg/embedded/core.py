@@ -11,7 +11,7 @@ from trtllm_disagg.embedded.attention import TILE, KvPool
 from trtllm_disagg.embedded.block_manager import KvEventLog
 from trtllm_disagg.embedded.core_hooks import CoreHooks
 from trtllm_disagg.embedded.create_scheduler import create_blocks, create_scheduler
-from trtllm_disagg.embedded.guided import create_guides
+from trtllm_disagg.embedded.guides import create_guides
 from trtllm_disagg.embedded.iteration_stats import IterationStats
 from trtllm_disagg.embedded.kv_memory import LocalKvMemory
 from trtllm_disagg.embedded.llm_args import LlmArgs

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence as Seq
-from pathlib import Path
 
 import numpy
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
-from trtllm_disagg.embedded.guide_tokenizer import GuideTokenizer, read_guide_tokenizer
-from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.guide_tokenizer import GuideTokenizer
 from trtllm_disagg.embedded.messages import SamplingSpec
-from trtllm_disagg.embedded.model_loader import ModelShape
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 
 _CACHED_GRAMMARS = 256
@@ -110,18 +107,3 @@ class Guides:
         if matcher.is_error():
             raise InvalidRequestError(f"guided decoding: {matcher.get_error().strip()}")
         return matcher
-
-
-class NoGuides:
-    """guided_decoding_backend is not set."""
-
-    def start(self, sampling: SamplingSpec) -> None:
-        if sampling.grammar is not None:
-            raise InvalidRequestError("guided decoding needs guided_decoding_backend, which is not set")
-
-
-def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
-    if args.guided_decoding_backend is None:
-        return NoGuides()
-    tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
-    return Guides(tokenizer, shape.vocab_size, shape.end_ids)
