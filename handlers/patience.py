@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from trtllm_disagg.config import WorkerConfig
 from trtllm_disagg.errors import StageTimeoutError
-
-T = TypeVar("T")
 
 
 class Patience(NamedTuple):
@@ -37,35 +35,42 @@ class Alarm:
         self._peer = peer
         self._loop = asyncio.get_running_loop()
         self._due = 0.0
-        self._waiting: asyncio.Task[object] | None = None
+        self._missing, self._seconds = "", 0.0
+        self._waiting: asyncio.Task[Any] | None = None
+        self._cancelling = 0
         self._timer: asyncio.TimerHandle | None = None
         self._rang = False
+
+    def expect(self, what: str, seconds: float) -> None:
+        """From now on the current task waits, until `rest`."""
+        task = self._waiting = asyncio.current_task()
+        assert task is not None
+        self._cancelling = task.cancelling()
+        self._missing, self._seconds = what, seconds
+        self._due = self._loop.time() + seconds
+        if self._timer is None or self._timer.when() > self._due:
+            self._set(self._due)
+
+    def rest(self) -> None:
+        self._waiting = None
 
     def __enter__(self) -> Alarm:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raises StageTimeoutError when it was the alarm that ended the wait."""
         if self._timer is not None:
             self._timer.cancel()
+        task = self._waiting
+        if self._rang and isinstance(error, asyncio.CancelledError) and task is not None:
+            self._raise_unless_cancelled(task)
 
-    async def within(self, seconds: float, answer: Awaitable[T], what: str) -> T:
-        """Raises StageTimeoutError: there is no `what`."""
-        task = self._waiting = asyncio.current_task()
-        assert task is not None
-        cancelling = task.cancelling()
-        self._due = self._loop.time() + seconds
-        if self._timer is None or self._timer.when() > self._due:
-            self._set(self._due)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            if self._rang and task.uncancel() <= cancelling:
-                late = StageTimeoutError(f"no {what} within {seconds:g} s")
-                late.peer = self._peer
-                raise late from None
-            raise
-        finally:
-            self._waiting = None
+    def _raise_unless_cancelled(self, task: asyncio.Task[Any]) -> None:
+        """Somebody else may have cancelled the task at the same time, and that comes first."""
+        if task.uncancel() <= self._cancelling:
+            late = StageTimeoutError(f"no {self._missing} within {self._seconds:g} s")
+            late.peer = self._peer
+            raise late from None
 
     def _set(self, when: float) -> None:
         if self._timer is not None:

@@ -97,15 +97,21 @@ class WatchedInstance:
     ) -> AsyncGenerator[dict[str, Any], None]:
         stage = str(request["errand"]["stage"])
         patience = self._patience[stage]
-        first, further = f"answer to {stage}", f"further answer to {stage}"
+        further = f"further answer to {stage}"
         try:
-            async with aclosing(self._instance.call(request, context)) as answers:
-                with Alarm(self.instance_id) as alarm:
+            with Alarm(self.instance_id) as alarm:
+                async with aclosing(self._instance.call(request, context)) as answers:
+                    alarm.expect(f"answer to {stage}", patience.first)
                     with self._unanswered:
-                        answer = await alarm.within(patience.first, anext(answers, None), first)
-                    while answer is not None:
-                        yield answer
-                        answer = await alarm.within(patience.next, anext(answers, None), further)
+                        first = await anext(answers, None)
+                    if first is not None:
+                        alarm.rest()
+                        yield first
+                        alarm.expect(further, patience.next)
+                        async for answer in answers:
+                            alarm.rest()
+                            yield answer
+                            alarm.expect(further, patience.next)
                 self._breaker.succeeded(self.instance_id)
         except DisaggError as error:
             if isinstance(error, _FAULTS) and not isinstance(error, QueueUnusableError):

@@ -203,12 +203,16 @@ async def test_each_answer_has_its_own_time() -> None:
 
 
 async def test_who_is_cancelled_is_cancelled_whatever_the_alarm_says() -> None:
-    with Alarm(1) as alarm:
-        waiting = asyncio.create_task(alarm.within(0.0, asyncio.Event().wait(), "answer"))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+    async def wait() -> None:
+        with Alarm(1) as alarm:
+            alarm.expect("answer", 0.0)
+            await asyncio.Event().wait()
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
 
 async def test_depth_is_who_waits_beyond_one_for_each_instance() -> None:
