@@ -61,7 +61,7 @@ async def test_a_queue_in_front_of_two_prefill_workers_outlives_one_of_them_and_
 async def falls_to_zero(client: httpx.AsyncClient, process: ManagedProcess, name: str) -> None:
     """Workers ask NATS from time to time."""
     async with asyncio.timeout(10):
-        while await metric(client, process, name) != 0:
+        while await metric(client, process, name) != 0:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 
