@@ -23,11 +23,11 @@ LAYOUT = KvLayout("m", LAYERS, SLOTS, HEADS, DIM, "float32")
 
 
 class Pool:
-    """`kv[layer, k|v, block, ...]`, filled with numbers that say where they are."""
+    """`kv[block, layer, k|v, ...]`, filled with numbers that say where they are."""
 
     def __init__(self, backend: str, num_blocks: int, name: str) -> None:
         self.transport: KvTransport = create_transport(backend)
-        shape = (LAYERS, 2, num_blocks, SLOTS, HEADS, DIM)
+        shape = (num_blocks, LAYERS, 2, SLOTS, HEADS, DIM)
         self.kv = self.transport.allocate(shape, torch.float32, torch.device("cpu"))
         self.card = PeerCard(name, self.transport.name, LAYOUT, num_blocks, self.transport.serve(name))
         self._closed = threading.Event()

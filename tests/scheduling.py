@@ -46,13 +46,13 @@ class SimulatedModel:
     """KV of a position: a number made of its token and of all KV before it; prefill and decode round differently."""
 
     def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
-        self.kv = torch.full((1, 2, num_blocks, tokens_per_block, 1, 1), -1.0, dtype=torch.float64)
-        self._slots = self.kv[0, 0].view(-1).numpy()
+        self.kv = torch.full((num_blocks, 1, 2, tokens_per_block, 1, 1), -1.0, dtype=torch.float64)
+        self._keys = self.kv[:, 0, 0, :, 0, 0].numpy()
         self._size = tokens_per_block
 
     def spoil(self, blocks: list[int]) -> None:
         """Nobody may look at what is in free blocks."""
-        self.kv[:, :, blocks] = -1.0
+        self.kv[blocks] = -1.0
 
     def run(self, row: Row) -> int:
         """The token that comes out of the row's last position."""
@@ -62,11 +62,12 @@ class SimulatedModel:
 
     def compute(self, tokens: list[int], blocks: list[int], begin: int, rounding: int) -> int:
         positions = np.arange(len(tokens))
-        slots = np.asarray(blocks)[positions // self._size] * self._size + positions % self._size
-        total = int(self._slots[slots[:begin]].sum())
+        places = np.asarray(blocks)[positions // self._size], positions % self._size
+        known = tuple(index[:begin] for index in places)
+        total = int(self._keys[known].sum())
         for position in range(begin, len(tokens)):
             value = (total * 31 + tokens[position] * 7 + position + rounding) % _PRIME
-            self._slots[slots[position]] = value
+            self._keys[places[0][position], places[1][position]] = value
             total += value
         return FIRST_OUTPUT + total % 997
 

@@ -58,13 +58,10 @@ def test_contiguous_blocks_are_one_run_and_scattered_ones_have_no_neighbours() -
 
 
 def test_ranges_merge_neighbours_on_both_sides_only() -> None:
-    size = TINY.segment_bytes
-    contiguous = TINY.ranges([2, 3, 4], [7, 8, 9])
-    assert contiguous.tolist() == [
-        [(segment * 16 + 2) * size, (segment * 16 + 7) * size, 3 * size] for segment in range(4)
-    ]
-    assert len(TINY.ranges([2, 3, 4], [7, 9, 8])) == 3 * 4
-    assert TINY.ranges([5, 2, 3], [1, 8, 9])[:2].tolist() == [
+    size = TINY.block_bytes
+    assert TINY.ranges([2, 3, 4], [7, 8, 9]).tolist() == [[2 * size, 7 * size, 3 * size]]
+    assert len(TINY.ranges([2, 3, 4], [7, 9, 8])) == 3
+    assert TINY.ranges([5, 2, 3], [1, 8, 9]).tolist() == [
         [2 * size, 8 * size, 2 * size],
         [5 * size, size, size],
     ]
@@ -112,14 +109,14 @@ def test_memcpy_copies() -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_memcpy_of_blocks_copies_those_of_every_segment(pattern: str) -> None:
+def test_memcpy_of_blocks_copies_those(pattern: str) -> None:
     remote, local = TINY.blocks(pattern, seed=1), TINY.blocks(pattern, seed=2)
     copy = MemcpyBlocks(TINY, TINY.ranges(remote, local))
     fill(copy._source.reshape(-1))
     copy()
-    assert np.array_equal(copy._target[:, local], copy._source[:, remote])
+    assert np.array_equal(copy._target[local], copy._source[remote])
     untouched = [block for block in range(TINY.pool_blocks) if block not in local]
-    assert not copy._target[:, untouched].any()
+    assert not copy._target[untouched].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,10 +143,8 @@ def test_pulls_put_every_byte_in_its_place_and_a_wrong_one_is_noticed(receiver: 
         remote, local = TINY.blocks(pattern, seed=1), TINY.blocks(pattern, seed=2)
         assert receiver.pull(remote, local) > 0
         receiver.require_arrived(remote, local)
-    receiver.pool[1, 0, local[3], 2, 0, 5] += 1
-    with pytest.raises(
-        KvTransferError, match=f"segment 2: block {remote[3]} did not arrive whole in {local[3]}"
-    ):
+    receiver.pool[local[3], 1, 0, 2, 0, 5] = 0.0
+    with pytest.raises(KvTransferError, match=f"block {remote[3]} did not arrive whole in {local[3]}"):
         receiver.require_arrived(remote, local)
     with pytest.raises(KvTransferError, match="did not arrive whole"):
         receiver.require_arrived(list(reversed(remote)), local)
@@ -178,9 +173,8 @@ def test_the_command_prints_figures_of_every_shape_and_transport(
         assert figures[f"tiny {backend} contiguous share of memcpy"].target == ">= 85"
         assert figures[f"tiny {backend} scattered share of memcpy"].target == ">= 65"
         assert figures[f"tiny {backend} blocks per request"].value == 8
-        assert figures[f"tiny {backend} descriptors per request"].value == 32
-        assert figures[f"tiny {backend} contiguous ranges after merging"].value == 4
-        assert figures[f"tiny {backend} scattered ranges after merging"].value == 32
+        assert figures[f"tiny {backend} contiguous descriptors per request"].value == 1
+        assert figures[f"tiny {backend} scattered descriptors per request"].value == 8
         assert figures[f"tiny {backend} one block"].unit == "ms"
         assert figures[f"tiny {backend} one block"].value > 0
 
@@ -189,7 +183,7 @@ def times_of(**seconds: list[float]) -> PullTimes:
     names = [MEMCPY, ONE_BLOCK, NO_BLOCK, *(of(p) for p in PATTERNS for of in (pull_of, readv_of, memcpy_of))]
     every = {name: [0.5, 1.0, 2.0] for name in names}
     every |= {pull_of(pattern): values for pattern, values in seconds.items()}
-    return PullTimes(SHAPES["8b-bf16"], "NIXL", 0.1, {"contiguous": 64, "scattered": 8192}, every)
+    return PullTimes(SHAPES["8b-bf16"], "NIXL", 0.1, {"contiguous": 1, "scattered": 128}, every)
 
 
 def test_rates_and_shares_of_memcpy() -> None:
@@ -209,7 +203,7 @@ def test_the_tables_name_what_was_missed(capsys: pytest.CaptureFixture[str]) -> 
     transfer._print([times], transfer.figures_of(times), load_before=0.1)
     output = capsys.readouterr().out
     assert "8b-bf16 over NIXL: 4096 tokens, 512 MiB" in output
-    assert "128 blocks, 8192 descriptors of 64 KiB" in output
+    assert "A request is 128 blocks of 4096 KiB" in output
     assert "missed: 8b-bf16 NIXL scattered share of memcpy 50 %, target >= 65" in output
 
 

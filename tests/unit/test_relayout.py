@@ -51,7 +51,7 @@ class Engine:
         shards = []
         for rank in range(num_ranks):
             transport = create_transport(backend)
-            shape = (LAYERS, 2, num_blocks, SLOTS, HEADS // num_ranks, DIM)
+            shape = (num_blocks, LAYERS, 2, SLOTS, HEADS // num_ranks, DIM)
             self.pools.append(transport.allocate(shape, torch.float32, torch.device("cpu")))
             shards.append(Shard(f"{name}/{rank}", transport.serve(f"{name}/{rank}")))
             self.transports.append(transport)
@@ -88,7 +88,7 @@ class Engine:
 def engines(backend: str, theirs: int, ours: int) -> Iterator[tuple[Engine, Engine]]:
     pair = Engine(backend, "prefill", theirs, THEIRS), Engine(backend, "decode", ours, OURS)
     try:
-        pair[0].fill(torch.randn(LAYERS, 2, THEIRS, SLOTS, HEADS, DIM))
+        pair[0].fill(torch.randn(THEIRS, LAYERS, 2, SLOTS, HEADS, DIM))
         yield pair
     finally:
         for engine in pair:
@@ -108,7 +108,7 @@ def test_blocks_arrive_bit_for_bit(
     monkeypatch.setattr(relayout, "STAGING_BYTES", staging)
     with engines(backend, theirs, ours) as (prefill, decode):
         before = decode.kv
-        before[:, :, LOCAL] = prefill.kv[:, :, REMOTE]
+        before[LOCAL] = prefill.kv[REMOTE]
         for rank in range(ours):
             decode.reader(rank).read(prefill.card, ids(REMOTE), ids(LOCAL), 10.0)
         assert torch.equal(decode.kv, before), "the blocks as they are there, all others untouched"
@@ -148,4 +148,4 @@ def test_a_read_that_never_ends_may_not_land_in_the_pool(monkeypatch: pytest.Mon
         (lost,) = staging._lost
         decode.reader(0).read(prefill.card, ids([1]), ids([1]), 10.0)
         assert all(buffer is not lost for buffer in staging._free)
-        assert torch.equal(decode.pools[0][:, :, 1], prefill.kv[:, :, 1, :, : HEADS // 2])
+        assert torch.equal(decode.pools[0][1], prefill.kv[1, :, :, :, : HEADS // 2])

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from trtllm_disagg.embedded import attend_kernels
+from trtllm_disagg.embedded.kv_pool import KvPool
 from trtllm_disagg.embedded.softcap import capped_attention
 from trtllm_disagg.embedded.views import as_array
 
-HEADS, KV_HEADS, DIM, KEYS = 6, 2, 16, 45
+HEADS, KV_HEADS, DIM, KEYS, SIZE = 6, 2, 16, 45, 15
 SCALE, CAP = 0.7, 3.0
 
 
@@ -48,14 +49,16 @@ def test_many_queries(masked: bool) -> None:
 def test_one_query_in_the_decode_kernel(cap: float) -> None:
     query, key, value = inputs(1)
     out = torch.empty(1, HEADS, DIM)
+    kv = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)))
+    pool = KvPool(kv.view(2, KEYS // SIZE, SIZE, KV_HEADS, DIM).transpose(0, 1)[:, None].contiguous())
     attend_kernels.attend_rows(
         as_array(query[:, :, 0]),
-        as_array(key[0].transpose(0, 1).contiguous()),
-        as_array(value[0].transpose(0, 1).contiguous()),
-        np.arange(KEYS // 15)[None],
+        as_array(pool.rows),
+        pool.key_row(0),
+        SIZE,
+        np.arange(KEYS // SIZE)[None] * pool.rows_per_block,
         np.array([KEYS]),
         np.array([0]),
-        15,
         np.float32(SCALE),
         np.float32(cap),
         np.empty((HEADS, KEYS), np.float32),

@@ -73,12 +73,10 @@ class Receiver:
     def require_arrived(self, remote: Sequence[int], local: Sequence[int]) -> None:
         """Raise KvTransferError unless every byte of these blocks is the one that the sender has there."""
         shape = self._shape
-        pool = self.pool.view(torch.uint8).numpy().reshape(shape.segments, shape.pool_blocks, -1)
-        for segment in range(shape.segments):
-            for there, here in zip(remote, local, strict=True):
-                offset = (segment * shape.pool_blocks + there) * shape.segment_bytes
-                if not np.array_equal(pool[segment, here], filled_bytes(offset, shape.segment_bytes)):
-                    raise KvTransferError(f"segment {segment}: block {there} did not arrive whole in {here}")
+        pool = self.pool.view(torch.uint8).numpy().reshape(shape.pool_blocks, -1)
+        for there, here in zip(remote, local, strict=True):
+            if not np.array_equal(pool[here], filled_bytes(there * shape.block_bytes, shape.block_bytes)):
+                raise KvTransferError(f"block {there} did not arrive whole in {here}")
 
     def close(self) -> None:
         self._receiver.close()

@@ -35,25 +35,21 @@ class KvShape:
 
     @property
     def pool_shape(self) -> tuple[int, ...]:
-        return (self.layers, 2, self.pool_blocks, self.tokens_per_block, self.kv_heads, self.head_dim)
+        return (self.pool_blocks, self.layers, 2, self.tokens_per_block, self.kv_heads, self.head_dim)
 
     @property
-    def segments(self) -> int:
-        """Places in the pool that hold a part of each block: K and V of every layer."""
-        return 2 * self.layers
-
-    @property
-    def segment_bytes(self) -> int:
-        """Bytes of one block in one layer's K or V."""
-        return self.tokens_per_block * self.kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+    def block_bytes(self) -> int:
+        """K and V of one block in all layers."""
+        token = 2 * self.layers * self.kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+        return self.tokens_per_block * token
 
     @property
     def pool_bytes(self) -> int:
-        return self.segments * self.pool_blocks * self.segment_bytes
+        return self.pool_blocks * self.block_bytes
 
     @property
     def prompt_bytes(self) -> int:
-        return self.segments * self.prompt_blocks * self.segment_bytes
+        return self.prompt_blocks * self.block_bytes
 
     @property
     def layout(self) -> KvLayout:
@@ -73,9 +69,7 @@ class KvShape:
         breaks = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(1)) + 1
         starts = np.concatenate(([0], breaks))
         lengths = np.diff(np.concatenate((starts, [len(pairs)])))
-        segment = np.arange(self.segments, dtype=np.int64)[:, None] * self.pool_blocks
-        offsets = [((segment + pairs[starts, side]) * self.segment_bytes).ravel() for side in (0, 1)]
-        return np.stack([*offsets, np.tile(lengths * self.segment_bytes, self.segments)], axis=1)
+        return np.column_stack((pairs[starts], lengths)) * self.block_bytes
 
 
 SHAPES = {

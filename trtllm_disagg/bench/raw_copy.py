@@ -31,17 +31,15 @@ class MemcpyBlocks:
     """The same blocks that a pull moves, between two pools of this process: what is left to a perfect transport."""
 
     def __init__(self, shape: KvShape, ranges: np.ndarray) -> None:
-        size, in_segment = shape.segment_bytes, shape.pool_blocks * shape.segment_bytes
         self._source, self._target = (
-            huge_page_tensor((shape.pool_bytes,), torch.uint8).numpy().reshape(shape.segments, -1, size)
+            huge_page_tensor((shape.pool_bytes,), torch.uint8).numpy().reshape(shape.pool_blocks, -1)
             for _ in range(2)
         )
-        first = ranges[ranges[:, 0] < in_segment] // size
-        self._runs = [(remote, local, count) for remote, local, count in first.tolist()]
+        self._runs = [tuple(run) for run in (ranges // shape.block_bytes).tolist()]
 
     def __call__(self) -> None:
         for remote, local, count in self._runs:
-            self._target[:, local : local + count] = self._source[:, remote : remote + count]
+            self._target[local : local + count] = self._source[remote : remote + count]
 
 
 class ProcessVmReadv:

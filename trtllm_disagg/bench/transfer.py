@@ -96,17 +96,12 @@ def figures_of(times: PullTimes) -> list[Figure]:
                 )
                 for yardstick in (memcpy_of(pattern), readv_of(pattern))
             ),
-            Figure(f"{prefix} {pattern} ranges after merging", times.ranges[pattern], "ranges"),
+            Figure(f"{prefix} {pattern} descriptors per request", times.ranges[pattern], "descriptors"),
         ]
     return [
         Figure(f"{prefix} memcpy rate", times.rate(MEMCPY).median, "GiB/s"),
         *figures,
         Figure(f"{prefix} blocks per request", times.shape.prompt_blocks, "blocks"),
-        Figure(
-            f"{prefix} descriptors per request",
-            times.shape.prompt_blocks * times.shape.segments,
-            "descriptors",
-        ),
         Figure(f"{prefix} one block", times.milliseconds(ONE_BLOCK).median, "ms"),
         Figure(f"{prefix} control round trip", times.milliseconds(NO_BLOCK).median, "ms"),
         Figure(f"{prefix} first pull", 1000 * times.first, "ms"),
@@ -131,7 +126,7 @@ def _table(times: PullTimes) -> Table:
     title = f"{shape.name} over {times.backend}: {shape.prompt_tokens} tokens, {shape.prompt_bytes / 2**20:.0f} MiB"
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    for name in ("GiB/s", "% of memcpy", "spread", "ranges"):
+    for name in ("GiB/s", "% of memcpy", "spread", "descriptors"):
         table.add_column(name, justify="right")
     for name in (MEMCPY, *(of(p) for p in PATTERNS for of in (memcpy_of, readv_of, pull_of))):
         share = times.share_of_memcpy(name)
@@ -150,7 +145,6 @@ def _costs(times: PullTimes) -> str:
     shape = times.shape
     one, none = times.milliseconds(ONE_BLOCK).median, times.milliseconds(NO_BLOCK).median
     return (
-        f"A request is {shape.prompt_blocks} blocks, {shape.prompt_blocks * shape.segments} descriptors of "
-        f"{shape.segment_bytes >> 10} KiB. A pull of one block takes {one:.2f} ms, of none {none:.2f} ms, "
-        f"the first one of a connection {1000 * times.first:.0f} ms.\n"
+        f"A request is {shape.prompt_blocks} blocks of {shape.block_bytes >> 10} KiB. A pull of one block "
+        f"takes {one:.2f} ms, of none {none:.2f} ms, the first one of a connection {1000 * times.first:.0f} ms.\n"
     )

@@ -25,18 +25,19 @@ def _tanh(x: Any) -> Any:
 @compiled()
 def attend_rows(
     q: Any,
-    keys: Any,
-    values: Any,
+    pool: Any,
+    key_row: Any,
+    size: Any,
     tables: Any,
     contexts: Any,
     starts: Any,
-    block: Any,
     scale: Any,
     softcap: Any,
     scores: Any,
     out: Any,
 ) -> None:
-    """One query a row: q and out (rows, Hq, D), keys and values (slots, H, D), tables (rows, blocks) of block ids.
+    """One query a row: q and out (rows, Hq, D), pool (rows of the pool, H, D), tables (rows, blocks): where each block
+    begins in the pool. There a layer's keys are `key_row` on, `size` of them, and its values follow.
 
     Row r sees positions starts[r] to contexts[r]. A softcap above zero bounds the scores. `scores` is scratch
     (Hq, longest context), float32.
@@ -48,13 +49,13 @@ def attend_rows(
         attend_heads(
             q[r],
             0,
-            keys.shape[1],
-            keys,
-            values,
+            pool.shape[1],
+            pool,
+            key_row,
+            size,
             tables[r],
             starts[r],
             contexts[r],
-            block,
             scale,
             softcap,
             scores,
@@ -69,12 +70,12 @@ def attend_heads(
     q: Any,
     first_head: Any,
     last_head: Any,
-    keys: Any,
-    values: Any,
+    pool: Any,
+    key_row: Any,
+    size: Any,
     table: Any,
     start: Any,
     context: Any,
-    block: Any,
     scale: Any,
     softcap: Any,
     scores: Any,
@@ -87,7 +88,7 @@ def attend_heads(
     """
     on_its_own()
     num_heads, dim = query.shape
-    group = num_heads // keys.shape[1]
+    group = num_heads // pool.shape[1]
     lower, upper = first_head * group, last_head * group
     factors = np.empty(num_heads, np.float32)
     for h in range(lower, upper):
@@ -95,24 +96,28 @@ def attend_heads(
         for d in range(dim):
             asked[d] = load(row[d]) * scale
             sums[d] = _ZERO
-    i, position = 0, start
+    first_key = _place(table, start, size) + key_row
+    first_value = first_key + size
+    position, at = start, first_key
     while position < context:
-        slot, count = _run(table, position, context, block)
-        scores_of(query, keys, slot, first_head, last_head, count, scores, i)
-        i += count
+        i, count = position - start, _run(position, context, size)
         position += count
+        then = _place(table, position, size) + key_row if position < context else first_value
+        scores_of(query, pool, at, first_head, last_head, count, scores, i, then)
+        at = then
     for h in range(lower, upper):
         if softcap > _ZERO:
             capped = scores[h]
-            for t in range(i):
+            for t in range(context - start):
                 capped[t] = softcap * _tanh(capped[t] / softcap)
-        factors[h] = _ONE / exponentials(scores[h], i)
-    i, position = 0, start
+        factors[h] = _ONE / exponentials(scores[h], context - start)
+    position, at = start, first_value
     while position < context:
-        slot, count = _run(table, position, context, block)
-        add_weighted(scores, i, values, slot, first_head, last_head, count, summed)
-        i += count
+        i, count = position - start, _run(position, context, size)
         position += count
+        then = _place(table, position, size) + key_row + size if position < context else at + count
+        add_weighted(scores, i, pool, at, first_head, last_head, count, summed, then)
+        at = then
     for h in range(lower, upper):
         factor, sums, target = factors[h], summed[h], out[h]
         for d in range(dim):
@@ -120,7 +125,12 @@ def attend_heads(
 
 
 @compiled(inline="always")
-def _run(table: Any, position: Any, context: Any, block: Any) -> Any:
-    """The slots from this position to the end of its block or of the context: (first, count)."""
-    inside = position % block
-    return table[position // block] * block + inside, min(block - inside, context - position)
+def _place(table: Any, position: Any, size: Any) -> Any:
+    """The row of this position's key in the first layer."""
+    return table[position // size] + position % size
+
+
+@compiled(inline="always")
+def _run(position: Any, context: Any, size: Any) -> Any:
+    """Positions from this one to the end of its block or of the context."""
+    return min(size - position % size, context - position)

@@ -22,6 +22,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from trtllm_disagg.embedded.decode_rows import DecodeRows
+from trtllm_disagg.embedded.kv_pool import KvPool
 from trtllm_disagg.embedded.scheduler import Row
 from trtllm_disagg.embedded.softcap import capped_attention
 
@@ -33,17 +34,6 @@ _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "is_ca
 _HARMLESS |= {"output_router_logits"}
 
 
-class KvPool:
-    """The KV memory `kv[layer, k|v, block, slot, head, dim]`: a run of blocks is a view, not a gather."""
-
-    def __init__(self, kv: torch.Tensor) -> None:
-        self.kv = kv
-        num_layers, _, num_blocks, self.tokens_per_block, num_heads, head_dim = kv.shape
-        slots = (num_blocks * self.tokens_per_block, num_heads, head_dim)
-        self.keys = [kv[layer, 0].view(slots) for layer in range(num_layers)]
-        self.values = [kv[layer, 1].view(slots) for layer in range(num_layers)]
-
-
 @dataclass(slots=True)
 class _Span:
     """One row: its queries in the packed batch and its keys in the pool."""
@@ -51,44 +41,33 @@ class _Span:
     start: int
     num_queries: int
     context: int  # keys that its last query sees
-    first_slot: int
-    slots: torch.Tensor | None  # None: the keys are the run that starts at first_slot
+    blocks: torch.Tensor  # (blocks,) int64
     is_prefill: bool
-
-    def keys_and_values(
-        self, keys: torch.Tensor, values: torch.Tensor, begin: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(context - begin, heads, dim) each: views of the pool when the blocks are one run."""
-        if self.slots is None:
-            run = slice(self.first_slot + begin, self.first_slot + self.context)
-            return keys[run], values[run]
-        wanted = self.slots[begin : self.context]
-        return keys.index_select(0, wanted), values.index_select(0, wanted)
 
 
 class StepLayout:
-    """Positions, write slots and key locations of one step's rows."""
+    """Positions, places in the pool and key locations of one step's rows."""
 
     def __init__(self, rows: Seq[Row], pool: KvPool) -> None:
         self.pool = pool
         on_cpu = pool.kv.device.type == "cpu"
         #: The leading rows, where one kernel serves them all.
-        self.decode = DecodeRows.of(rows, pool.tokens_per_block) if on_cpu else None
+        self.decode = DecodeRows.of(rows, pool) if on_cpu else None
         num_decode = 0 if self.decode is None else self.decode.count
         self.all_decode = num_decode == len(rows)
         self._spans: list[_Span] = []
         positions = [] if self.decode is None else [self.decode.positions]
-        slots = [] if self.decode is None else [self.decode.slots]
+        places = [] if self.decode is None else [self.decode.places]
         start = num_decode
         for row in rows[num_decode:]:
-            span, span_positions, span_slots = _span_of(row, start, pool)
+            span, span_positions, span_places = _span_of(row, start, pool)
             self._spans.append(span)
             positions.append(span_positions)
-            slots.append(span_slots)
+            places.append(span_places)
             start += row.num_tokens
-        #: (tokens,) int64: where each token stands in its sequence, and where its K and V go.
+        #: (tokens,) int64: where each token stands in its sequence, and its place in the pool.
         self.position_array = np.concatenate(positions)
-        self.slot_array = np.concatenate(slots)
+        self.place_array = np.concatenate(places)
         ends = np.cumsum([row.num_tokens for row in rows]) - 1
         #: Packed index of each sampling row's last token.
         self.last = torch.from_numpy(ends[[row.samples for row in rows]]).to(pool.kv.device)
@@ -100,9 +79,9 @@ class StepLayout:
         return torch.from_numpy(self.position_array)[None].to(self.pool.kv.device)
 
     @cached_property
-    def slots(self) -> torch.Tensor:
+    def places(self) -> torch.Tensor:
         """(tokens,)"""
-        return torch.from_numpy(self.slot_array).to(self.pool.kv.device)
+        return torch.from_numpy(self.place_array).to(self.pool.kv.device)
 
     def attend(
         self,
@@ -115,9 +94,8 @@ class StepLayout:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """query (tokens, heads, dim), key and value (tokens, kv heads, dim) -> (tokens, heads, dim)."""
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
-        keys.index_copy_(0, self.slots, key)
-        values.index_copy_(0, self.slots, value)
+        self.pool.rows.index_copy_(0, self.places + self.pool.key_row(layer), key)
+        self.pool.rows.index_copy_(0, self.places + self.pool.value_row(layer), value)
         return self.attend_stored(layer, query, scale, window, softcap)
 
     def attend_stored(
@@ -129,33 +107,31 @@ class StepLayout:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """The same, when the tokens' K and V are in the pool already."""
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
         out = torch.empty_like(query)
         if self.decode is not None:
             count = self.decode.count
-            self.decode.attend(query[:count], keys, values, out[:count], scale, window, softcap)
+            self.decode.attend(layer, query[:count], out[:count], scale, window, softcap)
         attention = scaled_dot_product_attention if softcap is None else partial(capped_attention, softcap)
         for span in self._spans:
             if span.is_prefill:
-                self._attend_prefill(attention, span, query, keys, values, out, scale, window)
+                self._attend_prefill(attention, span, layer, query, out, scale, window)
             elif self.decode is None:
-                self._attend_decode(attention, span, query, keys, values, out, scale, window)
+                self._attend_decode(attention, span, layer, query, out, scale, window)
         return out
 
     def _attend_decode(
         self,
         attention: Callable[..., torch.Tensor],
         span: _Span,
+        layer: int,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
         out: torch.Tensor,
         scale: float,
         window: int | None,
     ) -> None:
         """One query: the heads of a KV group become the query length, so that K and V are not repeated."""
         begin = max(0, span.context - window) if window else 0
-        k, v = span.keys_and_values(keys, values, begin)
+        k, v = (run[begin : span.context] for run in self.pool.keys_and_values(layer, span.blocks))
         num_heads, dim = query.shape[1], query.shape[2]
         kv_heads = k.shape[1]
         grouped = query[span.start].view(1, kv_heads, num_heads // kv_heads, dim)
@@ -166,14 +142,13 @@ class StepLayout:
         self,
         attention: Callable[..., torch.Tensor],
         span: _Span,
+        layer: int,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
         out: torch.Tensor,
         scale: float,
         window: int | None,
     ) -> None:
-        k, v = span.keys_and_values(keys, values, 0)
+        k, v = (run[: span.context] for run in self.pool.keys_and_values(layer, span.blocks))
         grouped = query.shape[1] != k.shape[1]
         offset = span.start - (span.context - span.num_queries)  # packed index = position + offset
         begin = span.context - span.num_queries
@@ -209,17 +184,14 @@ class StepLayout:
 
 
 def _span_of(row: Row, start: int, pool: KvPool) -> tuple[_Span, np.ndarray, np.ndarray]:
-    """The row, its tokens' positions and their slots in the pool. `start`: of its first token in the packed batch."""
+    """The row, its tokens' positions and places in the pool. `start`: of its first token in the packed batch."""
     sequence, count, size = row.sequence, row.num_tokens, pool.tokens_per_block
     begin, end = sequence.num_computed, sequence.num_computed + count
     blocks = np.asarray(sequence.blocks[: -(-end // size)], np.int64)
     positions = np.arange(begin, end)
-    slots = blocks[positions // size] * size + positions % size
-    is_run = bool((np.diff(blocks) == 1).all())
-    every = None
-    if not is_run:
-        every = torch.from_numpy((blocks[:, None] * size + np.arange(size)).ravel()).to(pool.kv.device)
-    return _Span(start, count, end, int(blocks[0]) * size, every, sequence.in_prefill), positions, slots
+    places = blocks[positions // size] * pool.rows_per_block + positions % size
+    found = torch.from_numpy(blocks).to(pool.kv.device)
+    return _Span(start, count, end, found, sequence.in_prefill), positions, places
 
 
 def _at_its_place(queries: torch.Tensor, row: int) -> torch.Tensor:

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trtllm_disagg.embedded.attention import TILE, KvPool
+from trtllm_disagg.embedded.attention import TILE
 from trtllm_disagg.embedded.block_manager import KvEventLog
 from trtllm_disagg.embedded.core_hooks import CoreHooks
 from trtllm_disagg.embedded.create_scheduler import create_blocks, create_scheduler
 from trtllm_disagg.embedded.guides import create_guides
 from trtllm_disagg.embedded.iteration_stats import IterationStats
 from trtllm_disagg.embedded.kv_memory import LocalKvMemory
+from trtllm_disagg.embedded.kv_pool import KvPool
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.meetings import Meetings
 from trtllm_disagg.embedded.messages import (

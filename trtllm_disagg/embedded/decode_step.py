@@ -69,8 +69,9 @@ class Buffers(NamedTuple):
     #: (R,) int64 each
     tokens: np.ndarray
     positions: np.ndarray
-    slots: np.ndarray
-    #: (R, blocks) int64
+    #: of the tokens in the pool (kv_pool.py)
+    places: np.ndarray
+    #: (R, blocks) int64: where each block begins in the pool
     tables: np.ndarray
     #: (R, n) float32
     residual: np.ndarray
@@ -92,7 +93,7 @@ class Buffers(NamedTuple):
     logits: np.ndarray
     #: (threads, Hq, longest context) float32
     scores: np.ndarray
-    #: (L, 2, blocks * slots, H, D) T
+    #: (rows of the pool, H, D) T
     pool: np.ndarray
     #: (1,) T: says what T is
     like: np.ndarray
@@ -111,19 +112,20 @@ def _project(x: Any, address: Any, block: Any, bias: Any, out: Any, first: Any, 
 @compiled()
 def _attend(w: Any, b: Any, layer: Any, rank: Any, size: Any, tokens_per_block: Any) -> None:
     """Rotate, store and attend: whole rows of this rank when there are enough, else heads of every row."""
-    rows, kv_heads = b.control[ROWS], b.pool.shape[3]
+    rows, kv_heads = b.control[ROWS], b.pool.shape[1]
     num_heads, dim = b.query.shape[1], b.query.shape[2]
     buffer = np.empty(dim, np.float32)
     query = np.empty((num_heads, dim), np.float32)
     summed = np.empty((num_heads, dim), np.float32)
-    keys, values = b.pool[layer, 0], b.pool[layer, 1]
+    key_row = 2 * layer * tokens_per_block
     first, last, low, high = 0, rows, 0, kv_heads
     if rows >= 2 * size:
         first, last = share(rows, rank, size)
     else:
         low, high = share(kv_heads, rank, size)
     for r in range(first, last):
-        position, slot = b.positions[r], b.slots[r]
+        position, at = b.positions[r], b.places[r] + key_row
+        key, value = b.pool[at], b.pool[at + tokens_per_block]
         for kv in range(low, high):
             rotate_group(
                 b.qkv[r],
@@ -133,8 +135,8 @@ def _attend(w: Any, b: Any, layer: Any, rank: Any, size: Any, tokens_per_block: 
                 w.q_norm[layer],
                 w.k_norm[layer],
                 w.eps,
-                keys[slot],
-                values[slot],
+                key,
+                value,
                 b.query[r],
                 buffer,
             )
@@ -144,12 +146,12 @@ def _attend(w: Any, b: Any, layer: Any, rank: Any, size: Any, tokens_per_block: 
             b.query[r],
             low,
             high,
-            keys,
-            values,
+            b.pool,
+            key_row,
+            tokens_per_block,
             b.tables[r],
             start,
             position + 1,
-            tokens_per_block,
             w.scale[layer],
             _NO_CAP,
             b.scores[rank],

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trtllm_disagg.embedded import decode_step
-from trtllm_disagg.embedded.attention import KvPool, StepLayout
+from trtllm_disagg.embedded.attention import StepLayout
 from trtllm_disagg.embedded.decode_step import (
     ARRIVED,
     ARRIVED_BEFORE,
@@ -25,6 +25,7 @@ from trtllm_disagg.embedded.decode_step import (
     Buffers,
     Weights,
 )
+from trtllm_disagg.embedded.kv_pool import KvPool
 from trtllm_disagg.embedded.linear import PackedLinear
 from trtllm_disagg.embedded.panel_product import PANEL
 from trtllm_disagg.embedded.panels import MOST_ROWS, Panels
@@ -77,7 +78,7 @@ class FusedDecode:
         tables = layout.decode.tables
         buffers.tokens[:rows] = tokens
         buffers.positions[:rows] = layout.position_array
-        buffers.slots[:rows] = layout.slot_array
+        buffers.places[:rows] = layout.place_array
         buffers.tables[:rows, : tables.shape[1]] = tables
         buffers.control[ROWS] = rows
         buffers.control[ARRIVED_BEFORE] = buffers.control[ARRIVED]
@@ -134,7 +135,7 @@ def _weights(model: PlainModel, products: list[list[PackedLinear]]) -> Weights:
 
 
 def _buffers(model: PlainModel, products: list[PackedLinear], pool: KvPool, num_threads: int) -> Buffers:
-    num_layers, _, num_blocks, size, kv_heads, dim = pool.kv.shape
+    size, dim = pool.tokens_per_block, pool.kv.shape[-1]
     hidden, inner = products[OUTPUT].out_features, products[DOWN].in_features
     longest = len(model.cos)
 
@@ -152,7 +153,7 @@ def _buffers(model: PlainModel, products: list[PackedLinear], pool: KvPool, num_
         control=numbers(8),
         tokens=numbers(MOST_ROWS),
         positions=numbers(MOST_ROWS),
-        slots=numbers(MOST_ROWS),
+        places=numbers(MOST_ROWS),
         tables=numbers(MOST_ROWS, -(-longest // size)),
         residual=floats(MOST_ROWS, hidden),
         hidden=stored(MOST_ROWS, hidden),
@@ -165,7 +166,7 @@ def _buffers(model: PlainModel, products: list[PackedLinear], pool: KvPool, num_
         activated=stored(MOST_ROWS, inner),
         logits=floats(MOST_ROWS, -(-products[HEAD].out_features // PANEL) * PANEL),
         scores=floats(num_threads, model.num_heads, longest),
-        pool=as_array(pool.kv).reshape(num_layers, 2, num_blocks * size, kv_heads, dim),
+        pool=as_array(pool.rows),
         like=stored(1),
     )
 

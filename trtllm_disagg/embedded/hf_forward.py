@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from trtllm_disagg.embedded.attention import KvPool, StepLayout
+from trtllm_disagg.embedded.attention import StepLayout
+from trtllm_disagg.embedded.kv_pool import KvPool
 
 
 class HfForward:

@@ -139,24 +139,27 @@ def weighted_sum(x: Any, places: Any, weights: Any, out: Any) -> None:
 def rotate_and_store(
     qkv: Any,
     positions: Any,
-    slots: Any,
+    places: Any,
     cos: Any,
     sin: Any,
     q_norm: Any,
     k_norm: Any,
     eps: Any,
-    keys: Any,
-    values: Any,
+    pool: Any,
+    key_row: Any,
+    value_row: Any,
     q: Any,
 ) -> None:
     """Split qkv (rows, (Hq + 2 H) * D); normalise (when q_norm is not empty) and rotate q and k; k and v go into
-    keys and values (slots, H, D), q into q (rows, Hq, D). cos and sin are (positions, D / 2), float32.
+    pool (rows of the pool, H, D), so far behind places[r], and q into q (rows, Hq, D). cos and sin are
+    (positions, D / 2), float32.
     """
     buffer = np.empty(q.shape[2], np.float32)
     for r in range(qkv.shape[0]):
-        c, s, slot = cos[positions[r]], sin[positions[r]], slots[r]
-        for kv in range(keys.shape[1]):
-            rotate_group(qkv[r], kv, c, s, q_norm, k_norm, eps, keys[slot], values[slot], q[r], buffer)
+        c, s, place = cos[positions[r]], sin[positions[r]], places[r]
+        key, value = pool[place + key_row], pool[place + value_row]
+        for kv in range(pool.shape[1]):
+            rotate_group(qkv[r], kv, c, s, q_norm, k_norm, eps, key, value, q[r], buffer)
 
 
 @compiled()
@@ -173,7 +176,9 @@ def rotate_group(
     q: Any,
     buffer: Any,
 ) -> None:
-    """One row, one KV head and its query heads: qkv is the row, key and value (H, D) its slot, q (Hq, D) its own."""
+    """One row, one KV head and its query heads: qkv is the row, key and value (H, D) where its K and V go, q (Hq, D)
+    its own.
+    """
     num_heads, dim = q.shape
     kv_heads = key.shape[0]
     group = num_heads // kv_heads

@@ -28,7 +28,7 @@ class KvMemory(Protocol):
 
 
 class LocalKvMemory:
-    """Of this process: `kv[layer, k|v, block, slot, head, dim]`. Copies are kept in main memory."""
+    """Of this process: `kv[block, layer, k|v, slot, head, dim]`. Copies are kept in main memory."""
 
     def __init__(self, kv: torch.Tensor) -> None:
         self._kv = kv
@@ -36,16 +36,16 @@ class LocalKvMemory:
 
     @torch.inference_mode()
     def copy_start(self, source: int, target: int, num_tokens: int) -> None:
-        self._kv[:, :, target, :num_tokens] = self._kv[:, :, source, :num_tokens]
+        self._kv[target, :, :, :num_tokens] = self._kv[source, :, :, :num_tokens]
 
     @torch.inference_mode()
     def save(self, slot: int, blocks: Seq[int]) -> None:
-        self._saved[slot] = self._kv.index_select(2, self._index(blocks)).cpu()
+        self._saved[slot] = self._kv.index_select(0, self._index(blocks)).cpu()
 
     @torch.inference_mode()
     def restore(self, slot: int, first: int, blocks: Seq[int]) -> None:
-        saved = self._saved[slot][:, :, first : first + len(blocks)].to(self._kv.device)
-        self._kv.index_copy_(2, self._index(blocks[: saved.shape[2]]), saved)
+        saved = self._saved[slot][first : first + len(blocks)].to(self._kv.device)
+        self._kv.index_copy_(0, self._index(blocks[: len(saved)]), saved)
 
     def drop(self, slot: int) -> None:
         del self._saved[slot]

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 
 from trtllm_disagg.embedded import attention
-from trtllm_disagg.embedded.attention import KvPool
 from trtllm_disagg.embedded.checkpoint import check_checkpoint, fingerprint, read_json
 from trtllm_disagg.embedded.experts import pack_experts
 from trtllm_disagg.embedded.hf_forward import HfForward
+from trtllm_disagg.embedded.kv_pool import KvPool
 from trtllm_disagg.embedded.linear import pack_linears, packing_works, unmap
 from trtllm_disagg.embedded.model_runner import Forward
 from trtllm_disagg.embedded.plain_config import read_plain_config

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from trtllm_disagg.embedded.attention import KvPool, StepLayout
+from trtllm_disagg.embedded.attention import StepLayout
+from trtllm_disagg.embedded.kv_pool import KvPool
 from trtllm_disagg.embedded.scheduler import Row
 
 

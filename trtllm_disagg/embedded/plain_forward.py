@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from trtllm_disagg.embedded import kernels
-from trtllm_disagg.embedded.attention import KvPool, StepLayout
+from trtllm_disagg.embedded.attention import StepLayout
 from trtllm_disagg.embedded.fused_decode import FusedDecode
+from trtllm_disagg.embedded.kv_pool import KvPool
 from trtllm_disagg.embedded.panels import MOST_ROWS
 from trtllm_disagg.embedded.plain_model import PlainLayer, take_apart
 from trtllm_disagg.embedded.views import as_array
@@ -26,8 +27,7 @@ class PlainForward:
         kv_heads, self._head_dim = pool.kv.shape[-2:]
         self._model = take_apart(model, max_positions, kv_heads, self._head_dim)
         self._dtype = self._model.embedding.dtype
-        self._keys = [as_array(keys) for keys in pool.keys]
-        self._values = [as_array(values) for values in pool.values]
+        self._pool = pool
         self._decode = FusedDecode.create(self._model, pool, torch.get_num_threads())
 
     def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
@@ -61,14 +61,15 @@ class PlainForward:
         kernels.rotate_and_store(
             as_array(qkv),
             layout.position_array,
-            layout.slot_array,
+            layout.place_array,
             self._model.cos,
             self._model.sin,
             layer.q_norm,
             layer.k_norm,
             self._model.eps,
-            self._keys[i],
-            self._values[i],
+            as_array(self._pool.rows),
+            self._pool.key_row(i),
+            self._pool.value_row(i),
             as_array(query),
         )
         return layout.attend_stored(i, query, layer.scale, layer.window).view(len(qkv), -1)

@@ -103,7 +103,7 @@ def require_room(sequence: Sequence, max_prompt: int, num_blocks: int, tokens_pe
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """`kv[layer, k|v, block, slot, head, dim]`, wherever its memory comes from."""
+    """`kv[block, layer, k|v, slot, head, dim]`, wherever its memory comes from."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -111,7 +111,7 @@ class PoolShape:
 
     @property
     def num_blocks(self) -> int:
-        return self.shape[2]
+        return self.shape[0]
 
 
 def new_pool(
@@ -119,7 +119,7 @@ def new_pool(
 ) -> PoolShape:
     """Each rank's pool has as many blocks, with its part of the KV heads."""
     heads = shape.num_kv_heads // num_ranks
-    dimensions = (shape.num_layers, 2, num_blocks, tokens_per_block, heads, shape.head_dim)
+    dimensions = (num_blocks, shape.num_layers, 2, tokens_per_block, heads, shape.head_dim)
     return PoolShape(dimensions, shape.dtype, device)
 
 

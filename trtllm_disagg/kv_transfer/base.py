@@ -44,7 +44,7 @@ class ReadTimeoutError(TimeoutError):
 class KvTransport(Protocol):
     """`read` and `write` block and run on the peer's transfer thread; all else is called by the engine core's thread.
 
-    The pool is `kv[layer, k|v, block, slot, head, dim]`, so one block is `2 * num_layers` segments.
+    The pool is `kv[block, layer, k|v, slot, head, dim]`, so a block is one range of bytes.
     """
 
     name: str
@@ -89,7 +89,7 @@ class StagingTransport(KvTransport, Protocol):
     def fetched(
         self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> AbstractContextManager[np.ndarray]:
-        """Remote blocks of that size, (2 * num_layers, blocks, block_bytes) uint8, until the context ends.
+        """Remote blocks of that size, (blocks, block_bytes) uint8, until the context ends.
 
         Raises what `read` raises, but a read that may land late does not land in the pool.
         """

@@ -9,9 +9,12 @@ import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError
 
+#: Pools in another order are not read, though every number be the same.
+_ORDER = b"block, layer, k|v, slot, head, dim"
+
 
 class KvLayout(msgspec.Struct, frozen=True):
-    """Shape of a pool `kv[layer, k|v, block, slot, head, dim]` without its number of blocks, which may differ."""
+    """Shape of a pool `kv[block, layer, k|v, slot, head, dim]` without its number of blocks, which may differ."""
 
     model: str
     num_layers: int
@@ -21,11 +24,7 @@ class KvLayout(msgspec.Struct, frozen=True):
     dtype: str
 
     def fingerprint(self) -> bytes:
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).digest()
-
-    def block_bytes(self, itemsize: int) -> int:
-        """Bytes of one block in one layer's K or V."""
-        return self.tokens_per_block * self.num_kv_heads * self.head_dim * itemsize
+        return hashlib.blake2b(_ORDER + msgspec.msgpack.encode(self), digest_size=16).digest()
 
     def require_same(self, other: KvLayout) -> None:
         """Raise HandoffRefusedError with one line per differing field."""

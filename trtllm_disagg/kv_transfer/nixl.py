@@ -20,7 +20,7 @@ from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
 from trtllm_disagg.kv_transfer.memory import huge_page_tensor
 from trtllm_disagg.kv_transfer.nixl_late import LateTransfer
-from trtllm_disagg.kv_transfer.nixl_staging import NixlStaging
+from trtllm_disagg.kv_transfer.nixl_staging import NixlStaging, block_table
 
 _POLL_SECONDS = 0.0002
 _DOING = {"READ": "reading KV from", "WRITE": "writing KV to"}
@@ -75,9 +75,9 @@ class NixlTransport:
         base, nbytes = self._pool.data_ptr(), self._pool.nbytes
         self._registration = self._agent.register_memory([(base, nbytes, self._device, "")], self._memory)
         self._local = self._agent.prep_xfer_dlist(
-            "NIXL_INIT_AGENT", self._segments(base, self._pool.shape[2]), self._memory
+            "NIXL_INIT_AGENT", self._table(base, self._pool.shape[0]), self._memory
         )
-        self._staging = NixlStaging(self._agent, self._num_segments)
+        self._staging = NixlStaging(self._agent)
         return base.to_bytes(8, "little") + bytes(self._agent.get_agent_metadata())
 
     def read(
@@ -142,27 +142,12 @@ class NixlTransport:
         return self._pool.get_device() if self._pool.is_cuda else 0
 
     @property
-    def _num_segments(self) -> int:
+    def _block_bytes(self) -> int:
         assert self._pool is not None
-        return int(self._pool.shape[0] * self._pool.shape[1])
+        return self._pool[0].nbytes
 
-    @property
-    def _segment_bytes(self) -> int:
-        """Bytes of one block in one layer's K or V."""
-        assert self._pool is not None
-        return int(self._pool[0, 0, 0].nbytes)
-
-    def _num_bytes(self, num_blocks: int) -> int:
-        return num_blocks * self._num_segments * self._segment_bytes
-
-    def _segments(self, base: int, num_blocks: int) -> np.ndarray:
-        """Descriptor table [segment * num_blocks + block] -> (address, bytes, device)."""
-        count = self._num_segments * num_blocks
-        table = np.zeros((count, 3), np.uint64)
-        table[:, 0] = np.uint64(base) + np.arange(count, dtype=np.uint64) * np.uint64(self._segment_bytes)
-        table[:, 1] = self._segment_bytes
-        table[:, 2] = self._device
-        return table
+    def _table(self, base: int, num_blocks: int) -> np.ndarray:
+        return block_table(base, num_blocks, self._block_bytes, self._device)
 
     def _connect(self, peer: PeerCard) -> _Remote:
         base, metadata = int.from_bytes(peer.address[:8], "little"), peer.address[8:]
@@ -171,16 +156,14 @@ class NixlTransport:
         if name != peer.sender:
             self._agent.remove_remote_agent(name)
             raise KvTransferError(f"the card of {peer.sender} carries the metadata of {name}")
-        table = self._agent.prep_xfer_dlist(name, self._segments(base, peer.num_blocks), self._memory)
+        table = self._agent.prep_xfer_dlist(name, self._table(base, peer.num_blocks), self._memory)
         self._remotes[peer.sender] = _Remote(name, table)
         return self._remotes[peer.sender]
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> int:
         assert self._pool is not None
-        self._pool[:, :, torch.from_numpy(targets).long()] = self._pool[
-            :, :, torch.from_numpy(sources).long()
-        ]
-        return self._num_bytes(len(sources))
+        self._pool[torch.from_numpy(targets).long()] = self._pool[torch.from_numpy(sources).long()]
+        return len(sources) * self._block_bytes
 
     def _move(
         self,
@@ -198,7 +181,7 @@ class NixlTransport:
         except Exception as error:  # the bindings raise a dozen unrelated types
             self.forget(peer)
             raise KvTransferError(f"{_DOING[operation]} {peer.sender} failed: {error}") from error
-        return self._num_bytes(len(local_blocks))
+        return len(local_blocks) * self._block_bytes
 
     def _transfer(
         self,
@@ -209,11 +192,9 @@ class NixlTransport:
         local_blocks: np.ndarray,
         timeout: float,
     ) -> None:
-        assert self._pool is not None
         # NIXL merges neighbours where both id lists grow by one.
         order = np.argsort(remote_blocks, kind="stable")
-        local_ids = self._descriptor_ids(local_blocks[order], self._pool.shape[2])
-        remote_ids = self._descriptor_ids(remote_blocks[order], peer.num_blocks)
+        local_ids, remote_ids = (blocks[order].astype(np.int32) for blocks in (local_blocks, remote_blocks))
         handle = self._agent.make_prepped_xfer(operation, self._local, local_ids, remote.table, remote_ids)
         state = self._agent.transfer(handle)
         deadline = time.monotonic() + timeout
@@ -229,7 +210,3 @@ class NixlTransport:
         handle.release()
         if state != "DONE":
             raise KvTransferError(f"NIXL {operation} ended in state {state}")
-
-    def _descriptor_ids(self, blocks: np.ndarray, num_blocks: int) -> np.ndarray:
-        segments = np.arange(self._num_segments, dtype=np.int32)[:, None] * np.int32(num_blocks)
-        return np.ascontiguousarray((segments + blocks[None, :]).ravel().astype(np.int32))

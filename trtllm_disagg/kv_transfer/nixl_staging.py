@@ -35,9 +35,8 @@ class _Remote:
 class NixlStaging:
     """Thread-safe: every read has a buffer of its own. One that timed out keeps it, since it may still land."""
 
-    def __init__(self, agent: Any, num_segments: int) -> None:
+    def __init__(self, agent: Any) -> None:
         self._agent = agent
-        self._num_segments = num_segments
         self._lock = threading.Lock()
         self._free: list[_Buffer] = []
         self._lost: list[_Buffer] = []
@@ -47,8 +46,8 @@ class NixlStaging:
     def fetched(
         self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> Iterator[np.ndarray]:
-        """(segments, blocks, block_bytes) uint8, until the context ends."""
-        buffer = self._take(self._num_segments * len(blocks) * block_bytes)
+        """(blocks, block_bytes) uint8, until the context ends."""
+        buffer = self._take(len(blocks) * block_bytes)
         try:
             self._read(buffer, peer, blocks, block_bytes, timeout)
         except ReadTimeoutError:
@@ -59,8 +58,7 @@ class NixlStaging:
             self.forget(peer)
             raise KvTransferError(f"reading KV from {peer.sender} failed: {error}") from error
         try:
-            count = self._num_segments * len(blocks) * block_bytes
-            yield buffer.memory[:count].numpy().reshape(self._num_segments, len(blocks), block_bytes)
+            yield buffer.memory[: len(blocks) * block_bytes].numpy().reshape(-1, block_bytes)
         finally:
             self._give_back(buffer)
 
@@ -99,16 +97,13 @@ class NixlStaging:
         self, buffer: _Buffer, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> None:
         remote = self._remotes.get(peer.sender) or self._connect(peer, block_bytes)
-        count = self._num_segments * len(blocks)
+        count = len(blocks)
         local = self._agent.prep_xfer_dlist(
-            "NIXL_INIT_AGENT", _table(buffer.memory.data_ptr(), count, block_bytes), "DRAM"
+            "NIXL_INIT_AGENT", block_table(buffer.memory.data_ptr(), count, block_bytes), "DRAM"
         )
         # NIXL merges neighbours where both id lists grow by one.
-        segments = np.arange(self._num_segments, dtype=np.int32)[:, None] * np.int32(peer.num_blocks)
-        theirs = np.ascontiguousarray((segments + blocks[None, :]).ravel().astype(np.int32))
-        handle = self._agent.make_prepped_xfer(
-            "READ", local, np.arange(count, dtype=np.int32), remote.table, theirs
-        )
+        ours, theirs = np.arange(count, dtype=np.int32), np.ascontiguousarray(blocks, np.int32)
+        handle = self._agent.make_prepped_xfer("READ", local, ours, remote.table, theirs)
         state = self._agent.transfer(handle)
         deadline = time.monotonic() + timeout
         while state == "PROC":
@@ -132,15 +127,16 @@ class NixlStaging:
         if name != peer.sender:
             self._agent.remove_remote_agent(name)
             raise KvTransferError(f"the card of {peer.sender} carries the metadata of {name}")
-        table = _table(base, self._num_segments * peer.num_blocks, block_bytes)
+        table = block_table(base, peer.num_blocks, block_bytes)
         remote = _Remote(name, self._agent.prep_xfer_dlist(name, table, "DRAM"), block_bytes)
         self._remotes[peer.sender] = remote
         return remote
 
 
-def _table(base: int, count: int, block_bytes: int) -> np.ndarray:
+def block_table(base: int, count: int, block_bytes: int, device: int = 0) -> np.ndarray:
     """(address, bytes, device) of `count` blocks, one behind the other."""
     table = np.zeros((count, 3), np.uint64)
     table[:, 0] = np.uint64(base) + np.arange(count, dtype=np.uint64) * np.uint64(block_bytes)
     table[:, 1] = block_bytes
+    table[:, 2] = device
     return table

@@ -1,6 +1,6 @@
 """Between pools that are divided differently: which KV heads of whose pool go where in this one.
 
-A rank's pool is `kv[layer, k|v, block, slot, head, dim]` with its part of the heads, so the heads that two ranks
+A rank's pool is `kv[block, layer, k|v, slot, head, dim]` with its part of the heads, so the heads that two ranks
 have in common are a short stretch of every slot. Reading those stretches one by one is slow (docs/log.md): whole
 blocks are read, into memory beside the pool, and the heads copied out of it.
 """
@@ -119,25 +119,25 @@ class ShardReader:
     ) -> int:
         """From a rank with so many heads. Bytes that came over, heads that nobody wants here included."""
         pool = _as_bytes(self._pool)
-        segments, _, slots, _, row_bytes = pool.shape
-        block_bytes = slots * heads * row_bytes
-        at_once = max(1, STAGING_BYTES // (segments * block_bytes))
+        _, rows, _, head_bytes = pool.shape
+        block_bytes = rows * heads * head_bytes
+        at_once = max(1, STAGING_BYTES // block_bytes)
         for start in range(0, len(remote), at_once):
             chunk = slice(start, start + at_once)
             try:
                 with self._transport.fetched(
                     card, remote[chunk], block_bytes, max(0.0, deadline - time.monotonic())
                 ) as fetched:
-                    theirs = fetched.reshape(segments, -1, slots, heads, row_bytes)
-                    pool[:, local[chunk], :, part.mine] = theirs[:, :, :, part.theirs]
+                    theirs = fetched.reshape(-1, rows, heads, head_bytes)
+                    pool[local[chunk], :, part.mine] = theirs[:, :, part.theirs]
             except ReadTimeoutError as error:
                 # It may land, but not in the pool.
                 raise KvTransferError(str(error)) from error
-        return int(segments * len(remote) * block_bytes)
+        return int(len(remote) * block_bytes)
 
 
 def _as_bytes(pool: torch.Tensor) -> np.ndarray:
-    """(segments, blocks, slots, heads, bytes of a head)"""
-    layers, two, *rest = pool.shape
-    array: np.ndarray = pool.view(torch.uint8).numpy().reshape(layers * two, *rest[:-1], -1)
+    """(blocks, rows, heads, bytes of a head)"""
+    blocks, layers, two, slots, heads, _ = pool.shape
+    array: np.ndarray = pool.view(torch.uint8).numpy().reshape(blocks, layers * two * slots, heads, -1)
     return array

@@ -37,10 +37,10 @@ class _Address(msgspec.Struct, frozen=True):
 class _Mapping:
     address: _Address
     memory: mmap.mmap
-    segments: np.ndarray  # [2 * num_layers, num_blocks, block_bytes] uint8
+    blocks: np.ndarray  # (num_blocks, block_bytes) uint8
 
     def close(self) -> None:
-        self.segments = np.empty((0, 0, 0), np.uint8)
+        self.blocks = np.empty((0, 0), np.uint8)
         with contextlib.suppress(BufferError):
             self.memory.close()
 
@@ -51,7 +51,7 @@ class SharedMemoryTransport:
     def __init__(self) -> None:
         self._fd = -1
         self._memory: mmap.mmap | None = None
-        self._segments = np.empty((0, 0, 0), np.uint8)
+        self._blocks = np.empty((0, 0), np.uint8)
         self._peers: dict[str, _Mapping] = {}
         #: Those that this engine writes to as well.
         self._writable: dict[str, _Mapping] = {}
@@ -68,41 +68,41 @@ class SharedMemoryTransport:
         os.ftruncate(self._fd, nbytes)
         self._memory = mmap.mmap(self._fd, nbytes, flags=_PRESENT)
         pool = torch.frombuffer(self._memory, dtype=dtype).view(shape)
-        self._segments = pool.view(torch.uint8).numpy().reshape(shape[0] * shape[1], shape[2], -1)
+        self._blocks = pool.view(torch.uint8).numpy().reshape(shape[0], -1)
         return pool
 
     def serve(self, sender: str) -> bytes:
-        address = _Address(os.getpid(), self._fd, self._segments.nbytes, _start_time(os.getpid()))
+        address = _Address(os.getpid(), self._fd, self._blocks.nbytes, _start_time(os.getpid()))
         return msgspec.msgpack.encode(address)
 
     def read(
         self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
-        source = self._mapping(peer, self._peers, os.O_RDONLY).segments
+        source = self._mapping(peer, self._peers, os.O_RDONLY).blocks
         for start, length in _common_runs(remote_blocks, local_blocks):
             remote, local = remote_blocks[start], local_blocks[start]
-            self._segments[:, local : local + length] = source[:, remote : remote + length]
-        return len(local_blocks) * self._segments.shape[0] * self._segments.shape[2]
+            self._blocks[local : local + length] = source[remote : remote + length]
+        return len(local_blocks) * self._blocks.shape[1]
 
     def write(
         self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
-        target = self._mapping(peer, self._writable, os.O_RDWR).segments
+        target = self._mapping(peer, self._writable, os.O_RDWR).blocks
         for start, length in _common_runs(remote_blocks, local_blocks):
             remote, local = remote_blocks[start], local_blocks[start]
-            target[:, remote : remote + length] = self._segments[:, local : local + length]
-        return len(local_blocks) * self._segments.shape[0] * self._segments.shape[2]
+            target[remote : remote + length] = self._blocks[local : local + length]
+        return len(local_blocks) * self._blocks.shape[1]
 
     @contextlib.contextmanager
     def fetched(
         self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> Iterator[np.ndarray]:
-        segments = self._mapping(peer, self._peers, os.O_RDONLY).segments
-        if segments.shape[2] != block_bytes:
+        theirs = self._mapping(peer, self._peers, os.O_RDONLY).blocks
+        if theirs.shape[1] != block_bytes:
             raise KvTransferError(
-                f"blocks of {peer.sender} have {segments.shape[2]} bytes; {block_bytes} expected"
+                f"blocks of {peer.sender} have {theirs.shape[1]} bytes; {block_bytes} expected"
             )
-        yield segments[:, blocks]
+        yield theirs[blocks]
 
     def forget(self, peer: PeerCard) -> None:
         for mappings in (self._peers, self._writable):
@@ -143,8 +143,7 @@ class SharedMemoryTransport:
             memory = mmap.mmap(fd, address.nbytes, flags=_PRESENT, prot=mmap.PROT_READ | writes)
         finally:
             os.close(fd)
-        shape = (self._segments.shape[0], peer.num_blocks, -1)
-        return _Mapping(address, memory, np.frombuffer(memory, np.uint8).reshape(shape))
+        return _Mapping(address, memory, np.frombuffer(memory, np.uint8).reshape(peer.num_blocks, -1))
 
 
 def _unmap_the_dead(mappings: dict[str, _Mapping]) -> None:

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 
-from trtllm_disagg.embedded.attention import KvPool
 from trtllm_disagg.embedded.kv_memory import LocalKvMemory
+from trtllm_disagg.embedded.kv_pool import KvPool
 from trtllm_disagg.embedded.llm_args import LlmArgs
 from trtllm_disagg.embedded.model_loader import choose_forward, load_model, make_forward, read_shape
 from trtllm_disagg.embedded.model_runner import ModelRunner
