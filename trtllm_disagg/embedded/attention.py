@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -43,6 +43,13 @@ class _Span:
     context: int  # keys that its last query sees
     blocks: torch.Tensor  # (blocks,) int64
     is_prefill: bool
+    samples: bool
+
+    @property
+    def last_tile(self) -> _Span:
+        """Of its queries only those in the tile of its last one."""
+        count = min(self.num_queries, (self.context - 1) % TILE + 1)
+        return replace(self, start=self.start + self.num_queries - count, num_queries=count)
 
 
 class StepLayout:
@@ -83,6 +90,10 @@ class StepLayout:
         """(tokens,)"""
         return torch.from_numpy(self.place_array).to(self.pool.kv.device)
 
+    @cached_property
+    def _last_tiles(self) -> list[_Span]:
+        return [span.last_tile if span.is_prefill else span for span in self._spans if span.samples]
+
     def attend(
         self,
         layer: int,
@@ -105,14 +116,18 @@ class StepLayout:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        *,
+        last_only: bool = False,
     ) -> torch.Tensor:
-        """The same, when the tokens' K and V are in the pool already."""
+        """The same, when the tokens' K and V are in the pool already. With `last_only`, rows of tokens that are not in
+        `last` are undefined.
+        """
         out = torch.empty_like(query)
         if self.decode is not None:
             count = self.decode.count
             self.decode.attend(layer, query[:count], out[:count], scale, window, softcap)
         attention = scaled_dot_product_attention if softcap is None else partial(capped_attention, softcap)
-        for span in self._spans:
+        for span in self._last_tiles if last_only else self._spans:
             if span.is_prefill:
                 self._attend_prefill(attention, span, layer, query, out, scale, window)
             elif self.decode is None:
@@ -191,7 +206,7 @@ def _span_of(row: Row, start: int, pool: KvPool) -> tuple[_Span, np.ndarray, np.
     positions = np.arange(begin, end)
     places = blocks[positions // size] * pool.rows_per_block + positions % size
     found = torch.from_numpy(blocks).to(pool.kv.device)
-    return _Span(start, count, end, found, sequence.in_prefill), positions, places
+    return _Span(start, count, end, found, sequence.in_prefill, row.samples), positions, places
 
 
 def _at_its_place(queries: torch.Tensor, row: int) -> torch.Tensor:

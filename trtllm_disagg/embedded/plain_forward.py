@@ -40,8 +40,9 @@ class PlainForward:
         hidden = torch.empty(x.shape, dtype=self._dtype)
         kernels.rms_norm(residual, model.layers[0].input_norm, model.eps, as_array(hidden))
         for i, layer in enumerate(model.layers):
-            attended = self._attend(i, layer, hidden, layout)
-            if i == len(model.layers) - 1:
+            is_last = i == len(model.layers) - 1
+            attended = self._attend(i, layer, hidden, layout, last_only=is_last)
+            if is_last:
                 # Nobody looks at the other rows any more.
                 attended, x = attended[layout.last], x[layout.last]
                 residual, hidden = as_array(x), torch.empty(x.shape, dtype=self._dtype)
@@ -54,7 +55,9 @@ class PlainForward:
         if self._decode is not None:
             self._decode.close()
 
-    def _attend(self, i: int, layer: PlainLayer, hidden: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+    def _attend(
+        self, i: int, layer: PlainLayer, hidden: torch.Tensor, layout: StepLayout, *, last_only: bool
+    ) -> torch.Tensor:
         """(tokens, hidden) -> (tokens, heads * dim); the tokens' K and V are in the pool afterwards."""
         qkv = layer.qkv(hidden)
         query = torch.empty((len(qkv), self._model.num_heads, self._head_dim), dtype=self._dtype)
@@ -72,7 +75,8 @@ class PlainForward:
             self._pool.value_row(i),
             as_array(query),
         )
-        return layout.attend_stored(i, query, layer.scale, layer.window).view(len(qkv), -1)
+        attended = layout.attend_stored(i, query, layer.scale, layer.window, last_only=last_only)
+        return attended.view(len(qkv), -1)
 
     def _feed_forward(
         self,
