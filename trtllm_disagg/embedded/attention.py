@@ -163,26 +163,32 @@ class StepLayout:
         scale: float,
         window: int | None,
     ) -> None:
-        k, v = (run[: span.context] for run in self.pool.keys_and_values(layer, span.blocks))
-        grouped = query.shape[1] != k.shape[1]
-        offset = span.start - (span.context - span.num_queries)  # packed index = position + offset
+        rows = slice(span.start, span.start + span.num_queries)
         begin = span.context - span.num_queries
-        while begin < span.context:
-            tile_start = begin - begin % TILE
-            end = min(span.context, tile_start + TILE)
-            rows = slice(begin + offset, end + offset)
+        before = begin % TILE
+        asked = _whole_tiles(query[rows], before)
+        attended = out[rows] if len(asked) == span.num_queries else torch.empty_like(asked)
+        queries, answers = _heads_first(asked), _heads_first(attended)
+        keys, values = (
+            _heads_first(_whole_tiles(run[: span.context]))
+            for run in self.pool.keys_and_values(layer, span.blocks)
+        )
+        grouped = queries.shape[1] != keys.shape[1]
+        for at in range(0, len(asked), TILE):
+            tile_start = begin - before + at
+            end = tile_start + TILE
             # A windowed tile starts at an absolute multiple as well, for the same sums in the same order.
             first = max(0, tile_start - window + 1) // TILE * TILE if window else 0
-            attended = attention(
-                _at_its_place(query[rows], begin - tile_start).transpose(0, 1)[None],
-                _whole_tiles(k[first:end]).transpose(0, 1)[None],
-                _whole_tiles(v[first:end]).transpose(0, 1)[None],
+            answers[:, :, at : at + TILE] = attention(
+                queries[:, :, at : at + TILE],
+                keys[:, :, first:end],
+                values[:, :, first:end],
                 attn_mask=self._mask(tile_start, first, window or 0),
                 scale=scale,
                 enable_gqa=grouped,
             )
-            out[rows] = attended[0, :, begin - tile_start : end - tile_start].transpose(0, 1)
-            begin = end
+        if attended.shape[0] != span.num_queries:
+            out[rows] = attended[before : before + span.num_queries]
 
     def _mask(self, tile_start: int, first: int, window: int) -> torch.Tensor:
         """(TILE, tile_start + TILE - first), True where a query may look; the same for every layer of the step."""
@@ -209,22 +215,19 @@ def _span_of(row: Row, start: int, pool: KvPool) -> tuple[_Span, np.ndarray, np.
     return _Span(start, count, end, found, sequence.in_prefill, row.samples), positions, places
 
 
-def _at_its_place(queries: torch.Tensor, row: int) -> torch.Tensor:
-    """A whole tile with these queries from `row` on: matrix kernels depend on the number of rows, and on which."""
-    if len(queries) == TILE:
-        return queries
-    tile = queries.new_zeros(TILE, *queries.shape[1:])
-    tile[row : row + len(queries)] = queries
-    return tile
+def _whole_tiles(run: torch.Tensor, before: int = 0) -> torch.Tensor:
+    """(tokens, heads, dim), with so many zeros before, and others up to a tile's end: matrix kernels depend on how many
+    queries and keys there are, and on which is where.
 
-
-def _whole_tiles(run: torch.Tensor) -> torch.Tensor:
-    """(tokens, heads, dim), with zeros up to the tile's end: matrix kernels depend on the number of keys, too.
-
-    Nobody looks there, but what the pool has there may be another sequence's, or infinite.
+    Nobody looks at them, but what the pool has there may be another sequence's, or infinite.
     """
-    missing = -len(run) % TILE
-    return pad(run, (0, 0, 0, 0, 0, missing)) if missing else run
+    after = -(before + len(run)) % TILE
+    return pad(run, (0, 0, 0, 0, before, after)) if before or after else run
+
+
+def _heads_first(run: torch.Tensor) -> torch.Tensor:
+    """A view (1, heads, tokens, dim)."""
+    return run.transpose(0, 1)[None]
 
 
 def paged_attention(
