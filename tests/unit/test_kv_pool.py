@@ -1,4 +1,4 @@
-"""Where a token's K and V are: rows, places and copies are the same memory as `kv[block, layer, k|v, slot, head, dim]`."""
+"""Rows, places and copies are the same memory as `kv[block, layer, k|v, slot, head, dim]`."""
 
 from __future__ import annotations
 
