@@ -244,6 +244,18 @@ def test_a_missed_target_is_named_in_the_report(capsys: pytest.CaptureFixture[st
     assert [CONDITIONAL, "0.80x", "1.25x", "1.00x", "1.25x"] in rows
 
 
+@pytest.mark.parametrize("modes", [(DISAGG,), ("mono-2t", DISAGG, CONDITIONAL, "mono-1t")])
+def test_the_scenarios_size_is_told_beside_any_number_of_modes(
+    modes: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = outcome_of({mode: [50.0] for mode in modes})
+    outcome.scenario = SCALES["1k"].scenarios[1]
+    print_report([outcome], load_before=0.5)
+    output = capsys.readouterr().out
+    assert all(label in output for label in ("staggered_arrivals", "8 x 614p/128g", "every 256 ms"))
+    assert "…" not in output
+
+
 @pytest.mark.parametrize("mode", [DISAGG, "mono-2t"])
 def test_one_mode_alone_has_no_ratios(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = outcome_of({mode: [50.0]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from rich.table import Table
@@ -96,14 +97,18 @@ def _results(scale: str, outcomes: Sequence[Outcome]) -> Table:
         table.add_column(header, justify="right")
     table.add_column("spread", justify="right")
     for outcome in outcomes:
-        for number, mode in enumerate(outcome.measures):
-            label = (outcome.scenario.name, outcome.scenario.label)[number] if number < 2 else ""
-            cells = [format(outcome.sample(mode, column).median, form) for _, column, form in _COLUMNS]
-            spread = outcome.sample(mode, "wall").spread / 2
-            table.add_row(
-                label, mode, *cells, f"±{spread:.0%}", end_section=mode == list(outcome.measures)[-1]
-            )
+        rows = zip_longest(outcome.scenario.labels, outcome.measures, fillvalue="")
+        for label, mode in rows:
+            table.add_row(label, mode, *_cells(outcome, mode))
+        table.add_section()
     return table
+
+
+def _cells(outcome: Outcome, mode: str) -> list[str]:
+    if not mode:
+        return []
+    values = [format(outcome.sample(mode, column).median, form) for _, column, form in _COLUMNS]
+    return [*values, f"±{outcome.sample(mode, 'wall').spread / 2:.0%}"]
 
 
 def _ratios(scale: str, outcomes: Sequence[Outcome]) -> Table:

@@ -27,10 +27,12 @@ class Scenario:
     gap: float = 0.0
 
     @property
-    def label(self) -> str:
-        gap = f", every {self.gap:.0f} ms" if self.gap else ""
-        batch = f", batch {self.max_batch_size}" if self.max_batch_size != 4 else ""
-        return f"{self.num_requests} x {self.prompt_tokens}p/{self.output_tokens}g{gap}{batch}"
+    def labels(self) -> tuple[str, ...]:
+        """A line each."""
+        sizes = f"{self.num_requests} x {self.prompt_tokens}p/{self.output_tokens}g"
+        gap = f"every {self.gap:.0f} ms" if self.gap else ""
+        batch = f"batch {self.max_batch_size}" if self.max_batch_size != 4 else ""
+        return tuple(filter(None, (self.name, sizes, gap, batch)))
 
     @property
     def warm_up(self) -> Scenario:
