@@ -52,14 +52,16 @@ def _grouped_bars(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(panels), 1, figsize=(9, 3 * len(panels)), squeeze=False)
+    figure, axes = pyplot.subplots(
+        len(panels), 1, figsize=(9, 3 * len(panels)), squeeze=False, layout="constrained"
+    )
     for axis, (quantity, labels, bars) in zip(axes[:, 0], panels, strict=True):
         _bars(axis, labels, bars)
         axis.set_ylabel(quantity)
         axis.set_xticks(range(len(labels)), labels)
-    axes[0, 0].legend()
+    # Above the bars: there is no corner of the panel that no bar may reach.
+    axes[0, 0].legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(panels[0][2]), frameon=False)
     figure.suptitle(title)
-    figure.tight_layout()
     figure.savefig(path, format="png")
     pyplot.close(figure)
 

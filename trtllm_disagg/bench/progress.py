@@ -12,7 +12,7 @@ from types import TracebackType
 from rich.console import Console
 
 #: Columns that the widest table needs; rich would cut it to 80 in a file.
-_WIDTH = 118
+_WIDTH = 120
 _CLEAR = "\r\x1b[K"
 
 

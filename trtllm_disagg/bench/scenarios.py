@@ -19,7 +19,7 @@ from trtllm_disagg.bench.machine import load, two_cores
 from trtllm_disagg.bench.model import DEFAULT_DIRECTORY, random_checkpoint, vocab_size
 from trtllm_disagg.bench.plot import require_matplotlib
 from trtllm_disagg.bench.progress import Progress
-from trtllm_disagg.bench.servers import DISAGG, MODES, Bench, Server, start_servers
+from trtllm_disagg.bench.servers import DISAGGREGATED, MODES, Bench, Server, start_servers
 from trtllm_disagg.bench.workloads import SCALES, SEED_SCENARIOS, Ratios, Scale, Scenario
 from trtllm_disagg.kv_transfer.choose import TRANSPORTS
 
@@ -55,13 +55,13 @@ class Outcome:
     def sample(self, mode: str, column: str) -> Sample:
         return Sample(tuple(getattr(measures, column) for measures in self.measures[mode]))
 
-    def ratio(self, mode: str, column: str) -> Sample:
-        """Disaggregated over `mode`."""
-        return paired_ratio(self.sample(DISAGG, column).values, self.sample(mode, column).values)
+    def ratio(self, mode: str, against: str, column: str) -> float:
+        """Median of the repetitions' own ratios."""
+        return paired_ratio(self.sample(mode, column).values, self.sample(against, column).values).median
 
-    def ratios(self, mode: str) -> Ratios:
+    def ratios(self, mode: str, against: str) -> Ratios:
         columns = ("throughput", "ttft", "latency")
-        return Ratios(*(self.ratio(mode, column).median for column in columns))
+        return Ratios(*(self.ratio(mode, against, column) for column in columns))
 
     def compare(self, traces: Mapping[str, Sequence[Trace]]) -> None:
         """Every mode's tokens with those of one of them."""
@@ -72,7 +72,11 @@ class Outcome:
 
     @property
     def monolithic(self) -> list[str]:
-        return [mode for mode in self.measures if mode != DISAGG]
+        return [mode for mode in self.measures if mode not in DISAGGREGATED]
+
+    @property
+    def disaggregated(self) -> list[str]:
+        return [mode for mode in self.measures if mode in DISAGGREGATED]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from trtllm_disagg.bench.conditional import Line, Occupancy, Place
 from trtllm_disagg.bench.workloads import Scale
 from trtllm_disagg.embedded import LLM, DisaggregatedParams, SamplingParams
 
 DISAGG = "disagg"
+CONDITIONAL = "disagg-conditional"
 
 
 class Server(Protocol):
@@ -67,6 +69,31 @@ class Disaggregated:
         self._decode.shutdown()
 
 
+class Conditional:
+    """The same two, but decode computes a prompt itself, in chunks beside its rows, when prefill is busy."""
+
+    def __init__(self, prefill: LLM, decode: LLM, occupancy: Occupancy) -> None:
+        self._disaggregated = Disaggregated(prefill, decode)
+        self._servers: dict[Place, Server] = {
+            Place.PREFILL: self._disaggregated,
+            Place.DECODE: Monolithic(decode),
+        }
+        self._line = Line(occupancy)
+
+    async def answer(self, prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
+        place = await self._line.place(len(prompt))
+        answer = self._servers[place].answer(prompt, sampling)
+        first = await anext(answer)
+        self._line.first_token(place, len(prompt))
+        yield first
+        async for tokens in answer:
+            yield tokens
+        self._line.last_token()
+
+    def close(self) -> None:
+        self._disaggregated.close()
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """What all servers of one comparison have in common."""
@@ -97,10 +124,20 @@ class Bench:
         return Monolithic(self.engine(chunk + self.max_batch_size, threads))
 
     def disaggregated(self) -> Disaggregated:
+        return Disaggregated(*self._pair(self.scale.whole_prompt))
+
+    def conditional(self) -> Conditional:
+        budgets = {Place.PREFILL: self.scale.whole_prompt, Place.DECODE: self.scale.local_chunk}
+        pair = self._pair(self.scale.local_chunk + self.max_batch_size)
+        return Conditional(*pair, Occupancy(budgets, self.max_batch_size))
+
+    def _pair(self, decode_budget: int) -> tuple[LLM, LLM]:
+        """A prefill and a decode engine of one thread each."""
         transfer = {"cache_transceiver_config": {"backend": self.transport}}
         with ThreadPoolExecutor(2) as pool:
-            engines = [pool.submit(self.engine, self.scale.whole_prompt, 1, **transfer) for _ in range(2)]
-        return Disaggregated(*(engine.result() for engine in engines))
+            prefill = pool.submit(self.engine, self.scale.whole_prompt, 1, **transfer)
+            decode = pool.submit(self.engine, decode_budget, 1, **transfer)
+        return prefill.result(), decode.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +163,13 @@ MODES = {
         "a prefill and a decode engine, one thread each, whole prompts, KV moved between them",
         lambda bench: bench.disaggregated(),
     ),
+    CONDITIONAL: Mode(
+        "the same, but decode computes a prompt itself, in small chunks, when prefill is busy",
+        lambda bench: bench.conditional(),
+    ),
 }
+#: What the other modes are compared with: the two-engine ones.
+DISAGGREGATED = (DISAGG, CONDITIONAL)
 
 
 def start_servers(bench: Bench, modes: Sequence[str], stack: ExitStack) -> dict[str, Server]:
