@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -79,17 +78,14 @@ class Link(Generic[T]):
         Raises EOFError when the other side is gone, and all it said has been received.
         """
         messages: list[T] = []
-        flags = 0 if wait else socket.MSG_DONTWAIT
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                count = self._read(flags)
-                if count == 0 and not messages:
-                    raise EOFError("the other process is gone")
-                self._received += self._chunk[:count]
-                messages += self._whole()
-                if count < _CHUNK_BYTES:
-                    break
-                flags = socket.MSG_DONTWAIT
+        while (count := self._read(0 if wait else socket.MSG_DONTWAIT)) is not None:
+            if count == 0 and not messages:
+                raise EOFError("the other process is gone")
+            self._received += self._chunk[:count]
+            self._take_whole(messages)
+            if count < _CHUNK_BYTES:
+                break
+            wait = False
         return messages
 
     def close(self) -> None:
@@ -98,21 +94,25 @@ class Link(Generic[T]):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    def _read(self, flags: int) -> int:
+    def _read(self, flags: int) -> int | None:
+        """How many bytes there were: 0 at the end, None when nothing came in time."""
         try:
             return self._connection.recv_into(self._chunk, 0, flags)
+        except BlockingIOError:
+            return None
         except ConnectionResetError:  # it closed without having read all; no error is left for the next call
             return 0
 
-    def _whole(self) -> Iterator[T]:
+    def _take_whole(self, messages: list[T]) -> None:
+        """Those of which all bytes have come."""
         start, end = 0, len(self._received)
         with memoryview(self._received) as view:
             while end - start >= _HEADER.size:
-                (length,) = _HEADER.unpack_from(view, start)
-                after = start + _HEADER.size + length
+                first = start + _HEADER.size
+                after = first + _HEADER.unpack_from(view, start)[0]
                 if after > end:
                     break
-                yield self._decoder.decode(view[after - length : after])
+                messages.append(self._decoder.decode(view[first:after]))
                 start = after
         del self._received[:start]
 
