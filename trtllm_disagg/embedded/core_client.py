@@ -80,6 +80,7 @@ class CoreClient:
             return
         self.send(Shutdown())
         self._closing = True
+        self.reader.read_in_thread()  # which wakes it
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_END_SECONDS)
         self._receiver.join(timeout=5)
