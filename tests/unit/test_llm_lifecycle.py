@@ -105,7 +105,6 @@ def test_a_loop_that_is_closed_under_a_request_hurts_nobody(llm: LLM) -> None:
 
 
 async def test_a_loop_that_blocks_on_its_own_request_gets_it(llm: LLM) -> None:
-    await llm.generate_async([5, 6, 7])  # from now on the loop reads what the engine says
     result = llm.generate_async([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
     assert result.result(timeout=30).outputs[0].length == 5
     assert llm.generate([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True)).outputs[0].length == 5

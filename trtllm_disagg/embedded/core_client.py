@@ -21,7 +21,6 @@ from trtllm_disagg.embedded.link import Link, listen
 from trtllm_disagg.embedded.messages import Command, Failed, Ready, Report, Shutdown, StepReport
 from trtllm_disagg.embedded.parallel.launch import core_launch
 from trtllm_disagg.embedded.parallel.stopped import RankWatch
-from trtllm_disagg.embedded.reader import ReportReader
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ _END_SECONDS = 5
 
 
 class CoreClient:
-    """`on_report` is called by whoever reads (reader.py), `on_death` on this client's thread; `send` is thread-safe."""
+    """`on_report` and `on_death` are called on this client's receiver thread; `send` is thread-safe."""
 
     def __init__(
         self,
@@ -52,11 +51,8 @@ class CoreClient:
         listener = self._open.enter_context(listen(self._directory))
         self._process = self._spawn(args, num_threads)
         try:
-            self._link = self._accept(listener)
-            #: Who takes what the core reports.
-            self.reader = self._open.enter_context(
-                contextlib.closing(ReportReader(self._link, self._deliver))
-            )
+            self._link = self._open.enter_context(contextlib.closing(self._accept(listener)))
+            self._link.wait_at_most(_POLL_SECONDS)
             self.ready = self._wait_ready()
         except BaseException:
             self._cleanup()
@@ -80,7 +76,6 @@ class CoreClient:
             return
         self.send(Shutdown())
         self._closing = True
-        self.reader.read_in_thread()  # which wakes it
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_END_SECONDS)
         self._receiver.join(timeout=5)
@@ -119,7 +114,7 @@ class CoreClient:
             for report in reports:
                 if isinstance(report, Ready):
                     for later in reports:
-                        self._deliver(later)
+                        self._tell(later)
                     return report
                 if isinstance(report, Failed):
                     raise _start_error(report)
@@ -127,8 +122,7 @@ class CoreClient:
     def _receive(self) -> None:
         try:
             while not self._closing:
-                self.reader.wait(_POLL_SECONDS)
-                if not self._read() and not self._closing:
+                if not self._deliver(wait=True) and not self._closing:
                     self._look_after()
                 if self._failure is not None:
                     self._on_death(self._failure)
@@ -143,22 +137,25 @@ class CoreClient:
     def _look_after(self) -> None:
         """It is silent: because there is nothing to say?"""
         if self._process.poll() is not None:
-            self._read()  # what it said last
+            self._deliver(wait=False)  # what it said last
             self._failure = self._failure or self._exit_code()
         elif who := self._ranks.who_stopped():
             self._failure = who
             self._ranks.kill()
 
-    def _read(self) -> bool:
-        """Whether it had anything to say."""
+    def _deliver(self, *, wait: bool) -> bool:
+        """What it says, when it says something in time."""
         try:
-            return self.reader.read()
+            reports = self._link.receive(wait=wait)
         except EOFError:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_POLL_SECONDS)
             return False
+        for report in reports:
+            self._tell(report)
+        return bool(reports)
 
-    def _deliver(self, report: Report) -> None:
+    def _tell(self, report: Report) -> None:
         if isinstance(report, StepReport):
             self._on_report(report)
         elif isinstance(report, Failed):

@@ -1,4 +1,4 @@
-"""Records from the thread that reads the engine's reports to whoever polls for them: events, statistics."""
+"""Records from the engine's receiver thread to whoever polls for them: events, statistics."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import msgspec
 T = TypeVar("T")
 
 _HEADER = struct.Struct("<I")
+_TIMEVAL = struct.Struct("ll")
 _CHUNK_BYTES = 1 << 16
 #: As much as the system lets us have: what fits is sent without a thread.
 _BUFFER_BYTES = 4 << 20
@@ -44,6 +45,13 @@ class Link(Generic[T]):
     def fileno(self) -> int:
         return self._connection.fileno()
 
+    def wait_at_most(self, seconds: float) -> None:
+        """From now on, `receive` does not wait longer."""
+        whole = int(seconds)
+        timeout = _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))
+        # Not settimeout: with that, Python asks whether there is something before it takes it, and `send` would wait.
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+
     def send(self, message: Any) -> None:
         """Never waits, however slow the other side is. When it is gone, nothing is sent."""
         payload = _encoder.encode(message)
@@ -65,7 +73,7 @@ class Link(Generic[T]):
             sender.join(seconds)
 
     def receive(self, *, wait: bool) -> list[T]:
-        """All that has come; with `wait`, when nothing has, what comes next.
+        """All that has come. With `wait`, when nothing has, what comes within the time of `wait_at_most`.
 
         Raises EOFError when the other side is gone, and all it said has been received.
         """
@@ -87,7 +95,7 @@ class Link(Generic[T]):
         self._connection.close()
 
     def _read(self, flags: int) -> int | None:
-        """How many bytes there were: 0 at the end, None when nothing has come."""
+        """How many bytes there were: 0 at the end, None when nothing came in time."""
         try:
             return self._connection.recv_into(self._chunk, 0, flags)
         except BlockingIOError:

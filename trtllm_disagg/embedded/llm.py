@@ -146,7 +146,6 @@ class LLM:
             abort=self._abort,
             detokenize=self._detokenizer(sampling),
             disagg_request_id=disaggregated_params.disagg_request_id if disaggregated_params else None,
-            before_blocking=self._core.reader.read_in_thread,
         )
         with self._lock:
             self._results[result.request_id] = result
@@ -163,8 +162,6 @@ class LLM:
                 rendezvous=rendezvous,
             )
         )
-        if result.loop is not None:
-            self._core.reader.read_in(result.loop)
         if reason := self._ended():
             self._fail_all(reason)
         return result
@@ -277,7 +274,7 @@ class LLM:
         self._core.send(AbortRequest(request_id))
 
     def _on_report(self, report: StepReport) -> None:
-        """Whichever thread reads, one at a time."""
+        """Receiver thread."""
         self.num_active_requests = report.num_active
         self._events.extend(report.events)
         self._stats.extend(report.stats)

@@ -12,7 +12,6 @@ from typing import Any
 from trtllm_disagg.embedded.detokenizer import GrowingText
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.messages import MadeHandoff, TokenOutput
-from trtllm_disagg.embedded.reader import running_loop
 
 
 class RequestError(RuntimeError):
@@ -71,7 +70,7 @@ class CompletionOutput:
         self._seen_text = len(self.text)
 
 
-#: What is handed over by whoever reads the engine's reports: token outputs of one step, or the reason the engine died.
+#: What the engine's receiver thread hands over: token outputs of one step, or the reason the engine died.
 Delivery = TokenOutput | RequestError
 
 
@@ -89,7 +88,6 @@ class GenerationResult:
         abort: Callable[[int], None],
         detokenize: Callable[[list[int]], str] | None = None,
         disagg_request_id: int | None = None,
-        before_blocking: Callable[[], None] = lambda: None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -105,19 +103,18 @@ class GenerationResult:
         self.disaggregated_params: DisaggregatedParams | None = None
         self._streaming = streaming
         self._abort = abort
-        self._before_blocking = before_blocking
         self._texts = [GrowingText(detokenize) for _ in range(num_choices)] if detokenize else []
         self._disagg_request_id = disagg_request_id
         self._unfinished = num_choices
-        #: How many choices the engine still owes; who reads its reports counts down.
+        #: The receiver thread counts down how many choices it still owes.
         self.choices_left = num_choices
         #: The event loop that this request was made in, to be woken after a delivery.
-        self.loop = running_loop()
+        self.loop = _running_loop()
         self.queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         #: Not an asyncio.Event: that is Python code, run for every token.
         self._arrival: asyncio.Future[None] | None = None
 
-    # -- the side of whoever reads the engine's reports
+    # -- the receiver thread's side
 
     def deliver(self, delivery: Delivery) -> None:
         """From any thread; blocked readers get it at once."""
@@ -163,7 +160,6 @@ class GenerationResult:
         if self.finished:
             raise StopIteration
         self._mark_seen()
-        self._before_blocking()
         self._apply(self.queue.get())
         while not self._streaming and not self.finished:
             self._apply(self.queue.get())
@@ -176,7 +172,6 @@ class GenerationResult:
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Block until finished. Raises queue.Empty when no token came for `timeout` seconds."""
-        self._before_blocking()
         while not self.finished:
             self._apply(self.queue.get(timeout=timeout))
         return self
@@ -236,6 +231,13 @@ class GenerationResult:
         return handoff.ctx_request_id if self._disagg_request_id is None else self._disagg_request_id
 
 
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 class RequestOutput(GenerationResult):
     """The public name of a running request."""
 
@@ -248,16 +250,13 @@ class RequestOutput(GenerationResult):
 
 def wake(results: Sequence[RequestOutput]) -> None:
     """One call into each event loop, however many requests of its got tokens in a step."""
-    here = running_loop()
     for loop in {result.loop for result in results}:
-        if loop is here:
-            _wake_all(results, loop)
-        elif loop is not None:
+        if loop is not None:
             with contextlib.suppress(RuntimeError):  # closed: nobody waits there any more
                 loop.call_soon_threadsafe(_wake_all, results, loop)
 
 
-def _wake_all(results: Sequence[RequestOutput], loop: asyncio.AbstractEventLoop | None) -> None:
+def _wake_all(results: Sequence[RequestOutput], loop: asyncio.AbstractEventLoop) -> None:
     for result in results:
         if result.loop is loop:
             result.wake()
