@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import Checkpoints
 from tests.cores import Core
-from trtllm_disagg.embedded import LLM, RequestError, SamplingParams
+from trtllm_disagg.embedded import LLM, RequestError, RequestOutput, SamplingParams
 from trtllm_disagg.errors import ConfigError, EngineError
 
 ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -101,6 +102,28 @@ def test_a_loop_that_is_closed_under_a_request_hurts_nobody(llm: LLM) -> None:
     asyncio.run(leave())
     for _ in range(3):
         assert llm.generate([5]).outputs[0].finish_reason == "length"
+
+
+async def test_a_loop_that_blocks_on_its_own_request_gets_it(llm: LLM) -> None:
+    result = llm.generate_async([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert result.result(timeout=30).outputs[0].length == 5
+    assert llm.generate([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True)).outputs[0].length == 5
+    assert (await llm.generate_async([5, 6, 7])).finished
+
+
+async def test_a_loop_that_is_blocked_by_who_waits_for_its_request_stops_nobody(llm: LLM) -> None:
+    result = llm.generate_async([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    waiting = threading.Thread(target=result.result)
+    waiting.start()
+    waiting.join(timeout=30)
+    assert result.finished
+
+
+def test_a_request_outlives_its_loop(llm: LLM) -> None:
+    async def start() -> RequestOutput:
+        return llm.generate_async([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+
+    assert asyncio.run(start()).result(timeout=30).outputs[0].length == 5
 
 
 async def test_more_requests_than_fit_are_all_answered(llm: LLM) -> None:

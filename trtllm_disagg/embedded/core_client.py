@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import threading
@@ -14,19 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
 from trtllm_disagg import errors
+from trtllm_disagg.embedded.link import Link, listen
 from trtllm_disagg.embedded.messages import Command, Failed, Ready, Report, Shutdown, StepReport
 from trtllm_disagg.embedded.parallel.launch import core_launch
 from trtllm_disagg.embedded.parallel.stopped import RankWatch
 
 log = logging.getLogger(__name__)
 
-_reports = msgspec.msgpack.Decoder(Report)
-_encoder = msgspec.msgpack.Encoder()
-_POLL_MS = 200
-_SEND_TIMEOUT_MS = 1000
+REPORTS = msgspec.msgpack.Decoder(Report)
+_POLL_SECONDS = 0.2
 _END_SECONDS = 5
 
 
@@ -43,17 +42,17 @@ class CoreClient:
     ) -> None:
         self._on_report = on_report
         self._on_death = on_death
-        self._lock = threading.Lock()
         self._closing = False
-        self._directory = Path(tempfile.mkdtemp(prefix="trtllm-disagg-"))
-        self._context = zmq.Context()
-        self._commands = self._socket(zmq.PUSH, "commands")
-        self._incoming = self._socket(zmq.PULL, "reports")
-        self._incoming.setsockopt(zmq.RCVTIMEO, _POLL_MS)
         self._failure: str | None = None
         self._ranks = RankWatch(())
+        self._directory = Path(tempfile.mkdtemp(prefix="trtllm-disagg-"))
+        self._open = contextlib.ExitStack()
+        self._open.callback(shutil.rmtree, self._directory, ignore_errors=True)
+        listener = self._open.enter_context(listen(self._directory))
         self._process = self._spawn(args, num_threads)
         try:
+            self._link = self._open.enter_context(contextlib.closing(self._accept(listener)))
+            self._link.wait_at_most(_POLL_SECONDS)
             self.ready = self._wait_ready()
         except BaseException:
             self._cleanup()
@@ -68,18 +67,15 @@ class CoreClient:
 
     def send(self, command: Command) -> None:
         """To a core that has died, nothing is sent; `on_death` tells of that."""
-        with self._lock, contextlib.suppress(zmq.Again):
-            if self.alive:
-                self._commands.send(_encoder.encode(command))
+        if not self._closing:
+            self._link.send(command)
 
     def close(self) -> None:
         """Ask the core to end, and end it if it does not."""
         if self._closing:
             return
-        with contextlib.suppress(zmq.ZMQError):
-            self.send(Shutdown())
-        with self._lock:
-            self._closing = True
+        self.send(Shutdown())
+        self._closing = True
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_END_SECONDS)
         self._receiver.join(timeout=5)
@@ -87,49 +83,46 @@ class CoreClient:
 
     # -- internals
 
-    def _socket(self, kind: int, name: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        # No bound: a slow reader must not stall the engine, nor a busy engine the event loop.
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        # Without a peer a send would wait for ever; with one it never waits.
-        socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
-        socket.bind(self._address(name))
-        return socket
-
-    def _address(self, name: str) -> str:
-        return f"ipc://{self._directory / name}"
-
     def _spawn(self, args: dict[str, Any], num_threads: int) -> subprocess.Popen[bytes]:
         process = core_launch(args["tensor_parallel_size"], num_threads, os.environ).start()
-        start = {
-            "args": args,
-            "directory": str(self._directory),
-            "command_address": self._address("commands"),
-            "report_address": self._address("reports"),
-        }
+        start = {"args": args, "directory": str(self._directory)}
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already; _wait_ready says so
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; _accept says so
             process.stdin.write(msgspec.json.encode(start) + b"\n")
             process.stdin.flush()
         return process
 
+    def _accept(self, listener: socket.socket) -> Link[Report]:
+        listener.settimeout(_POLL_SECONDS)
+        while True:
+            has_ended = self._process.poll() is not None
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                if has_ended:
+                    raise errors.EngineError(f"{self._exit_code()} while starting") from None
+            else:
+                return Link(connection, REPORTS)
+
     def _wait_ready(self) -> Ready:
         while True:
-            if self._incoming.poll(_POLL_MS):
-                report = _reports.decode(self._incoming.recv())
+            try:
+                reports = iter(self._link.receive(wait=True))
+            except EOFError:
+                self._process.wait()
+                raise errors.EngineError(f"{self._exit_code()} while starting") from None
+            for report in reports:
                 if isinstance(report, Ready):
+                    for later in reports:
+                        self._tell(later)
                     return report
                 if isinstance(report, Failed):
                     raise _start_error(report)
-            elif self._process.poll() is not None:
-                raise errors.EngineError(f"{self._exit_code()} while starting")
 
     def _receive(self) -> None:
         try:
             while not self._closing:
-                if not self._deliver() and not self._closing:
+                if not self._deliver(wait=True) and not self._closing:
                     self._look_after()
                 if self._failure is not None:
                     self._on_death(self._failure)
@@ -144,25 +137,29 @@ class CoreClient:
     def _look_after(self) -> None:
         """It is silent: because there is nothing to say?"""
         if self._process.poll() is not None:
-            while self._deliver(zmq.NOBLOCK):  # what it said last
-                pass
+            self._deliver(wait=False)  # what it said last
             self._failure = self._failure or self._exit_code()
         elif who := self._ranks.who_stopped():
             self._failure = who
             self._ranks.kill()
 
-    def _deliver(self, flags: int = 0) -> bool:
-        """The next report, when one comes in time."""
+    def _deliver(self, *, wait: bool) -> bool:
+        """What it says, when it says something in time."""
         try:
-            # Not poll and then recv: that is twice the work for every step of the engine.
-            report = _reports.decode(self._incoming.recv(flags))
-        except zmq.Again:
+            reports = self._link.receive(wait=wait)
+        except EOFError:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_POLL_SECONDS)
             return False
+        for report in reports:
+            self._tell(report)
+        return bool(reports)
+
+    def _tell(self, report: Report) -> None:
         if isinstance(report, StepReport):
             self._on_report(report)
         elif isinstance(report, Failed):
             self._failure = f"the engine cannot go on: {report.message}"
-        return True
 
     def _exit_code(self) -> str:
         return f"the engine process ended with exit code {self._process.returncode}"
@@ -184,8 +181,7 @@ class CoreClient:
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._open.close()
 
 
 def _start_error(report: Failed) -> Exception:

@@ -1,4 +1,4 @@
-"""The engine core as a process of its own: commands in, one report a step out, over ZeroMQ ipc.
+"""The engine core as a process of its own: commands in, one report a step out, over a Unix socket.
 
 Started by core_client.py. Standard input carries the start message and then stays open: when it closes, the
 worker is gone, and so is this process.
@@ -11,6 +11,7 @@ import ctypes
 import gc
 import logging
 import os
+import select
 import shutil
 import signal
 import sys
@@ -19,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import zmq
 
-from trtllm_disagg.embedded.messages import Command, Failed, Ready, Report, Shutdown, StepReport
+from trtllm_disagg.embedded.link import connect
+from trtllm_disagg.embedded.messages import AddRequest, Command, Failed, Ready, Report, Shutdown, StepReport
 from trtllm_disagg.embedded.parallel.join import leave, own_rank
 from trtllm_disagg.embedded.parallel.launch import IN_JOB
 
@@ -30,10 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trtllm_disagg.embedded")
 
-_LAST_WORDS_MS = 2000
+_LAST_WORDS_SECONDS = 2.0
 
 _commands = msgspec.msgpack.Decoder(Command)
-_encoder = msgspec.msgpack.Encoder()
 
 #: After so long without work, memory that steps needed goes back to the system.
 _IDLE_SECONDS = 1.0
@@ -43,45 +43,34 @@ class Start(msgspec.Struct):
     """The first line of standard input, JSON."""
 
     args: dict[str, Any]
-    #: Of the sockets below; the worker's.
+    #: Of the worker's socket.
     directory: str
-    command_address: str
-    report_address: str
     log_level: str = "INFO"
 
 
 class CoreProcess:
     def __init__(self, start: Start) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._commands = context.socket(zmq.PULL)
-        self._commands.connect(start.command_address)
-        self._reports = context.socket(zmq.PUSH)
-        self._reports.setsockopt(zmq.LINGER, 1000)
-        self._report_address = start.report_address
-        self._reports.connect(start.report_address)
+        self._link = connect(Path(start.directory), _commands)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._num_active = 0
         #: Process ids of the other ranks. They end with this one, if they are not stopped.
         self.others: list[int] = []
-        self._poller = zmq.Poller()
-        self._poller.register(self._commands, zmq.POLLIN)
-        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._poll = select.poll()
+        self._poll.register(self._link, select.POLLIN)
+        self._poll.register(self._wake_fd, select.POLLIN)
 
     def wake(self) -> None:
         """From any thread: there is something to do."""
         os.eventfd_write(self._wake_fd, 1)
 
     def report(self, message: Report) -> None:
-        self._reports.send(_encoder.encode(message))
+        """From any thread."""
+        self._link.send(message)
 
     def fail(self, reason: str) -> None:
         """From any thread, and for good: say why the engine cannot go on, and end the process."""
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        reports = context.socket(zmq.PUSH)
-        reports.connect(self._report_address)
-        reports.send(_encoder.encode(Failed("EngineError", reason)))
-        reports.close(linger=_LAST_WORDS_MS)
-        context.term()  # returns when they are out, or the time is over
+        self.report(Failed("EngineError", reason))
+        self._link.flush(_LAST_WORDS_SECONDS)
         os._exit(1)
 
     def serve(self, core: Any) -> None:
@@ -111,26 +100,27 @@ class CoreProcess:
                 self.report(report)
 
     def close(self) -> None:
-        self._commands.close(linger=0)
-        self._reports.close()
-        zmq.Context.instance().term()
+        self._link.flush(_LAST_WORDS_SECONDS)
+        self._link.close()
 
     def _receive(self, timeout: float | None) -> list[Command]:
-        ready = dict(self._poller.poll(None if timeout is None else int(timeout * 1000) + (timeout > 0)))
-        if self._wake_fd in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
         commands: list[Command] = []
-        if self._commands in ready:
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    commands.append(_commands.decode(self._commands.recv(zmq.NOBLOCK)))
+        for fd, _ in self._poll.poll(None if timeout is None else int(timeout * 1000) + (timeout > 0)):
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+            else:
+                commands = self._commands()
         return commands
+
+    def _commands(self) -> list[Command]:
+        try:
+            return self._link.receive(wait=False)
+        except EOFError:
+            self._poll.unregister(self._link)  # who watches the parent ends this process
+            return []
 
 
 def _apply(core: Any, command: Command) -> None:
-    from trtllm_disagg.embedded.messages import AddRequest
-
     if isinstance(command, AddRequest):
         core.add(command)
     else:

@@ -46,6 +46,10 @@ def prompt_of(inputs: Any, tokenize: Tokenize) -> tuple[str | None, list[int]]:
         inputs = text if token_ids is None else token_ids
     if isinstance(inputs, str):
         return inputs, tokenize(inputs)
+    if type(inputs) is list and set(map(type, inputs)) == {
+        int
+    }:  # nearly always; long prompts have many tokens
+        return text, inputs.copy()
     if _is_token_ids(inputs):
         return text, [int(t) for t in inputs]
     raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
@@ -205,7 +209,9 @@ def _stop_words(params: SamplingParams, tokenize: Tokenize) -> list[tuple[list[i
 
 
 def _bad_words(params: SamplingParams, tokenize: Tokenize) -> tuple[int, ...]:
-    bad = [params.bad] if isinstance(params.bad, str) else params.bad or []
+    if not params.bad:
+        return ()
+    bad = [params.bad] if isinstance(params.bad, str) else params.bad
     tokens = [tokenize(text) for text in bad if text]
     if long := [text for text, ids in zip(bad, tokens, strict=False) if len(ids) != 1]:
         raise NotImplementedError(f"SamplingParams.bad: {long[0]!r} is more than one token; not served")

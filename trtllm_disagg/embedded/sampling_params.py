@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 
@@ -126,22 +127,25 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("logprobs", 0, 64, "between 0 and 64"),
 )
 
+#: Every request is asked for these.
+_unserved = attrgetter(*_UNSERVED)
+_ranged = attrgetter(*(name for name, *_ in _RANGES))
+
 
 def validate_sampling_params(params: SamplingParams, vocab_size: int) -> None:
     """Raise ValueError naming the field, the value and what is allowed; NotImplementedError for an unserved one."""
-    for name in _UNSERVED:
-        if getattr(params, name):
-            raise NotImplementedError(f"SamplingParams.{name} is not served by the embedded engine")
+    if any(values := _unserved(params)):
+        name = next(name for name, value in zip(_UNSERVED, values, strict=True) if value)
+        raise NotImplementedError(f"SamplingParams.{name} is not served by the embedded engine")
     if params.best_of is not None and params.best_of != params.n:
         raise NotImplementedError("SamplingParams.best_of other than n is not served by the embedded engine")
-    for name, low, high, allowed in _RANGES:
-        value = getattr(params, name)
+    for value, (name, low, high, allowed) in zip(_ranged(params), _RANGES, strict=True):
         if value is not None and not low <= value <= high:
             raise ValueError(f"SamplingParams.{name}={value!r} is not allowed; expected {allowed}")
     if params.end_id not in (None, -1):
         _check_token_ids("end_id", [params.end_id], vocab_size)
-    for name in ("stop_token_ids", "bad_token_ids"):
-        _check_token_ids(name, getattr(params, name) or (), vocab_size)
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("bad_token_ids", params.bad_token_ids)):
+        _check_token_ids(name, ids or (), vocab_size)
 
 
 def _check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

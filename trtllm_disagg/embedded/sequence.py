@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
+import random
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -15,6 +15,9 @@ from trtllm_disagg.kv_transfer.handle import KvHandle
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.guided import Guide
+
+#: For requests that have none of their own. Not the system's generator: that is a system call for each.
+_seeds = random.Random()
 
 
 class Status(Enum):
@@ -66,7 +69,7 @@ class Sequence:
     def from_request(cls, request: AddRequest, index: int, handle: KvHandle | None) -> Sequence:
         seed = request.sampling.seed
         if seed is None:
-            seed = handle.seed if handle is not None else secrets.randbits(63)
+            seed = handle.seed if handle is not None else _seeds.getrandbits(63)
         return cls(
             request_id=request.request_id,
             index=index,

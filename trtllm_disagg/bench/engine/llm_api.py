@@ -17,9 +17,10 @@ _SETTLE_SECONDS = 3.0
 
 
 class LlmApi:
-    """On the event loop that a worker has."""
+    """On the kind of event loop that a worker has: one, for all requests."""
 
     def __init__(self, start: Start) -> None:
+        self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._llm = LLM(
             start.model,
             skip_tokenizer_init=True,
@@ -34,13 +35,13 @@ class LlmApi:
 
     def ttft(self, prompt: list[int]) -> float:
         """Seconds from generate_async to the first token."""
-        return uvloop.run(self._ttft(prompt))
+        return self._loop.run(self._ttft(prompt))
 
     def stream(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
         """All prompts at once, every token streamed: CPU seconds of this process for each."""
-        uvloop.run(self._stream(prompts, 2))
+        self._loop.run(self._stream(prompts, 2))
         started, cpu = time.perf_counter(), time.process_time()
-        count = uvloop.run(self._stream(prompts, tokens))
+        count = self._loop.run(self._stream(prompts, tokens))
         cpu, wall = time.process_time() - cpu, time.perf_counter() - started
         return {"cpu_per_token": cpu / count, "tokens_per_second": count / wall}
 
@@ -54,6 +55,7 @@ class LlmApi:
 
     def close(self) -> None:
         self._llm.shutdown()
+        self._loop.close()
 
     def _settled(self) -> int:
         """An idle engine gives back what a step took; it does not say when."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 import time
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import torch
-import zmq
 
 from trtllm_disagg.bench.engine.own_engine import OwnEngine
 from trtllm_disagg.embedded import core_process
-from trtllm_disagg.embedded.messages import StepReport
+from trtllm_disagg.embedded.core_client import REPORTS
+from trtllm_disagg.embedded.link import Link, listen
+from trtllm_disagg.embedded.messages import Report, StepReport
 from trtllm_disagg.embedded.scheduler import Row
 
 
@@ -50,14 +53,10 @@ class OwnOverheads(OwnEngine):
 def _ipc_seconds(reports: Seq[StepReport]) -> list[float]:
     """To encode and send each report, and to ask for commands: what core_process.py does between two steps."""
     with tempfile.TemporaryDirectory(prefix="trtllm-disagg-") as directory:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        commands, incoming = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        commands.bind(f"ipc://{directory}/commands")
-        incoming.bind(f"ipc://{directory}/reports")
-        process = core_process.CoreProcess(
-            core_process.Start({}, directory, f"ipc://{directory}/commands", f"ipc://{directory}/reports")
-        )
-        reader = threading.Thread(target=lambda: [incoming.recv() for _ in reports])
+        with listen(Path(directory)) as listener:
+            process = core_process.CoreProcess(core_process.Start({}, directory))
+            incoming = Link(listener.accept()[0], REPORTS)
+        reader = threading.Thread(target=lambda: _read_all(incoming))
         reader.start()
         seconds = []
         for report in reports:
@@ -65,7 +64,13 @@ def _ipc_seconds(reports: Seq[StepReport]) -> list[float]:
             process.report(report)
             process._receive(0.0)
             seconds.append(time.perf_counter() - started)
-        reader.join()
         process.close()
-        context.destroy(linger=0)
+        reader.join()
+        incoming.close()
     return seconds
+
+
+def _read_all(incoming: Link[Report]) -> None:
+    with contextlib.suppress(EOFError):
+        while True:
+            incoming.receive(wait=True)
