@@ -178,7 +178,7 @@ def _check_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 def _token_ids(tokenizer: dict[str, Any]) -> Iterator[int]:
-    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    vocabulary = tokenizer["model"].get("vocab") or {}
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     yield from map(operator.index, ids)
     yield from (operator.index(token["id"]) for token in tokenizer.get("added_tokens") or ())
