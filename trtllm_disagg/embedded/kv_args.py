@@ -97,7 +97,9 @@ class CacheTransceiverConfig(StrictModel):
     enable_pipelined_transfer: bool = False
 
     @model_validator(mode="after")
-    def _python_runtime_needs_nixl(self) -> Self:
+    def _python_runtime_needs_nixl_and_an_end(self) -> Self:
         if self.transceiver_runtime == "PYTHON" and self.backend not in (None, "DEFAULT", "NIXL"):
             raise ValueError(f"transceiver_runtime PYTHON needs backend NIXL, not {self.backend}")
+        if self.transceiver_runtime == "PYTHON" and self.kv_transfer_timeout_ms is None:
+            raise ValueError("transceiver_runtime PYTHON needs a finite kv_transfer_timeout_ms")
         return self
