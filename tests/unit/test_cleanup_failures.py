@@ -14,10 +14,16 @@ from tests.unit.test_core_handoff import prompt
 BLOCK = 32
 
 
+def fails(*_: object) -> int:
+    return 1 // 0
+
+
 @pytest.fixture
 def duo(checkpoints: Checkpoints) -> Iterator[Duo]:
-    cores = (Core(checkpoints(), cache_transceiver_config={"backend": "SHARED_MEMORY"}) for _ in range(2))
-    duo = Duo(*cores)
+    prefill, decode = (
+        Core(checkpoints(), cache_transceiver_config={"backend": "SHARED_MEMORY"}) for _ in range(2)
+    )
+    duo = Duo(prefill, decode)
     yield duo
     duo.close()
 
@@ -26,11 +32,14 @@ def test_a_pull(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = prompt(3 * BLOCK)
     handoff = duo.prefill.prefill(tokens)
     for name in ("read", "forget"):
-        monkeypatch.setattr(duo.decode.transfers._transport, name, lambda *_: 1 / 0)
+        monkeypatch.setattr(duo.decode.transfers._transport, name, fails)
 
     answer = duo.decode.run(duo.decode.add_decode(tokens, handoff))
 
-    assert (answer.category, answer.error) == ("Unavailable", "ZeroDivisionError: division by zero")
+    assert (answer.category, answer.error) == (
+        "Unavailable",
+        "ZeroDivisionError: integer division or modulo by zero",
+    )
     duo.assert_idle()
 
 
@@ -39,7 +48,7 @@ def test_a_push(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
     stem = prompt(2 * BLOCK)
     duo.decode.generate(stem, 1)
     for name in ("read", "forget"):
-        monkeypatch.setattr(duo.prefill.transfers._transport, name, lambda *_: 1 / 0)
+        monkeypatch.setattr(duo.prefill.transfers._transport, name, fails)
 
     met = duo.both([*stem, 5])
     duo.run()
