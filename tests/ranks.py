@@ -84,6 +84,8 @@ def record_all(make_core: MakeCore) -> Answers:
             max_num_tokens=64,
             enable_chunked_prefill=True,
         )
+        # Alone: a chunk that samples nothing is all of a step.
+        chunked.generate(PROMPTS[1], NEW_TOKENS)
         chunked.run(*(chunked.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
         answers["chunked"] = take()
         chunked.close()

@@ -18,6 +18,7 @@ _SUBMODULES = (
     "llmapi",
     "llmapi.llm",
     "llmapi.llm_args",
+    "llmapi.llm_utils",
     "llmapi.disagg_utils",
     "disaggregated_params",
     "sampling_params",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -106,6 +107,40 @@ def test_a_value_that_only_the_engine_knows_to_be_wrong() -> None:
 
     assert ended.returncode == 2, ended.stderr
     assert "dtype: 'float33' is not allowed; expected auto or one of float32, bfloat16" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ('{"embedded": {"num_threads": 100000}}', "embedded.num_threads: 100000 is not allowed"),
+        ('{"embedded": {"cpu_affinity": [9999]}}', "embedded.cpu_affinity: [9999] is not allowed"),
+        (
+            '{"kv_cache_config": {"max_tokens": 1000000000000}}',
+            "kv_cache_config.max_tokens: 1000000000000 is not",
+        ),
+    ],
+)
+def test_a_setting_that_no_machine_can_honour(settings: str, words: str) -> None:
+    ended = worker("--engine", "embedded", "--override-engine-args", settings)
+
+    assert ended.returncode == 2, ended.stderr
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_broken_checkpoint(tmp_path: Path) -> None:
+    """One line, before anything is loaded. All that can be wrong with one: tests/unit/test_model_refusals.py."""
+    model = Path(shutil.copytree(demo_model(), tmp_path / "model"))
+    with (model / "model.safetensors").open("r+b") as weights:
+        weights.truncate(100_000)
+
+    ended = run("worker", "--engine", "embedded", "--model", str(model))
+
+    assert ended.returncode == 2, ended.stderr
+    said = [line for line in ended.stderr.splitlines() if line.startswith("trtllm-disagg: ")]
+    assert len(said) == 1
+    assert "model.safetensors has 100000 bytes where its header tells of" in said[0]
     assert "Traceback" not in ended.stderr
 
 

@@ -131,3 +131,17 @@ def test_experts_of_another_shape_are_refused() -> None:
     experts.down_proj = nn.Parameter(torch.zeros(2, 16, 8))
     with pytest.raises(ConfigError, match="its experts have another shape"):
         on_ranks(1, lambda group: shard_model(nn.ModuleDict({"experts": experts}), group))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_rows_of_a_step_are_gathered_however_many_there_are(rows: int) -> None:
+    """None at all after the last layer of a step that samples nothing."""
+
+    def gathered(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = torch.full((rows, 3), float(group.rank))
+        width = group.part(5).stop - group.part(5).start
+        return group.gather_columns(mine), group.collect_columns(torch.ones(rows, width), 5)
+
+    results = on_ranks(2, gathered)
+    assert [every.shape for every, _ in results] == [(rows, 6)] * 2
+    assert results[0][1].shape == (rows, 5)

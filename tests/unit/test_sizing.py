@@ -48,6 +48,18 @@ def test_a_pool_without_a_block_is_refused(shape: ModelShape) -> None:
         blocks(shape, free_gpu_memory_fraction=1e-12)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_stated_size_that_the_machine_has_no_memory_for_is_refused(
+    device: str, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is allocated: a zero too many would take the memory of everybody else on the machine."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 34, 1 << 34))
+    with pytest.raises(
+        ConfigError, match=r"max_tokens: 1000000000000 is not allowed; expected at most \d+: a KV"
+    ):
+        blocks(shape, device=device, max_tokens=10**12)
+
+
 def test_on_cuda_it_is_a_share_of_the_memory_of_the_device(
     shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,3 +118,24 @@ def test_tensorrt_llms_own_leniency() -> None:
 def test_the_arguments_survive_json() -> None:
     args = llm_args(cache_transceiver_config={"backend": "NIXL"})
     assert LlmArgs.model_validate(args.model_dump(mode="json")) == args
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"kv_cache_config": {"event_buffer_max_size": 10**20}}, "event_buffer_max_size"),
+        ({"max_stats_len": 10**20}, "max_stats_len"),
+        ({"embedded": {"num_threads": 100_000}}, "num_threads"),
+    ],
+)
+def test_numbers_that_would_break_what_they_are_for(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValidationError, match=key):
+        llm_args(**values)
+
+
+@pytest.mark.parametrize("cpu", [-1, 9999])
+def test_processors_that_are_not_there(cpu: int) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"embedded\.cpu_affinity: \[{cpu}\] is not allowed; expected processors"
+    ):
+        refuse_unsupported(llm_args(embedded={"cpu_affinity": [0, cpu]}))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import operator
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trtllm_disagg.embedded.weight_names import check_weights
 from trtllm_disagg.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
@@ -16,34 +20,46 @@ _SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
 
 
-def check_checkpoint(directory: Path, vocab_size: int, *, any_dtype: bool) -> None:
-    """Raises ConfigError for missing or truncated files, for weights of several dtypes unless `any_dtype`, and for
-    a tokenizer that knows tokens which the model does not.
+#: What the embedded engine converts to its own dtype without losing more than digits.
+_DTYPES = ("F32", "BF16", "F16", "F64")
+
+
+def check_checkpoint(directory: Path, config: Any, *, any_dtype: bool) -> None:
+    """`config` is transformers' configuration of the model, or what has its attributes. Raises ConfigError for missing
+    or truncated files, for weights that are not those of `config`, of another kind than plain floats, or of several
+    dtypes unless `any_dtype`, and for a tokenizer that knows tokens which the model does not.
     """
     _check_shards(directory)
+    found = _weights(directory)
+    check_weights(directory, config, {name: tuple(tensor["shape"]) for name, tensor in found.items()})
     dtypes: dict[str, str] = {}
-    for path in _weight_files(directory):
-        for name, tensor in _header(path).items():
-            if str(tensor["dtype"]).startswith(("F", "BF")):
-                dtypes.setdefault(tensor["dtype"], f"{name} in {path.name}")
+    for name, tensor in found.items():
+        if tensor["dtype"] not in _DTYPES:
+            raise ConfigError(
+                f"model: {directory}: {name} is of dtype {tensor['dtype']}; expected one of {', '.join(_DTYPES)}"
+            )
+        dtypes.setdefault(tensor["dtype"], f"{name} in {tensor['file']}")
     if len(dtypes) > 1 and not any_dtype:
-        found = ", ".join(f"{dtype} ({where})" for dtype, where in dtypes.items())
+        told = ", ".join(f"{dtype} ({where})" for dtype, where in dtypes.items())
         raise ConfigError(
-            f"dtype: 'auto' is not allowed for {directory}, whose weights are of several: {found}; "
+            f"dtype: 'auto' is not allowed for {directory}, whose weights are of several: {told}; "
             "expected float32 or bfloat16, to which all are converted"
         )
-    _check_tokenizer(directory / "tokenizer.json", vocab_size)
+    _check_tokenizer(directory / "tokenizer.json", config.vocab_size)
 
 
 def fingerprint(directory: Path) -> str:
     """Over config.json and, of each weight file, its size and both ends (the start holds all names and shapes)."""
-    hasher = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
-    for path in _weight_files(directory):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            hasher.update(path.name.encode() + size.to_bytes(8, "little") + file.read(65536))
-            file.seek(max(0, size - 65536))
-            hasher.update(file.read())
+    try:
+        hasher = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
+        for path in _weight_files(directory):
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                hasher.update(path.name.encode() + size.to_bytes(8, "little") + file.read(65536))
+                file.seek(max(0, size - 65536))
+                hasher.update(file.read())
+    except OSError as error:
+        raise _unreadable(directory, error) from error
     return hasher.hexdigest()
 
 
@@ -59,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Raises ConfigError unless it is a readable JSON object."""
     try:
         loaded = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: cannot read {path}: {error}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"model: {path} is not a JSON object")
@@ -75,11 +91,15 @@ def _check_shards(directory: Path) -> None:
         raise ConfigError(f"model: {directory} holds no *.safetensors file")
     index = directory / _INDEX
     if not index.exists():
+        if not (directory / _SINGLE).is_file():
+            raise ConfigError(f"model: {directory} has neither {_SINGLE} nor {_INDEX}; expected one of them")
         return
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ConfigError(f"model: {index} has no weight_map from weights to files")
     shards = sorted(set(places.values()))
+    if strange := [name for name in shards if Path(name).name != name]:
+        raise ConfigError(f"model: {index} names {strange[0]!r}; expected files beside it")
     if missing := [name for name in shards if not (directory / name).is_file()]:
         raise ConfigError(
             f"model: {directory} lacks {len(missing)} of the {len(shards)} files that {_INDEX} names: "
@@ -87,20 +107,39 @@ def _check_shards(directory: Path) -> None:
         )
 
 
+def _weights(directory: Path) -> dict[str, dict[str, Any]]:
+    """Weight -> dtype, shape, file, of a checkpoint whose files are there. Raises ConfigError when a file lacks a
+    weight that the index has there.
+    """
+    places = weight_places(directory)
+    headers = {file: _header(directory / file) for file in set(places.values())}
+    if lost := sorted(name for name, file in places.items() if name not in headers[file]):
+        raise ConfigError(
+            f"model: {directory / places[lost[0]]} lacks {lost[0]}, which {_INDEX} says is there; copy it again"
+        )
+    return {name: headers[file][name] | {"file": file} for name, file in places.items()}
+
+
 def _header(path: Path) -> dict[str, dict[str, Any]]:
     """Tensor name -> dtype, shape, data_offsets. Raises ConfigError when the file is not all there."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise ConfigError(f"model: {path} is truncated or no safetensors file: it ends within its header")
-        raw = file.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ConfigError(
+                    f"model: {path} is truncated or no safetensors file: it ends within its header"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise _unreadable(path, error) from error
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         end = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
-        {tensor["dtype"] for tensor in header.values()}
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        for name, tensor in header.items():
+            _check_tensor(name, tensor)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ConfigError(f"model: {path} is no safetensors file: {error!r} in its header") from error
     if size != 8 + length + end:
         raise ConfigError(
@@ -109,11 +148,28 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
     return dict(header)
 
 
+def _check_tensor(name: str, tensor: dict[str, Any]) -> None:
+    """Raises ValueError unless its bytes are those of its shape."""
+    bits = re.search(r"\d+", tensor["dtype"])
+    begin, end = tensor["data_offsets"]
+    if not all(type(each) is int and each >= 0 for each in (*tensor["shape"], begin, end)):
+        raise ValueError(f"{name} has shape {tensor['shape']} and offsets {tensor['data_offsets']}")
+    if bits is not None and (end - begin) * 8 != math.prod(tensor["shape"]) * int(bits.group()):
+        raise ValueError(f"{name} has {end - begin} bytes for {tensor['dtype']} {tensor['shape']}")
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"model: cannot read {path}: {error}")
+
+
 def _check_tokenizer(path: Path, vocab_size: int) -> None:
     if not path.exists():
         return
     tokenizer = read_json(path)
-    highest = max(_token_ids(tokenizer), default=0)
+    try:
+        highest = max(_token_ids(tokenizer), default=0)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"model: {path} is no tokenizer: {error!r} in its vocabulary") from error
     if highest >= vocab_size:
         raise ConfigError(
             f"model: {path} knows token {highest}; vocab_size {vocab_size} of config.json allows at most "
@@ -122,6 +178,7 @@ def _check_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 def _token_ids(tokenizer: dict[str, Any]) -> Iterator[int]:
-    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
-    yield from vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    yield from (token["id"] for token in tokenizer.get("added_tokens") or ())
+    vocabulary = tokenizer["model"].get("vocab") or {}
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    yield from map(operator.index, ids)
+    yield from (operator.index(token["id"]) for token in tokenizer.get("added_tokens") or ())

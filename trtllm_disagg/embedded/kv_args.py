@@ -17,6 +17,9 @@ from pydantic import (
     model_validator,
 )
 
+#: That a queue can be told to hold.
+MOST_RECORDS = 2**31 - 1
+
 
 class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -51,7 +54,7 @@ class KvCacheConfig(StrictModel):
     disk_cache_path: str | None = None
     cross_kv_cache_fraction: float | None = Field(default=None, ge=0, le=1)
     secondary_offload_min_priority: int | None = None
-    event_buffer_max_size: NonNegativeInt = 0
+    event_buffer_max_size: int = Field(default=0, ge=0, le=MOST_RECORDS)
     attention_dp_events_gather_period_ms: int = 5
     kv_events_config: KVEventsConfig | None = None
     enable_partial_reuse: bool = True
@@ -94,7 +97,9 @@ class CacheTransceiverConfig(StrictModel):
     enable_pipelined_transfer: bool = False
 
     @model_validator(mode="after")
-    def _python_runtime_needs_nixl(self) -> Self:
+    def _python_runtime_needs_nixl_and_an_end(self) -> Self:
         if self.transceiver_runtime == "PYTHON" and self.backend not in (None, "DEFAULT", "NIXL"):
             raise ValueError(f"transceiver_runtime PYTHON needs backend NIXL, not {self.backend}")
+        if self.transceiver_runtime == "PYTHON" and self.kv_transfer_timeout_ms is None:
+            raise ValueError("transceiver_runtime PYTHON needs a finite kv_transfer_timeout_ms")
         return self

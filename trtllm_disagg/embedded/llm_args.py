@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from trtllm_disagg.embedded.kv_args import (
+    MOST_RECORDS,
     BlockReuseConfig,
     CacheTransceiverConfig,
     KvCacheConfig,
@@ -89,7 +90,7 @@ class EmbeddedConfig(StrictModel):
     """What only the embedded engine has."""
 
     #: Of each rank.
-    num_threads: PositiveInt = 1
+    num_threads: int = Field(default=1, ge=1, le=1024)
     #: Shared out among the ranks when there are as many.
     cpu_affinity: list[int] | None = Field(default=None, min_length=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -199,7 +200,7 @@ class LlmArgs(BaseLlmArgs):
     generation_config: Literal["trtllm", "auto"] = "trtllm"
     enable_iter_perf_stats: bool = False
     enable_iter_req_stats: bool = False
-    max_stats_len: int = Field(default=1000, ge=-1)
+    max_stats_len: int = Field(default=1000, ge=-1, le=MOST_RECORDS)
     print_iter_log: bool = False
     stream_interval: PositiveInt = 1
     batch_wait_timeout_ms: float = Field(default=0, ge=0)
@@ -245,8 +246,3 @@ def core_args(args: LlmArgs) -> dict[str, Any]:
     # What is excluded has one allowed value, or stays on the worker's side.
     told = args.model_dump(mode="json", exclude={"tokenizer", "load_format"})
     return told | {"tokenizer": str(args.tokenizer) if isinstance(args.tokenizer, (str, Path)) else None}
-
-
-def plain(value: Any) -> Any:
-    """pydantic models of TensorRT-LLM's names come as objects; LlmArgs takes those and plain dicts alike."""
-    return value.model_dump() if isinstance(value, BaseModel) else value

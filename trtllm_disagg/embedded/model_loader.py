@@ -12,6 +12,7 @@ import torch
 
 from trtllm_disagg.embedded import attention
 from trtllm_disagg.embedded.checkpoint import check_checkpoint, fingerprint, read_json
+from trtllm_disagg.embedded.config_checks import FAMILIES, check_activation, check_config, end_ids
 from trtllm_disagg.embedded.experts import pack_experts
 from trtllm_disagg.embedded.hf_forward import HfForward
 from trtllm_disagg.embedded.kv_pool import KvPool
@@ -21,20 +22,22 @@ from trtllm_disagg.embedded.plain_config import read_plain_config
 from trtllm_disagg.embedded.plain_forward import PlainForward
 from trtllm_disagg.embedded.plain_model import supports
 from trtllm_disagg.embedded.plain_weights import read_plain
+from trtllm_disagg.embedded.weight_names import shown
 from trtllm_disagg.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-#: Families whose outputs are tested against transformers' own generate (tests/unit/test_families.py).
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "qwen3_moe", "mixtral")
-_SIZES = (
-    "hidden_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "vocab_size",
-)
+
+__all__ = [
+    "FAMILIES",
+    "ForwardKind",
+    "ModelShape",
+    "choose_forward",
+    "load_model",
+    "make_forward",
+    "read_shape",
+]
+
 #: The lean forward; transformers' modules with packed matrices; transformers' modules as they are.
 ForwardKind = Literal["plain", "packed", "modules"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,24 +66,19 @@ def read_shape(directory: Path, dtype: str) -> ModelShape:
     """Raises ConfigError for what cannot be served, before anything big is loaded."""
     file = directory / "config.json"
     raw = read_json(file)
-    family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise ConfigError.bad_value(f"{file} model_type", family, f"one of {', '.join(FAMILIES)}")
+    check_config(file, raw)
     config = _read_config(directory)
-    sizes = {name: _positive(file, config, name) for name in _SIZES}
-    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    if heads % kv_heads:
-        raise ConfigError.bad_value(f"{file} num_key_value_heads", kv_heads, f"a divisor of {heads} heads")
+    check_activation(file, getattr(config, "hidden_act", None) or "silu")
     if hasattr(config, "num_experts_per_tok") and config.hidden_act not in ("silu", "swish"):
         raise ConfigError.bad_value(f"{file} hidden_act", config.hidden_act, "silu, for experts")
-    check_checkpoint(directory, sizes["vocab_size"], any_dtype=dtype != "auto")
+    check_checkpoint(directory, config, any_dtype=dtype != "auto")
     return ModelShape(
-        num_layers=sizes["num_hidden_layers"],
-        num_kv_heads=kv_heads,
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads,
         # Some families have a default of their own.
-        head_dim=int(getattr(config, "head_dim", None) or sizes["hidden_size"] // heads),
-        vocab_size=sizes["vocab_size"],
-        max_positions=sizes["max_position_embeddings"],
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
         end_ids=_end_ids(directory, raw),
         dtype=_dtype(raw, dtype),
         fingerprint=fingerprint(directory),
@@ -132,6 +130,8 @@ def _load_with_transformers(directory: Path, shape: ModelShape) -> Any:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    # What it finds goes into one error of ours.
+    transformers_logging.set_verbosity_error()
     AttentionInterface.register(attention.NAME, attention.paged_attention)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -141,10 +141,14 @@ def _load_with_transformers(directory: Path, shape: ModelShape) -> Any:
             attn_implementation="eager",
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    if missing := sorted(report["missing_keys"]):
-        # transformers goes on with random ones.
-        raise ConfigError(f"model: {directory} lacks {len(missing)} weights: {', '.join(missing[:3])}")
+    # transformers goes on with random ones.
+    if bad := sorted(report["missing_keys"]) + sorted(name for name, *_ in report["mismatched_keys"]):
+        raise ConfigError(
+            f"model: {directory} lacks {len(bad)} weights, or has them in another shape than config.json asks for: "
+            f"{shown(bad)}"
+        )
     # A name without a mask function: transformers then builds no mask at all, which is what we want.
     model.config._attn_implementation = attention.NAME
     return model.eval().requires_grad_(False)
@@ -154,17 +158,21 @@ def _end_ids(directory: Path, config: dict[str, Any]) -> list[int]:
     """End-of-sequence ids: generation_config.json's when it has some, else config.json's."""
     generation = directory / "generation_config.json"
     found = read_json(generation).get("eos_token_id") if generation.exists() else None
-    found = found if found is not None else config.get("eos_token_id")
-    return [found] if isinstance(found, int) else list(found or [])
+    if found is not None:
+        return end_ids(generation, found, config["vocab_size"])
+    return end_ids(directory / "config.json", config.get("eos_token_id"), config["vocab_size"])
 
 
 def _dtype(config: dict[str, Any], wanted: str) -> torch.dtype:
-    name = wanted if wanted != "auto" else config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in _DTYPES:
-        raise ConfigError.bad_value(
-            "dtype", name, f"auto or one of {', '.join(_DTYPES)} on the embedded engine"
-        )
-    return _DTYPES[name]
+    said = config.get("dtype") or config.get("torch_dtype") or "float32"
+    name = said if wanted == "auto" else wanted
+    if name in _DTYPES:
+        return _DTYPES[name]
+    expected = f"one of {', '.join(_DTYPES)} on the embedded engine"
+    if wanted == "auto":
+        allowed = f"{expected}, to which the weights are converted: config.json says {said!r}"
+        raise ConfigError.bad_value("dtype", wanted, allowed)
+    raise ConfigError.bad_value("dtype", name, f"auto or {expected}")
 
 
 def _read_config(directory: Path) -> Any:
@@ -178,10 +186,3 @@ def _read_config(directory: Path) -> Any:
     except Exception as error:  # its complaints are of many kinds
         reason = " ".join(str(error).split())
         raise ConfigError(f"model: {directory}/config.json is not a configuration: {reason}") from error
-
-
-def _positive(file: Path, config: Any, name: str) -> int:
-    value = getattr(config, name, None)
-    if type(value) is not int or value < 1:
-        raise ConfigError.bad_value(f"{file} {name}", value, "a whole number of at least 1")
-    return value

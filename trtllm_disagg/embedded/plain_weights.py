@@ -15,12 +15,9 @@ from safetensors import safe_open
 from torch import nn
 
 from trtllm_disagg.embedded.checkpoint import weight_places
+from trtllm_disagg.embedded.weight_names import EMBEDDING, HEAD, Shape, expected_weights
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_EMBEDDING = "model.embed_tokens"
-_HEAD = "lm_head"
-
-Shape = tuple[int, ...]
 
 
 def read_plain(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module | None:
@@ -29,7 +26,7 @@ def read_plain(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module | 
 
     None unless the files hold every expected weight, in its expected shape and unquantised.
     """
-    places, expected = weight_places(directory), _expected(config)
+    places, expected = weight_places(directory), expected_weights(config)
     if getattr(config, "quantization_config", None) is not None or not places.keys() >= expected.keys():
         return None
     weights = {}
@@ -38,49 +35,8 @@ def read_plain(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module | 
             return None
         weights[name] = weight.to(dtype)
     if config.tie_word_embeddings:
-        weights[f"{_HEAD}.weight"] = weights[f"{_EMBEDDING}.weight"]
+        weights[f"{HEAD}.weight"] = weights[f"{EMBEDDING}.weight"]
     return _tree(weights, config)
-
-
-def _expected(config: Any) -> dict[str, Shape]:
-    """Every weight of the model that `config` describes, and its shape."""
-    hidden = config.hidden_size
-    expected: dict[str, Shape] = {
-        f"{_EMBEDDING}.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config.tie_word_embeddings:
-        expected[f"{_HEAD}.weight"] = (config.vocab_size, hidden)
-    layer = dict(_layer(config))
-    for i in range(config.num_hidden_layers):
-        expected |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return expected
-
-
-def _layer(config: Any) -> Iterator[tuple[str, Shape]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    query, key = config.num_attention_heads * head, config.num_key_value_heads * head
-    qkv_bias = config.model_type == "qwen2" or getattr(config, "attention_bias", False)
-    output_bias = getattr(config, "attention_bias", False)
-    mlp_bias = getattr(config, "mlp_bias", False)
-    for name, rows, columns, bias in (
-        ("self_attn.q_proj", query, hidden, qkv_bias),
-        ("self_attn.k_proj", key, hidden, qkv_bias),
-        ("self_attn.v_proj", key, hidden, qkv_bias),
-        ("self_attn.o_proj", hidden, query, output_bias),
-        ("mlp.gate_proj", inner, hidden, mlp_bias),
-        ("mlp.up_proj", inner, hidden, mlp_bias),
-        ("mlp.down_proj", hidden, inner, mlp_bias),
-    ):
-        yield f"{name}.weight", (rows, columns)
-        if bias:
-            yield f"{name}.bias", (rows,)
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        yield f"{norm}.weight", (hidden,)
-    if config.model_type == "qwen3":
-        for norm in ("q_norm", "k_norm"):
-            yield f"self_attn.{norm}.weight", (head,)
 
 
 def _read(
@@ -100,7 +56,7 @@ def _tree(weights: dict[str, torch.Tensor], config: Any) -> nn.Module:
     for name, weight in weights.items():
         path, _, kind = name.rpartition(".")
         if kind == "weight":
-            is_matrix = weight.dim() == 2 and path != _EMBEDDING
+            is_matrix = weight.dim() == 2 and path != EMBEDDING
             bias = weights.get(f"{path}.bias")
             _place(root, path, _linear(weight, bias) if is_matrix else _holder(weight))
     return root

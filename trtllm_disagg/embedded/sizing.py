@@ -47,10 +47,24 @@ def num_kv_blocks(args: LlmArgs, shape: ModelShape, device: torch.device) -> int
     longest sequences take. It never grows.
     """
     size = args.kv_cache_config.tokens_per_block
+    _require_memory(args, shape, device)
     blocks = (args.kv_cache_config.max_tokens or _default_tokens(args, shape, device)) // size
     if blocks < 1:
         raise _too_small(args, size)
     return blocks
+
+
+def _require_memory(args: LlmArgs, shape: ModelShape, device: torch.device) -> None:
+    """Raises ConfigError for a stated size that there is no memory for."""
+    wanted = args.kv_cache_config.max_tokens
+    free = _available_bytes() if device.type == "cpu" else _free_bytes(args, device)
+    if wanted is not None and wanted > free // _token_bytes(shape):
+        raise ConfigError.bad_value(
+            "kv_cache_config.max_tokens",
+            wanted,
+            f"at most {free // _token_bytes(shape)}: a KV token of this model takes {_token_bytes(shape)} bytes, and "
+            f"{free >> 20} MiB are free",
+        )
 
 
 def _too_small(args: LlmArgs, size: int) -> ConfigError:
@@ -67,10 +81,15 @@ def _too_small(args: LlmArgs, size: int) -> ConfigError:
 
 
 def _default_tokens(args: LlmArgs, shape: ModelShape, device: torch.device) -> int:
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
     fraction = args.kv_cache_config.free_gpu_memory_fraction
-    affordable = int(_free_bytes(args, device) * (0.9 if fraction is None else fraction)) // token_bytes
+    affordable = int(_free_bytes(args, device) * (0.9 if fraction is None else fraction)) // _token_bytes(
+        shape
+    )
     return min(affordable, _DEFAULT_SEQUENCES * max_seq_len(args, shape))
+
+
+def _token_bytes(shape: ModelShape) -> int:
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
 
 
 def _free_bytes(args: LlmArgs, device: torch.device) -> int:

@@ -5,6 +5,7 @@ A setting that would change an answer is never dropped silently.
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +31,7 @@ def refuse_unsupported(args: LlmArgs, model_dtype: str | None = None) -> list[st
     _check_kv_dtype(args, model_dtype)
     _check_tokenizer(args)
     _check_ranks(args)
+    _check_processors(args)
     return [key for key in _NO_EFFECT if _read(args, key) != _default(args, key)]
 
 
@@ -76,6 +78,14 @@ def _check_tokenizer(args: LlmArgs) -> None:
 def _check_ranks(args: LlmArgs) -> None:
     if args.tensor_parallel_size > 1 and args.embedded.device == "cuda":
         raise ConfigError.bad_value("embedded.device", "cuda", "cpu, with tensor_parallel_size above 1")
+
+
+def _check_processors(args: LlmArgs) -> None:
+    count = os.cpu_count() or 1
+    wanted = args.embedded.cpu_affinity or []
+    if strange := [cpu for cpu in wanted if not 0 <= cpu < count]:
+        allowed = f"processors of this machine, which are 0 to {count - 1}"
+        raise ConfigError.bad_value("embedded.cpu_affinity", strange, allowed)
 
 
 class _Built(NamedTuple):
@@ -144,6 +154,8 @@ _NO_EFFECT = (
     "num_serve_frontends",
     "iter_stats_max_iterations",
     "request_stats_max_iterations",
+    # A request's own measurements; `get_stats` has each step's.
+    "return_perf_metrics",
     "perf_metrics_output_dir",
     "perf_metrics_max_requests",
     "prometheus_metrics_config",

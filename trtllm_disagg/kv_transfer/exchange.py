@@ -178,11 +178,17 @@ class KvReceiver:
         self._on_finished()
 
     def _lost_touch(self, pull: Pull) -> None:
-        """The next pull starts afresh; should the sender be alive, its blocks are free again."""
-        card = self.cards.drop(pull.handle.endpoint)
-        if card is not None and not pull.may_land_later:
-            self._transport.forget(card)
-        self._release(pull.handle)
+        """The next pull starts afresh; should the sender be alive, its blocks are free again. Never raises: somebody
+        waits for the end of this pull.
+        """
+        try:
+            with contextlib.ExitStack() as whatever_happens:
+                whatever_happens.callback(self._release, pull.handle)
+                card = self.cards.drop(pull.handle.endpoint)
+                if card is not None and not pull.may_land_later:
+                    self._transport.forget(card)
+        except Exception:
+            log.exception("cleaning up after the KV pull of request %d failed", pull.request_id)
 
     def _pull(self, pull: Pull) -> None:
         handle = pull.handle

@@ -109,8 +109,11 @@ class KvPusher:
                 push.never_stops()
             push.close()
         card = self.cards.drop(push.offer.endpoint)
-        if card is not None and not may_land_later:
-            self._transport.forget(card)
+        try:
+            if card is not None and not may_land_later:
+                self._transport.forget(card)
+        except Exception:  # somebody waits for the end of this move
+            log.exception("cleaning up after a KV push to %s failed", push.offer.decode)
         self._finish(Move(push, "broken", reason, lost))
 
     def _read(self, push: Push, first: int, local: list[int]) -> None:

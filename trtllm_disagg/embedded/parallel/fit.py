@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from trtllm_disagg.embedded.checkpoint import read_json
 from trtllm_disagg.errors import ConfigError
 
 KEY = "tensor_parallel_size"
@@ -25,10 +25,7 @@ def require_divides(directory: Path, size: int) -> None:
     """
     if not (directory / "config.json").is_file():
         raise ConfigError.bad_value("model", str(directory), "a directory with a config.json")
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: cannot read {directory / 'config.json'}: {error}") from error
+    config = read_json(directory / "config.json")
     for key, noun in _DIVIDED.items():
         count = config.get(key)
         if isinstance(count, int) and count % size:

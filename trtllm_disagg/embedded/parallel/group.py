@@ -26,9 +26,10 @@ class RankGroup:
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """(..., n) -> (..., size * n): every rank's columns, by rank, on every rank."""
-        rows = x.reshape(-1, x.shape[-1])
-        every = self._gather(rows)
-        return every.transpose(0, 1).reshape(*x.shape[:-1], -1)
+        width = x.shape[-1]
+        every = self._gather(x.reshape(-1, width))
+        # Not -1: a step that samples nothing has no rows.
+        return every.transpose(0, 1).reshape(*x.shape[:-1], self.size * width)
 
     def collect_columns(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """(rows, this rank's part of `count`) -> (rows, count) on rank 0; the others get `x` back."""
@@ -43,7 +44,8 @@ class RankGroup:
         sizes = widths * rows * x.element_size()
         starts = np.cumsum(sizes) - sizes
         self._communicator.Gatherv(_bytes(x), [_bytes(flat), sizes, starts, _byte_type()], root=0)
-        parts = [part.view(rows, -1) for part in torch.split(flat, [int(w) * rows for w in widths])]
+        whole = torch.split(flat, [int(each) * rows for each in widths])
+        parts = [part.view(rows, int(each)) for part, each in zip(whole, widths, strict=True)]
         return torch.cat(parts, dim=1).view(*x.shape[:-1], count)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
