@@ -195,7 +195,7 @@ def test_missing_weights_are_not_made_up(copied: Path) -> None:
     weights = load_file(copied / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks 1 weights: model\.norm\.weight"):
+    with pytest.raises(ConfigError, match=r"lacks 1 weights that its config.json asks for: model\.norm\.weight"):
         Core(copied)
 
 
