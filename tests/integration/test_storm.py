@@ -7,7 +7,7 @@ from tests.storm import blow
 
 
 async def test_no_block_is_lost_and_every_answer_is_right(checkpoints: Checkpoints) -> None:
-    seen = await blow(checkpoints(), seeds=[1])
+    seen = await blow(checkpoints(), seeds=[1], num_requests=36)
 
     happened = (
         "paused",
