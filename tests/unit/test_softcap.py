@@ -30,8 +30,7 @@ def expected(
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
     module = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, training=False)
-    bias = None if mask is None else torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-    out: torch.Tensor = eager_attention_forward(module, query, key, value, bias, scaling=SCALE, softcap=CAP)[
+    out: torch.Tensor = eager_attention_forward(module, query, key, value, mask, scaling=SCALE, softcap=CAP)[
         0
     ].transpose(1, 2)
     return out
@@ -40,7 +39,8 @@ def expected(
 @pytest.mark.parametrize("masked", [True, False])
 def test_many_queries(masked: bool) -> None:
     query, key, value = inputs(9)
-    mask = torch.arange(KEYS)[None] <= torch.arange(36, 45)[:, None] if masked else None
+    hidden = torch.arange(KEYS)[None] > torch.arange(36, 45)[:, None]
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf) if masked else None
     made = capped_attention(CAP, query, key, value, attn_mask=mask, scale=SCALE, enable_gqa=True)
     torch.testing.assert_close(made, expected(query, key, value, mask), atol=1e-5, rtol=1e-5)
 

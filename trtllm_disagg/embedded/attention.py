@@ -78,7 +78,8 @@ class StepLayout:
         ends = np.cumsum([row.num_tokens for row in rows]) - 1
         #: Packed index of each sampling row's last token.
         self.last = torch.from_numpy(ends[[row.samples for row in rows]]).to(pool.kv.device)
-        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._longest = max((span.context for span in self._spans), default=0)
+        self._masks: dict[int, torch.Tensor] = {}
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -174,6 +175,7 @@ class StepLayout:
             for run in self.pool.keys_and_values(layer, span.blocks)
         )
         grouped = queries.shape[1] != keys.shape[1]
+        mask = self._mask(window or 0)
         for at in range(0, len(asked), TILE):
             tile_start = begin - before + at
             end = tile_start + TILE
@@ -183,25 +185,29 @@ class StepLayout:
                 queries[:, :, at : at + TILE],
                 keys[:, :, first:end],
                 values[:, :, first:end],
-                attn_mask=self._mask(tile_start, first, window or 0),
+                attn_mask=mask[:, mask.shape[1] - (end - first) :],
                 scale=scale,
                 enable_gqa=grouped,
             )
         if attended.shape[0] != span.num_queries:
             out[rows] = attended[before : before + span.num_queries]
 
-    def _mask(self, tile_start: int, first: int, window: int) -> torch.Tensor:
-        """(TILE, tile_start + TILE - first), True where a query may look; the same for every layer of the step."""
-        key = (tile_start, first, window)
-        if key not in self._masks:
-            device = self.pool.kv.device
-            queries = torch.arange(tile_start, tile_start + TILE, device=device)[:, None]
-            positions = torch.arange(first, tile_start + TILE, device=device)[None]
-            mask = positions <= queries
+    def _mask(self, window: int) -> torch.Tensor:
+        """(TILE, keys): what is added to the scores of a tile's queries and the keys up to the tile's end, 0 or minus
+        infinity. The same for every tile, of which earlier ones have fewer keys, and for every layer of the step.
+
+        Not of bools: torch would make this of them in each call, on one thread.
+        """
+        if window not in self._masks:
+            queries = torch.arange(TILE)[:, None]
+            positions = torch.arange(-(-self._longest // TILE) * TILE)[None]
+            positions -= positions.shape[1] - TILE
+            hidden = positions > queries
             if window:
-                mask &= positions > queries - window
-            self._masks[key] = mask
-        return self._masks[key]
+                hidden |= positions <= queries - window
+            mask = torch.zeros(hidden.shape, dtype=self.pool.kv.dtype).masked_fill_(hidden, -torch.inf)
+            self._masks[window] = mask.to(self.pool.kv.device)
+        return self._masks[window]
 
 
 def _span_of(row: Row, start: int, pool: KvPool) -> tuple[_Span, np.ndarray, np.ndarray]:

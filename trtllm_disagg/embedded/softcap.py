@@ -17,8 +17,8 @@ def capped_attention(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` with scores softcap * tanh(score / softcap).
 
-    query (1, heads, queries, dim), key and value (1, kv heads, keys, dim), attn_mask (queries, keys), True where a
-    query may look -> (1, heads, queries, dim). Head h looks at KV head h // (heads / kv heads).
+    query (1, heads, queries, dim), key and value (1, kv heads, keys, dim), attn_mask (queries, keys), 0 where a
+    query may look and else minus infinity -> (1, heads, queries, dim). Head h looks at KV head h // (heads / kv heads).
     """
     _, num_heads, num_queries, dim = query.shape
     kv_heads, num_keys = key.shape[1], key.shape[2]
@@ -26,6 +26,6 @@ def capped_attention(
     scores = (grouped @ key[0].transpose(1, 2)).float() * (scale / softcap)
     scores = scores.tanh_().mul_(softcap).view(num_heads, num_queries, num_keys)
     if attn_mask is not None:
-        scores.masked_fill_(~attn_mask, float("-inf"))
+        scores += attn_mask
     weights = scores.softmax(-1).to(value.dtype).view(kv_heads, -1, num_keys)
     return (weights @ value[0]).view(1, num_heads, num_queries, dim)
