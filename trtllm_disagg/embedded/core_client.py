@@ -106,11 +106,14 @@ class CoreClient:
 
     def _wait_ready(self) -> Ready:
         while True:
+            has_ended = self._process.poll() is not None
             try:
-                reports = iter(self._link.receive(wait=True))
+                reports = iter(received := self._link.receive(wait=True))
             except EOFError:
-                self._process.wait()
+                self._end()
                 raise errors.EngineError(f"{self._exit_code()} while starting") from None
+            if has_ended and not received:
+                raise errors.EngineError(f"{self._exit_code()} while starting")
             for report in reports:
                 if isinstance(report, Ready):
                     for later in reports:
@@ -148,8 +151,11 @@ class CoreClient:
         try:
             reports = self._link.receive(wait=wait)
         except EOFError:
+            # It is ending. Who has nothing to say any more, and stays, hangs; nobody shall wait for it.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_POLL_SECONDS)
+                self._process.wait(_END_SECONDS)
+            if self._process.poll() is None and not self._closing:
+                self._failure = self._failure or "the engine process has closed its socket"
             return False
         for report in reports:
             self._tell(report)

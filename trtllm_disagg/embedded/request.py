@@ -46,9 +46,8 @@ def prompt_of(inputs: Any, tokenize: Tokenize) -> tuple[str | None, list[int]]:
         inputs = text if token_ids is None else token_ids
     if isinstance(inputs, str):
         return inputs, tokenize(inputs)
-    if type(inputs) is list and set(map(type, inputs)) == {
-        int
-    }:  # nearly always; long prompts have many tokens
+    # Nearly always, and a long prompt has many tokens.
+    if type(inputs) is list and set(map(type, inputs)) == {int}:
         return text, inputs.copy()
     if _is_token_ids(inputs):
         return text, [int(t) for t in inputs]

@@ -9,12 +9,9 @@ import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError
 
-#: Pools in another order are not read, though every number be the same.
-_ORDER = b"block, layer, k|v, slot, head, dim"
-
 
 class KvLayout(msgspec.Struct, frozen=True):
-    """Shape of a pool `kv[block, layer, k|v, slot, head, dim]` without its number of blocks, which may differ."""
+    """Shape of a pool without its number of blocks, which may differ."""
 
     model: str
     num_layers: int
@@ -22,9 +19,11 @@ class KvLayout(msgspec.Struct, frozen=True):
     num_kv_heads: int
     head_dim: int
     dtype: str
+    #: Of the pool's dimensions. In another one every number could be the same.
+    order: str = "block, layer, k|v, slot, head, dim"
 
     def fingerprint(self) -> bytes:
-        return hashlib.blake2b(_ORDER + msgspec.msgpack.encode(self), digest_size=16).digest()
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).digest()
 
     def require_same(self, other: KvLayout) -> None:
         """Raise HandoffRefusedError with one line per differing field."""

@@ -22,6 +22,7 @@ from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.control import Told
+from trtllm_disagg.runtime.discovered import described
 from trtllm_disagg.runtime.handler import DESCRIBE, Obey, as_dynamo_handler
 from trtllm_disagg.runtime.kv_overlaps import KvOverlaps
 from trtllm_disagg.runtime.lookout import look_around
@@ -30,8 +31,6 @@ from trtllm_disagg.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
-
-_DESCRIBE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +91,8 @@ class Runtime:
     async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
         """What those who are at an endpoint now say of themselves. Who does not answer is left out."""
         client = await self._client(endpoint_id)
-        answers: list[dict[str, Any]] = []
-        for instance_id in client.instance_ids():
-            with suppress(Exception):
-                async with asyncio.timeout(_DESCRIBE_SECONDS):
-                    async for item in await client.direct({DESCRIBE: True}, instance_id):
-                        answers.append(item.data())
-        return answers
+        answers = [await described(client, instance_id) for instance_id in client.instance_ids()]
+        return [answer for answer in answers if answer is not None]
 
     async def look_around(self) -> list[Told]:
         """Everybody whom requests of this namespace could reach, as they describe themselves now."""

@@ -1,0 +1,55 @@
+"""An engine process that closes its socket and stays, in one of its libraries' exit say: nobody waits for it."""
+
+from __future__ import annotations
+
+import queue
+import sys
+
+import pytest
+
+from trtllm_disagg.embedded import core_client
+from trtllm_disagg.embedded.core_client import CoreClient
+from trtllm_disagg.embedded.messages import AbortRequest
+from trtllm_disagg.embedded.parallel.launch import Launch
+from trtllm_disagg.errors import EngineError
+
+#: Says what its argument says, then closes, and stays until it is killed.
+STAYS = """
+import json, sys, threading
+from pathlib import Path
+import msgspec
+from trtllm_disagg.embedded.link import connect
+from trtllm_disagg.embedded.messages import Command, Ready
+link = connect(Path(json.loads(sys.stdin.readline())["directory"]), msgspec.msgpack.Decoder(Command))
+if sys.argv[1] == "ready":
+    link.send(Ready(1, 32, 100, 64, "", [], []))
+    link.receive(wait=True)
+link.close()
+threading.Event().wait()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_client, "_END_SECONDS", 0.3)
+
+
+def client(monkeypatch: pytest.MonkeyPatch, said: str, died: queue.SimpleQueue[str]) -> CoreClient:
+    launch = Launch((sys.executable, "-c", STAYS, said), {})
+    monkeypatch.setattr(core_client, "core_launch", lambda *_: launch)
+    return CoreClient({"tensor_parallel_size": 1}, num_threads=1, on_report=lambda _: None, on_death=died.put)
+
+
+def test_its_requests_fail_and_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    died: queue.SimpleQueue[str] = queue.SimpleQueue()
+    core = client(monkeypatch, "ready", died)
+    core.send(AbortRequest(1))
+    assert died.get(timeout=20) == "the engine process has closed its socket"
+    core._receiver.join(timeout=20)
+    assert not core.alive
+    core.close()
+
+
+def test_it_does_not_keep_a_worker_from_failing_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="ended with exit code -9 while starting"):
+        client(monkeypatch, "nothing", queue.SimpleQueue())
