@@ -63,7 +63,12 @@ class Namesakes:
 
     async def require_same(self) -> None:
         """Before others can see this worker. Raises ConfigError for the first one that has another model or name."""
-        for other in await self._look():
+        others = await self._look()
+        if not others:
+            # A fresh look may come before discovery has told it anything.
+            await asyncio.sleep(self._poll_seconds)
+            others = await self._look()
+        for other in others:
             if self._is_in_the_way(other):
                 raise self._refusal(other)
 

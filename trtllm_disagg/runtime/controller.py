@@ -12,7 +12,6 @@ from dynamo.runtime import DistributedRuntime
 from trtllm_disagg.config import Role
 from trtllm_disagg.control import CONTROL, Command, Describe, Told, encode_command
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
-from trtllm_disagg.runtime.discovered import settled
 from trtllm_disagg.runtime.errors import from_dynamo
 from trtllm_disagg.settings import endpoint_of, parse_endpoint_id
 
@@ -27,7 +26,7 @@ class Controller:
 
     async def workers(self) -> list[Told]:
         """Everybody who is there, as they describe themselves. Who died meanwhile is left out."""
-        await settled(self._clients.values(), all, within=_FOUND_SECONDS, poll=_POLL_SECONDS)
+        await self._settled()
         # A first stage is at two endpoints; the later one, of its role, is where it always is.
         names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
         answers = await asyncio.gather(
@@ -38,6 +37,16 @@ class Controller:
             for (instance_id, endpoint), answer in zip(names.items(), answers, strict=True)
             if not isinstance(answer, PeerUnavailableError)
         ]
+
+    async def _settled(self) -> None:
+        """A fresh client learns of the instances bit by bit."""
+        seen: list[list[int]] = []
+        for _ in range(round(_FOUND_SECONDS / _POLL_SECONDS)):
+            now = [sorted(client.instance_ids()) for client in self._clients.values()]
+            if all(now) and now == seen:
+                return
+            seen = now
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         """What the worker answers. Raises a DisaggError: what it has refused, or that it does not answer in time."""

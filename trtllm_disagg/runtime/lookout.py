@@ -12,11 +12,10 @@ from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.config import WorkerConfig
 from trtllm_disagg.control import Told
-from trtllm_disagg.runtime.discovered import described, settled
+from trtllm_disagg.runtime.handler import DESCRIBE
 from trtllm_disagg.settings import parse_endpoint_id
 
-_FOUND_SECONDS = 0.25
-_POLL_SECONDS = 0.02
+_DESCRIBE_SECONDS = 5.0
 _SYSTEM_PORT = "DYN_SYSTEM_PORT"
 
 
@@ -29,8 +28,6 @@ async def look_around(config: WorkerConfig, runtime: Any, endpoint_ids: Iterable
             endpoint_id: await passing.endpoint(parse_endpoint_id(endpoint_id).dotted).client()
             for endpoint_id in endpoint_ids
         }
-        # Who must not miss anybody waits until it finds itself, too (namesakes.py).
-        await settled(clients.values(), any, within=_FOUND_SECONDS, poll=_POLL_SECONDS)
         places = [(i, where) for where, client in clients.items() for i in client.instance_ids()]
         answers = await asyncio.gather(*(described(clients[where], i) for i, where in places))
         return [
@@ -38,6 +35,16 @@ async def look_around(config: WorkerConfig, runtime: Any, endpoint_ids: Iterable
             for (i, where), answer in zip(places, answers, strict=True)
             if answer is not None
         ]
+
+
+async def described(client: Any, instance_id: int) -> dict[str, Any] | None:
+    """What an instance says of itself. None when it does not answer, because it is dead or no worker of ours."""
+    try:
+        async with asyncio.timeout(_DESCRIBE_SECONDS):
+            answers = [item.data() async for item in await client.direct({DESCRIBE: True}, instance_id)]
+    except Exception:
+        return None
+    return answers[0] if len(answers) == 1 and isinstance(answers[0], dict) else None
 
 
 @asynccontextmanager

@@ -22,10 +22,9 @@ from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.control import Told
-from trtllm_disagg.runtime.discovered import described
 from trtllm_disagg.runtime.handler import DESCRIBE, Obey, as_dynamo_handler
 from trtllm_disagg.runtime.kv_overlaps import KvOverlaps
-from trtllm_disagg.runtime.lookout import look_around
+from trtllm_disagg.runtime.lookout import described, look_around
 from trtllm_disagg.runtime.stage import DynamoDirectory
 from trtllm_disagg.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.types import Generate
