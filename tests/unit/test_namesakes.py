@@ -72,6 +72,17 @@ async def test_one_endpoint_is_for_one_name() -> None:
     assert "--namespace" in message
 
 
+async def test_who_sees_nobody_looks_again() -> None:
+    """Discovery may not have told anything yet."""
+    looks = iter([[], [Told(PLACE, 7, said(replace(MINE, weights="bbbb")))]])
+
+    async def look() -> list[Told]:
+        return next(looks)
+
+    with pytest.raises(ConfigError, match="by agg 7"):
+        await Namesakes(MINE, 5, {PLACE}, look, poll_seconds=0).require_same()
+
+
 async def test_who_is_settled_stays() -> None:
     other = replace(MINE, weights="bbbb")
     mine = namesakes(said(other, settled=True))
