@@ -22,6 +22,7 @@ from trtllm_disagg.prefill_queue import broker
 from trtllm_disagg.prefill_queue.messages import Answer, FromPuller, decode
 from trtllm_disagg.prefill_queue.names import CONSUMER
 from trtllm_disagg.prefill_queue.pushing import QueueClient
+from trtllm_disagg.testing.recording_llm import LLM
 
 
 @asynccontextmanager
@@ -91,6 +92,32 @@ async def test_an_answer_that_is_heard_late_is_still_good(
 
     assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
     assert len(pulling.llm.results) == 1
+
+
+async def test_a_handoff_is_let_go_when_its_pusher_dies_of_the_answer(
+    queue: Queueing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NATS has delivered it to somebody who is gone by the time that a word is due."""
+    monkeypatch.setattr(broker, "_REPLY_SECONDS", 0.2)
+    hear = QueueClient._hear
+    ending: list[asyncio.Task[None]] = []
+
+    async def dies(self: QueueClient, message: Msg) -> None:
+        if isinstance(decode(message.data, FromPuller), Answer):
+            # A task of its own: closing a connection ends those that listen to it, and this is one.
+            ending.append(asyncio.create_task(pushing.broker.close()))
+        else:
+            await hear(self, message)
+
+    monkeypatch.setattr(QueueClient, "_hear", dies)
+    pushing, _ = await queue.pusher(), await queue.puller()
+    asked = asyncio.create_task(collect(pushing.generate, request(5)))
+
+    await until(lambda: ending)
+    assert len(LLM.kv_store) == 1
+    await until(lambda: len(LLM.kv_store) == 0)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
 
 
 def described(**changes: Any) -> dict[str, Any]:

@@ -147,8 +147,7 @@ class Puller:
             request = self._read(item)
             async with aclosing(self._generate(request, context)) as chunks:
                 async for chunk in chunks:
-                    reply = await self._tell(item, Answer(item.id, attempt, encode_chunk(chunk)))
-                    if not self._may_be_taken(reply):
+                    if not await self._may_be_taken(item, Answer(item.id, attempt, encode_chunk(chunk))):
                         # Before it goes on: that is how the prefill phase knows who has the handoff.
                         context.stop()
         except DisaggError as error:
@@ -169,11 +168,16 @@ class Puller:
             raise PeerUnavailableError("no other prefill worker takes this request")
         return request
 
-    def _may_be_taken(self, reply: Reply) -> bool:
-        """A pusher that is there and does not answer stands still perhaps, and takes the handoff when it goes on; if
-        not, the lease ends by itself. When NATS is gone, so is what was pushed through it.
+    async def _may_be_taken(self, item: Item, answer: Answer) -> bool:
+        """A pusher that is there and does not say a word stands still perhaps, and takes the handoff when it goes on;
+        if not, the lease ends by itself. When NATS is gone, so is what was pushed through it.
         """
-        return reply is Reply.YES or (reply is Reply.NONE and self._broker.is_usable)
+        reply = await self._tell(item, answer)
+        if reply is Reply.NONE:
+            # It may as well have died with the answer on its way: then nobody hears this any more.
+            reply = await self._tell(item, Beat(item.id, answer.attempt))
+            return reply is not Reply.NOBODY and self._broker.is_usable
+        return reply is Reply.YES
 
     async def _tell(self, item: Item, said: FromPuller) -> Reply:
         """What the pusher says to it."""
