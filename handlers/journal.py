@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from trtllm_disagg.handlers.measured import KV_TRANSFER_BYTES, KV_TRANSFER_MS
 from trtllm_disagg.types import Generate, GenerateRequest, Journey, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -27,10 +28,16 @@ class JourneyCounts:
 
     def __init__(self) -> None:
         self.ended: Counter[tuple[str, str, str]] = Counter()
+        #: KV transfers that the engine measured, their seconds and their bytes.
+        self.num_transfers, self.transfer_seconds, self.transfer_bytes = 0, 0.0, 0
 
     def add(self, journey: Journey) -> None:
         last = journey.fallbacks[-1].partition(":")[0] if journey.fallbacks else "none"
         self.ended[journey.strategy, journey.reason, last] += 1
+        if KV_TRANSFER_MS in journey.facts:
+            self.num_transfers += 1
+            self.transfer_seconds += journey.facts[KV_TRANSFER_MS] / 1000
+            self.transfer_bytes += journey.facts[KV_TRANSFER_BYTES]
 
 
 def journaled(generate: Generate, part: str, counts: JourneyCounts | None = None) -> Generate:

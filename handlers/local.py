@@ -21,6 +21,7 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.ahead import newest_states
 from trtllm_disagg.handlers.background import in_background
 from trtllm_disagg.handlers.cancellation import abort_when_stopped
+from trtllm_disagg.handlers.measured import tell_transfer
 from trtllm_disagg.handlers.outputs import OutputCursor
 from trtllm_disagg.types import (
     GenerateRequest,
@@ -102,6 +103,8 @@ class LocalDecode:
             _stream(self._engine, result, cursor, context, deferred_abort=deferred)
         ) as chunks:
             async for chunk in chunks:
+                if chunk.finish_reason is not None:
+                    tell_transfer(request.journey, result)
                 yield chunk
 
     def drain(self, request: GenerateRequest) -> None:

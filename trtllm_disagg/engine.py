@@ -98,20 +98,27 @@ def serve_as_rank(name: str, args: dict[str, Any]) -> bool:
 class Engine:
     """One running LLM. The three `start_*` methods return its RequestOutput; none of them waits."""
 
-    def __init__(self, api: LlmApi, llm: Any, max_seq_len: int, machine_id: int = 0) -> None:
-        """`machine_id` in [0, 1021) tells this worker's handoff ids from the other workers'."""
+    def __init__(
+        self, api: LlmApi, llm: Any, max_seq_len: int, machine_id: int = 0, *, measures: bool = False
+    ) -> None:
+        """`machine_id` in [0, 1021) tells this worker's handoff ids from the other workers'. `measures`: have the
+        engine say of each request what it took.
+        """
         self._api = api
         self.llm = llm
         self.max_seq_len = max_seq_len
         self.request_error = api.request_error
         self._id_parts = divmod(machine_id, 64)
+        self._measures = measures
 
     @classmethod
     def open(cls, api: LlmApi, engine_args: dict[str, Any], machine_id: int) -> Engine:
         """Build the LLM: loads the model, so it takes its time and blocks."""
         args = dict(engine_args)
         llm = api.llm(**args)
-        return cls(api, llm, args.get("max_seq_len") or _max_positions(args["model"]), machine_id)
+        max_seq_len = args.get("max_seq_len") or _max_positions(args["model"])
+        # Who wants to know how steps went wants to know it of requests, too.
+        return cls(api, llm, max_seq_len, machine_id, measures=bool(args.get("enable_iter_perf_stats")))
 
     @property
     def is_exact(self) -> bool:
@@ -228,6 +235,7 @@ class Engine:
                 # Dynamo's frontend makes the text.
                 detokenize=False,
                 guided_decoding=self._guided(guided),
+                return_perf_metrics=self._measures,
                 **options,
             )
         except (ValueError, TypeError) as error:

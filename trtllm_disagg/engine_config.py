@@ -91,7 +91,7 @@ def _dynamo_defaults(config: WorkerConfig) -> Args:
                 "dynamic_batch_moving_average_window": 128,
             },
         },
-        # Costs time in every step, and nobody reads it unless a file asks for it.
+        # Each request says whether it is measured, as with Dynamo's worker.
         "return_perf_metrics": False,
         "enable_iter_perf_stats": config.publish_metrics,
     }

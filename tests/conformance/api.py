@@ -26,6 +26,7 @@ _SUBMODULES = (
     "executor.request",
     "executor.result",
     "executor.utils",
+    "metrics",
 )
 
 

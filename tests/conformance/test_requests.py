@@ -130,13 +130,3 @@ async def test_stop_tokens_of_more_than_one_kind(llm: Any) -> None:
 async def test_what_is_not_served_is_refused_by_name(llm: Any, values: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=next(iter(values))):
         llm.generate_async(PROMPT, sampling(**values))
-
-
-@pytest.mark.skipif(
-    IS_EMBEDDED, reason="the embedded engine says at its start that it measures nothing a request"
-)
-async def test_a_request_is_measured_on_demand(llm: Any) -> None:
-    result = await llm.generate_async(PROMPT, sampling(return_perf_metrics=True)).aresult()
-    metrics = result.outputs[0].request_perf_metrics
-    assert metrics.kv_cache_metrics.num_reused_blocks + metrics.kv_cache_metrics.num_missed_blocks > 0
-    assert metrics.timing_metrics is not None

@@ -30,7 +30,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    #: None where the frontend counts by itself: it ended the answer, at a stop string.
+    #: None where the frontend may count by itself: it ended the answer, at a stop string.
     cached_tokens: int | None
 
 
@@ -86,9 +86,13 @@ class Question:
 
 def ask(client: OpenAI, question: Question) -> Answer | Refusal:
     try:
-        return _streamed(client, question) if question.stream else _whole(client, question)
+        answer = _streamed(client, question) if question.stream else _whole(client, question)
     except APIStatusError as error:
         return Refusal(error.status_code, error.response.json()["message"])
+    if answer.finish_reason == "stop" and "stop" in question.options:
+        # Only the worker's last chunk says what was cached. Whether that came with the string is chance.
+        return answer.without_cached_tokens()
+    return answer
 
 
 def float32(value: float) -> float:

@@ -25,6 +25,7 @@ from trtllm_disagg.embedded.mounted_names import (
     tokenizer_factory,
     update_llm_args_with_extra_options,
 )
+from trtllm_disagg.embedded.perf_metrics import MetricNames
 from trtllm_disagg.embedded.request import PreprocessedInputs, prompt_of
 from trtllm_disagg.embedded.supported_args import refuse_unsupported
 from trtllm_disagg.errors import ConfigError
@@ -263,7 +264,7 @@ def test_the_metrics_have_tensorrt_llms_names(monkeypatch: pytest.MonkeyPatch) -
     registry = prometheus.CollectorRegistry()
     made = {
         kind: lambda *args, kind=kind, **kwargs: getattr(prometheus, kind)(*args, registry=registry, **kwargs)
-        for kind in ("Gauge", "Counter")
+        for kind in ("Gauge", "Counter", "Histogram")
     }
     monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(**made))
     collector = MetricsCollector({"model_name": "m"})
@@ -271,7 +272,10 @@ def test_the_metrics_have_tensorrt_llms_names(monkeypatch: pytest.MonkeyPatch) -
     collector.log_iteration_stats(
         {"numActiveRequests": 3, "kvCacheStats": {"usedNumBlocks": 2, "maxNumBlocks": 8}}
     )
-    collector.log_request_metrics_dict({"finished_reason": "stop"})
+    collector.log_request_metrics_dict(
+        {"finished_reason": "stop", MetricNames.TTFT: 0.25, MetricNames.TPOT: 0.01}
+        | {MetricNames.GENERATION_TOKENS: 7}
+    )
     collector.log_request_metrics_dict({})
 
     def value(name: str, **labels: str) -> float | None:
@@ -281,3 +285,7 @@ def test_the_metrics_have_tensorrt_llms_names(monkeypatch: pytest.MonkeyPatch) -
     assert value("num_requests_running") == 3
     assert value("kv_cache_utilization") == 0.25
     assert value("request_success_total", finished_reason="stop") == 1
+    assert value("time_to_first_token_seconds_sum") == 0.25
+    assert value("time_per_output_token_seconds_count") == 1
+    assert value("e2e_request_latency_seconds_count") == 0
+    assert value("generation_tokens_total") == 7

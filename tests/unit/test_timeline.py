@@ -13,7 +13,7 @@ ANSWER = Answer(text="hello", sent=100.0, first_text=100.02, done=100.10)
 
 
 def journal(
-    path: Path, part: str, *, start: float, chunks: tuple[float, ...], end: float, tokens: int
+    path: Path, part: str, *, start: float, chunks: tuple[float, ...], end: float, tokens: int, **more: object
 ) -> None:
     entry = {
         "request": "r",
@@ -25,7 +25,7 @@ def journal(
         "first_chunk": chunks[0],
         "second_chunk": chunks[1] if len(chunks) > 1 else None,
         "end": end,
-    }
+    } | more
     path.write_text(
         f"noise: request r: nothing of ours\n12:00:00 INFO x.journal: {PREFIX}{json.dumps(entry)}\n"
     )
@@ -34,7 +34,15 @@ def journal(
 def test_prefill_first_is_told_from_both_journals(tmp_path: Path) -> None:
     prefill, decode = tmp_path / "p.log", tmp_path / "d.log"
     journal(prefill, "prefill/prefill_first", start=100.001, chunks=(100.015, 100.035), end=100.1, tokens=5)
-    journal(decode, "decode/prefill_first", start=100.016, chunks=(100.034,), end=100.099, tokens=4)
+    journal(
+        decode,
+        "decode/prefill_first",
+        start=100.016,
+        chunks=(100.034,),
+        end=100.099,
+        tokens=4,
+        disagg={"strategy": "x", "kv_transfer_ms": 1.234, "kv_transfer_bytes": 81920},
+    )
 
     picture = render(read_timeline({"prefill-0": prefill, "decode-0": decode}, ANSWER))
 
@@ -44,6 +52,7 @@ def test_prefill_first_is_told_from_both_journals(tmp_path: Path) -> None:
     assert "decoded 4" in rows[2]
     assert "first token at the client after 20.0 ms" in picture
     assert "handoff (KV moved to decode, and the second token computed there): 20.0 ms" in picture
+    assert rows[-1].strip() == "80 KiB of KV were on their way for 1.2 ms"
 
 
 def test_requests_before_this_one_are_left_out(tmp_path: Path) -> None:

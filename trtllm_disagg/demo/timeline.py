@@ -15,6 +15,13 @@ from trtllm_disagg.handlers.journal import PREFIX
 _WIDTH = 60
 
 
+class Journey(msgspec.Struct, frozen=True):
+    """What we use of it: KV that came to this worker (handlers/measured.py)."""
+
+    kv_transfer_ms: float = 0.0
+    kv_transfer_bytes: int = 0
+
+
 class Entry(msgspec.Struct, frozen=True):
     """One worker's line about one request; times in seconds since the epoch."""
 
@@ -27,6 +34,7 @@ class Entry(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     first_chunk: float | None = None
     second_chunk: float | None = None
+    disagg: Journey = Journey()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,12 @@ def render(timeline: Timeline) -> str:
     lines.append(f"   first token at the client after {_ms(answer.first_text - answer.sent)}")
     if handoff := _handoff(timeline):
         lines.append(f"   handoff (KV moved to decode, and the second token computed there): {_ms(handoff)}")
+    for entry in timeline.entries.values():
+        if entry.disagg.kv_transfer_ms:
+            kib = entry.disagg.kv_transfer_bytes / 1024
+            lines.append(
+                f"   {kib:,.0f} KiB of KV were on their way for {entry.disagg.kv_transfer_ms:.1f} ms"
+            )
     return "\n".join(lines)
 
 

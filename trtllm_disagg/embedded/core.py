@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from trtllm_disagg.embedded import outputs
 from trtllm_disagg.embedded.attention import TILE
 from trtllm_disagg.embedded.block_manager import KvEventLog
 from trtllm_disagg.embedded.core_hooks import CoreHooks
@@ -77,6 +78,7 @@ class EngineCore:
         self._meetings: Meetings = self.transfers.meetings(self._hooks())
         self._outputs: list[TokenOutput] = []
         self._has_shrunk = False
+        self._num_steps = 0
 
     def ready(self) -> Ready:
         return Ready(
@@ -116,7 +118,7 @@ class EngineCore:
         if not found and not self._meetings.abort(request_id):
             self.transfers.release_request(request_id)
         for sequence in [each for each in found if not each.aborted]:
-            self._outputs.append(TokenOutput(request_id, sequence.index, finish_reason="cancelled"))
+            self._outputs.append(outputs.of_cancel(sequence))
             if sequence.is_filled:
                 sequence.aborted = True
                 continue
@@ -153,8 +155,8 @@ class EngineCore:
         stats = self._stats.of_step(
             rows, self.scheduler, self.blocks, self.transfers.num_leases, time.perf_counter() - started
         )
-        outputs, self._outputs = self._outputs, []
-        return StepReport(outputs, self.num_active, self._events.take(), stats)
+        said, self._outputs = self._outputs, []
+        return StepReport(said, self.num_active, self._events.take(), stats)
 
     def seconds_to_deadline(self) -> float | None:
         """Until a lease or a wait ends by itself; None when there is none."""
@@ -173,6 +175,9 @@ class EngineCore:
     # -- internals
 
     def _run(self, rows: list[Row]) -> None:
+        self._num_steps += 1
+        for row in rows:
+            row.sequence.measuring.scheduled(self._num_steps)
         sampling = [row.sequence for row in rows if row.samples]
         try:
             logits = self._runner.run(rows)
@@ -195,6 +200,7 @@ class EngineCore:
     def _accept(self, sequence: Sequence, token: int, logprobs: LogprobEntry | None) -> None:
         """Append one token, tell the client, and finish the sequence if that token ends it."""
         sequence.tokens.append(token)
+        sequence.measuring.has_token(self._num_steps)
         verdict = judge(sequence)
         if sequence.guide is not None and verdict.finish_reason is None:
             try:
@@ -202,16 +208,7 @@ class EngineCore:
             except DisaggError as error:
                 self._retire_request(sequence.request_id, error)
                 return
-        output = TokenOutput(
-            sequence.request_id,
-            sequence.index,
-            token_ids=[token] if verdict.emit else [],
-            logprobs=[logprobs] if verdict.emit and logprobs else None,
-            trim=verdict.trim,
-            finish_reason=verdict.finish_reason,
-            stop_reason=verdict.stop_reason,
-            cached_tokens=sequence.num_cached,
-        )
+        output = outputs.of_token(sequence, token, logprobs, verdict)
         if verdict.finish_reason is not None:
             if self._meetings.deliver(sequence, output):
                 return  # the client hears of it when decode has it
@@ -294,7 +291,7 @@ class EngineCore:
         )
 
     def _fail(self, request_id: int, error: DisaggError) -> None:
-        self._outputs.append(TokenOutput(request_id, error=str(error), error_category=error.category))
+        self._outputs.append(outputs.of_error(request_id, error))
 
     def _require_fits(self, sequence: Sequence) -> None:
         usable = self.blocks.num_blocks - self.blocks.num_quarantined

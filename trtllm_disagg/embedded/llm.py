@@ -9,7 +9,6 @@ import itertools
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from functools import cached_property
@@ -23,10 +22,11 @@ from trtllm_disagg.embedded.detokenizer import decoder
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.feed import Feed
 from trtllm_disagg.embedded.llm_args import LlmArgs, as_plain, core_args
-from trtllm_disagg.embedded.messages import AbortRequest, AddRequest, StepReport, TokenOutput
+from trtllm_disagg.embedded.messages import AbortRequest, AddRequest, StepReport
 from trtllm_disagg.embedded.parallel.fit import require_divides
 from trtllm_disagg.embedded.parallel.launch import serve_other_ranks
-from trtllm_disagg.embedded.result import RequestError, RequestOutput, wake
+from trtllm_disagg.embedded.result import RequestOutput
+from trtllm_disagg.embedded.running import RunningRequests
 from trtllm_disagg.embedded.sampling_params import SamplingParams
 from trtllm_disagg.embedded.scheduling_params import SchedulingParams
 from trtllm_disagg.embedded.supported_args import refuse_unsupported
@@ -73,9 +73,8 @@ class LLM:
         serve_other_ranks(self.args.tensor_parallel_size, self.args.embedded.num_threads)
         #: As of the last step: requests that wait or run, and prompts whose KV is held (embedded engine only).
         self.num_active_requests = 0
-        self._results: dict[int, RequestOutput] = {}
+        self._running = RunningRequests()
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()
         self._events = Feed(self.args.kv_cache_config.event_buffer_max_size)
         self._stats = Feed(None if self.args.max_stats_len < 0 else self.args.max_stats_len)
         self._fatal_error: BaseException | None = None
@@ -108,6 +107,7 @@ class LLM:
         """Start a request; returns at once. Invalid arguments raise ValueError, TypeError or NotImplementedError
         here; a request that fails later raises RequestError out of the iteration.
         """
+        arrived = time.monotonic()
         if reason := self._ended():
             raise RuntimeError(f"LLM is shutting down ({reason})")
         adapters = {"lora_request": lora_request, "prompt_adapter_request": prompt_adapter_request}
@@ -147,8 +147,7 @@ class LLM:
             detokenize=self._detokenizer(sampling),
             disagg_request_id=disaggregated_params.disagg_request_id if disaggregated_params else None,
         )
-        with self._lock:
-            self._results[result.request_id] = result
+        self._running.add(result)
         self._core.send(
             AddRequest(
                 request_id=result.request_id,
@@ -160,10 +159,11 @@ class LLM:
                 cache_salt=cache_salt or "",
                 handoff=handoff,
                 rendezvous=rendezvous,
+                arrived=arrived if sampling.return_perf_metrics or self.args.return_perf_metrics else None,
             )
         )
         if reason := self._ended():
-            self._fail_all(reason)
+            self._running.fail_all(reason)
         return result
 
     def generate(self, inputs: Any, sampling_params: Any = None, use_tqdm: bool = True, **kwargs: Any) -> Any:
@@ -209,7 +209,7 @@ class LLM:
         if not self._shut_down:
             self._shut_down = True
             self._core.close()
-            self._fail_all("LLM is shutting down")
+            self._running.fail_all("LLM is shutting down")
 
     def __enter__(self) -> LLM:
         return self
@@ -278,29 +278,9 @@ class LLM:
         self.num_active_requests = report.num_active
         self._events.extend(report.events)
         self._stats.extend(report.stats)
-        delivered: list[RequestOutput] = []
-        for output in report.outputs:
-            if (result := self._results.get(output.request_id)) is None:
-                continue
-            if output.finish_reason is not None or output.error is not None:
-                self._forget_when_done(result, output)
-            result.deliver(output)
-            delivered.append(result)
-        wake(delivered)
-
-    def _forget_when_done(self, result: RequestOutput, output: TokenOutput) -> None:
-        result.choices_left -= 1
-        if result.choices_left == 0 or output.error is not None:
-            self._results.pop(output.request_id, None)
+        self._running.deliver(report.outputs)
 
     def _on_death(self, reason: str) -> None:
         self._fatal_error = RuntimeError(reason)
         log.error("%s", reason)
-        self._fail_all(reason)
-
-    def _fail_all(self, reason: str) -> None:
-        with self._lock:
-            results, self._results = list(self._results.values()), {}
-        for result in results:
-            result.deliver(RequestError(reason, "Unavailable"))
-        wake(results)
+        self._running.fail_all(reason)

@@ -68,6 +68,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     cache_salt: str = ""
     handoff: ReceivedHandoff | None = None
     rendezvous: Rendezvous | None = None
+    #: When the client asked, by this machine's monotonic clock; None: nobody wants to know how long it takes.
+    arrived: float | None = None
 
 
 class AbortRequest(msgspec.Struct, tag="abort"):
@@ -90,6 +92,25 @@ class MadeHandoff(msgspec.Struct):
     ctx_info_endpoint: str
 
 
+class Measured(msgspec.Struct, omit_defaults=True):
+    """What one choice took. Times are seconds of this machine's monotonic clock; 0 is for what did not happen."""
+
+    arrival: float
+    first_scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    transfer_start: float = 0.0
+    transfer_end: float = 0.0
+    transfer_bytes: int = 0
+    #: When it was admitted: blocks taken from the pool, and blocks of its prompt that were in the cache, or were not.
+    allocated_blocks: int = 0
+    reused_blocks: int = 0
+    missed_blocks: int = 0
+    #: Steps of the engine.
+    first_step: int | None = None
+    last_step: int | None = None
+
+
 class TokenOutput(msgspec.Struct, omit_defaults=True, gc=False):
     """New tokens of one choice of one request. There is one for every token, so most of it is not even sent."""
 
@@ -106,6 +127,8 @@ class TokenOutput(msgspec.Struct, omit_defaults=True, gc=False):
     error_category: str = "Internal"
     cached_tokens: int = 0
     handoff: MadeHandoff | None = None
+    #: With the end of a choice that is measured.
+    measured: Measured | None = None
 
 
 class StepReport(msgspec.Struct, tag="step"):

@@ -59,8 +59,9 @@ MOUNTED = {
     "executor.request": "DEFAULT_REQUEST_PRIORITY",
     "executor.result": _OUTPUTS,
     "executor.utils": "RequestError EngineDeadError",
-    "metrics": "MetricsCollector",
+    "metrics": "MetricsCollector MetricNames",
     "metrics.collector": "MetricsCollector",
+    "metrics.enums": "MetricNames",
 }
 
 #: Text clients import these, and never use them.
@@ -79,7 +80,7 @@ NOT_SERVED = {
 #: Where our names live; the first that has one wins.
 _SOURCES = tuple(
     f"trtllm_disagg.embedded{part}"
-    for part in ("", ".llm_args", ".disaggregated_params", ".request", ".mounted_names")
+    for part in ("", ".llm_args", ".disaggregated_params", ".request", ".perf_metrics", ".mounted_names")
 )
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from trtllm_disagg.embedded.llm import LLM
 from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.perf_metrics import FINISHED_REASON, MetricNames
 
 BaseLLM = LLM
 TorchLlmArgs = LlmArgs
@@ -133,21 +134,43 @@ _GAUGES = {
     "total_context_tokens": "inflightBatchingStats.numCtxTokens",
 }
 
+#: Of each measured request, in seconds.
+_HISTOGRAMS = {
+    MetricNames.E2E: "e2e_request_latency_seconds",
+    MetricNames.TTFT: "time_to_first_token_seconds",
+    MetricNames.TPOT: "time_per_output_token_seconds",
+    MetricNames.REQUEST_QUEUE_TIME: "request_queue_time_seconds",
+    MetricNames.PREFILL_TIME: "request_prefill_time_seconds",
+    MetricNames.DECODE_TIME: "request_decode_time_seconds",
+    MetricNames.INFERENCE_TIME: "request_inference_time_seconds",
+}
+#: From a millisecond to an hour, three to a decade: a laptop's engine and a cluster's have their requests in them.
+_BUCKETS = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
+
 
 class MetricsCollector:
     """The engine's statistics as Prometheus metrics, under TensorRT-LLM's names."""
 
-    labelname_finish_reason = "finished_reason"
+    labelname_finish_reason = FINISHED_REASON
 
     def __init__(self, labels: dict[str, str]) -> None:
         # A client that wants metrics has it; nobody else needs it.
-        from prometheus_client import Counter, Gauge
+        from prometheus_client import Counter, Gauge, Histogram
 
         self._labels = labels
         self._gauges = {
             name: Gauge(f"trtllm_{name}", path, labelnames=list(labels)).labels(**labels)
             for name, path in {**_GAUGES, "kv_cache_utilization": "used blocks / all blocks"}.items()
         }
+        self._histograms = {
+            metric: Histogram(
+                f"trtllm_{name}", metric.value, labelnames=list(labels), buckets=_BUCKETS
+            ).labels(**labels)
+            for metric, name in _HISTOGRAMS.items()
+        }
+        self._tokens = Counter(
+            "trtllm_generation_tokens_total", "Tokens of answers.", labelnames=list(labels)
+        ).labels(**labels)
         self._finished = Counter(
             "trtllm_request_success_total",
             "Requests by how they finished.",
@@ -165,7 +188,12 @@ class MetricsCollector:
         if blocks.get("maxNumBlocks"):
             self._gauges["kv_cache_utilization"].set(blocks["usedNumBlocks"] / blocks["maxNumBlocks"])
 
-    def log_request_metrics_dict(self, metrics_dict: Mapping[str, Any]) -> None:
+    def log_request_metrics_dict(self, metrics_dict: Mapping[Any, Any]) -> None:
+        """Of a result; empty when it was not measured."""
+        for metric, histogram in self._histograms.items():
+            if metric in metrics_dict:
+                histogram.observe(metrics_dict[metric])
+        self._tokens.inc(metrics_dict.get(MetricNames.GENERATION_TOKENS, 0))
         reason = metrics_dict.get(self.labelname_finish_reason)
         if reason is not None:
             self._finished.labels(**self._labels, **{self.labelname_finish_reason: reason}).inc()

@@ -49,6 +49,10 @@ class Reservations:
         sequence.num_computed = len(plan.known) * size + num_copied
         if sequence.status is Status.WAITING:
             sequence.num_cached = sequence.num_computed
+            num_prompt_blocks = -(-sequence.num_prompt // size)
+            sequence.measuring.admitted(
+                allocated=plan.wanted, reused=len(plan.known), missed=num_prompt_blocks - len(plan.known)
+            )
         self._restore(sequence, len(plan.known))
 
     def give_up(self, sequence: Sequence) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from trtllm_disagg.embedded.detokenizer import GrowingText
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.messages import MadeHandoff, TokenOutput
+from trtllm_disagg.embedded.perf_metrics import RequestPerfMetrics, metrics_dict, request_perf_metrics
 
 
 class RequestError(RuntimeError):
@@ -44,7 +45,7 @@ class CompletionOutput:
     additional_context_outputs: dict[str, Any] | None = None
     additional_generation_outputs: dict[str, Any] | None = None
     disaggregated_params: DisaggregatedParams | None = None
-    request_perf_metrics: Any | None = None
+    request_perf_metrics: RequestPerfMetrics | None = None
     _seen_tokens: int = 0
     _seen_logprobs: int = 0
     _seen_text: int = 0
@@ -98,7 +99,8 @@ class GenerationResult:
         self.decoding_iter = 0
         #: Always: there is no speculative decoding.
         self.avg_decoded_tokens_per_iter = 1.0
-        self.metrics_dict: dict[str, Any] = {}
+        #: Seconds by MetricNames, when the request is measured (return_perf_metrics).
+        self.metrics_dict: dict[Any, Any] = {}
         self.finished = False
         self.disaggregated_params: DisaggregatedParams | None = None
         self._streaming = streaming
@@ -219,6 +221,14 @@ class GenerationResult:
             output.finish_reason, output.stop_reason = delivery.finish_reason, delivery.stop_reason
             self._unfinished -= 1
             self.finished = self._unfinished == 0
+            if delivery.measured is not None:
+                output.request_perf_metrics = request_perf_metrics(delivery.measured)
+                self.metrics_dict = metrics_dict(
+                    delivery.measured,
+                    delivery.finish_reason,
+                    output.length,
+                    only_choice=len(self.outputs) == 1,
+                )
         if self._texts:
             text = self._texts[delivery.index]
             if output.finish_reason is not None:

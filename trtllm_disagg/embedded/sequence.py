@@ -10,6 +10,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from trtllm_disagg.embedded.kv_memory import Saved
+from trtllm_disagg.embedded.measuring import UNMEASURED, Measuring, Unmeasured
 from trtllm_disagg.embedded.messages import AddRequest, ReceivedHandoff, Rendezvous, SamplingSpec
 from trtllm_disagg.kv_transfer.handle import KvHandle
 
@@ -46,6 +47,7 @@ class Sequence:
     rendezvous: Rendezvous | None = None
     #: Which tokens may come next, when a grammar says so.
     guide: Guide | None = None
+    measuring: Unmeasured = UNMEASURED
 
     arrived: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
@@ -83,6 +85,7 @@ class Sequence:
             handoff=request.handoff,
             handle=handle,
             rendezvous=request.rendezvous,
+            measuring=UNMEASURED if request.arrived is None else Measuring(request.arrived),
         )
 
     @property

@@ -154,8 +154,7 @@ _NO_EFFECT = (
     "num_serve_frontends",
     "iter_stats_max_iterations",
     "request_stats_max_iterations",
-    # A request's own measurements; `get_stats` has each step's.
-    "return_perf_metrics",
+    # A server's; `request_perf_metrics` has a request's measurements.
     "perf_metrics_output_dir",
     "perf_metrics_max_requests",
     "prometheus_metrics_config",

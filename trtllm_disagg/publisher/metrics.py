@@ -7,7 +7,12 @@ from typing import Any
 
 from dynamo.common.utils.prometheus import register_engine_metrics_callback
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from trtllm_disagg.config import WorkerConfig
@@ -27,6 +32,10 @@ _COUNTERS = {
     "kv_bytes_pushed": "Bytes of KV that this worker wrote into another one",
 }
 _REQUESTS = "Whole requests that ended on this worker: what ran, why, and the last step down the ladder"
+_TRANSFERS = {
+    "seconds": "How long the KV of one request was on its way to this worker",
+    "bytes": "How much KV came for one request",
+}
 _GAUGES = {
     "handoffs_held": "Finished prefills whose KV waits here for a decode worker",
     "kv_blocks_used": "KV blocks that running requests and held handoffs use",
@@ -74,6 +83,18 @@ class EngineMetrics(Collector):
         for labels, count in list(self._journeys.ended.items()):
             requests.add_metric(labels, count)
         yield requests
+        yield from self._transfers()
+
+    def _transfers(self) -> Iterator[Metric]:
+        journeys = self._journeys
+        if journeys.num_transfers:
+            for name, total in (("seconds", journeys.transfer_seconds), ("bytes", journeys.transfer_bytes)):
+                yield SummaryMetricFamily(
+                    f"{PREFIX}kv_transfer_{name}",
+                    _TRANSFERS[name],
+                    count_value=journeys.num_transfers,
+                    sum_value=total,
+                )
 
     def _count(self, name: str, more: float) -> None:
         self._counted[name] = self._counted.get(name, 0) + more

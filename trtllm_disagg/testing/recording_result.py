@@ -59,6 +59,8 @@ class Script:
     error_at: int = 0
     ends_with: str | None = None
     """The finish reason at the end, instead of `stop` or `length`."""
+    perf_metrics: Any = None
+    """What the engine has measured, for a request that asks for it."""
     gate: asyncio.Semaphore | None = None
     """One permit lets one token through, so a test can look at a request that is half done."""
 
@@ -245,8 +247,9 @@ class RequestOutput:
             output.finish_reason = "stop"
         elif output.length >= self._max_tokens or output.length == len(self._script.tokens or range(0)):
             output.finish_reason = "length"
-        if output.finish_reason is not None and self._script.ends_with is not None:
-            output.finish_reason = self._script.ends_with
+        if output.finish_reason is not None:
+            output.finish_reason = self._script.ends_with or output.finish_reason
+            output.request_perf_metrics = self._script.perf_metrics if sampling.return_perf_metrics else None
         if output.finish_reason == "stop" and not sampling.include_stop_str_in_output:
             # TensorRT-LLM never returns the token that has ended an answer.
             output.token_ids.pop()
