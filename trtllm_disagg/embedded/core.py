@@ -12,6 +12,7 @@ from trtllm_disagg.embedded.attention import TILE
 from trtllm_disagg.embedded.block_manager import KvEventLog
 from trtllm_disagg.embedded.core_hooks import CoreHooks
 from trtllm_disagg.embedded.create_scheduler import create_blocks, create_scheduler
+from trtllm_disagg.embedded.first_steps import take_first_steps
 from trtllm_disagg.embedded.guides import create_guides
 from trtllm_disagg.embedded.iteration_stats import IterationStats
 from trtllm_disagg.embedded.kv_memory import LocalKvMemory
@@ -72,6 +73,7 @@ class EngineCore:
         pool = KvPool(kv)
         forward = make_forward(model, pool, self.max_seq_len, forward_kind)
         self._runner = team.lead(ModelRunner(forward, pool))
+        take_first_steps(self._runner, Path(args.model), num_blocks, size)
         self._guides = create_guides(args, self.shape)
         self._stats = IterationStats(args)
         self._block_bytes = kv.nbytes // num_blocks
