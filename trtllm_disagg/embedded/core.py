@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trtllm_disagg.embedded import outputs
 from trtllm_disagg.embedded.attention import TILE
 from trtllm_disagg.embedded.block_manager import KvEventLog
 from trtllm_disagg.embedded.core_hooks import CoreHooks
@@ -25,10 +24,10 @@ from trtllm_disagg.embedded.messages import (
     MadeHandoff,
     Ready,
     StepReport,
-    TokenOutput,
 )
 from trtllm_disagg.embedded.model_loader import choose_forward, load_model, make_forward, read_shape
 from trtllm_disagg.embedded.model_runner import ModelRunner
+from trtllm_disagg.embedded.outputs import Outbox, of_token
 from trtllm_disagg.embedded.parallel.team import Alone, Team
 from trtllm_disagg.embedded.sampler import sample
 from trtllm_disagg.embedded.scheduler import Row
@@ -77,8 +76,8 @@ class EngineCore:
         self._guides = create_guides(args, self.shape)
         self._stats = IterationStats(args)
         self._block_bytes = kv.nbytes // num_blocks
+        self._outbox = Outbox()
         self._meetings: Meetings = self.transfers.meetings(self._hooks())
-        self._outputs: list[TokenOutput] = []
         self._has_shrunk = False
         self._num_steps = 0
 
@@ -120,7 +119,7 @@ class EngineCore:
         if not found and not self._meetings.abort(request_id):
             self.transfers.release_request(request_id)
         for sequence in [each for each in found if not each.aborted]:
-            self._outputs.append(outputs.of_cancel(sequence))
+            self._outbox.put_cancel(sequence)
             if sequence.is_filled:
                 sequence.aborted = True
                 continue
@@ -139,7 +138,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """False when only a new command or a finished transfer can change anything."""
-        return self.scheduler.has_runnable or bool(self._outputs)
+        return self.scheduler.has_runnable or bool(self._outbox)
 
     def step(self) -> StepReport:
         """Admit, run one fused forward, and report every token that came out of it."""
@@ -157,8 +156,7 @@ class EngineCore:
         stats = self._stats.of_step(
             rows, self.scheduler, self.blocks, self.transfers.num_leases, time.perf_counter() - started
         )
-        said, self._outputs = self._outputs, []
-        return StepReport(said, self.num_active, self._events.take(), stats)
+        return StepReport(self._outbox.take(), self.num_active, self._events.take(), stats)
 
     def seconds_to_deadline(self) -> float | None:
         """Until a lease or a wait ends by itself; None when there is none."""
@@ -210,7 +208,7 @@ class EngineCore:
             except DisaggError as error:
                 self._retire_request(sequence.request_id, error)
                 return
-        output = outputs.of_token(sequence, token, logprobs, verdict)
+        output = of_token(sequence, token, logprobs, verdict)
         if verdict.finish_reason is not None:
             if self._meetings.deliver(sequence, output):
                 return  # the client hears of it when decode has it
@@ -218,7 +216,7 @@ class EngineCore:
                 output.handoff = self._hand_off(sequence, verdict)
             else:
                 self._retire(sequence)
-        self._outputs.append(output)
+        self._outbox.put_token(sequence, output)
 
     def _hand_off(self, sequence: Sequence, verdict: Verdict) -> MadeHandoff:
         """The prompt's blocks go to the lease; the sequence is done here."""
@@ -286,14 +284,15 @@ class EngineCore:
             commit=self._commit,
             accept=self._accept,
             fail=self._retire_request,
-            emit=lambda output: self._outputs.append(output),
+            emit=self._outbox.put,
+            cancelled=self._outbox.put_cancel,
             quarantine=self._quarantine,
             count_arrival=lambda moved, known: self._stats.received(moved, known * self._block_bytes),
             count_push=self._stats.pushed,
         )
 
     def _fail(self, request_id: int, error: DisaggError) -> None:
-        self._outputs.append(outputs.of_error(request_id, error))
+        self._outbox.put_error(request_id, error)
 
     def _require_fits(self, sequence: Sequence) -> None:
         usable = self.blocks.num_blocks - self.blocks.num_quarantined

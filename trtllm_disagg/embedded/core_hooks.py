@@ -27,6 +27,8 @@ class CoreHooks:
     #: End a request with an error, whatever it is doing.
     fail: Callable[[int, DisaggError], None]
     emit: Callable[[TokenOutput], None]
+    #: Tell the client that a sequence has ended before its time.
+    cancelled: Callable[[Sequence], None]
     #: Take blocks out of circulation; the name is of whoever may still write into them.
     quarantine: Callable[[list[int], str], None]
     #: (bytes that came, blocks that were here already).

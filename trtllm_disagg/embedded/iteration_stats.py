@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -12,12 +13,17 @@ import torch
 
 from trtllm_disagg.embedded.block_manager import BlockManager
 from trtllm_disagg.embedded.llm_args import LlmArgs
+from trtllm_disagg.embedded.request_stats import request_stats
 from trtllm_disagg.embedded.scheduler import Counts, Row, Scheduler
+
+log = logging.getLogger(__name__)
 
 
 class IterationStats:
     def __init__(self, args: LlmArgs) -> None:
         self._enabled = args.enable_iter_perf_stats
+        self._tells_requests = args.enable_iter_req_stats
+        self._prints = args.print_iter_log
         self._max_batch_size = args.max_batch_size
         #: Nothing tunes them while the engine runs.
         self._sizes = {
@@ -59,13 +65,30 @@ class IterationStats:
         """One dict for a step that ran, or that changed what is held; none when statistics are off."""
         paused = scheduler.paused
         held = (scheduler.num_active, len(paused), len(scheduler.waiting), blocks.num_used, num_handoffs)
-        if not self._enabled or (not rows and held == self._held):
+        if not (self._enabled or self._prints) or (not rows and held == self._held):
             return []
         self._held = held
         # Rows have been computed by now, so "in prefill" is asked of where they started.
         context = [r for r in rows if r.sequence.num_computed - r.num_tokens < r.sequence.num_prompt]
         context_tokens = sum(r.num_tokens for r in context)
         self._iteration += 1
+        if self._prints:
+            log.info(
+                "iter = %d, num_scheduled_requests: %d, states = {num_ctx_requests: %d, num_ctx_tokens: %d, "
+                "num_generation_tokens: %d}, active: %d, queued: %d, used KV blocks: %d of %d, step: %.2f ms",
+                self._iteration,
+                len(rows),
+                len(context),
+                context_tokens,
+                len(rows) - len(context),
+                scheduler.num_active,
+                len(scheduler.waiting),
+                blocks.num_used,
+                blocks.num_blocks,
+                seconds * 1000,
+            )
+        if not self._enabled:
+            return []
         self._prefill_tokens += context_tokens
         self._decode_tokens += len(rows) - len(context)
         reused, missed = blocks.reused_blocks, blocks.missed_blocks
@@ -118,6 +141,7 @@ class IterationStats:
                     ),
                     "numPausedKvTokens": sum(len(s.tokens) for s in paused),
                 },
+                **({"requestStats": request_stats(rows, scheduler)} if self._tells_requests else {}),
                 # Ours: finished prefills whose KV waits for a decode, and running totals that prove who did what.
                 "numHandoffsHeld": num_handoffs,
                 "totals": {

@@ -160,6 +160,7 @@ class LLM:
                 handoff=handoff,
                 rendezvous=rendezvous,
                 arrived=arrived if sampling.return_perf_metrics or self.args.return_perf_metrics else None,
+                stream_interval=self.args.stream_interval if streaming else 1,
             )
         )
         if reason := self._ended():

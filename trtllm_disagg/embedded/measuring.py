@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 
-from trtllm_disagg.embedded.messages import Measured
+from trtllm_disagg.embedded.messages import Admission, Measured
 
 
 class Unmeasured:
     """For who does not."""
-
-    def admitted(self, *, allocated: int, reused: int, missed: int) -> None:
-        """It has its first blocks: so many from the pool, and so many of its prompt's were in the cache or were not."""
 
     def scheduled(self, step: int) -> None:
         """It is in this step of the engine."""
@@ -25,7 +22,7 @@ class Unmeasured:
     def transfer_ended(self, num_bytes: int) -> None:
         """Its KV is here; so many bytes came."""
 
-    def told(self) -> Measured | None:
+    def told(self, admission: Admission) -> Measured | None:
         """What is known by now."""
         return None
 
@@ -34,10 +31,6 @@ class Measuring(Unmeasured):
     def __init__(self, arrived: float) -> None:
         """`arrived`: by the monotonic clock."""
         self._measured = Measured(arrived)
-
-    def admitted(self, *, allocated: int, reused: int, missed: int) -> None:
-        measured = self._measured
-        measured.allocated_blocks, measured.reused_blocks, measured.missed_blocks = allocated, reused, missed
 
     def scheduled(self, step: int) -> None:
         measured = self._measured
@@ -59,7 +52,8 @@ class Measuring(Unmeasured):
         measured.transfer_end = measured.first_scheduled = time.monotonic()
         measured.transfer_bytes = num_bytes
 
-    def told(self) -> Measured | None:
+    def told(self, admission: Admission) -> Measured | None:
+        self._measured.admission = admission
         return self._measured
 
 

@@ -70,6 +70,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     rendezvous: Rendezvous | None = None
     #: When the client asked, by this machine's monotonic clock; None: nobody wants to know how long it takes.
     arrived: float | None = None
+    #: The client hears of the first token, of every so manieth, and of the end.
+    stream_interval: int = 1
 
 
 class AbortRequest(msgspec.Struct, tag="abort"):
@@ -92,6 +94,17 @@ class MadeHandoff(msgspec.Struct):
     ctx_info_endpoint: str
 
 
+class Admission(msgspec.Struct, frozen=True):
+    """Blocks of one choice when it was admitted: taken from the pool, and of its prompt found in the cache or not."""
+
+    allocated: int = 0
+    reused: int = 0
+    missed: int = 0
+
+
+NOT_ADMITTED = Admission()
+
+
 class Measured(msgspec.Struct, omit_defaults=True):
     """What one choice took. Times are seconds of this machine's monotonic clock; 0 is for what did not happen."""
 
@@ -102,10 +115,7 @@ class Measured(msgspec.Struct, omit_defaults=True):
     transfer_start: float = 0.0
     transfer_end: float = 0.0
     transfer_bytes: int = 0
-    #: When it was admitted: blocks taken from the pool, and blocks of its prompt that were in the cache, or were not.
-    allocated_blocks: int = 0
-    reused_blocks: int = 0
-    missed_blocks: int = 0
+    admission: Admission = NOT_ADMITTED
     #: Steps of the engine.
     first_step: int | None = None
     last_step: int | None = None
@@ -118,6 +128,8 @@ class TokenOutput(msgspec.Struct, omit_defaults=True, gc=False):
     index: int = 0
     token_ids: list[int] = []
     logprobs: list[LogprobEntry] | None = None
+    #: In so many steps of the engine.
+    num_steps: int = 1
     #: Tokens to cut from the end of what was already returned (a multi-token stop word).
     trim: int = 0
     finish_reason: str | None = None

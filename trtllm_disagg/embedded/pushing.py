@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from trtllm_disagg.embedded.core_hooks import CoreHooks
 from trtllm_disagg.embedded.messages import AddRequest, MadeHandoff, TokenOutput
-from trtllm_disagg.embedded.outputs import of_cancel
 from trtllm_disagg.embedded.sequence import Sequence
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, KvTransferError
 from trtllm_disagg.kv_transfer.layout import prompt_digest
@@ -111,7 +110,7 @@ class Pushing:
             if sequence.request_id == request_id:
                 del self._awaited[request]
                 self._book.leave(request)
-                self._hooks.emit(of_cancel(sequence))
+                self._hooks.cancelled(sequence)
                 return True
         return False
 

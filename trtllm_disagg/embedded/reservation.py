@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trtllm_disagg.embedded.block_manager import ROOT, BlockManager
 from trtllm_disagg.embedded.kv_memory import SwapSpace
+from trtllm_disagg.embedded.messages import Admission
 from trtllm_disagg.embedded.partial_reuse import PartialReuse
 from trtllm_disagg.embedded.sequence import Sequence, Status
 
@@ -50,9 +51,7 @@ class Reservations:
         if sequence.status is Status.WAITING:
             sequence.num_cached = sequence.num_computed
             num_prompt_blocks = -(-sequence.num_prompt // size)
-            sequence.measuring.admitted(
-                allocated=plan.wanted, reused=len(plan.known), missed=num_prompt_blocks - len(plan.known)
-            )
+            sequence.admission = Admission(plan.wanted, len(plan.known), num_prompt_blocks - len(plan.known))
         self._restore(sequence, len(plan.known))
 
     def give_up(self, sequence: Sequence) -> None:

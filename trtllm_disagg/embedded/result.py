@@ -205,7 +205,7 @@ class GenerationResult:
             chosen = next(iter(output.logprobs.pop().values()))
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) - chosen.logprob
         self.cached_tokens = delivery.cached_tokens
-        self.decoding_iter += 1
+        self.decoding_iter += delivery.num_steps
         if delivery.handoff is not None:
             output.disaggregated_params = self.disaggregated_params = DisaggregatedParams(
                 request_type="context_only",

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 
 from trtllm_disagg.embedded.kv_memory import Saved
 from trtllm_disagg.embedded.measuring import UNMEASURED, Measuring, Unmeasured
-from trtllm_disagg.embedded.messages import AddRequest, ReceivedHandoff, Rendezvous, SamplingSpec
+from trtllm_disagg.embedded.messages import (
+    NOT_ADMITTED,
+    AddRequest,
+    Admission,
+    Measured,
+    ReceivedHandoff,
+    Rendezvous,
+    SamplingSpec,
+    TokenOutput,
+)
 from trtllm_disagg.kv_transfer.handle import KvHandle
 
 if TYPE_CHECKING:
@@ -48,6 +57,10 @@ class Sequence:
     #: Which tokens may come next, when a grammar says so.
     guide: Guide | None = None
     measuring: Unmeasured = UNMEASURED
+    admission: Admission = NOT_ADMITTED
+    stream_interval: int = 1
+    #: Tokens that the client has not heard of yet.
+    kept: TokenOutput | None = None
 
     arrived: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
@@ -86,7 +99,13 @@ class Sequence:
             handle=handle,
             rendezvous=request.rendezvous,
             measuring=UNMEASURED if request.arrived is None else Measuring(request.arrived),
+            stream_interval=request.stream_interval,
         )
+
+    @property
+    def measured(self) -> Measured | None:
+        """For who asks: what it took until now."""
+        return self.measuring.told(self.admission)
 
     @property
     def salt(self) -> bytes:
