@@ -76,15 +76,8 @@ class IterationStats:
             log.info(
                 "iter = %d, num_scheduled_requests: %d, states = {num_ctx_requests: %d, num_ctx_tokens: %d, "
                 "num_generation_tokens: %d}, active: %d, queued: %d, used KV blocks: %d of %d, step: %.2f ms",
-                self._iteration,
-                len(rows),
-                len(context),
-                context_tokens,
-                len(rows) - len(context),
-                scheduler.num_active,
-                len(scheduler.waiting),
-                blocks.num_used,
-                blocks.num_blocks,
+                *(self._iteration, len(rows), len(context), context_tokens, len(rows) - len(context)),
+                *(scheduler.num_active, len(scheduler.waiting), blocks.num_used, blocks.num_blocks),
                 seconds * 1000,
             )
         if not self._enabled:
