@@ -20,6 +20,7 @@ _FIRST = itertools.count(1300)
 
 Work = dict[str, float]
 COUNTERS = ("prefill_tokens", "decode_tokens", "kv_pulls", "kv_bytes_pulled")
+TRANSFERS = ("kv_transfer_seconds_count", "kv_transfer_seconds_sum", "kv_transfer_bytes_sum")
 
 
 def work_of(deployed: Served, role: str) -> Work:
@@ -73,6 +74,23 @@ def test_each_worker_does_its_own_part_only(strategy: Strategy, deployed: Served
     # The first token is prefill's, and comes with the prompt's last.
     one_by_one = work(decode=TOKENS - 1, pulls=1, blocks=math.ceil(300 / BLOCK))
     assert_work(deployed, before, {"prefill": work(prefill=300), "decode": one_by_one})
+
+
+@pytest.mark.parametrize("strategy", DISAGGREGATED)
+def test_who_gets_the_kv_says_how_long_it_took(strategy: Strategy, deployed: Served) -> None:
+    def told(role: str) -> list[float]:
+        return [deployed.total(f"trtllm_disagg_{name}", deployed.of_role(role)) for name in TRANSFERS]
+
+    deployed.wait_until_idle()
+    before = told("decode")
+
+    complete(deployed, fresh_prompt(300))
+
+    wait_until(lambda: told("decode")[0] == before[0] + 1, "the transfer was counted", seconds=5)
+    _, seconds, moved = (now - then for now, then in zip(told("decode"), before, strict=True))
+    assert 0 < seconds < 10
+    assert moved == math.ceil(300 / BLOCK) * bytes_per_block()
+    assert told("prefill") == [0, 0, 0]
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)

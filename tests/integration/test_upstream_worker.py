@@ -140,6 +140,26 @@ def test_the_router_hears_of_cached_blocks(deployment: DynamoDeployment) -> None
     deployment.wait_until(is_known, "one of two blocks is known to the router, and reused")
 
 
+def test_its_metrics_have_what_requests_took(deployment: DynamoDeployment) -> None:
+    def count(worker: str, name: str) -> float:
+        return deployment.gauge(worker, f"trtllm_{name}_count")
+
+    *_, last = deployment.system_ports
+    before = count(last, "time_to_first_token_seconds")
+    deployment.complete(completion(PROMPTS[0], max_tokens=8))
+    deployment.wait_until(
+        lambda: count(last, "time_to_first_token_seconds") == before + 1, "the request was measured"
+    )
+    assert count(last, "time_per_output_token_seconds") > 0
+    assert deployment.gauge(last, "trtllm_time_to_first_token_seconds_sum") > 0
+    if last == "decode":
+        assert count(last, "kv_transfer_latency_seconds") == deployment.gauge(
+            last, "trtllm_kv_transfer_success_total"
+        )
+        assert count(last, "kv_transfer_latency_seconds") > 0
+        assert deployment.gauge(last, "trtllm_kv_transfer_bytes_sum") > 0
+
+
 def test_a_refused_request_does_not_hurt_the_worker(deployment: DynamoDeployment) -> None:
     status, content = deployment.post(COMPLETIONS, completion([5] * 3000, max_tokens=4))
 

@@ -15,8 +15,8 @@ from trtllm_disagg.handlers.journal import PREFIX
 _WIDTH = 60
 
 
-class Journey(msgspec.Struct, frozen=True):
-    """What we use of it: KV that came to this worker (handlers/measured.py)."""
+class KvTransfer(msgspec.Struct, frozen=True):
+    """Of KV that came to this worker (handlers/measured.py); zero when none did."""
 
     kv_transfer_ms: float = 0.0
     kv_transfer_bytes: int = 0
@@ -34,7 +34,7 @@ class Entry(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     first_chunk: float | None = None
     second_chunk: float | None = None
-    disagg: Journey = Journey()
+    disagg: KvTransfer = KvTransfer()
 
 
 @dataclass(frozen=True, slots=True)
