@@ -14,7 +14,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-exec "$PYTHON" -m dynamo.frontend \
+exec "$PYTHON" -P -m dynamo.frontend \
     --namespace "$NAMESPACE" \
     --router-mode kv \
     --http-host "$HTTP_HOST" \

@@ -72,7 +72,7 @@ exec_worker() {
     esac
     [[ -z $ENGINE ]] || argv+=(--engine "$ENGINE")
     [[ -z $ENGINE_CONFIGS ]] || argv+=(--extra-engine-args "$ENGINE_CONFIGS/$role.yaml")
-    exec "$PYTHON" -m trtllm_disagg worker "${argv[@]}" "$@"
+    exec "$PYTHON" -P -m trtllm_disagg worker "${argv[@]}" "$@"
 }
 
 # http_get URL: the body; fails unless the answer is a 200.

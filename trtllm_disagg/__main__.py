@@ -1,4 +1,7 @@
-from trtllm_disagg.cli import main
+from trtllm_disagg.interpreter import leave_current_directory
 
 if __name__ == "__main__":
+    leave_current_directory()
+    from trtllm_disagg.cli import main
+
     main()

@@ -26,6 +26,12 @@ from trtllm_disagg.errors import EngineError
 FAKES = "tests.fake_contestants"
 
 
+@pytest.fixture(autouse=True)
+def _fakes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that we start does not look into the current directory."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
 # -- turns
 
 

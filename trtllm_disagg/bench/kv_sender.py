@@ -19,6 +19,7 @@ import torch
 
 from trtllm_disagg.bench.kv_shapes import KvShape, fill
 from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.interpreter import python
 from trtllm_disagg.kv_transfer.choose import create_transport
 from trtllm_disagg.kv_transfer.exchange import KvSender
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
@@ -39,7 +40,7 @@ class SenderProcess:
 
     def __init__(self, backend: str, shape: KvShape) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, backend],
+            python("-m", __name__, backend),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal, get_args
 from trtllm_disagg.config import flag_of
 from trtllm_disagg.deployment.nats import STORE_DIR, nats_server_argv
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.interpreter import SAFE_PATH, python
 
 Strategy = Literal["agg", "prefill_first", "decode_first", "router", "auto"]
 Role = Literal["nats", "frontend", "agg", "prefill", "decode"]
@@ -96,8 +96,8 @@ class DeploymentConfig:
     frontend_args: tuple[str, ...] = ()
     startup_timeout: float = 120.0
     stop_timeout: float = 20.0
-    worker_command: tuple[str, ...] = (sys.executable, "-m", "trtllm_disagg", "worker")
-    frontend_command: tuple[str, ...] = (sys.executable, "-m", "dynamo.frontend")
+    worker_command: tuple[str, ...] = python("-m", "trtllm_disagg", "worker")
+    frontend_command: tuple[str, ...] = python("-m", "dynamo.frontend")
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -212,6 +212,7 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
     address that they advertise.
     """
     return {
+        **SAFE_PATH,
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_FILE_KV": str(config.run_dir / DISCOVERY_DIR),
         "DYN_REQUEST_PLANE": "tcp",

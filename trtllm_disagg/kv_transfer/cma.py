@@ -6,7 +6,8 @@ import ctypes
 import ipaddress
 import os
 import subprocess
-import sys
+
+from trtllm_disagg.interpreter import python
 
 _TIMEOUT_SECONDS = 20.0
 _MARK = b"trtllm-disagg\0"
@@ -30,7 +31,7 @@ print(os.strerror(ctypes.get_errno()) if count != size else "" if buffer.raw == 
 def why_no_cma() -> str:
     """Empty when another process could read this one's memory just now; else what the kernel said."""
     mark = ctypes.create_string_buffer(_MARK, len(_MARK))
-    command = [sys.executable, "-S", "-E", "-c", _READ_PARENT, str(os.getpid()), str(ctypes.addressof(mark))]
+    command = python("-S", "-E", "-c", _READ_PARENT, str(os.getpid()), str(ctypes.addressof(mark)))
     try:
         done = subprocess.run(
             command,

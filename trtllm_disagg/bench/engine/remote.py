@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from trtllm_disagg.errors import EngineError
+from trtllm_disagg.interpreter import python
 
 _TIMEOUT_SECONDS = 10
 _ANSWER_SECONDS = 900.0
@@ -55,7 +56,7 @@ class Remote:
         """`factory` is module:class; `await_ready` waits until it is built."""
         self._factory = factory
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, factory],
+            python("-m", __name__, factory),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | environment,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from trtllm_disagg.embedded.parallel.fit import KEY
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.interpreter import python
 
 _CORE = ("-m", "trtllm_disagg.embedded.core_process")
 #: An argument of the core: the ranks were started by somebody else, and each has its own LLM object.
@@ -101,12 +101,12 @@ def core_launch(size: int, num_threads: int, environment: Mapping[str, str]) -> 
         "MPIR_CVAR_POLLS_BEFORE_YIELD": environment.get("MPIR_CVAR_POLLS_BEFORE_YIELD", "1"),
     }
     if size == 1:
-        return Launch((sys.executable, *_CORE), environment)
+        return Launch(python(*_CORE), environment)
     if job is not None:
         # The way to the process manager goes to the core, which is the rank.
         fd = environment.get("PMI_FD")
-        return Launch((sys.executable, *_CORE, IN_JOB), environment, () if fd is None else (int(fd),))
-    command = (str(_mpiexec()), *_MPIEXEC_OPTIONS, "-n", str(size), sys.executable, *_CORE)
+        return Launch(python(*_CORE, IN_JOB), environment, () if fd is None else (int(fd),))
+    command = (str(_mpiexec()), *_MPIEXEC_OPTIONS, "-n", str(size), *python(*_CORE))
     return Launch(command, environment, by_mpiexec=True)
 
 
