@@ -37,6 +37,25 @@ fail() {
     exit 1
 }
 
+# The key with which `trtllm-disagg switch` and `set` prove that they may: this user's own, made once. Several hosts
+# need the same file: set TRTLLM_DISAGG_ADMIN_KEY_FILE.
+make_admin_key() {
+    [[ -z ${TRTLLM_DISAGG_ADMIN_KEY_FILE:-} ]] || return 0
+    local directory="${XDG_STATE_HOME:-${HOME:-/}/.local/state}/trtllm-disagg"
+    local key=$directory/admin.key draft
+    if [[ ! -e $key ]]; then
+        mkdir -p "$directory" && draft=$(umask 077 && mktemp "$directory/draft.XXXXXX") || {
+            echo "no key can be made in $directory: the workers will refuse \`trtllm-disagg switch\` and \`set\`" >&2
+            return 0
+        }
+        head -c 32 /dev/urandom >"$draft"
+        # Of two scripts that start at once, the first one's stays.
+        ln "$draft" "$key" 2>/dev/null || true
+        rm -f "$draft"
+    fi
+    export TRTLLM_DISAGG_ADMIN_KEY_FILE=$key
+}
+
 served_model_name() {
     if [[ -n ${SERVED_MODEL_NAME:-} ]]; then
         echo "$SERVED_MODEL_NAME"
@@ -72,6 +91,7 @@ exec_worker() {
     esac
     [[ -z $ENGINE ]] || argv+=(--engine "$ENGINE")
     [[ -z $ENGINE_CONFIGS ]] || argv+=(--extra-engine-args "$ENGINE_CONFIGS/$role.yaml")
+    make_admin_key
     exec "$PYTHON" -P -m trtllm_disagg worker "${argv[@]}" "$@"
 }
 

@@ -132,6 +132,8 @@ class WorkerConfig:
     max_beam_width: int = option(1, rule=POSITIVE)
     free_gpu_memory_fraction: float = option(0.9, rule=FRACTION)
 
+    admin_key_file: str | None = option(None, rule=NOT_EMPTY)
+
     publish_kv_events: bool = option(False)
     publish_metrics: bool = option(False)
 

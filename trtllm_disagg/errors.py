@@ -3,7 +3,8 @@
     DisaggError
     ├── ConfigError             before serving: a flag, YAML, or two workers that do not fit together
     ├── InvalidRequestError     400  the caller's fault; final, never retried
-    │   └── HandoffRefusedError 400  a handoff that is malformed, foreign, or of another prompt
+    │   ├── HandoffRefusedError 400  a handoff that is malformed, foreign, or of another prompt
+    │   └── CommandRefusedError 400  a control command without the deployment's key
     ├── OverloadedError         529  full; try again later
     ├── PeerUnavailableError    503  the other stage is gone; may be retried elsewhere
     │   ├── NoInstanceError     503  nobody is there
@@ -59,6 +60,10 @@ class InvalidRequestError(DisaggError):
 
 class HandoffRefusedError(InvalidRequestError):
     """A handoff that does not belong to this prompt, model, layout or sender."""
+
+
+class CommandRefusedError(InvalidRequestError):
+    """A control command that does not prove that it comes from a holder of the deployment's key."""
 
 
 class OverloadedError(DisaggError):

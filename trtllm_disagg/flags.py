@@ -90,6 +90,13 @@ FLAG_GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("request_plane", "how requests travel", _RUNTIME),
         Flag("event_plane", "how KV events travel", _RUNTIME),
     ),
+    "administration": (
+        Flag(
+            "admin_key_file",
+            "key with which `switch` and `set` are signed (default: none, and they are refused)",
+            _OURS_ONLY,
+        ),
+    ),
     "engine arguments": (
         Flag("extra_engine_args", "YAML file of engine arguments; a flag below wins over it"),
         Flag("override_engine_args", "JSON object laid over the YAML file and every flag"),

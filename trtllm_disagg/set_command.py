@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from trtllm_disagg.control import SWITCHABLE, Set
 from trtllm_disagg.deployment.orders import ThresholdsSet, order
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.flags import FLAGS
+from trtllm_disagg.signed_command import Signer
 from trtllm_disagg.switching import where
 from trtllm_disagg.switching.plan import Worker
 from trtllm_disagg.switching.run import Workers, everybody
@@ -43,8 +45,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--run-dir says where everything is; give no --namespace with it")
     instance = None if args.instance is None else _instance_id(args.instance)
     up = where.describe_up(args.run_dir)
+    signer = where.signer(args.run_dir, args.key_file, os.environ)
     try:
-        failed = asyncio.run(_set(up, args.namespace, values, instance))
+        failed = asyncio.run(_set(up, args.namespace, signer, values, instance))
         if up is not None and instance is None:
             order(args.run_dir, ThresholdsSet(values))
     except ConfigError:
@@ -55,8 +58,10 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-async def _set(up: dict[str, Any] | None, namespace: str | None, values: Values, instance: int | None) -> int:
-    async with where.workers_of(up, namespace) as workers:
+async def _set(
+    up: dict[str, Any] | None, namespace: str | None, signer: Signer, values: Values, instance: int | None
+) -> int:
+    async with where.workers_of(up, namespace, signer) as workers:
         return await set_thresholds(workers, values, instance, print, _complain)
 
 

@@ -9,10 +9,11 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from trtllm_disagg.config import Role, Strategy, WorkerConfig, flag_of
-from trtllm_disagg.control import Command, Set, Switch, decode_command
+from trtllm_disagg.control import Command, Set, Switch
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.policy import Policy
 from trtllm_disagg.settings import endpoint_of
+from trtllm_disagg.signed_command import Verifier
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Standing:
         policy: Policy,
         other: OtherStage,
         registration: Registration,
+        verifier: Verifier,
     ) -> None:
         """`me` is what does not change of the worker's description; `other` is asked only by who may switch."""
         self._config = config
@@ -56,6 +58,7 @@ class Standing:
         self._policy = policy
         self._other = other
         self._registration = registration
+        self._verifier = verifier
         self._whole_requests = 0
         #: One change at a time.
         self._changing = asyncio.Lock()
@@ -83,9 +86,11 @@ class Standing:
             await self._registration.renew()
 
     async def obey(self, raw: Any) -> dict[str, Any]:
-        """Do what a control command says; the answer is JSON. Raises a DisaggError, and then nothing has changed."""
+        """Do what a control command says; the answer is JSON. Raises a DisaggError, and then nothing has changed:
+        CommandRefusedError for a command that is not signed with the deployment's key.
+        """
         # Begun is done, even if the one who asked is gone.
-        doing = asyncio.create_task(self._do(decode_command(raw)))
+        doing = asyncio.create_task(self._do(self._verifier.command_of(raw)))
         return await asyncio.shield(doing)
 
     async def _do(self, command: Command) -> dict[str, Any]:

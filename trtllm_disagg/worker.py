@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.config import Role, WorkerConfig
+from trtllm_disagg.admin_key import AdminKey
+from trtllm_disagg.config import Role, WorkerConfig, flag_of
 from trtllm_disagg.embedded.checkpoint import fingerprint
 from trtllm_disagg.engine import Engine, load_api, resolve_engine, serve_as_rank
 from trtllm_disagg.engine_config import build_engine_args, with_engine_args
@@ -39,6 +40,7 @@ from trtllm_disagg.publisher.create import create_publishers
 from trtllm_disagg.runtime import Registration, Runtime, ServedModel
 from trtllm_disagg.runtime.freeze import watch_for_freezes
 from trtllm_disagg.runtime.system_port import require_system_port
+from trtllm_disagg.signed_command import KeyVerifier, NoKeyVerifier, Verifier
 from trtllm_disagg.standing import Standing
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ async def run_worker(config: WorkerConfig) -> None:
     async with aclosing(await open_prefill_queue(config, kind)) as queue:
         require_system_port(os.environ)
         runtime = Runtime(config)
+        verifier = _verifier(config, runtime.instance_id)
         namesakes = Namesakes(
             identity,
             runtime.instance_id,
@@ -75,7 +78,7 @@ async def run_worker(config: WorkerConfig) -> None:
             me = describe_worker(
                 config, engine_args, _capacity(config, engine)[0], identity, engine.ctx_info_endpoint
             )
-            await _serve(config, me, engine, runtime, queue, namesakes)
+            await _serve(config, me, engine, runtime, queue, namesakes, verifier)
         finally:
             engine.close()
 
@@ -87,6 +90,7 @@ async def _serve(
     runtime: Runtime,
     queue: PrefillQueue,
     namesakes: Namesakes,
+    verifier: Verifier,
 ) -> None:
     block_size, num_blocks = _capacity(config, engine)
     stage: StageClient = NoStage()
@@ -103,7 +107,7 @@ async def _serve(
         block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
     )
     standing = Standing(
-        config, me, policy, stage, Registration(runtime, model, tells_peers=config.tells_peers)
+        config, me, policy, stage, Registration(runtime, model, tells_peers=config.tells_peers), verifier
     )
     waiting = queue if queue.client is not None else None
     generate = build_generate(config, engine, stage, policy, queue.client, waiting)
@@ -200,6 +204,12 @@ def _failed(task: asyncio.Task[None]) -> bool:
 def _part(config: WorkerConfig) -> str:
     """How logs name what this worker does."""
     return "agg" if config.role is Role.AGG else f"{config.role}/{config.strategy}"
+
+
+def _verifier(config: WorkerConfig, instance_id: int) -> Verifier:
+    if config.admin_key_file is None:
+        return NoKeyVerifier()
+    return KeyVerifier(AdminKey.read(Path(config.admin_key_file), flag_of("admin_key_file")), instance_id)
 
 
 def _weights(config: WorkerConfig) -> str:

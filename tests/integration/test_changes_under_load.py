@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,10 +18,12 @@ import httpx
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
 from tests.load import Load, bodies, first_stage
+from trtllm_disagg.admin_key import AdminKey
 from trtllm_disagg.control import Switch, encode_command
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.orders import Scale, order
 from trtllm_disagg.deployment.plan import Role
+from trtllm_disagg.interpreter import python
 
 SECONDS = 60.0
 
@@ -38,6 +39,7 @@ async def test_nothing_that_changes_under_load_costs_a_request(
         # -- another order, and back
         assert await switch(deployment, "prefill_first") == 0
         assert await first_stages(load) == 1
+        await nothing_changes_without_the_key(deployment, tmp_path)
         now = await load.ask(held)
         # Cached when it was a second stage, and yet known to the frontend's router.
         assert now["timing"]["kv_hit_rate"] > 0.8
@@ -86,14 +88,30 @@ async def loaded(model: Path, run_dir: Path) -> AsyncIterator[tuple[Deployment, 
 
 
 async def switch(deployment: Deployment, to: str) -> int:
-    """The exit code of the real command."""
-    command = await start_switch(deployment, to)
-    async with asyncio.timeout(SECONDS):
-        return await command.wait()
+    """The exit code of the real command. It says what it does, and nothing else."""
+    code, lines = await run_switch("--to", to, "--run-dir", str(deployment.run_dir))
+    assert len(lines) <= 5, lines
+    assert not any("\x1b" in line or " INFO " in line for line in lines)
+    return code
+
+
+async def nothing_changes_without_the_key(deployment: Deployment, directory: Path) -> None:
+    """For any process that finds the workers: their endpoints are open to all of this machine."""
+    by_discovery = {"DYN_FILE_KV": str(deployment.run_dir / "discovery"), "XDG_STATE_HOME": str(directory)}
+    there = ("--to", "decode_first", "--namespace", deployment.config.namespace, "--settle", "0.1")
+    code, lines = await run_switch(*there, **by_discovery)
+    assert (code, "--key-file is missing" in lines[-1]) == (2, True)
+
+    AdminKey.create(directory / "another")
+    code, lines = await run_switch(*there, "--key-file", str(directory / "another"), **by_discovery)
+    assert (code, "signed with another key" in lines[-1]) == (1, True)
+
+    code, lines = await run_switch("--to", "prefill_first", "--run-dir", str(deployment.run_dir))
+    assert (code, lines) == (0, []), "it is what it was"
 
 
 async def die_half_way(deployment: Deployment, to: str) -> None:
-    command = await start_switch(deployment, to)
+    command = await start_switch("--to", to, "--run-dir", str(deployment.run_dir))
     assert command.stderr is not None
     async with asyncio.timeout(SECONDS):
         async for line in command.stderr:
@@ -103,12 +121,21 @@ async def die_half_way(deployment: Deployment, to: str) -> None:
     assert command.returncode == -signal.SIGKILL
 
 
-async def start_switch(deployment: Deployment, to: str) -> asyncio.subprocess.Process:
+async def run_switch(*arguments: str, **environment: str) -> tuple[int, list[str]]:
+    """The exit code, and the lines on stderr."""
+    command = await start_switch(*arguments, **environment)
+    async with asyncio.timeout(SECONDS):
+        _, told = await command.communicate()
+    assert command.returncode is not None
+    return command.returncode, told.decode().splitlines()
+
+
+async def start_switch(*arguments: str, **environment: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "trtllm_disagg", "switch", "--to", to),
-        *("--run-dir", str(deployment.run_dir)),
+        *python("-m", "trtllm_disagg", "switch", *arguments),
+        stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"DYN_LOG": "error"},
+        env=os.environ | environment,
     )
 
 

@@ -67,6 +67,7 @@ OTHER_VALUES: dict[str, Any] = {
     "eff_isl_ratio_threshold": 0.5,
     "non_cached_tokens": 8,
     "policy_file": __file__,
+    "admin_key_file": __file__,
     "next_router": "kv",
     "prefill_dispatch": "queue",
     "nats_server": "nats://other:4222",

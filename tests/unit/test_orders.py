@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 import stat
+import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,9 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.deployment.orders import (
+    LIMITS,
     Describe,
+    Limits,
     Order,
     Scale,
     Switched,
@@ -41,8 +47,28 @@ http.server.HTTPServer(("127.0.0.1", int(os.environ["DYN_SYSTEM_PORT"])), Health
 DYING = "import sys; print('no such model'); sys.exit(3)"
 
 
+#: Sends an order as a user with no rights, and prints the answer.
+AS_NOBODY = (
+    *(sys.executable, "-c"),
+    """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+os.chdir(os.path.dirname(sys.argv[1]))
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(os.path.basename(sys.argv[1]))
+connection.sendall(b'{"order": "scale", "workers": {"prefill": 1}}\\n')
+print(connection.makefile().read())
+""",
+)
+
+
 @pytest.fixture
-async def supervisor(tmp_path: Path) -> AsyncIterator[Supervisor]:
+def limits() -> Limits:
+    return LIMITS
+
+
+@pytest.fixture
+async def supervisor(tmp_path: Path, limits: Limits) -> AsyncIterator[Supervisor]:
     run_dir = RunDir.claim(tmp_path / ("a" * 120))
     config = DeploymentConfig(
         strategy="decode_first",
@@ -55,7 +81,7 @@ async def supervisor(tmp_path: Path) -> AsyncIterator[Supervisor]:
     )
     supervisor = Supervisor(config, [], run_dir, SilentStatus())
     try:
-        async with taking_orders(supervisor):
+        async with taking_orders(supervisor, limits):
             yield supervisor
     finally:
         await supervisor.kill()
@@ -151,24 +177,69 @@ async def test_an_agg_deployment_cannot_be_switched(supervisor: Supervisor) -> N
         await tell(supervisor, Switched("prefill_first"))
 
 
-@pytest.mark.parametrize(
-    "line", [b"", b"[]", b"nonsense", b'{"order": "stop"}', b'{"order": "scale"}', b"{" * 70000]
-)
-async def test_nonsense_gets_an_answer_or_the_door_and_harms_nobody(
-    supervisor: Supervisor, line: bytes
-) -> None:
-    def send() -> bytes:
-        with connect(supervisor.config.run_dir / ORDERS_SOCKET) as connection:
-            connection.settimeout(10)
-            connection.sendall(line + b"\n")
-            try:
-                return connection.recv(65536)
-            except ConnectionError:
-                return b""
+NONSENSE = [
+    b"",
+    b"[]",
+    b"nonsense",
+    b'{"order": "stop"}',
+    b'{"order": "scale"}',
+    b"\xff\xfe",
+    b'{"order": "\xff"}',
+]
 
-    answer = await asyncio.to_thread(send)
-    assert not answer or "order" in json.loads(answer)["refused"]
+
+@pytest.mark.parametrize("line", [*NONSENSE, b"{" * 70_000, b"{" * 700_000])
+async def test_what_is_no_order_is_answered_and_harms_nothing(supervisor: Supervisor, line: bytes) -> None:
+    answer = await asyncio.to_thread(say, supervisor, line + b"\n")
+    assert "order" in answer["refused"]
     assert (await tell(supervisor, Describe()))[0]["model"] == "m"
+
+
+def say(supervisor: Supervisor, text: bytes) -> dict[str, Any]:
+    with connect(supervisor.config.run_dir / ORDERS_SOCKET) as connection:
+        connection.settimeout(20)
+        connection.sendall(text)
+        return answer_on(connection)
+
+
+def answer_on(connection: socket.socket) -> dict[str, Any]:
+    connection.settimeout(20)
+    with connection.makefile("rb") as stream:
+        answer: dict[str, Any] = json.loads(stream.readline())
+    return answer
+
+
+@pytest.mark.parametrize("limits", [Limits(idle_seconds=0.2)])
+async def test_a_silent_connection_is_told_and_closed(supervisor: Supervisor) -> None:
+    for half in (b"", b'{"order":'):
+        assert "none came within 0.2 s" in (await asyncio.to_thread(say, supervisor, half))["refused"]
+
+
+async def test_connections_beyond_the_limit_are_told_and_leave_room(supervisor: Supervisor) -> None:
+    with ExitStack() as open_ones:
+        silent = [
+            open_ones.enter_context(connect(supervisor.config.run_dir / ORDERS_SOCKET))
+            for _ in range(LIMITS.connections)
+        ]
+        last = await asyncio.to_thread(say, supervisor, b"")
+        assert f"more than {LIMITS.connections} connections" in last["refused"]
+        silent.pop().close()
+        while "refused" in await asyncio.to_thread(say, supervisor, b'{"order": "describe"}\n'):
+            pass  # the connection that was closed is still being noticed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+async def test_another_user_is_refused_even_where_the_socket_is_open_to_it(supervisor: Supervisor) -> None:
+    path = supervisor.config.run_dir / ORDERS_SOCKET
+    inherited = connect(path)  # root's, so it is taken; only who connects counts
+    path.chmod(0o666)
+    supervisor.config.run_dir.chmod(0o711)
+    for parent in path.parents[1:-2]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    done = await asyncio.to_thread(subprocess.run, [*AS_NOBODY, str(path)], capture_output=True, text=True)
+    assert "from uid 65534; expected uid 0" in json.loads(done.stdout)["refused"], done.stderr
+    assert supervisor.processes == []
+    inherited.close()
 
 
 async def test_an_order_is_carried_out_when_its_giver_has_gone(supervisor: Supervisor) -> None:

@@ -31,6 +31,7 @@ def record_of(pid: int) -> ProcessRecord:
 def test_claim_makes_an_empty_process_list_and_a_fresh_discovery_store(tmp_path: Path) -> None:
     stale = tmp_path / "run" / "discovery" / "stale"
     stale.mkdir(parents=True)
+    (tmp_path / "run").chmod(0o700)
 
     run_dir = RunDir.claim(tmp_path / "run")
 
@@ -51,6 +52,62 @@ def test_claim_keeps_what_it_does_not_know(tmp_path: Path) -> None:
     RunDir.claim(tmp_path)
 
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_claim_makes_a_directory_and_a_key_for_this_user_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        run_dir = RunDir.claim(tmp_path / "deeper" / "run")
+    finally:
+        os.umask(before)
+
+    assert run_dir.path.stat().st_mode & 0o777 == 0o700
+    assert (run_dir.path / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_every_deployment_has_a_key_of_its_own(tmp_path: Path) -> None:
+    keys = {(RunDir.claim(tmp_path).path / "key").read_bytes() for _ in range(2)}
+
+    assert {len(key) for key in keys} == {32}
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("used_before", [True, False])
+def test_an_own_or_empty_directory_is_closed_to_others_and_that_is_said(
+    tmp_path: Path, used_before: bool
+) -> None:
+    (path := tmp_path / "run").mkdir()
+    if used_before:
+        RunDir.claim(path)
+    path.chmod(0o755)
+    notes: list[str] = []
+
+    RunDir.claim(path, notes.append)
+    RunDir.claim(path, notes.append)
+
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert notes == [f"{path} was open to other users (mode 755); now it has mode 700"]
+
+
+def test_an_open_directory_with_other_things_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    (path := tmp_path / "shared").mkdir()
+    (path / "notes.txt").write_text("of all")
+    path.chmod(0o777)
+
+    with pytest.raises(ConfigError, match=f"--run-dir.*chmod 700 {path}"):
+        RunDir.claim(path)
+
+    assert [each.name for each in path.iterdir()] == ["notes.txt"]
+    assert path.stat().st_mode & 0o777 == 0o777
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    (path := tmp_path / "run").mkdir(mode=0o700)
+    os.chown(path, 65534, 65534)
+
+    with pytest.raises(ConfigError, match=r"--run-dir.*belongs to uid 65534"):
+        RunDir.claim(path)
 
 
 def test_records_survive_the_round_trip(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.handling import request, until
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.control import Command, decode_command
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.policy import Policy
 from trtllm_disagg.standing import Standing
@@ -47,6 +48,13 @@ class FakeRegistration:
         self.is_there = is_there
 
 
+class Trusting:
+    """Signatures are tests/unit/test_signed_command.py's."""
+
+    def command_of(self, raw: Any) -> Command:
+        return decode_command(raw)
+
+
 class Others:
     def __init__(self, *ids: int) -> None:
         self._ids = list(ids)
@@ -62,7 +70,7 @@ def standing(
     registration, policy = FakeRegistration(), Policy.of(config, 32)
     registration.policy = policy
     return (
-        Standing(config, {"role": role, "model": "m"}, policy, others or Others(1), registration),
+        Standing(config, {"role": role, "model": "m"}, policy, others or Others(1), registration, Trusting()),
         registration,
         policy,
     )

@@ -1,16 +1,18 @@
 """What a running `up` can be told, through a socket in its run directory that only its user may open.
 
 One JSON line asks, JSON lines answer: any number of {"said": ...}, then {"done": ...}, {"refused": ...} for a setting
-that is wrong, or {"failed": ...}. An order that was begun is carried out, even if nobody listens any more.
+that is wrong, or {"failed": ...}. An order that was begun is carried out, even if its giver has gone. Whatever does not
+ask so is answered {"refused": ...} too, within seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +20,26 @@ import msgspec
 
 from trtllm_disagg.deployment.plan import STRATEGIES, WORKER_ROLES, Role, Strategy
 from trtllm_disagg.deployment.scaling import Scaler
-from trtllm_disagg.deployment.socket_file import ORDERS_SOCKET, connect, listen
+from trtllm_disagg.deployment.socket_file import ORDERS_SOCKET, connect, listen, peer_uid
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.thresholds import check_thresholds
 
 _MAX_LINE = 64 * 1024
+#: Of what comes behind an order that is too long: it is read, so that its sender can read the answer.
+_MAX_REST = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the connections to the socket. A connection whose order is being carried out stays as long as that takes."""
+
+    connections: int = 32
+    #: How long one may take to say what it wants, and to take the answer.
+    idle_seconds: float = 10.0
+
+
+LIMITS = Limits()
 
 Say = Callable[[str], None]
 
@@ -54,10 +70,11 @@ Order = Describe | Scale | Switched | ThresholdsSet
 
 
 class Orders:
-    """Carries out one order at a time."""
+    """Carries out one order at a time, of this user's processes (and root's)."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, limits: Limits) -> None:
         self._supervisor = supervisor
+        self._limits = limits
         self._one_at_a_time = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
 
@@ -79,17 +96,37 @@ class Orders:
                 writer.write(json.dumps({kind: what}).encode() + b"\n")
 
         try:
-            with suppress(OSError, ValueError):
-                line = await reader.readline()
+            with suppress(OSError):
                 try:
-                    tell("done", await self._carry_out(_order(line), lambda text: tell("said", text)))
+                    self._require_admitted(writer)
+                    order = _order(await self._line(reader))
+                    tell("done", await self._carry_out(order, lambda text: tell("said", text)))
                 except ConfigError as error:
                     tell("refused", str(error))
                 except DisaggError as error:
                     tell("failed", str(error))
-                await writer.drain()
+                async with asyncio.timeout(self._limits.idle_seconds):
+                    await writer.drain()
+                    writer.write_eof()
+                    await _read_rest(reader)
         finally:
             writer.close()
+
+    def _require_admitted(self, writer: asyncio.StreamWriter) -> None:
+        uid = peer_uid(writer.get_extra_info("socket"))
+        if uid not in (os.geteuid(), 0):
+            raise ConfigError(f"order: from uid {uid}; expected uid {os.geteuid()}, which started this `up`")
+        if len(self._running) > self._limits.connections:
+            raise ConfigError(f"order: more than {self._limits.connections} connections at once; try again")
+
+    async def _line(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            async with asyncio.timeout(self._limits.idle_seconds):
+                return await reader.readline()
+        except TimeoutError:
+            raise ConfigError(f"order: none came within {self._limits.idle_seconds:g} s") from None
+        except ValueError:
+            raise ConfigError(f"order: expected one line of at most {_MAX_LINE} bytes") from None
 
     async def _carry_out(self, order: Order, say: Say) -> Any:
         if isinstance(order, Describe):
@@ -133,10 +170,10 @@ class Orders:
 
 
 @asynccontextmanager
-async def taking_orders(supervisor: Supervisor) -> AsyncIterator[None]:
+async def taking_orders(supervisor: Supervisor, limits: Limits = LIMITS) -> AsyncIterator[None]:
     """Inside the block the deployment can be told to change."""
     path = supervisor.config.run_dir / ORDERS_SOCKET
-    orders = Orders(supervisor)
+    orders = Orders(supervisor, limits)
     server = await asyncio.start_unix_server(orders.serve, sock=listen(path), limit=_MAX_LINE)
     try:
         yield
@@ -171,9 +208,15 @@ def order(run_dir: Path, wanted: Order, say: Say = lambda text: None) -> Any:
     raise DisaggError(f"`up` in {run_dir} ended before it had done this")
 
 
+async def _read_rest(reader: asyncio.StreamReader) -> None:
+    left = _MAX_REST
+    while left > 0 and (part := await reader.read(_MAX_LINE)):
+        left -= len(part)
+
+
 def _order(line: bytes) -> Order:
     try:
         found: Order = msgspec.json.decode(line, type=Order)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"order: {error}; strategies are {', '.join(STRATEGIES)}") from None
     return found

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from trtllm_disagg.admin_key import KEY_FILE
 from trtllm_disagg.config import flag_of
 from trtllm_disagg.deployment.nats import STORE_DIR, nats_server_argv
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.flags import FLAGS
 from trtllm_disagg.interpreter import SAFE_PATH, python
 
 Strategy = Literal["agg", "prefill_first", "decode_first", "router", "auto"]
@@ -66,6 +68,8 @@ TUNABLE_ENV: Mapping[str, str] = {
     "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
     "OMP_NUM_THREADS": "1",
 }
+
+_KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
 
 # A fixed port can be held by one process only, so none of these may be inherited from the user's environment.
 PER_PROCESS_ENV = ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT", "DYN_TCP_RESPONSE_STREAM_PORT")
@@ -282,7 +286,7 @@ def worker_spec(
         name=f"{role}-{index}",
         role=role,
         argv=tuple(argv),
-        env={**env, "DYN_SYSTEM_PORT": str(system_port)},
+        env={**env, _KEY_VARIABLE: str(config.run_dir / KEY_FILE), "DYN_SYSTEM_PORT": str(system_port)},
         system_port=system_port,
     )
 

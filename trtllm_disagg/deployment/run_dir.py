@@ -1,14 +1,19 @@
-"""The run directory: one log per process, the discovery store, and `processes.json` for other tools."""
+"""The run directory, open to its user only: one log per process, the discovery store, the deployment's key, and
+`processes.json` for other tools.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterable
+import stat
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trtllm_disagg.admin_key import KEY_FILE, AdminKey
 from trtllm_disagg.deployment.errors import RunDirInUseError
 from trtllm_disagg.deployment.nats import STORE_DIR
 from trtllm_disagg.deployment.plan import DISCOVERY_DIR
@@ -35,9 +40,16 @@ class RunDir:
     path: Path
 
     @classmethod
-    def claim(cls, path: Path) -> RunDir:
-        """Takes `path` for a new deployment: empty process list, fresh discovery store."""
+    def claim(cls, path: Path, note: Callable[[str], None] = lambda text: None) -> RunDir:
+        """Takes `path` for a new deployment: empty process list, fresh discovery store, a new key. `note` is told
+        when it was open to other users before.
+
+        Raises ConfigError for the directory of a deployment that is alive, of another user, or of other things that
+        other users may see.
+        """
         run_dir = cls(path.absolute())
+        if run_dir.path.is_dir():
+            run_dir._close_to_others(note)
         run_dir._refuse_if_alive()
         try:
             run_dir._clear()
@@ -47,11 +59,32 @@ class RunDir:
         return run_dir
 
     def _clear(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.rmtree(self.discovery, ignore_errors=True)
         self.discovery.mkdir()
         shutil.rmtree(self.path / STORE_DIR, ignore_errors=True)
+        AdminKey.create(self.path / KEY_FILE)
         self.write([])
+
+    def _close_to_others(self, note: Callable[[str], None]) -> None:
+        status = self.path.stat()
+        if status.st_uid != os.geteuid():
+            raise ConfigError.bad_value(
+                "--run-dir", str(self.path), f"a directory of this user; it belongs to uid {status.st_uid}"
+            )
+        mode = stat.S_IMODE(status.st_mode)
+        if not mode & 0o077:
+            return
+        # Others may need what else is in a directory, so only one of ours is changed.
+        if any(self.path.iterdir()) and not self.processes_file.exists():
+            raise ConfigError.bad_value(
+                "--run-dir",
+                str(self.path),
+                f"a directory that is new, empty, or closed to other users; this one has mode {mode:o} "
+                f"(chmod 700 {self.path})",
+            )
+        self.path.chmod(0o700)
+        note(f"{self.path} was open to other users (mode {mode:o}); now it has mode 700")
 
     @property
     def discovery(self) -> Path:

@@ -23,7 +23,7 @@ from trtllm_disagg.deployment.supervisor import Supervisor
 def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
     """Checks the port, claims the run directory, plans the processes. Nothing runs yet."""
     http_port = free_http_port(config.http_host, config.http_port)
-    run_dir = RunDir.claim(config.run_dir)
+    run_dir = RunDir.claim(config.run_dir, status.note)
     config = replace(config, http_port=http_port, run_dir=run_dir.path)
     specs = plan(config, system_ports=free_system_ports(num_system_ports(config)), environ=os.environ)
     return Supervisor(config, specs, run_dir, status)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 ORDERS_SOCKET = "orders.sock"
+#: Linux: pid, uid, gid.
+_CREDENTIALS = struct.Struct("3i")
 
 
 @contextmanager
@@ -35,6 +38,13 @@ def listen(path: Path) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user of the process at the other end, as the kernel saw it when that connected."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(raw)
+    return int(uid)
 
 
 def connect(path: Path) -> socket.socket:

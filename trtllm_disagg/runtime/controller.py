@@ -10,18 +10,20 @@ from typing import Any
 from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.config import Role
-from trtllm_disagg.control import CONTROL, Command, Describe, Told, encode_command
+from trtllm_disagg.control import CONTROL, Command, Describe, Told
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.runtime.errors import from_dynamo
 from trtllm_disagg.settings import endpoint_of, parse_endpoint_id
+from trtllm_disagg.signed_command import Signer
 
 _FOUND_SECONDS = 3.0
 _POLL_SECONDS = 0.15
 
 
 class Controller:
-    def __init__(self, clients: Mapping[str, Any], timeout: float) -> None:
+    def __init__(self, clients: Mapping[str, Any], signer: Signer, timeout: float) -> None:
         self._clients = clients
+        self._signer = signer
         self._timeout = timeout
 
     async def workers(self) -> list[Told]:
@@ -53,7 +55,8 @@ class Controller:
         who = f"instance {instance_id:x} at {endpoint_id}"
         try:
             async with asyncio.timeout(self._timeout):
-                stream = await self._clients[endpoint_id].direct(encode_command(command), instance_id)
+                request = self._signer.request(command, instance_id)
+                stream = await self._clients[endpoint_id].direct(request, instance_id)
                 answers = [item.data() async for item in stream if not item.is_error()]
         except TimeoutError:
             raise StageTimeoutError(f"{who} did not answer within {self._timeout:g} s") from None
@@ -66,7 +69,7 @@ class Controller:
 
 @asynccontextmanager
 async def controller(
-    *, backend: str, request_plane: str, event_plane: str, namespace: str, timeout: float
+    *, backend: str, request_plane: str, event_plane: str, namespace: str, signer: Signer, timeout: float
 ) -> AsyncIterator[Controller]:
     """For the workers of a namespace at their usual endpoints. Discovery is found as every Dynamo process does, by
     environment variables.
@@ -78,7 +81,7 @@ async def controller(
             endpoint: await runtime.endpoint(parse_endpoint_id(endpoint).dotted).client()
             for endpoint in endpoints
         }
-        yield Controller(clients, timeout)
+        yield Controller(clients, signer, timeout)
     finally:
         runtime.shutdown()
 

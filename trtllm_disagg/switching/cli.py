@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from typing import Any
 
 from trtllm_disagg.control import SWITCHABLE
 from trtllm_disagg.deployment.orders import Switched, order
 from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.signed_command import Signer
 from trtllm_disagg.switching import where
 from trtllm_disagg.switching.frontend import Frontend, HttpFrontend, UnknownFrontends
 from trtllm_disagg.switching.plan import require_switchable
@@ -53,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
     if args.run_dir is not None and (args.namespace or args.frontend):
         raise ConfigError("--run-dir says where everything is; give no --namespace and no --frontend with it")
     up = where.describe_up(args.run_dir)
+    signer = where.signer(args.run_dir, args.key_file, os.environ)
     try:
-        print(asyncio.run(_switch(args, up)))
+        print(asyncio.run(_switch(args, up, signer)))
         if up is not None:
             order(args.run_dir, Switched(args.to))
     except ConfigError:
@@ -65,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _switch(args: argparse.Namespace, up: dict[str, Any] | None) -> str:
-    async with where.workers_of(up, args.namespace) as workers:
+async def _switch(args: argparse.Namespace, up: dict[str, Any] | None, signer: Signer) -> str:
+    async with where.workers_of(up, args.namespace, signer) as workers:
         return await switch(workers, _frontend(args, up), args.to, args.timeout, _say)
 
 
