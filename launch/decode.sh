@@ -10,12 +10,13 @@
 # Knobs (environment):
 #   MODEL              model directory or Hugging Face name (required)
 #   SERVED_MODEL_NAME  the name of the model directory
-#   STRATEGY           decode_first; or prefill_first, router. The same for all workers
+#   STRATEGY           decode_first; or prefill_first, auto, router. The same for all workers
 #   ENGINE             tensorrt_llm or embedded (the worker's default when unset)
 #   ENGINE_CONFIGS     directory with decode.yaml (no engine config when unset)
 #   NAMESPACE          dynamo
 #   DYN_SYSTEM_PORT    8082   health and metrics; one for each worker on a machine, at most 32767
 #   DYN_FILE_KV        discovery directory, the same for all processes on one machine
+#   TRTLLM_DISAGG_ADMIN_KEY_FILE  key of `trtllm-disagg switch` and `set` (this user's own, made once, when unset)
 #   PYTHON             python3
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -5,8 +5,9 @@
 # Machine: two GPUs (or more, as the engine configs say), or two CPU cores and 4 GB of memory with ENGINE=embedded
 #          and a small model.
 # Time:    seconds for a small model, minutes for a large one. Prints `ready http://HOST:PORT model=NAME strategy=S`.
-# Launch:  MODEL=path/to/model launch/disagg.sh prefill_first|decode_first|router
-#          Ctrl-C drains the workers, then the frontend; a second Ctrl-C kills.
+# Launch:  MODEL=path/to/model launch/disagg.sh prefill_first|decode_first|auto|router
+#          Ctrl-C drains the workers, then the frontend; a second Ctrl-C kills. Exit status: 0 when stopped while serving,
+#          130 (SIGINT) or 143 (SIGTERM) when stopped before, 1 after a failure.
 #
 # Knobs (environment):
 #   MODEL                model directory or Hugging Face name (required)
@@ -22,6 +23,7 @@
 #   STARTUP_TIMEOUT      300 s
 #   STOP_TIMEOUT         20 s for requests in flight to end
 #   DYN_FILE_KV          discovery directory (a fresh one, removed at the end, when unset)
+#   TRTLLM_DISAGG_ADMIN_KEY_FILE  key of `trtllm-disagg switch` and `set` (this user's own, made once, when unset)
 #   PYTHON               python3
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -37,7 +39,8 @@ stop_everything() {
     trap - EXIT
     trap kill_everything INT TERM
     local first=$prefill second=$decode
-    [[ $STRATEGY != decode_first ]] || { first=$decode second=$prefill; }
+    # Under these, decode workers take the requests.
+    [[ $STRATEGY != decode_first && $STRATEGY != auto ]] || { first=$decode second=$prefill; }
     stop "$first"
     stop "$second"
     stop "$frontend"
@@ -52,7 +55,8 @@ kill_everything() {
 
 frontend="" prefill="" decode=""
 trap stop_everything EXIT
-trap 'exit 0' INT TERM
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 export STRATEGY="${1:-$STRATEGY}"
 check_strategy
@@ -68,6 +72,7 @@ DYN_SYSTEM_PORT=$decode_port start "$here/decode.sh"
 decode=$!
 
 wait_until_ready "$prefill_port" "$decode_port"
+trap 'exit 0' INT TERM
 echo "ready http://$HTTP_HOST:$HTTP_PORT model=$(served_model_name) strategy=$STRATEGY"
 wait -n "${children[@]}" || true
 fail "a process ended, stopping the others"

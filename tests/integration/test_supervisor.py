@@ -228,6 +228,19 @@ async def test_a_signal_drains_and_exits_with_0(start_up: StartUp, number: signa
     assert "killed" not in up.errors
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_during_load_stops_everything_and_is_the_exit_code(
+    start_up: StartUp, number: signal.Signals
+) -> None:
+    up = await start_up(worker_args=("--unready-role", "prefill"))
+    await up.says("decode-0 pid")
+
+    up.process.send_signal(number)
+
+    assert await up.ends() == 128 + number
+    assert nothing_runs(up.run_dir)
+
+
 @pytest.mark.parametrize(
     ("strategy", "order"),
     [

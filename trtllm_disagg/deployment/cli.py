@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code: 0 after a clean stop, 1 when the deployment failed, 2 when a setting is wrong."""
+    """The exit code: that of `serve`, or 2 when a setting is wrong."""
     try:
         config = config_from(args)
         print(f"run directory: {config.run_dir}", file=sys.stderr, flush=True)

@@ -30,16 +30,20 @@ def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
 
 
 async def serve(config: DeploymentConfig, status: Status) -> int:
-    """The exit code: 0 after a clean stop, 1 when the deployment failed or somebody had to be killed."""
+    """The exit code: 0 after a clean stop, 1 when the deployment failed or a process had to be killed, 130 (SIGINT) or
+    another 128 + signal number when it was stopped before it was ready.
+    """
     supervisor = prepare(config, status)
     with Interrupts().listening() as interrupts:
         try:
-            if await interrupts.allow(supervisor.load()):
+            was_ready = await interrupts.allow(supervisor.load())
+            if was_ready:
                 print(supervisor.config.ready_line, flush=True)
                 async with taking_orders(supervisor):
                     await interrupts.allow(supervisor.watch())
             status.note("stopping; interrupt again to kill at once")
-            return 0 if await supervisor.drain(interrupts.hurry) else 1
+            all_obeyed = await supervisor.drain(interrupts.hurry)
+            return int(not all_obeyed) if was_ready else interrupts.exit_code
         except DeploymentFailedError as error:
             status.note(f"\n{error}\n")
             await supervisor.abandon(interrupts.hurry)
@@ -59,13 +63,15 @@ class Interrupts:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
         self._first_at = 0.0
+        #: Of a process that ends because of the first one.
+        self.exit_code = 0
 
     @contextmanager
     def listening(self) -> Iterator[Interrupts]:
         loop = asyncio.get_running_loop()
         numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _wanted(number)]
         for number in numbers:
-            loop.add_signal_handler(number, self._interrupted)
+            loop.add_signal_handler(number, self._interrupted, number)
         try:
             yield self
         finally:
@@ -77,10 +83,11 @@ class Interrupts:
         interrupted = await first_of(work, self.stop.wait())
         return not interrupted
 
-    def _interrupted(self) -> None:
+    def _interrupted(self, number: int) -> None:
         now = time.monotonic()
         if not self.stop.is_set():
             self._first_at = now
+            self.exit_code = 128 + number
             self.stop.set()
         elif now - self._first_at > ONE_INTERRUPT_SECONDS:
             self.hurry.set()

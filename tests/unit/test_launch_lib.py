@@ -1,0 +1,129 @@
+"""What launch/*.sh start, in which order they stop it, and the key that they make: with a stand-in for Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deployments import ROOT, wait_until
+
+#: As a worker or a frontend: writes down how it was started, and its role when it is told to stop.
+STAND_IN = f"""#!{sys.executable} -P
+import os, signal, sys
+if "-I" in sys.argv:
+    sys.exit(1)  # it asks whether all are ready
+role = sys.argv[sys.argv.index("--disaggregation-mode") + 1] if "trtllm_disagg" in sys.argv else "frontend"
+def note(file, text):
+    with open(os.path.join(os.path.dirname(__file__), file), "a") as out:
+        out.write(text + "\\n")
+def stop(*_):
+    note("stopped", role)
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+note("started", " ".join([role, *sys.argv[1:3], os.environ.get("TRTLLM_DISAGG_ADMIN_KEY_FILE", "")]))
+signal.pause()
+"""
+SECONDS = 30.0
+
+
+class Scripts:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._running: list[subprocess.Popen[bytes]] = []
+        (directory / "python").write_text(STAND_IN)
+        (directory / "python").chmod(0o700)
+
+    def start(self, script: str, *args: str, **variables: str) -> subprocess.Popen[bytes]:
+        environment = {
+            "PYTHON": str(self._directory / "python"),
+            "MODEL": "m",
+            "DYN_FILE_KV": str(self._directory / "discovery"),
+            "XDG_STATE_HOME": str(self._directory / "state"),
+        }
+        inherited = {
+            name: value for name, value in os.environ.items() if name != "TRTLLM_DISAGG_ADMIN_KEY_FILE"
+        }
+        process = subprocess.Popen(
+            [str(ROOT / "launch" / script), *args], env=inherited | environment | variables
+        )
+        self._running.append(process)
+        return process
+
+    def lines(self, file: str, count: int = 0) -> list[str]:
+        """Of what was written down, once there are `count`."""
+        path = self._directory / file
+        wait_until(lambda: len(self._read(path)) >= count, f"{count} lines in {file}", SECONDS)
+        return self._read(path)
+
+    @property
+    def key(self) -> Path:
+        return self._directory / "state" / "trtllm-disagg" / "admin.key"
+
+    def close(self) -> None:
+        for process in self._running:
+            process.terminate()
+            process.wait(SECONDS)
+
+    def _read(self, path: Path) -> list[str]:
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Iterator[Scripts]:
+    made = Scripts(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order"),
+    [
+        ("prefill_first", ["prefill", "decode", "frontend"]),
+        ("router", ["prefill", "decode", "frontend"]),
+        ("decode_first", ["decode", "prefill", "frontend"]),
+        ("auto", ["decode", "prefill", "frontend"]),
+    ],
+)
+def test_the_stage_that_takes_requests_stops_first(scripts: Scripts, strategy: str, order: list[str]) -> None:
+    running = scripts.start("disagg.sh", strategy)
+    scripts.lines("started", 3)
+    running.terminate()
+    assert running.wait(SECONDS) == 128 + signal.SIGTERM, "it was not ready yet"
+    assert scripts.lines("stopped") == order
+
+
+def test_nothing_is_imported_from_the_current_directory(scripts: Scripts) -> None:
+    scripts.start("disagg.sh", "auto")
+    started = {tuple(line.split()[1:3]) for line in scripts.lines("started", 3)}
+    assert started == {("-P", "-m")}
+
+
+def test_all_workers_have_one_key_that_only_this_user_can_read(scripts: Scripts) -> None:
+    for script in ("prefill.sh", "decode.sh", "agg.sh"):
+        scripts.start(script)
+    keys = {line.split()[3] for line in scripts.lines("started", 3)}
+    assert keys == {str(scripts.key)}
+    assert scripts.key.stat().st_mode & 0o777 == 0o600
+    assert len(key := scripts.key.read_bytes()) == 32
+    assert [path.name for path in scripts.key.parent.iterdir()] == ["admin.key"]
+
+    scripts.start("agg.sh")
+    scripts.lines("started", 4)
+    assert scripts.key.read_bytes() == key
+
+
+def test_a_key_of_the_user_is_taken_and_none_is_made(scripts: Scripts) -> None:
+    scripts.start("agg.sh", TRTLLM_DISAGG_ADMIN_KEY_FILE="/mine")
+    assert scripts.lines("started", 1)[0].split()[3] == "/mine"
+    assert not scripts.key.exists()
+
+
+def test_where_no_key_can_be_made_the_worker_starts_without(scripts: Scripts) -> None:
+    scripts.start("agg.sh", XDG_STATE_HOME="/proc/none")
+    assert scripts.lines("started", 1)[0].split()[3:] == []
