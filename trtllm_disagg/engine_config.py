@@ -46,6 +46,10 @@ _KEYS = {
     "guided_decoding_backend": "guided_decoding_backend",
 }
 
+#: On a CPU a step of 8192 tokens takes seconds, in which nothing can be cancelled and no other request can start;
+#: steps of 512 compute a long prompt as fast (docs/decisions/0023-load.md).
+_EMBEDDED_DEFAULTS = {"max_num_tokens": 512, "enable_chunked_prefill": True}
+
 
 def build_engine_args(config: WorkerConfig) -> Args:
     """The arguments of LLM(...) for this worker; raises ConfigError for whatever is wrong with them.
@@ -102,7 +106,13 @@ def _dynamo_defaults(config: WorkerConfig) -> Args:
         value = getattr(config, name)
         if value is not None:
             _set(args, key, value)
+    if _is_embedded(config):
+        args |= {key: value for key, value in _EMBEDDED_DEFAULTS.items() if not _is_given(config, key)}
     return args
+
+
+def _is_given(config: WorkerConfig, key: str) -> bool:
+    return key in _KEYS and config.is_explicit(key)
 
 
 def _read_yaml(config: WorkerConfig) -> Args:

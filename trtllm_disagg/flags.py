@@ -107,7 +107,7 @@ FLAG_GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("gpus_per_node", "GPUs of one node (default: as found)"),
         Flag("kv_block_size", "tokens in one KV block"),
         Flag("max_batch_size", "requests in one step"),
-        Flag("max_num_tokens", "tokens in one step"),
+        Flag("max_num_tokens", "tokens in one step; on the embedded engine 512 unless given"),
         Flag("max_seq_len", "tokens of one request, prompt and answer (default: the model's)"),
         Flag("max_beam_width", "beams of one request"),
         Flag("free_gpu_memory_fraction", "share of the free GPU memory that KV takes"),

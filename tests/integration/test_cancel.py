@@ -15,18 +15,21 @@ from typing import Any
 
 import pytest
 
-from tests.deployments import DISAGGREGATED, MODEL_NAME, Fleet, Served, wait_until
+from tests.deployments import DISAGGREGATED, MODEL_NAME, WORKER_SIDE, Fleet, Served, wait_until
 from tests.parity.answers import Answer, Question, Refusal, ask
 from trtllm_disagg.deployment.plan import Strategy
 
 TIMES = 10
 #: Its prefill takes long enough to leave in the middle of it.
 LONG_PROMPT = 1000
+#: Several steps of the engine.
+LONGEST_PROMPT = 1900
 #: Tokens that take seconds.
 MANY = 1900
 
 INFLIGHT = "dynamo_component_inflight_requests"
 DECODED = "trtllm_disagg_decode_tokens_total"
+PREFILLED = "trtllm_disagg_prefill_tokens_total"
 
 every_strategy = pytest.mark.parametrize("strategy", DISAGGREGATED)
 
@@ -100,6 +103,30 @@ def test_hanging_up_before_the_first_token(strategy: Strategy, deployed: Served,
         wait_until_all_know(deployed)
 
     assert_nothing_happened(deployed, fleet, f"first {strategy}")
+
+
+# Under router, the frontend calls the prefill worker, and does not tell it that the client has left.
+@pytest.mark.parametrize("strategy", WORKER_SIDE)
+def test_a_running_prefill_stops_in_the_middle_of_its_prompt(strategy: Strategy, deployed: Served) -> None:
+    deployed.wait_until_idle()
+    started = time.monotonic()
+    with streaming(deployed, LONGEST_PROMPT, max_tokens=1) as connection:
+        read_tokens(connection, 1)
+    seconds = time.monotonic() - started
+
+    computed = []
+    for moment in range(TIMES):
+        deployed.wait_until_idle()
+        before = deployed.total(PREFILLED)
+        with streaming(deployed, LONGEST_PROMPT, max_tokens=1) as connection:
+            wait_until(lambda: deployed.total(INFLIGHT) > 0, "it has arrived")
+            select.select([connection.sock], [], [], seconds * moment / TIMES)
+        deployed.wait_until_idle()
+        computed.append(deployed.total(PREFILLED) - before)
+        if 0 < computed[-1] < LONGEST_PROMPT:
+            return
+
+    pytest.fail(f"never in the middle of {LONGEST_PROMPT} tokens: {computed}")
 
 
 @every_strategy
