@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import Checkpoints
-from trtllm_disagg.embedded.model_loader import choose_forward, load_model, read_shape
+from trtllm_disagg.embedded.model_loader import ForwardKind, is_plain, load_model, read_shape
 from trtllm_disagg.errors import ConfigError
 
 
@@ -45,7 +45,7 @@ def refused(model: Path, words: str, dtype: str = "auto") -> None:
 def test_a_configuration_of_nonsense(model: Path, key: str, value: Any, words: str) -> None:
     edit(model / "config.json", **{key: value})
     with pytest.raises(ConfigError, match=words):
-        load_model(model, read_shape(model, "auto"), choose_forward(model, "auto", torch.device("cpu")))
+        load_model(model, read_shape(model, "auto"), "plain" if is_plain(model) else "modules")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,8 @@ def test_weights_of_several_dtypes_need_a_stated_one(model: Path) -> None:
     weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.bfloat16)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     refused(model, r"dtype: 'auto' is not allowed .*BF16 \(model\.norm\.weight in model\.safetensors\)")
-    for kind in ("plain", "packed"):
+    kinds: tuple[ForwardKind, ...] = ("plain", "modules")
+    for kind in kinds:
         loaded = load_model(model, read_shape(model, "float32"), kind)
         assert {weight.dtype for weight in loaded.parameters()} == {torch.float32}
 

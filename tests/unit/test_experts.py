@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from trtllm_disagg.embedded.experts import PackedExperts, PackedRouter, pack_experts
+from trtllm_disagg.embedded.cpu import this_cpu
+from trtllm_disagg.embedded.experts import (
+    Mixing,
+    PackedExperts,
+    PackedRouter,
+    compiled_mixing,
+    pack_experts,
+    torch_mixing,
+)
+from trtllm_disagg.embedded.pack import Pack
+from trtllm_disagg.embedded.tiled_linear import TiledLinear
 
 HIDDEN, NUM_EXPERTS = 64, 8
 
@@ -32,11 +43,27 @@ def mixture(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **mor
     return layer.to(dtype).eval().requires_grad_(False)
 
 
-def packed(layer: Any) -> Any:
-    layer = copy.deepcopy(layer)
-    pack_experts(layer)
-    assert (type(layer.gate), type(layer.experts)) == (PackedRouter, PackedExperts)
-    return layer
+def library() -> tuple[Pack, Mixing]:
+    from trtllm_disagg.embedded.linear import PackedLinear
+
+    return PackedLinear, compiled_mixing()
+
+
+#: Products and what lies between them: with compiled kernels, and with torch alone.
+ARITHMETIC = {"torch": lambda: (TiledLinear, torch_mixing())} | (
+    {"compiled": library} if this_cpu().compiles else {}
+)
+
+
+@pytest.fixture(params=list(ARITHMETIC))
+def packed(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    def pack(layer: Any) -> Any:
+        layer = copy.deepcopy(layer)
+        pack_experts(layer, *ARITHMETIC[request.param]())
+        assert (type(layer.gate), type(layer.experts)) == (PackedRouter, PackedExperts)
+        return layer
+
+    return pack
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +77,15 @@ def _inference() -> Any:
     ("family", "more"),
     [("qwen3_moe", {"norm_topk_prob": True}), ("qwen3_moe", {"norm_topk_prob": False}), ("mixtral", {})],
 )
-def test_it_computes_what_transformers_computes(family: str, more: dict[str, Any], num_tokens: int) -> None:
+def test_it_computes_what_transformers_computes(
+    packed: Callable[[Any], Any], family: str, more: dict[str, Any], num_tokens: int
+) -> None:
     layer = mixture(family, **more)
     x = torch.randn(1, num_tokens, HIDDEN)
     torch.testing.assert_close(packed(layer)(x), layer(x), atol=1e-5, rtol=1e-5)
 
 
-def test_a_token_has_the_same_bits_alone_and_in_any_batch() -> None:
+def test_a_token_has_the_same_bits_alone_and_in_any_batch(packed: Callable[[Any], Any]) -> None:
     layer = packed(mixture())
     x = torch.randn(1, 150, HIDDEN)
     alone = torch.cat([layer(x[:, i : i + 1]) for i in range(150)], dim=1)
@@ -65,14 +94,17 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch() -> None:
         assert torch.equal(layer(x[:, -count:]), alone[:, -count:]), count
 
 
+@pytest.mark.skipif(not this_cpu().has_bfloat16, reason="this CPU level has no bfloat16 products")
 def test_bfloat16_stays_bfloat16_and_close() -> None:
     layer = mixture(dtype=torch.bfloat16)
     x = torch.randn(1, 20, HIDDEN).to(torch.bfloat16)
-    made = packed(layer)(x)
+    mine = copy.deepcopy(layer)
+    pack_experts(mine, *library())
+    made = mine(x)
     assert made.dtype == torch.bfloat16
     # Rows whose last choice is a tie may choose otherwise; none of these is one.
     torch.testing.assert_close(made, layer(x), atol=0.05, rtol=0.05)
 
 
-def test_no_tokens_give_no_tokens() -> None:
+def test_no_tokens_give_no_tokens(packed: Callable[[Any], Any]) -> None:
     assert packed(mixture())(torch.empty(1, 0, HIDDEN)).shape == (1, 0, HIDDEN)

@@ -11,8 +11,11 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.cores import Core
-from trtllm_disagg.embedded import decode_rows, model_loader, plain_model
+from trtllm_disagg.embedded import core as core_module
+from trtllm_disagg.embedded import plain_model
+from trtllm_disagg.embedded.forward_plan import ForwardPlan
 from trtllm_disagg.embedded.model_loader import FAMILIES
+from trtllm_disagg.embedded.model_runner import no_decode_rows
 
 #: 1: nothing but the last token; 32: one whole tile and block; 130: over five tiles, and over Mistral's window of 40.
 LENGTHS = (1, 2, 31, 32, 33, 65, 130)
@@ -92,8 +95,8 @@ def test_the_path_that_cuda_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Simulated on the CPU: transformers' modules as they are, and torch's attention for decode rows too."""
-    monkeypatch.setattr(model_loader, "packing_works", lambda: False)
-    monkeypatch.setattr(decode_rows.DecodeRows, "of", lambda rows, size: None)
+    plan = ForwardPlan("modules", torch.float32, no_decode_rows)
+    monkeypatch.setattr(core_module, "choose_forward", lambda *told: plan)
     core = Core(checkpoints(family), max_num_tokens=64, enable_chunked_prefill=True)
     ids = {length: core.add(prompt(length), NEW_TOKENS) for length in LENGTHS}
     core.run(*ids.values())

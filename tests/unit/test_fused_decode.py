@@ -11,6 +11,7 @@ import torch
 from tests.conftest import Checkpoints
 from tests.cores import Core
 from trtllm_disagg.embedded.attention import StepLayout
+from trtllm_disagg.embedded.cpu import this_cpu
 from trtllm_disagg.embedded.fused_decode import FusedDecode
 from trtllm_disagg.embedded.plain_forward import PlainForward
 
@@ -25,11 +26,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+#: A bfloat16 model as this CPU level computes it, and in float32.
+KINDS = [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")]
+
+
+@pytest.mark.parametrize(("dtype", "weights"), KINDS if this_cpu().has_bfloat16 else KINDS[:2])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_every_step_has_the_bits_of_the_unfused_one(
     family: str,
     dtype: str,
+    weights: str,
     threads: int,
     checkpoints: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
@@ -45,7 +51,7 @@ def test_every_step_has_the_bits_of_the_unfused_one(
         compared.append(len(tokens))
         return fused
 
-    core = Core(checkpoints(family), dtype=dtype)
+    core = Core(checkpoints(family), dtype=dtype, embedded={"weights": weights})
     runner: Any = core.engine._runner
     forward: PlainForward = runner._forward
     assert forward._decode is not None

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.linear import PackedLinear, pack_linears, packing_works
+from trtllm_disagg.embedded.cpu import this_cpu
+from trtllm_disagg.embedded.linear import PackedLinear, packing_works
+from trtllm_disagg.embedded.pack import pack_linears
 
 SHAPES = [(64, 192), (192, 64), (64, 258), (100, 17)]
 
@@ -52,6 +54,19 @@ def test_no_rows_give_no_rows() -> None:
     assert PackedLinear(make(64, 192))(torch.empty(1, 0, 64)).shape == (1, 0, 192)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bfloat16_weights_in_float32_give_the_bits_of_those_weights_as_float32(
+    shape: tuple[int, int], bias: bool
+) -> None:
+    linear = make(*shape, torch.bfloat16, bias=bias)
+    x = torch.randn(5, shape[0])
+    made = PackedLinear(linear, torch.float32)(x)
+    assert made.dtype == torch.float32
+    assert torch.equal(made, PackedLinear(linear.float())(x))
+
+
+@pytest.mark.skipif(not this_cpu().has_bfloat16, reason="this CPU level has no bfloat16 products")
 def test_bfloat16_stays_bfloat16_and_close() -> None:
     linear = make(64, 192, torch.bfloat16, bias=True)
     x = torch.randn(7, 64).to(torch.bfloat16)
@@ -65,6 +80,6 @@ def test_every_plain_linear_is_replaced_wherever_it_is() -> None:
         pass
 
     model = nn.Sequential(nn.Linear(16, 16), nn.ModuleDict({"a": nn.Linear(16, 16), "b": Special(16, 16)}))
-    pack_linears(model)
+    pack_linears(model, PackedLinear)
     kinds = [type(module) for module in model.modules() if isinstance(module, (nn.Linear, PackedLinear))]
     assert kinds == [PackedLinear, PackedLinear, Special]

@@ -191,7 +191,7 @@ def test_experts_in_one_piece_are_left_to_transformers(make_model: MakeModel) ->
     weights = load_file(model / "model.safetensors")
     save(model, {name: weight for name, weight in weights.items() if ".experts." not in name})
     with pytest.raises(ConfigError, match=r"lacks \d+ weights, or has them in another shape") as refused:
-        load_model(model, read_shape(model, "auto"), "packed")
+        load_model(model, read_shape(model, "auto"), "modules")
     assert "\n" not in str(refused.value)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from trtllm_disagg.embedded.cpu import this_cpu
 from trtllm_disagg.embedded.linear import PackedLinear
-from trtllm_disagg.embedded.panel_product import has_bfloat16_products
 from trtllm_disagg.embedded.panels import MOST_ROWS, panels_of
 
 SHAPES = [(64, 64), (192, 512), (128, 640), (1000, 96), (128, 1536), (64, 2816), (3, 2)]
@@ -37,7 +37,7 @@ def test_a_row_has_the_same_bits_in_any_company(outputs: int, inputs: int, bias:
             assert torch.equal(packed(x[:rows]), every[:rows]), rows
 
 
-@pytest.mark.skipif(not has_bfloat16_products(), reason="this processor has no bfloat16 products")
+@pytest.mark.skipif(not this_cpu().has_bfloat16, reason="this CPU level has no bfloat16 products")
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_bfloat16_has_the_librarys_bits_where_the_kernel_is_used(outputs: int, inputs: int) -> None:
     packed = PackedLinear(linear(outputs, inputs, torch.bfloat16))

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.experts import pack_experts
+from trtllm_disagg.embedded.experts import pack_experts, torch_mixing
 from trtllm_disagg.embedded.parallel.group import RankGroup
 from trtllm_disagg.embedded.parallel.sharding import shard_model
+from trtllm_disagg.embedded.tiled_linear import TiledLinear
 from trtllm_disagg.errors import ConfigError
 
 
@@ -57,7 +58,7 @@ def on_ranks(size: int, work: Callable[[RankGroup], Any]) -> list[Any]:
 def run_sharded(model: nn.Module, group: RankGroup, run: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:
     mine = copy.deepcopy(model)
     shard_model(mine, group)
-    pack_experts(mine)
+    pack_experts(mine, TiledLinear, torch_mixing())
     return run(mine)
 
 

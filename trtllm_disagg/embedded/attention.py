@@ -15,16 +15,18 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from trtllm_disagg.embedded.decode_rows import DecodeRows
 from trtllm_disagg.embedded.kv_pool import KvPool
 from trtllm_disagg.embedded.scheduler import Row
 from trtllm_disagg.embedded.softcap import capped_attention
+
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded.decode_rows import DecodeRows
 
 NAME = "trtllm_disagg_paged"
 TILE = 32
@@ -55,11 +57,10 @@ class _Span:
 class StepLayout:
     """Positions, places in the pool and key locations of one step's rows."""
 
-    def __init__(self, rows: Seq[Row], pool: KvPool) -> None:
+    def __init__(self, rows: Seq[Row], pool: KvPool, decode: DecodeRows | None = None) -> None:
+        """`decode` are the leading rows, where one kernel serves them all."""
         self.pool = pool
-        on_cpu = pool.kv.device.type == "cpu"
-        #: The leading rows, where one kernel serves them all.
-        self.decode = DecodeRows.of(rows, pool) if on_cpu else None
+        self.decode = decode
         num_decode = 0 if self.decode is None else self.decode.count
         self.all_decode = num_decode == len(rows)
         self._spans: list[_Span] = []
@@ -79,7 +80,7 @@ class StepLayout:
         #: Packed index of each sampling row's last token.
         self.last = torch.from_numpy(ends[[row.samples for row in rows]]).to(pool.kv.device)
         self._longest = max((span.context for span in self._spans), default=0)
-        self._masks: dict[int, torch.Tensor] = {}
+        self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -106,8 +107,9 @@ class StepLayout:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """query (tokens, heads, dim), key and value (tokens, kv heads, dim) -> (tokens, heads, dim)."""
-        self.pool.rows.index_copy_(0, self.places + self.pool.key_row(layer), key)
-        self.pool.rows.index_copy_(0, self.places + self.pool.value_row(layer), value)
+        self.pool.rows.index_copy_(0, self.places + self.pool.key_row(layer), key.to(self.pool.kv.dtype))
+        values = value.to(self.pool.kv.dtype)
+        self.pool.rows.index_copy_(0, self.places + self.pool.value_row(layer), values)
         return self.attend_stored(layer, query, scale, window, softcap)
 
     def attend_stored(
@@ -147,7 +149,9 @@ class StepLayout:
     ) -> None:
         """One query: the heads of a KV group become the query length, so that K and V are not repeated."""
         begin = max(0, span.context - window) if window else 0
-        k, v = (run[begin : span.context] for run in self.pool.keys_and_values(layer, span.blocks))
+        k, v = (
+            run[begin : span.context].to(query.dtype) for run in self.pool.keys_and_values(layer, span.blocks)
+        )
         num_heads, dim = query.shape[1], query.shape[2]
         kv_heads = k.shape[1]
         grouped = query[span.start].view(1, kv_heads, num_heads // kv_heads, dim)
@@ -171,11 +175,11 @@ class StepLayout:
         attended = out[rows] if len(asked) == span.num_queries else torch.empty_like(asked)
         queries, answers = _heads_first(asked), _heads_first(attended)
         keys, values = (
-            _heads_first(_whole_tiles(run[: span.context]))
+            _heads_first(_whole_tiles(run[: span.context].to(query.dtype)))
             for run in self.pool.keys_and_values(layer, span.blocks)
         )
         grouped = queries.shape[1] != keys.shape[1]
-        mask = self._mask(window or 0)
+        mask = self._mask(window or 0, query.dtype)
         for at in range(0, len(asked), TILE):
             tile_start = begin - before + at
             end = tile_start + TILE
@@ -192,22 +196,22 @@ class StepLayout:
         if attended.shape[0] != span.num_queries:
             out[rows] = attended[before : before + span.num_queries]
 
-    def _mask(self, window: int) -> torch.Tensor:
+    def _mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
         """(TILE, keys): what is added to the scores of a tile's queries and the keys up to the tile's end, 0 or minus
         infinity. The same for every tile, of which earlier ones have fewer keys, and for every layer of the step.
 
         Not of bools: torch would make this of them in each call, on one thread.
         """
-        if window not in self._masks:
+        if (window, dtype) not in self._masks:
             queries = torch.arange(TILE)[:, None]
             positions = torch.arange(-(-self._longest // TILE) * TILE)[None]
             positions -= positions.shape[1] - TILE
             hidden = positions > queries
             if window:
                 hidden |= positions <= queries - window
-            mask = torch.zeros(hidden.shape, dtype=self.pool.kv.dtype).masked_fill_(hidden, -torch.inf)
-            self._masks[window] = mask.to(self.pool.kv.device)
-        return self._masks[window]
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            self._masks[window, dtype] = mask.to(self.pool.kv.device)
+        return self._masks[window, dtype]
 
 
 def _span_of(row: Row, start: int, pool: KvPool) -> tuple[_Span, np.ndarray, np.ndarray]:

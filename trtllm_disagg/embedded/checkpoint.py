@@ -71,6 +71,11 @@ def weight_places(directory: Path) -> dict[str, str]:
     return dict.fromkeys(_header(file), file.name) if file.exists() else {}
 
 
+def count_weights(directory: Path) -> int:
+    """Numbers in a checkpoint that is whole."""
+    return sum(math.prod(tensor["shape"]) for tensor in _weights(directory).values())
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Raises ConfigError unless it is a readable JSON object."""
     try:

@@ -10,8 +10,10 @@ from pathlib import Path
 from trtllm_disagg.embedded.attention import TILE
 from trtllm_disagg.embedded.block_manager import KvEventLog
 from trtllm_disagg.embedded.core_hooks import CoreHooks
+from trtllm_disagg.embedded.cpu import this_cpu
 from trtllm_disagg.embedded.create_scheduler import create_blocks, create_scheduler
 from trtllm_disagg.embedded.first_steps import take_first_steps
+from trtllm_disagg.embedded.forward_plan import choose_forward
 from trtllm_disagg.embedded.guides import create_guides
 from trtllm_disagg.embedded.iteration_stats import IterationStats
 from trtllm_disagg.embedded.kv_memory import LocalKvMemory
@@ -25,7 +27,7 @@ from trtllm_disagg.embedded.messages import (
     Ready,
     StepReport,
 )
-from trtllm_disagg.embedded.model_loader import choose_forward, load_model, make_forward, read_shape
+from trtllm_disagg.embedded.model_loader import load_model, read_shape
 from trtllm_disagg.embedded.model_runner import ModelRunner
 from trtllm_disagg.embedded.outputs import Outbox, of_token
 from trtllm_disagg.embedded.parallel.team import Alone, Team
@@ -53,8 +55,11 @@ class EngineCore:
     def __init__(self, args: LlmArgs, wake: Callable[[], None], team: Alone | Team | None = None) -> None:
         """`wake` is called from other threads when a transfer ended and `step` has something to do."""
         self._team = team = team or Alone()
-        self._device = device = choose_device(args.embedded.device, team.size)
+        device = choose_device(args.embedded.device, team.size)
         self.shape = read_shape(Path(args.model), args.dtype)
+        plan = choose_forward(Path(args.model), args.embedded, self.shape, device, this_cpu())
+        for remark in plan.remarks:
+            log.info("%s", remark)
         kv_config = args.kv_cache_config
         size = kv_config.tokens_per_block
         self.max_seq_len = max_seq_len(args, self.shape)
@@ -62,16 +67,16 @@ class EngineCore:
         self._events = KvEventLog(kv_config.event_buffer_max_size, self.max_seq_len)
         self.blocks = create_blocks(kv_config, num_blocks, self._events)
         self._max_prompt = self.max_seq_len if args.enable_chunked_prefill else args.max_num_tokens
-        team.start(args, num_blocks)
-        forward_kind = choose_forward(Path(args.model), args.embedded.forward, device)
-        model = load_model(Path(args.model), self.shape, forward_kind)
+        team.start(plan.told_to_all(args), num_blocks)
+        model = load_model(Path(args.model), self.shape, plan.kind)
         team.shard(model)
         wanted = new_pool(self.shape, num_blocks, size, device, team.size)
         self.transfers, kv = create_transfers(args, kv_layout(self.shape, size), wanted, wake, team.peers)
         self.scheduler = create_scheduler(args, self.blocks, team.memory(LocalKvMemory(kv)), TILE)
         pool = KvPool(kv)
-        forward = make_forward(model, pool, self.max_seq_len, forward_kind)
-        self._runner = team.lead(ModelRunner(forward, pool))
+        forward = plan.make_forward(model, pool, self.max_seq_len)
+        self._runner = team.lead(ModelRunner(forward, pool, plan.take_decode_rows))
+        self._is_exact = plan.is_exact
         take_first_steps(self._runner, Path(args.model), num_blocks, size)
         self._guides = create_guides(args, self.shape)
         self._stats = IterationStats(args)
@@ -91,7 +96,7 @@ class EngineCore:
             end_ids=self.shape.end_ids,
             endpoint=self.transfers.endpoint,
             pids=self._team.pids,
-            is_exact=self.shape.is_exact_on(self._device),
+            is_exact=self._is_exact,
         )
 
     # -- commands

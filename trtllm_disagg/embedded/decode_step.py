@@ -32,9 +32,11 @@ _NO_CAP = np.float32(0.0)
 
 
 class Weights(NamedTuple):
-    """What stays. T is float32, or bfloat16 as uint16; L layers, n hidden, D of a head."""
+    """What stays. T is what is computed in and S what is stored: float32, or bfloat16 as uint16; L layers, n hidden,
+    D of a head.
+    """
 
-    #: (vocabulary, n) T
+    #: (vocabulary, n) S
     embedding: np.ndarray
     #: (L, 5) addresses of packed weights; the head's is in every row
     panels: np.ndarray
@@ -93,7 +95,7 @@ class Buffers(NamedTuple):
     logits: np.ndarray
     #: (threads, Hq, longest context) float32
     scores: np.ndarray
-    #: (rows of the pool, H, D) T
+    #: (rows of the pool, H, D) S
     pool: np.ndarray
     #: (1,) T: says what T is
     like: np.ndarray

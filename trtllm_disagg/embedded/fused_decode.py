@@ -37,13 +37,18 @@ class FusedDecode:
     """One step at a time, called by one thread. `close` ends the helpers."""
 
     def __init__(
-        self, model: PlainModel, products: list[list[PackedLinear]], pool: KvPool, num_threads: int
+        self,
+        model: PlainModel,
+        products: list[list[PackedLinear]],
+        pool: KvPool,
+        dtype: torch.dtype,
+        num_threads: int,
     ) -> None:
         self._model = model  # owns the memory that the weights' addresses point to
         self._size = pool.tokens_per_block
         self._threads = num_threads
         self._weights = _weights(model, products)
-        self._buffers = _buffers(model, products[0], pool, num_threads)
+        self._buffers = _buffers(model, products[0], pool, dtype, num_threads)
         self._logits = torch.from_numpy(self._buffers.logits)[:, : products[0][HEAD].out_features]
         self._bells = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(1, num_threads)]
         self._helpers = [
@@ -54,9 +59,11 @@ class FusedDecode:
             helper.start()
 
     @classmethod
-    def create(cls, model: PlainModel, pool: KvPool, num_threads: int) -> FusedDecode | None:
-        """None unless the kernels know every weight and fill whole panels. Not with several ranks, either: then
-        products have gathers between them.
+    def create(
+        cls, model: PlainModel, pool: KvPool, dtype: torch.dtype, num_threads: int
+    ) -> FusedDecode | None:
+        """Computes in `dtype`. None unless the kernels know every weight and fill whole panels. Not with several ranks,
+        either: then products have gathers between them.
         """
         products = [
             [layer.qkv, layer.output, layer.gate_up, layer.down, model.head] for layer in model.layers
@@ -66,7 +73,9 @@ class FusedDecode:
             return None
         if any(linear.out_features % PANEL for row in known for linear in row[:HEAD]):
             return None
-        return cls(model, known, pool, num_threads) if known[0][DOWN].in_features % PANEL == 0 else None
+        if known[0][DOWN].in_features % PANEL:
+            return None
+        return cls(model, known, pool, dtype, num_threads)
 
     def __call__(self, tokens: Seq[int], layout: StepLayout) -> torch.Tensor:
         """Logits (sampling rows, vocabulary) float32, valid until the next step. Every row decodes, MOST_ROWS at most.
@@ -134,7 +143,9 @@ def _weights(model: PlainModel, products: list[list[PackedLinear]]) -> Weights:
     )
 
 
-def _buffers(model: PlainModel, products: list[PackedLinear], pool: KvPool, num_threads: int) -> Buffers:
+def _buffers(
+    model: PlainModel, products: list[PackedLinear], pool: KvPool, dtype: torch.dtype, num_threads: int
+) -> Buffers:
     size, dim = pool.tokens_per_block, pool.kv.shape[-1]
     hidden, inner = products[OUTPUT].out_features, products[DOWN].in_features
     longest = len(model.cos)
@@ -143,7 +154,7 @@ def _buffers(model: PlainModel, products: list[PackedLinear], pool: KvPool, num_
         return np.zeros(shape, np.float32)
 
     def stored(*shape: int) -> np.ndarray:
-        return as_array(torch.zeros(shape, dtype=pool.kv.dtype))
+        return as_array(torch.zeros(shape, dtype=dtype))
 
     def numbers(*shape: int) -> np.ndarray:
         return np.zeros(shape, np.int64)

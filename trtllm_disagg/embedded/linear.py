@@ -16,14 +16,18 @@ _HINT_ROWS = 8
 
 
 class PackedLinear(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype | None = None) -> None:
+        """Computes in `dtype`; None: in the weights' own."""
         super().__init__()
+        dtype = dtype or linear.weight.dtype
         self.in_features, self.out_features = linear.in_features, linear.out_features
         # Model code looks at weight.dtype; the numbers themselves are only in the packed copy.
-        self.weight = linear.weight.detach().to("meta")
+        self.weight = linear.weight.detach().to("meta", dtype)
         # A copy: one number that stays in the mapped file keeps all of it in memory.
-        self.bias_values: torch.Tensor | None = None if linear.bias is None else linear.bias.detach().clone()
-        weight = linear.weight.detach().contiguous()
+        self.bias_values: torch.Tensor | None = (
+            None if linear.bias is None else linear.bias.detach().to(dtype, copy=True)
+        )
+        weight = linear.weight.detach().to(dtype).contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HINT_ROWS)
         self._pad_single_row = weight.dtype == torch.float32
         #: None: the kernel does not know this weight's layout.
@@ -60,14 +64,6 @@ class PackedLinear(nn.Module):
         return y
 
 
-def packed(module: nn.Module) -> nn.Module:
-    """A plain nn.Linear, or a layer made of some, with its weights packed."""
-    if type(module) is nn.Linear:
-        return PackedLinear(module)
-    pack_linears(module)
-    return module
-
-
 def packing_works() -> bool:
     """The operators are private to torch, so they are tried before they are relied upon."""
     try:
@@ -77,18 +73,3 @@ def packing_works() -> bool:
             return torch.allclose(PackedLinear(linear)(x), linear(x), atol=1e-5)
     except (AttributeError, RuntimeError):
         return False
-
-
-def pack_linears(module: nn.Module) -> None:
-    """Replace every plain nn.Linear below `module`."""
-    for name, child in module.named_children():
-        if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child))
-        else:
-            pack_linears(child)
-
-
-def unmap(module: nn.Module) -> None:
-    """Copy what has not been packed, so that the checkpoint file that it is mapped from can go."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.clone()

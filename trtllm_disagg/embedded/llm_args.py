@@ -96,6 +96,9 @@ class EmbeddedConfig(StrictModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     #: transformers: its own modules even for families that have a leaner forward here.
     forward: Literal["auto", "transformers"] = "auto"
+    #: How a bfloat16 model's weights are held: as they are; or as float32, and computed with in float32. auto: as they
+    #: are where the CPU multiplies bfloat16; else as float32, as long as there is memory for it.
+    weights: Literal["auto", "float32", "bfloat16"] = "auto"
     #: KV tokens of preempted requests that may be put aside (MAX_UTILIZATION); what has no room there is computed
     #: again. None: a quarter of the pool.
     swap_tokens: NonNegativeInt | None = None

@@ -1,8 +1,7 @@
-"""A Hugging Face checkpoint directory -> its model as a step calls it, over our attention."""
+"""A Hugging Face checkpoint directory -> its shape, and its modules over our attention."""
 
 from __future__ import annotations
 
-import logging
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,33 +12,23 @@ import torch
 from trtllm_disagg.embedded import attention
 from trtllm_disagg.embedded.checkpoint import check_checkpoint, fingerprint, read_json
 from trtllm_disagg.embedded.config_checks import FAMILIES, check_activation, check_config, end_ids
-from trtllm_disagg.embedded.experts import pack_experts
-from trtllm_disagg.embedded.hf_forward import HfForward
-from trtllm_disagg.embedded.kv_pool import KvPool
-from trtllm_disagg.embedded.linear import pack_linears, packing_works, unmap
-from trtllm_disagg.embedded.model_runner import Forward
 from trtllm_disagg.embedded.plain_config import read_plain_config
-from trtllm_disagg.embedded.plain_forward import PlainForward
 from trtllm_disagg.embedded.plain_model import supports
 from trtllm_disagg.embedded.plain_weights import read_plain
 from trtllm_disagg.embedded.weight_names import shown
 from trtllm_disagg.errors import ConfigError
 
-log = logging.getLogger(__name__)
-
-
 __all__ = [
     "FAMILIES",
     "ForwardKind",
     "ModelShape",
-    "choose_forward",
+    "is_plain",
     "load_model",
-    "make_forward",
     "read_shape",
 ]
 
-#: The lean forward; transformers' modules with packed matrices; transformers' modules as they are.
-ForwardKind = Literal["plain", "packed", "modules"]
+#: The lean forward, or transformers' modules.
+ForwardKind = Literal["plain", "modules"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -53,13 +42,10 @@ class ModelShape:
     vocab_size: int
     max_positions: int
     end_ids: list[int]
+    #: Of the weights as they are read, and of the KV pool, whatever is computed in.
     dtype: torch.dtype
     #: Hash of configuration and weights: two workers of one deployment must agree on it.
     fingerprint: str
-
-    def is_exact_on(self, device: torch.device) -> bool:
-        """A token's bits depend on its request only, not on what else runs (tests/unit/test_exactness.py)."""
-        return self.dtype == torch.float32 and device.type == "cpu"
 
 
 def read_shape(directory: Path, dtype: str) -> ModelShape:
@@ -85,17 +71,9 @@ def read_shape(directory: Path, dtype: str) -> ModelShape:
     )
 
 
-def choose_forward(directory: Path, wanted: str, device: torch.device) -> ForwardKind:
-    """`wanted` is embedded.forward; with `transformers` its own modules run even where a leaner forward is known."""
-    if device.type == "cuda":
-        return "modules"
-    if not packing_works():
-        log.warning(
-            "oneDNN weight packing does not work with torch %s: slower, and not batch-invariant",
-            torch.__version__,
-        )
-        return "modules"
-    return "plain" if wanted == "auto" and supports(_read_config(directory)) else "packed"
+def is_plain(directory: Path) -> bool:
+    """Is there a leaner forward than transformers' modules?"""
+    return supports(_read_config(directory))
 
 
 def load_model(directory: Path, shape: ModelShape, kind: ForwardKind) -> Any:
@@ -110,18 +88,6 @@ def load_model(directory: Path, shape: ModelShape, kind: ForwardKind) -> Any:
         raise
     except Exception as error:  # a wrong setting may surface as any kind
         raise ConfigError(f"model: cannot load {directory}: {type(error).__name__}: {error}") from error
-
-
-def make_forward(model: Any, pool: KvPool, max_positions: int, kind: ForwardKind) -> Forward:
-    """The model as a step calls it."""
-    match kind:
-        case "plain":
-            return PlainForward(model, pool, max_positions)
-        case "packed":
-            pack_experts(model)
-            pack_linears(model)
-            unmap(model)
-    return HfForward(model.to(pool.kv.device), pool)
 
 
 def _load_with_transformers(directory: Path, shape: ModelShape) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
@@ -26,11 +26,6 @@ _LINE = 64
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
-
-
-def has_bfloat16_products() -> bool:
-    """Does this processor multiply pairs of bfloat16? Elsewhere oneDNN's arithmetic is another."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16", False))
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]  # llvmlite has no stubs, and no such type

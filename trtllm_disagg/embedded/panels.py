@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from trtllm_disagg.embedded import panel_product
+from trtllm_disagg.embedded.cpu import this_cpu
 from trtllm_disagg.embedded.panel_product import PANEL
 from trtllm_disagg.embedded.views import as_array
 
@@ -72,6 +73,6 @@ def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
     kernel: Any = None
     if dtype == torch.float32:
         kernel = panel_product.multiply_float32
-    elif dtype == torch.bfloat16 and panel_product.has_bfloat16_products():
+    elif dtype == torch.bfloat16 and this_cpu().has_bfloat16:
         kernel = panel_product.multiply_bfloat16
     return kernel  # type: ignore[no-any-return]

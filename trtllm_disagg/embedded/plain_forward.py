@@ -16,19 +16,20 @@ from trtllm_disagg.embedded import kernels
 from trtllm_disagg.embedded.attention import StepLayout
 from trtllm_disagg.embedded.fused_decode import FusedDecode
 from trtllm_disagg.embedded.kv_pool import KvPool
+from trtllm_disagg.embedded.pack import Pack
 from trtllm_disagg.embedded.panels import MOST_ROWS
 from trtllm_disagg.embedded.plain_model import PlainLayer, take_apart
 from trtllm_disagg.embedded.views import as_array
 
 
 class PlainForward:
-    def __init__(self, model: Any, pool: KvPool, max_positions: int) -> None:
-        """Takes `model` apart: it cannot be used afterwards."""
+    def __init__(self, model: Any, pool: KvPool, max_positions: int, dtype: torch.dtype, pack: Pack) -> None:
+        """Takes `model` apart: it cannot be used afterwards. Computes in `dtype`, as the products of `pack` do."""
         kv_heads, self._head_dim = pool.kv.shape[-2:]
-        self._model = take_apart(model, max_positions, kv_heads, self._head_dim)
-        self._dtype = self._model.embedding.dtype
+        self._model = take_apart(model, max_positions, kv_heads, self._head_dim, pack)
+        self._dtype = dtype
         self._pool = pool
-        self._decode = FusedDecode.create(self._model, pool, torch.get_num_threads())
+        self._decode = FusedDecode.create(self._model, pool, dtype, torch.get_num_threads())
 
     def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
         """Logits of the rows in `layout.last`: (sampling rows, vocabulary). Valid until the next step."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.linear import PackedLinear, packed
+from trtllm_disagg.embedded.pack import Pack, packed
 from trtllm_disagg.embedded.rope_tables import is_static, rope_tables
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -25,13 +25,13 @@ def supports(config: Any) -> bool:
 @dataclass(frozen=True, slots=True)
 class PlainLayer:
     input_norm: np.ndarray
-    qkv: PackedLinear
+    qkv: nn.Module
     q_norm: np.ndarray
     k_norm: np.ndarray
     #: One product, or with tensor parallelism one of all ranks together.
     output: nn.Module
     post_norm: np.ndarray
-    gate_up: PackedLinear
+    gate_up: nn.Module
     down: nn.Module
     scale: float
     window: int | None
@@ -39,6 +39,7 @@ class PlainLayer:
 
 @dataclass(frozen=True, slots=True)
 class PlainModel:
+    #: (vocabulary, n), in the dtype of the checkpoint as it was read
     embedding: torch.Tensor
     layers: list[PlainLayer]
     final_norm: np.ndarray
@@ -50,13 +51,13 @@ class PlainModel:
     sin: np.ndarray
 
 
-def take_apart(model: Any, max_positions: int, kv_heads: int, head_dim: int) -> PlainModel:
+def take_apart(model: Any, max_positions: int, kv_heads: int, head_dim: int, pack: Pack) -> PlainModel:
     """`model` is transformers' or plain_weights.py's; it cannot be used afterwards. `kv_heads` are this rank's."""
     config, decoder = model.config, model.model
     cos, sin = rope_tables(config, max_positions, head_dim)
     layers: list[PlainLayer] = []
     for i in range(len(decoder.layers)):
-        layers.append(_take(decoder.layers[i], head_dim, _window(config, i)))
+        layers.append(_take(decoder.layers[i], head_dim, _window(config, i), pack))
         # At no time are there two copies of more than one layer.
         decoder.layers[i] = nn.Identity()
     return PlainModel(
@@ -64,7 +65,7 @@ def take_apart(model: Any, max_positions: int, kv_heads: int, head_dim: int) -> 
         embedding=decoder.embed_tokens.weight.detach().clone(),
         layers=layers,
         final_norm=_weights(decoder.norm),
-        head=packed(model.lm_head),
+        head=packed(model.lm_head, pack),
         num_heads=config.num_attention_heads * kv_heads // config.num_key_value_heads,
         eps=np.float32(config.rms_norm_eps),
         cos=cos,
@@ -72,18 +73,18 @@ def take_apart(model: Any, max_positions: int, kv_heads: int, head_dim: int) -> 
     )
 
 
-def _take(layer: Any, head_dim: int, window: int | None) -> PlainLayer:
+def _take(layer: Any, head_dim: int, window: int | None, pack: Pack) -> PlainLayer:
     attention, mlp = layer.self_attn, layer.mlp
     has_norms = hasattr(attention, "q_norm")
     return PlainLayer(
         input_norm=_weights(layer.input_layernorm),
-        qkv=_joined((attention.q_proj, attention.k_proj, attention.v_proj)),
+        qkv=_joined((attention.q_proj, attention.k_proj, attention.v_proj), pack),
         q_norm=_weights(attention.q_norm) if has_norms else _NO_NORM,
         k_norm=_weights(attention.k_norm) if has_norms else _NO_NORM,
-        output=packed(attention.o_proj),
+        output=packed(attention.o_proj, pack),
         post_norm=_weights(layer.post_attention_layernorm),
-        gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
-        down=packed(mlp.down_proj),
+        gate_up=_joined((mlp.gate_proj, mlp.up_proj), pack),
+        down=packed(mlp.down_proj, pack),
         scale=head_dim**-0.5,
         window=window,
     )
@@ -100,7 +101,7 @@ def _window(config: Any, layer: int) -> int | None:
             return None
 
 
-def _joined(linears: Iterable[nn.Linear]) -> PackedLinear:
+def _joined(linears: Iterable[nn.Linear], pack: Pack) -> nn.Module:
     """Several products with the same input as one."""
     parts = list(linears)
     weight = torch.cat([part.weight.detach() for part in parts])
@@ -108,7 +109,7 @@ def _joined(linears: Iterable[nn.Linear]) -> PackedLinear:
     joined.weight = nn.Parameter(weight, requires_grad=False)
     if parts[0].bias is not None:
         joined.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
-    return PackedLinear(joined)
+    return pack(joined)
 
 
 def _weights(norm: nn.Module) -> np.ndarray:

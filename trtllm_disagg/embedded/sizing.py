@@ -57,7 +57,7 @@ def num_kv_blocks(args: LlmArgs, shape: ModelShape, device: torch.device) -> int
 def _require_memory(args: LlmArgs, shape: ModelShape, device: torch.device) -> None:
     """Raises ConfigError for a stated size that there is no memory for."""
     wanted = args.kv_cache_config.max_tokens
-    free = _available_bytes() if device.type == "cpu" else _free_bytes(args, device)
+    free = available_bytes() if device.type == "cpu" else _free_bytes(args, device)
     if wanted is not None and wanted > free // _token_bytes(shape):
         raise ConfigError.bad_value(
             "kv_cache_config.max_tokens",
@@ -97,7 +97,7 @@ def _free_bytes(args: LlmArgs, device: torch.device) -> int:
     with everybody else.
     """
     if device.type == "cpu":
-        return _available_bytes() // 10
+        return available_bytes() // 10
     weights = sum(file.stat().st_size for file in Path(args.model).glob("*.safetensors"))
     return max(0, torch.cuda.mem_get_info(device)[0] - weights)
 
@@ -154,7 +154,7 @@ def kv_layout(shape: ModelShape, tokens_per_block: int) -> KvLayout:
     )
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that could be taken without swapping; the page cache counts as available."""
     with open("/proc/meminfo") as meminfo:
         fields = dict(line.split(":", 1) for line in meminfo)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trtllm_disagg.embedded.cpu import environment_of
 from trtllm_disagg.embedded.parallel.fit import KEY
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.interpreter import python
@@ -89,17 +90,21 @@ def require_ranks(size: int, environment: Mapping[str, str]) -> Job | None:
 
 
 def core_launch(size: int, num_threads: int, environment: Mapping[str, str]) -> Launch:
-    """The engine core of `size` ranks. Raises ConfigError as `require_ranks`."""
+    """The engine core of `size` ranks. Raises ConfigError as `require_ranks`, and for a CPU level that there is not."""
     job = require_ranks(size, environment)
     # Thread pools read these once, when they are loaded. Spinning threads would starve the other workers.
-    environment = dict(environment) | {
-        "OMP_NUM_THREADS": str(num_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        # A rank that waits for another one lets others run, that one first of all.
-        "MPIR_CVAR_POLLS_BEFORE_YIELD": environment.get("MPIR_CVAR_POLLS_BEFORE_YIELD", "1"),
-    }
+    environment = (
+        dict(environment)
+        | environment_of(environment)
+        | {
+            "OMP_NUM_THREADS": str(num_threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            # A rank that waits for another one lets others run, that one first of all.
+            "MPIR_CVAR_POLLS_BEFORE_YIELD": environment.get("MPIR_CVAR_POLLS_BEFORE_YIELD", "1"),
+        }
+    )
     if size == 1:
         return Launch(python(*_CORE), environment)
     if job is not None:

@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import torch
 
+from trtllm_disagg.embedded.cpu import this_cpu
+from trtllm_disagg.embedded.forward_plan import choose_forward
 from trtllm_disagg.embedded.kv_memory import LocalKvMemory
 from trtllm_disagg.embedded.kv_pool import KvPool
 from trtllm_disagg.embedded.llm_args import LlmArgs
-from trtllm_disagg.embedded.model_loader import choose_forward, load_model, make_forward, read_shape
+from trtllm_disagg.embedded.model_loader import load_model, read_shape
 from trtllm_disagg.embedded.model_runner import ModelRunner
 from trtllm_disagg.embedded.parallel.group import RankGroup
 from trtllm_disagg.embedded.parallel.sharding import shard_model
@@ -49,15 +51,15 @@ def build_shard(
     """As the engine core builds its own. Raises ConfigError like it."""
     device = choose_device(args.embedded.device, group.size)
     shape = read_shape(Path(args.model), args.dtype)
-    forward_kind = choose_forward(Path(args.model), args.embedded.forward, device)
-    model = load_model(Path(args.model), shape, forward_kind)
+    plan = choose_forward(Path(args.model), args.embedded, shape, device, this_cpu())
+    model = load_model(Path(args.model), shape, plan.kind)
     shard_model(model, group)
     size = args.kv_cache_config.tokens_per_block
     wanted = new_pool(shape, num_blocks, size, device, group.size)
     kv = _allocate(args, wanted, group, transfers)
     pool = KvPool(kv)
-    forward = make_forward(model, pool, max_seq_len(args, shape), forward_kind)
-    return ShardOfEngine(ModelRunner(forward, pool), LocalKvMemory(kv))
+    forward = plan.make_forward(model, pool, max_seq_len(args, shape))
+    return ShardOfEngine(ModelRunner(forward, pool, plan.take_decode_rows), LocalKvMemory(kv))
 
 
 def _allocate(args: LlmArgs, wanted: PoolShape, group: RankGroup, transfers: TransferService) -> torch.Tensor:
