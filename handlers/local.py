@@ -17,6 +17,7 @@ from trtllm_disagg.errors import (
     KvTransferError,
     PeerUnavailableError,
     RequestCancelledError,
+    WorkerLeavingError,
 )
 from trtllm_disagg.handlers.ahead import newest_states
 from trtllm_disagg.handlers.background import in_background
@@ -155,6 +156,8 @@ def request_errors(engine: Engine) -> Iterator[None]:
     try:
         yield
     except engine.request_error as error:
+        if not engine.is_healthy:
+            raise WorkerLeavingError(str(error)) from error
         raise _translate(error) from error
 
 

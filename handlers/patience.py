@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trtllm_disagg.config import WorkerConfig
 from trtllm_disagg.errors import StageTimeoutError
+from trtllm_disagg.handlers.wait import Wait
 
 
 class Patience(NamedTuple):
@@ -36,23 +37,19 @@ class Alarm:
         self._loop = asyncio.get_running_loop()
         self._due = 0.0
         self._missing, self._seconds = "", 0.0
-        self._waiting: asyncio.Task[Any] | None = None
-        self._cancelling = 0
+        self._wait = Wait()
         self._timer: asyncio.TimerHandle | None = None
-        self._rang = False
 
     def expect(self, what: str, seconds: float) -> None:
         """From now on the current task waits, until `rest`."""
-        task = self._waiting = asyncio.current_task()
-        assert task is not None
-        self._cancelling = task.cancelling()
+        self._wait.begin()
         self._missing, self._seconds = what, seconds
         self._due = self._loop.time() + seconds
         if self._timer is None or self._timer.when() > self._due:
             self._set(self._due)
 
     def rest(self) -> None:
-        self._waiting = None
+        self._wait.rest()
 
     def __enter__(self) -> Alarm:
         return self
@@ -61,13 +58,7 @@ class Alarm:
         """Raises StageTimeoutError when it was the alarm that ended the wait."""
         if self._timer is not None:
             self._timer.cancel()
-        task = self._waiting
-        if self._rang and isinstance(error, asyncio.CancelledError) and task is not None:
-            self._raise_unless_cancelled(task)
-
-    def _raise_unless_cancelled(self, task: asyncio.Task[Any]) -> None:
-        """Somebody else may have cancelled the task at the same time, and that comes first."""
-        if task.uncancel() <= self._cancelling:
+        if self._wait.was_ended(error):
             late = StageTimeoutError(f"no {self._missing} within {self._seconds:g} s")
             late.peer = self._peer
             raise late from None
@@ -79,10 +70,9 @@ class Alarm:
 
     def _look(self) -> None:
         self._timer = None
-        if self._waiting is None:
+        if not self._wait.is_on:
             return  # the next wait sets it again
         if self._loop.time() < self._due:
             self._set(self._due)
             return
-        self._rang = True
-        self._waiting.cancel()
+        self._wait.end()

@@ -8,7 +8,12 @@ from functools import partial
 from typing import Protocol
 
 from trtllm_disagg.engine import Engine
-from trtllm_disagg.errors import ConfigError, PeerUnavailableError, RequestCancelledError
+from trtllm_disagg.errors import (
+    ConfigError,
+    KvTransferError,
+    PeerUnavailableError,
+    RequestCancelledError,
+)
 from trtllm_disagg.handlers.cancellation import abort_when_stopped
 from trtllm_disagg.handlers.local import request_errors
 from trtllm_disagg.handlers.outputs import OutputCursor
@@ -46,7 +51,9 @@ class LocalPush:
                 await result.aresult()
         chunk = OutputCursor(len(request.token_ids)).advance(result)
         if chunk is None or chunk.finish_reason == "cancelled":
-            raise RequestCancelledError("the prefill was given up")
+            if context.is_stopped():
+                raise RequestCancelledError("the client left during prefill")
+            raise KvTransferError("the engine gave the prefill up")
         return chunk
 
 

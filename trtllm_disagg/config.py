@@ -23,6 +23,7 @@ from trtllm_disagg.settings import (
     POWER_OF_TWO,
     REQUIRED,
     SECONDS,
+    SECONDS_OR_NONE,
     SHARE,
     TRIES,
     Rule,
@@ -106,6 +107,9 @@ class WorkerConfig:
     prefill_timeout: float = option(120.0, rule=SECONDS)
     first_decode_token_timeout: float = option(60.0, rule=SECONDS)
     next_decode_token_timeout: float = option(60.0, rule=SECONDS)
+
+    drain_seconds: float = option(30.0, rule=SECONDS_OR_NONE)
+    frozen_seconds: float = option(7.0, rule=SECONDS_OR_NONE)
 
     namespace: str = option("dynamo", rule=NAMESPACE)
     endpoint: str | None = option(None, rule=ENDPOINT_ID)

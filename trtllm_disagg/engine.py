@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.errors import ConfigError, EngineError, InvalidRequestError
+from trtllm_disagg.errors import ConfigError, EngineError, InvalidRequestError, WorkerLeavingError
 from trtllm_disagg.types import GenerateRequest, Rendezvous, SamplingOptions
 from trtllm_disagg.wire import decode_disaggregated_params
 
@@ -195,7 +195,9 @@ class Engine:
     def _start(
         self, request: GenerateRequest, params: Any, *, streaming: bool, max_tokens: int | None = None
     ) -> Any:
-        """Raise InvalidRequestError when the engine refuses the request, EngineError when it is closed."""
+        """Raise InvalidRequestError when the engine refuses the request, EngineError when it fails,
+        WorkerLeavingError when it is dead or closed.
+        """
         keywords: dict[str, Any] = {
             "inputs": request.token_ids,
             "sampling_params": self._sampling_params(request, max_tokens),
@@ -212,7 +214,7 @@ class Engine:
         except (ValueError, TypeError, NotImplementedError) as error:
             raise InvalidRequestError(str(error)) from error
         except RuntimeError as error:
-            raise EngineError(str(error)) from error
+            raise (EngineError if self.is_healthy else WorkerLeavingError)(str(error)) from error
 
     def _sampling_params(self, request: GenerateRequest, max_tokens: int | None) -> Any:
         options = _set_options(request.sampling)

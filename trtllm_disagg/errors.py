@@ -10,6 +10,7 @@
     │   ├── NoInstanceError     503  nobody is there
     │   ├── QueueUnusableError  503  the prefill queue cannot take the request, or has lost it
     │   └── KvTransferError     503  the KV did not arrive: lease over, sender gone, read failed
+    ├── WorkerLeavingError      503  this worker ends; the frontend goes on with the request on another one
     ├── StageTimeoutError       504  a stage took too long
     ├── RequestCancelledError   499  the client left
     └── EngineError             500  the engine failed this request
@@ -88,6 +89,15 @@ class QueueUnusableError(PeerUnavailableError):
 
 class KvTransferError(PeerUnavailableError):
     """KV blocks did not arrive whole. Nothing of them is used."""
+
+
+class WorkerLeavingError(DisaggError):
+    """This worker ends, because its engine died or it was told to stop, before this request has. Another worker can
+    go on with it: with `--migration-limit` the frontend has one do so.
+    """
+
+    category = "Leaving"
+    status = 503
 
 
 class StageTimeoutError(DisaggError):

@@ -89,6 +89,16 @@ FLAG_GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("discovery_backend", "how workers find each other", _RUNTIME),
         Flag("request_plane", "how requests travel", _RUNTIME),
         Flag("event_plane", "how KV events travel", _RUNTIME),
+        Flag(
+            "drain_seconds",
+            "after SIGTERM, seconds for requests that run; then others go on with them",
+            _OURS_ONLY,
+        ),
+        Flag(
+            "frozen_seconds",
+            "a worker that is stopped (SIGSTOP) for longer is killed, so that others go on; 0: never",
+            _OURS_ONLY,
+        ),
     ),
     "administration": (
         Flag(

@@ -106,6 +106,7 @@ API_TYPES = Rule("chat, completions, both with a comma, or none", _are_endpoint_
 NUMBER = Rule("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)
 SHARE = Rule("a number from 0 to 1", _is_share)
 SECONDS = Rule("a number of seconds above 0", lambda value: 0 < value < float("inf"))
+SECONDS_OR_NONE = Rule("a number of seconds, 0 or more", lambda value: 0 <= value < float("inf"))
 NATS_URL = Rule("nats://host:port", lambda value: all(map(_is_nats_url, value.split(","))))
 
 REQUIRED: Any = object()

@@ -19,6 +19,7 @@ from trtllm_disagg.embedded.checkpoint import fingerprint
 from trtllm_disagg.engine import Engine, load_api, resolve_engine, serve_as_rank
 from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
+from trtllm_disagg.handlers.departure import Departure
 from trtllm_disagg.handlers.fitting import FittingStage
 from trtllm_disagg.handlers.journal import journaled
 from trtllm_disagg.handlers.policy import Policy, watch_policy_file
@@ -37,7 +38,7 @@ from trtllm_disagg.namesakes import ModelIdentity, Namesakes
 from trtllm_disagg.pairing import describe_worker, kind_of, require_callable, require_fit, require_pair
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.publisher.create import create_publishers
-from trtllm_disagg.runtime import Registration, Runtime, ServedModel
+from trtllm_disagg.runtime import Leaving, Registration, Runtime, ServedModel
 from trtllm_disagg.runtime.freeze import watch_for_freezes
 from trtllm_disagg.runtime.system_port import require_system_port
 from trtllm_disagg.signed_command import KeyVerifier, NoKeyVerifier, Verifier
@@ -46,8 +47,6 @@ from trtllm_disagg.standing import Standing
 log = logging.getLogger(__name__)
 
 _HEALTH_SECONDS = 1.0
-_DRAIN_SECONDS = 30.0
-_DRAIN_POLL_SECONDS = 0.05
 
 
 async def run_worker(config: WorkerConfig) -> None:
@@ -94,7 +93,9 @@ async def _serve(
 ) -> None:
     block_size, num_blocks = _capacity(config, engine)
     stage: StageClient = NoStage()
-    runtime.stop_on_signals(_drain(engine, queue), queue.leave)
+    departure = Departure()
+    leaving = Leaving(runtime, departure, engine, queue, config.drain_seconds)
+    leaving.leave_on_signals()
     if config.next_endpoint_id is not None and not await _meet(config, config.next_endpoint_id, runtime, me):
         return
     if config.partner_endpoint_id is not None:
@@ -111,7 +112,7 @@ async def _serve(
     )
     waiting = queue if queue.client is not None else None
     generate = build_generate(config, engine, stage, policy, queue.client, waiting)
-    generate = standing.counting(journaled(generate, _part(config), policy.counts))
+    generate = departure.attending(standing.counting(journaled(generate, _part(config), policy.counts)))
     publishers = await create_publishers(config, runtime.front, runtime.peer, engine.llm, block_size, policy)
     for publisher in publishers:
         await publisher.start()
@@ -127,7 +128,7 @@ async def _serve(
         )
 
     try:
-        async with _stop_when_dead(engine, runtime), _watching(config, policy, standing):
+        async with _leave_when_dead(engine, leaving), _watching(config, policy, standing):
             serving = runtime.serve(
                 generate, lambda: standing.describe() | namesakes.described(), standing.obey
             )
@@ -226,20 +227,6 @@ def _capacity(config: WorkerConfig, engine: Engine) -> tuple[int, int]:
     return config.kv_block_size, 0
 
 
-def _drain(engine: Engine, queue: PrefillQueue) -> Any:
-    """Waits until nothing runs and no KV is held for another worker, so that nobody reads from a dead one."""
-
-    async def wait() -> None:
-        await queue.drained()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + _DRAIN_SECONDS
-        # Engines offer no event for this.
-        while not await engine.is_idle() and loop.time() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(_DRAIN_POLL_SECONDS)
-
-    return wait
-
-
 @contextlib.asynccontextmanager
 async def _watching(config: WorkerConfig, policy: Policy, standing: Standing) -> AsyncIterator[None]:
     watchers: list[asyncio.Task[None]] = []
@@ -256,14 +243,14 @@ async def _watching(config: WorkerConfig, policy: Policy, standing: Standing) ->
 
 
 @contextlib.asynccontextmanager
-async def _stop_when_dead(engine: Engine, runtime: Runtime) -> AsyncIterator[None]:
+async def _leave_when_dead(engine: Engine, leaving: Leaving) -> AsyncIterator[None]:
     """Ends serving when the engine is gone, and says so; a worker without an engine must not look alive."""
 
     async def watch() -> None:
         while engine.is_healthy:  # noqa: ASYNC110 - engines offer no event for this either
             await asyncio.sleep(_HEALTH_SECONDS)
         log.error("the engine is dead: this worker stops")
-        runtime.shutdown()
+        leaving.leave("its engine died")
 
     watcher = asyncio.create_task(watch(), name="engine-health")
     try:

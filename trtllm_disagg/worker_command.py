@@ -8,6 +8,7 @@ import os
 
 from trtllm_disagg.args import add_worker_arguments, config_from_namespace
 from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.watchdog import watch_over_this_process
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ def run(namespace: argparse.Namespace) -> int:
 
     from trtllm_disagg.worker import run_worker
 
+    if config.frozen_seconds:
+        watch_over_this_process(config.frozen_seconds)
     try:
         uvloop.run(run_worker(config))
     except ConfigError:

@@ -33,6 +33,8 @@ OTHER_VALUES: dict[str, Any] = {
     "strategy": Strategy.ROUTER,
     "schedule_style": ScheduleStyle.GENERATION_FIRST,
     "engine": "embedded",
+    "drain_seconds": 3.5,
+    "frozen_seconds": 20.0,
     "namespace": "ns",
     "endpoint": "dyn://dynamo.c.e",
     "next_endpoint": "dyn://dynamo.c.n",

@@ -11,7 +11,7 @@ import pytest
 from tests.handling import PROMPT, request
 from trtllm_disagg import embedded
 from trtllm_disagg.engine import Engine, load_api, resolve_engine
-from trtllm_disagg.errors import ConfigError, EngineError, InvalidRequestError
+from trtllm_disagg.errors import ConfigError, InvalidRequestError, WorkerLeavingError
 from trtllm_disagg.testing.pair import MAX_SEQ_LEN, recording_engine
 from trtllm_disagg.testing.recording_llm import GuidedDecodingParams, SamplingParams
 
@@ -155,7 +155,7 @@ def test_a_closed_engine_is_not_the_callers_fault() -> None:
     engine = recording_engine()
     engine.close()
     assert engine.llm.is_shut_down
-    with pytest.raises(EngineError, match="shutting down"):
+    with pytest.raises(WorkerLeavingError, match="shutting down"):
         engine.start_both(request())
 
 

@@ -17,6 +17,7 @@ from trtllm_disagg.errors import (
     KvTransferError,
     RequestCancelledError,
     StageTimeoutError,
+    WorkerLeavingError,
 )
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE
@@ -156,7 +157,7 @@ async def test_decode_leaves_a_handoff_that_the_engine_has_not_accepted(broken: 
         engine.close()
     calls: list[str] = []
     handoff = Handoff(TokenChunk([]), None, lambda: calls.append("released"))
-    with pytest.raises(InvalidRequestError if broken == "refused" else EngineError):
+    with pytest.raises(InvalidRequestError if broken == "refused" else WorkerLeavingError):
         await decode(await prefilled(), engine, handoff)
     handoff.release()
     assert calls == ["released"]
@@ -238,6 +239,15 @@ async def test_whose_fault_an_engines_error_is(error: Exception, kind: type[Disa
         with pytest.raises(DisaggError, match="boom") as caught:
             await run(phase, engine)
         assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+async def test_a_request_of_an_engine_that_died_goes_on_elsewhere(phase: str) -> None:
+    engine = recording_engine()
+    engine.llm.scripts.append(Script(error=RequestError("the engine process ended")))
+    engine.llm.is_healthy = False
+    with pytest.raises(WorkerLeavingError, match="the engine process ended"):
+        await run(phase, engine)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "both"])

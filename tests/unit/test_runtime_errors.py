@@ -26,6 +26,7 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     RequestCancelledError,
     StageTimeoutError,
+    WorkerLeavingError,
 )
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.selection import InFlight, RoundRobin, SelectedStage
@@ -52,7 +53,8 @@ CROSSINGS: list[tuple[DisaggError, type[Exception], type[DisaggError]]] = [
     (PeerUnavailableError("n=2: no"), dynamo_errors.CannotConnect, PeerUnavailableError),
     (KvTransferError("n=2: no"), dynamo_errors.CannotConnect, PeerUnavailableError),
     (StageTimeoutError("n=2: no"), dynamo_errors.ConnectionTimeout, StageTimeoutError),
-    (RequestCancelledError("n=2: no"), dynamo_errors.Cancelled, RequestCancelledError),
+    (RequestCancelledError("n=2: no"), dynamo_errors.CannotConnect, PeerUnavailableError),
+    (WorkerLeavingError("n=2: no"), dynamo_errors.EngineShutdown, PeerUnavailableError),
     (EngineError("n=2: no"), dynamo_errors.Unknown, EngineError),
 ]
 crossings = pytest.mark.parametrize(
@@ -110,8 +112,11 @@ def test_an_overloaded_worker_says_529() -> None:
     assert overloaded.code == OverloadedError.status == 529
 
 
-@pytest.mark.parametrize("error", [errors for errors, _, _ in CROSSINGS], ids=lambda v: type(v).__name__)
-def test_no_error_takes_the_worker_out_of_service(error: DisaggError) -> None:
+STAYING = [error for error, _, _ in CROSSINGS if not isinstance(error, WorkerLeavingError)]
+
+
+@pytest.mark.parametrize("error", STAYING, ids=lambda v: type(v).__name__)
+def test_no_error_takes_a_worker_that_stays_out_of_service(error: DisaggError) -> None:
     """Dynamo stops sending requests to an instance for seconds after these."""
     blacklisting = (
         dynamo_errors.EngineShutdown,
@@ -143,9 +148,26 @@ async def test_a_client_that_left_gets_no_error(caplog: pytest.LogCaptureFixture
     assert [record.levelno for record in caplog.records] == [logging.INFO]
 
 
-async def test_a_request_that_is_cancelled_for_another_reason_must_not_look_whole() -> None:
-    with pytest.raises(dynamo_errors.Cancelled):
+async def test_a_request_that_is_cancelled_for_another_reason_is_not_the_clients_fault() -> None:
+    """And must not look whole. Dynamo's Cancelled would be 499, which says that the client left."""
+    with pytest.raises(dynamo_errors.CannotConnect):
         await handled(failing(RequestCancelledError("the peer is shutting down"), chunks_before=1))
+
+
+async def test_a_handler_that_is_cancelled_by_its_worker_hands_the_request_back() -> None:
+    """The event loop of a process that ends cancels all that runs."""
+    waiting = asyncio.Event()
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        waiting.set()
+        await asyncio.Event().wait()
+        yield TokenChunk([5])
+
+    answering = asyncio.create_task(handled(generate))
+    await waiting.wait()
+    answering.cancel()
+    with pytest.raises(dynamo_errors.EngineShutdown):
+        await answering
 
 
 async def test_who_are_you() -> None:
@@ -180,7 +202,7 @@ async def test_who_are_you() -> None:
             PeerUnavailableError,
             "instance_id=12 not found",
         ),
-        (ValueError("Cancelled: left"), RequestCancelledError, "left"),
+        (ValueError("Cancelled: left"), PeerUnavailableError, "left"),
         (ValueError("DeadlineExceeded: StageTimeoutError: slow"), StageTimeoutError, "slow"),
         (ValueError('RateLimited: {"message":"full","code":429}'), OverloadedError, "full"),
         (ValueError('CapacityExhausted: {"message":"full","code":529}'), OverloadedError, "full"),

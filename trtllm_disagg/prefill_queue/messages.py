@@ -71,16 +71,20 @@ class Cancel(msgspec.Struct, frozen=True):
 
 YES, NO = b"+", b"-"
 
+#: A worker that leaves, or drops a request whose client is still there, is one that is gone.
 _BY_CATEGORY: dict[str, type[errors.DisaggError]] = {
-    kind.category: kind
-    for kind in (
-        errors.InvalidRequestError,
-        errors.OverloadedError,
-        errors.PeerUnavailableError,
-        errors.StageTimeoutError,
-        errors.RequestCancelledError,
-        errors.EngineError,
-    )
+    errors.WorkerLeavingError.category: errors.PeerUnavailableError,
+    errors.RequestCancelledError.category: errors.PeerUnavailableError,
+    **{
+        kind.category: kind
+        for kind in (
+            errors.InvalidRequestError,
+            errors.OverloadedError,
+            errors.PeerUnavailableError,
+            errors.StageTimeoutError,
+            errors.EngineError,
+        )
+    },
 }
 
 

@@ -3,6 +3,7 @@
 from trtllm_disagg.runtime.controller import Controller, controller
 from trtllm_disagg.runtime.errors import from_dynamo, to_dynamo
 from trtllm_disagg.runtime.handler import as_dynamo_handler, refuse_control
+from trtllm_disagg.runtime.leaving import Leaving
 from trtllm_disagg.runtime.place import Registration, Runtime, ServedModel
 from trtllm_disagg.runtime.stage import DynamoDirectory, DynamoStageInstance
 
@@ -10,6 +11,7 @@ __all__ = [
     "Controller",
     "DynamoDirectory",
     "DynamoStageInstance",
+    "Leaving",
     "Registration",
     "Runtime",
     "ServedModel",

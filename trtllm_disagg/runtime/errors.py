@@ -14,13 +14,16 @@ from trtllm_disagg import errors
 #: Tells a stage that ran out of time from a connection that did, which Dynamo gives the same category.
 _OUR_TIMEOUT = f"{errors.StageTimeoutError.__name__}: "
 
-#: Not EngineShutdown or WorkerUnavailable: those blacklist the worker that raises them for seconds.
+#: EngineShutdown blacklists the worker that raises it for seconds, and the frontend migrates the request: right for a
+#: worker that ends, and for no other error.
 _TO_DYNAMO: dict[str, Callable[[str], Exception]] = {
     "InvalidRequest": dynamo_errors.InvalidArgument,
     "CapacityExhausted": lambda message: dynamo_errors.HttpError(529, message),
     "Unavailable": dynamo_errors.CannotConnect,
+    "Leaving": dynamo_errors.EngineShutdown,
     "DeadlineExceeded": lambda message: dynamo_errors.ConnectionTimeout(_OUR_TIMEOUT + message),
-    "Cancelled": dynamo_errors.Cancelled,
+    # Never Cancelled (499, final): a client that left hears nothing, so what hears this has not left.
+    "Cancelled": dynamo_errors.CannotConnect,
     "Internal": dynamo_errors.Unknown,
 }
 
@@ -30,7 +33,8 @@ _FROM_DYNAMO: dict[str, type[errors.DisaggError]] = {
     "RateLimited": errors.OverloadedError,
     "Unavailable": errors.PeerUnavailableError,
     "DeadlineExceeded": errors.StageTimeoutError,
-    "Cancelled": errors.RequestCancelledError,
+    # Dynamo's word for all that a worker drops, at its end, too.
+    "Cancelled": errors.PeerUnavailableError,
     "Internal": errors.EngineError,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -45,6 +46,11 @@ def as_dynamo_handler(
             async with aclosing(generate(decode_request(request), context)) as chunks:
                 async for chunk in chunks:
                     yield encode_chunk(chunk)
+        except asyncio.CancelledError:
+            if context.is_stopped():
+                raise
+            # Dynamo would tell the client that it left (499).
+            raise to_dynamo(errors.WorkerLeavingError("this worker ends")) from None
         except errors.DisaggError as error:
             if isinstance(error, errors.RequestCancelledError) and context.is_stopped():
                 log.info("request %s: %s", context.id(), error)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds, install_signal_handlers
+from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
 from dynamo.llm import (
     ModelInput,
     ModelRuntimeConfig,
@@ -65,7 +65,7 @@ class Runtime:
         #: Those that are in discovery now.
         self._listed: list[Any] = []
         self._clients: dict[str, Any] = {}
-        self._told_to_stop = False
+        self._is_shut_down = False
 
     async def second_stage(self, endpoint_id: str) -> DynamoDirectory | None:
         """The instances of the other stage, once there is one; None when told to stop before."""
@@ -74,7 +74,7 @@ class Runtime:
         try:
             await client.wait_for_instances()
         except Exception:
-            if self._told_to_stop:
+            if self._is_shut_down:
                 return None
             raise
         return DynamoDirectory(client)
@@ -159,19 +159,13 @@ class Runtime:
             ignore_weights=True,
         )
 
-    def stop_on_signals(
-        self, drain: Callable[[], Awaitable[None]], leave: Callable[[], Awaitable[None]]
-    ) -> None:
-        """SIGTERM and SIGINT: leave discovery and at once `leave`, wherever else work comes from; let running
-        requests end, `drain`, then `serve` returns.
-        """
-
-        async def stop() -> None:
-            self._told_to_stop = True
-            await drain()
-
-        self._listed.append(_Left(leave))
-        install_signal_handlers(asyncio.get_running_loop(), self._runtime, self._listed, drain_callback=stop)
+    async def leave(self) -> None:
+        """Out of discovery, wherever this worker is listed. What runs here runs on, also what is just being sent."""
+        leaving = [endpoint.unregister_endpoint_instance() for endpoint in self._listed]
+        self._listed.clear()
+        for outcome in await asyncio.gather(*leaving, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                log.warning("discovery cannot be told that this worker leaves: %s", outcome)
 
     async def serve(self, generate: Generate, describe: Callable[[], dict[str, Any]], obey: Obey) -> None:
         """Answer requests until the runtime is shut down. `describe` answers the other stage's question, `obey` the
@@ -182,12 +176,15 @@ class Runtime:
             await self._list(self._config.peer_endpoint_id, self.peer)
         else:
             await self._list(self._config.front_endpoint_id, self.front)
-        for serving in list(self._serving.values()):
-            await serving
+        # Another endpoint may be served from later on, and has requests of its own to end.
+        while running := [each for each in self._serving.values() if not each.done()]:
+            ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for each in ended:
+                each.result()
 
     async def list_again(self) -> None:
         """For a discovery that has forgotten this worker. Whoever it has not forgotten is gone for a moment only."""
-        for endpoint in [each for each in self._listed if not isinstance(each, _Left)]:
+        for endpoint in list(self._listed):
             with suppress(Exception):
                 await endpoint.unregister_endpoint_instance()
             await endpoint.register_endpoint_instance()
@@ -210,17 +207,8 @@ class Runtime:
         )
 
     def shutdown(self) -> None:
+        self._is_shut_down = True
         self._runtime.shutdown()
-
-
-class _Left:
-    """An endpoint to Dynamo's shutdown, as far as leaving it goes: all are left first, and together."""
-
-    def __init__(self, leave: Callable[[], Awaitable[None]]) -> None:
-        self._leave = leave
-
-    async def unregister_endpoint_instance(self) -> None:
-        await self._leave()
 
 
 class Registration:

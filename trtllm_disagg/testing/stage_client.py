@@ -19,6 +19,7 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     RequestCancelledError,
     StageTimeoutError,
+    WorkerLeavingError,
 )
 from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest
@@ -27,7 +28,7 @@ from trtllm_disagg.wire import decode_request, encode_chunk
 Raw = dict[str, Any]
 
 #: What is left of an error on its way to another process is its category (`runtime.py`).
-_ARRIVES_AS = {
+_ARRIVES_AS: dict[str, type[DisaggError]] = {
     kind.category: kind
     for kind in (
         InvalidRequestError,
@@ -38,6 +39,7 @@ _ARRIVES_AS = {
         EngineError,
     )
 }
+_ARRIVES_AS[WorkerLeavingError.category] = PeerUnavailableError
 
 
 def as_it_arrives(error: Exception) -> DisaggError:

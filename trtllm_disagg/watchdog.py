@@ -1,0 +1,106 @@
+"""A worker that is stopped (SIGSTOP, Ctrl-Z) is killed after some seconds, so that its requests go on elsewhere.
+
+A stopped process keeps its connections, so whatever waits for it waits for ever: its frontend, its clients, the worker
+that called it. It can do nothing about that itself. This small process beside each worker looks at what the kernel
+says of the worker and of the processes that it has started, its engine among them. Only the state T counts, which
+nothing but a signal brings about: a worker that is busy, swapped out or in a debugger is in another one, however long
+it takes. A paused machine or container pauses this process as well, and time that it has not seen does not count.
+
+It runs this file alone, so only the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_LOOK_SECONDS = 0.5
+
+
+def watch_over_this_process(seconds: float) -> None:
+    """From now on, until this process ends. The watchdog is not its child, so it has no part in what this process
+    waits for, signals or counts.
+    """
+    subprocess.run(
+        [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(seconds)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        check=True,
+    )
+
+
+class Watch:
+    """Looked through from time to time."""
+
+    def __init__(self, pid: int, seconds: float, look_seconds: float = _LOOK_SECONDS) -> None:
+        self._pid = pid
+        self._most_looks = max(1, round(seconds / look_seconds))
+        self._stopped: dict[int, int] = {}
+
+    def look(self) -> list[int]:
+        """The processes that have been stopped in so many looks in a row that they are to be killed."""
+        stopped = [pid for pid in _family(self._pid) if is_stopped(pid)]
+        self._stopped = {pid: self._stopped.get(pid, 0) + 1 for pid in stopped}
+        return [pid for pid, looks in self._stopped.items() if looks > self._most_looks]
+
+
+def is_stopped(pid: int) -> bool:
+    """By a signal; False for a process that is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    # The name before it may contain anything, parentheses and spaces too.
+    return stat.rpartition(b")")[2].split()[:1] == [b"T"]
+
+
+def _family(pid: int) -> list[int]:
+    """The process, and what it has started, and what that has."""
+    family = [pid]
+    for each in family:
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                family += map(int, children.read_text().split())
+    return family
+
+
+def _kill(pid: int, seconds: float) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        try:
+            if is_stopped(pid):  # it, and not one that has its number by now
+                _say(f"process {pid} was stopped and has not gone on for {seconds:g} s: killed")
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        finally:
+            os.close(process)
+
+
+def _say(text: str) -> None:
+    print(time.strftime("%H:%M:%S"), "WARNING watchdog:", text, file=sys.stderr, flush=True)
+
+
+def _watch(pid: int, seconds: float) -> None:
+    end = select.poll()
+    try:
+        end.register(os.pidfd_open(pid), select.POLLIN)
+    except ProcessLookupError:
+        return
+    if os.fork():
+        os._exit(0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    watch = Watch(pid, seconds)
+    while not end.poll(_LOOK_SECONDS * 1000):
+        for stopped in watch.look():
+            _kill(stopped, seconds)
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]), float(sys.argv[2]))
