@@ -9,10 +9,12 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from trtllm_disagg import __version__
-from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, DisaggError
+
+log = logging.getLogger(__name__)
 
 
 class Command(NamedTuple):
@@ -36,13 +38,21 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Its complaints are errors like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (`{self.prog} --help` lists the flags)")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit status: 0 done, 1 failed, 2 a setting is wrong."""
+    """Exit status: 0 done, 1 failed, 2 a setting is wrong. What went wrong is one sentence, without a traceback."""
     try:
         sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
-    except ConfigError as error:
-        print(f"trtllm-disagg: {error}", file=sys.stderr)
-        sys.exit(2)
+    except (DisaggError, OSError) as error:
+        log.debug("where it failed", exc_info=True)
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -56,9 +66,7 @@ def run(argv: list[str]) -> int:
         return 0
     name, *arguments = argv
     module = import_module(_command(name).module)
-    parser = argparse.ArgumentParser(
-        prog=f"trtllm-disagg {name}", description=COMMANDS[name].help, allow_abbrev=False
-    )
+    parser = Parser(prog=f"trtllm-disagg {name}", description=COMMANDS[name].help, allow_abbrev=False)
     module.add_arguments(parser)
     namespace, unknown = parser.parse_known_args(_with_values(arguments))
     if unknown:

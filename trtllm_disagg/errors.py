@@ -24,6 +24,9 @@ from __future__ import annotations
 from reprlib import Repr
 from typing import ClassVar
 
+#: What a command's last line on stderr starts with when it failed, in every command.
+ERROR_PREFIX = "error: "
+
 #: A value in a message may be anything that a file or a request brings along, however large.
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _MOST_CHARS = 200

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trtllm_disagg.activity import DRAINING, SERVING, Reporter, reporter_of
 from trtllm_disagg.admin_key import AdminKey
 from trtllm_disagg.config import Role, WorkerConfig, flag_of
 from trtllm_disagg.embedded.checkpoint import fingerprint
@@ -47,10 +48,13 @@ from trtllm_disagg.standing import Standing
 log = logging.getLogger(__name__)
 
 _HEALTH_SECONDS = 1.0
+_LOAD_SECONDS = 1.0
 
 
 async def run_worker(config: WorkerConfig) -> None:
     """Serve until told to stop. Raises ConfigError before anything is built, EngineError when the engine dies."""
+    reporter = reporter_of(os.environ)
+    reporter.tell("checking its settings")
     config = replace(config, engine=resolve_engine(config.engine))
     engine_args = build_engine_args(config)
     config = with_engine_args(config, engine_args)
@@ -72,12 +76,13 @@ async def run_worker(config: WorkerConfig) -> None:
         )
         await namesakes.require_same()
         log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
+        reporter.tell("starting the engine")
         engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
         try:
             me = describe_worker(
                 config, engine_args, _capacity(config, engine)[0], identity, engine.ctx_info_endpoint
             )
-            await _serve(config, me, engine, runtime, queue, namesakes, verifier)
+            await _serve(config, me, engine, runtime, queue, namesakes, verifier, reporter)
         finally:
             engine.close()
 
@@ -90,9 +95,11 @@ async def _serve(
     queue: PrefillQueue,
     namesakes: Namesakes,
     verifier: Verifier,
+    reporter: Reporter,
 ) -> None:
     block_size, num_blocks = _capacity(config, engine)
     stage: StageClient = NoStage()
+    reporter.tell("looking for the other stage")
     departure = Departure()
     leaving = Leaving(runtime, departure, engine, queue, config.drain_seconds)
     leaving.leave_on_signals()
@@ -118,17 +125,19 @@ async def _serve(
         await publisher.start()
 
     async def introduce() -> None:
+        reporter.tell("registering")
         # Once more, now that others see this worker: somebody may have come at the same time.
         await namesakes.settle()
         await _require_fit(config, runtime, me)
         await standing.take()
         await queue.start(generate, runtime.instance_id, runtime.front)
+        watchers.append(asyncio.create_task(_tell_load(reporter, departure), name="load"))
         log.info(
             "worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id
         )
 
     try:
-        async with _leave_when_dead(engine, leaving), _watching(config, policy, standing):
+        async with _leave_when_dead(engine, leaving), _watching(config, policy, standing) as watchers:
             serving = runtime.serve(
                 generate, lambda: standing.describe() | namesakes.described(), standing.obey
             )
@@ -227,8 +236,18 @@ def _capacity(config: WorkerConfig, engine: Engine) -> tuple[int, int]:
     return config.kv_block_size, 0
 
 
+async def _tell_load(reporter: Reporter, departure: Departure) -> None:
+    """How many requests it serves, or still has to before it is gone; every second, when that has changed."""
+    while True:
+        reporter.tell(DRAINING if departure.has_begun else SERVING, requests=departure.num_running)
+        await asyncio.sleep(_LOAD_SECONDS)
+
+
 @contextlib.asynccontextmanager
-async def _watching(config: WorkerConfig, policy: Policy, standing: Standing) -> AsyncIterator[None]:
+async def _watching(
+    config: WorkerConfig, policy: Policy, standing: Standing
+) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Inside the block; the tasks in the list end with it, also those that are added."""
     watchers: list[asyncio.Task[None]] = []
     if config.policy_file is not None:
         watching = watch_policy_file(Path(config.policy_file), policy)
@@ -236,7 +255,7 @@ async def _watching(config: WorkerConfig, policy: Policy, standing: Standing) ->
     if config.discovery_backend == "file":
         watchers.append(asyncio.create_task(watch_for_freezes(standing.renew), name="freezes"))
     try:
-        yield
+        yield watchers
     finally:
         for watcher in watchers:
             watcher.cancel()

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 
 from trtllm_disagg.args import add_worker_arguments, config_from_namespace
-from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.watchdog import watch_over_this_process
-
-log = logging.getLogger(__name__)
 
 __all__ = ["add_arguments", "run"]
 
@@ -26,11 +22,5 @@ def run(namespace: argparse.Namespace) -> int:
 
     if config.frozen_seconds:
         watch_over_this_process(config.frozen_seconds)
-    try:
-        uvloop.run(run_worker(config))
-    except ConfigError:
-        raise
-    except DisaggError as error:
-        log.error("%s", error)
-        return 1
+    uvloop.run(run_worker(config))
     return 0

@@ -138,7 +138,7 @@ def test_a_broken_checkpoint(tmp_path: Path) -> None:
     ended = run("worker", "--engine", "embedded", "--model", str(model))
 
     assert ended.returncode == 2, ended.stderr
-    said = [line for line in ended.stderr.splitlines() if line.startswith("trtllm-disagg: ")]
+    said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1
     assert "model.safetensors has 100000 bytes where its header tells of" in said[0]
     assert "Traceback" not in ended.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +122,7 @@ def test_a_value_that_grows_when_it_is_shown(tmp_path: Path) -> None:
 def up(*flags: str) -> Any:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return config_from(parser.parse_args(["--strategy", "agg", "--model", "m", *flags]))
+    return config_from(parser.parse_args(["--strategy", "agg", "--model", "m", *flags]), Path("run"))
 
 
 @pytest.mark.parametrize("flag", ["--startup-timeout", "--stop-timeout"])
@@ -138,4 +137,4 @@ def test_a_run_directory_that_cannot_be_one(make: str, tmp_path: Path) -> None:
     file.touch()
     path = {"file": file, "in a file": file / "run", "in proc": Path("/proc/run")}[make]
     with pytest.raises(ConfigError, match=r"--run-dir: .* is not allowed; expected a directory that"):
-        RunDir.claim(replace(up("--run-dir", str(path))).run_dir)
+        RunDir.claim(path)

@@ -65,7 +65,7 @@ def test_nothing_at_all_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_command(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(word) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"trtllm-disagg: command: {word!r} is not allowed; expected one of worker, ")
+    assert message.startswith(f"error: command: {word!r} is not allowed; expected one of worker, ")
     assert hint in message
     assert ("did you mean" in message) == hint.startswith("did")
 
@@ -133,7 +133,7 @@ def test_a_wrong_setting_is_one_line_and_status_2(command: Any, capsys: pytest.C
 
     command.run = refuse
     assert status_of("try") == 2
-    assert capsys.readouterr().err == "trtllm-disagg: --level: 9 is not allowed; expected less\n"
+    assert capsys.readouterr().err == "error: --level: 9 is not allowed; expected less\n"
 
 
 def test_ctrl_c_is_status_130(command: Any) -> None:
@@ -149,5 +149,5 @@ def test_the_module_is_the_command() -> None:
         [sys.executable, "-m", "trtllm_disagg", "wroker"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("trtllm-disagg: command: 'wroker'")
+    assert done.stderr.startswith("error: command: 'wroker'")
     assert "Traceback" not in done.stderr

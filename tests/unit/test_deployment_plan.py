@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from trtllm_disagg.deployment.plan import (
     Strategy,
     num_system_ports,
     plan,
+    same_again,
     worker_total,
 )
 from trtllm_disagg.errors import ConfigError
@@ -238,7 +240,7 @@ def test_flags_become_a_config(tmp_path: Path) -> None:
         *("--prefill-dispatch", "direct"),
     )
 
-    config = config_from(args)
+    config = config_from(args, tmp_path)
 
     assert (config.strategy, config.prefill_workers, config.decode_workers) == ("router", 2, 1)
     assert config.worker_args == ("--seed", "1", "--name", "a b")
@@ -260,7 +262,21 @@ def test_flags_become_a_config(tmp_path: Path) -> None:
 )
 def test_contradictory_flags_are_refused(argv: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config_from(parsed(*argv))
+        config_from(parsed(*argv), Path("run"))
+
+
+def test_what_takes_a_dead_worker_s_place_has_its_name_and_port_and_the_settings_of_now(
+    config: DeploymentConfig,
+) -> None:
+    specs = specs_of(replace(config, decode_workers=2))
+    now = replace(config, strategy="prefill_first", thresholds={"max_local_prefill_length": 7})
+
+    again = same_again(specs["decode-1"], now, {}, specs.values())
+
+    assert (again.name, again.ports) == ("decode-1", specs["decode-1"].ports)
+    assert flag(again, "--disaggregation-strategy") == "prefill_first"
+    assert flag(again, "--max-local-prefill-length") == "7"
+    assert same_again(specs["frontend"], now, {}, ()).argv == specs["frontend"].argv
 
 
 @pytest.mark.parametrize("strategy", ["prefill_first", "decode_first"])
@@ -276,7 +292,7 @@ def test_engine_configs_are_found_by_role(tmp_path: Path) -> None:
     for role in ("prefill", "decode"):
         (tmp_path / f"{role}.yaml").touch()
 
-    config = config_from(parsed("--strategy", "decode_first", "--engine-configs", str(tmp_path)))
+    config = config_from(parsed("--strategy", "decode_first", "--engine-configs", str(tmp_path)), tmp_path)
 
     assert config.engine_configs == {
         "prefill": tmp_path / "prefill.yaml",
@@ -284,15 +300,17 @@ def test_engine_configs_are_found_by_role(tmp_path: Path) -> None:
     }
 
 
-def test_missing_engine_config_is_named_and_exits_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_missing_engine_config_is_named_and_leaves_no_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "prefill.yaml").touch()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
 
-    code = run(parsed("--strategy", "decode_first", "--engine-configs", str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"a directory with decode\.yaml"):
+        run(parsed("--strategy", "decode_first", "--engine-configs", str(tmp_path)))
 
-    assert code == 2
-    assert "a directory with decode.yaml" in capsys.readouterr().err
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_default_model_name_is_the_directory_or_the_whole_hub_name(

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from trtllm_disagg.deployment.plan import (
     Role,
     Strategy,
 )
+from trtllm_disagg.deployment.scratch import scratch_directory
 from trtllm_disagg.deployment.serve import serve
 from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.errors import ConfigError
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-dir",
         type=Path,
         metavar="DIR",
-        help="logs and processes.json (default: a fresh temporary directory)",
+        help="logs and processes.json (default: a temporary directory, kept when something failed)",
     )
     add("--engine", help="which module offers the LLM API (default: the worker's)")
     add(
@@ -94,6 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long requests in flight may take to end (default: %(default)g)",
     )
     add(
+        "--no-restart",
+        dest="restart",
+        action="store_false",
+        help="a process that dies is not started again (default: it is, after 1, 2, 4 ... 30 s)",
+    )
+    add(
         "--worker-args",
         type=shlex.split,
         default=[],
@@ -110,22 +116,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code: that of `serve`, or 2 when a setting is wrong."""
-    try:
-        config = config_from(args)
-        print(f"run directory: {config.run_dir}", file=sys.stderr, flush=True)
-        return asyncio.run(serve(config, status_for(sys.stderr)))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """The exit code: that of `serve`."""
+    if args.run_dir is not None:
+        return _serve(config_from(args, args.run_dir))
+    with scratch_directory("trtllm-disagg-") as scratch:
+        if code := _serve(config_from(args, scratch.path)):
+            scratch.keep()
+        return code
 
 
-def config_from(args: argparse.Namespace) -> DeploymentConfig:
+def _serve(config: DeploymentConfig) -> int:
+    print(f"run directory: {config.run_dir}", file=sys.stderr, flush=True)
+    return asyncio.run(serve(config, status_for(sys.stderr)))
+
+
+def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
     return DeploymentConfig(
         strategy=args.strategy,
         model=args.model,
         served_model_name=args.served_model_name or default_name(args.model),
-        run_dir=args.run_dir or Path(tempfile.mkdtemp(prefix="trtllm-disagg-")),
+        run_dir=run_dir,
         http_host=args.http_host,
         http_port=args.http_port,
         namespace=args.namespace,
@@ -138,6 +148,7 @@ def config_from(args: argparse.Namespace) -> DeploymentConfig:
         frontend_args=tuple(args.frontend_args),
         startup_timeout=args.startup_timeout,
         stop_timeout=args.stop_timeout,
+        restart=args.restart,
         **_worker_counts(args),
     )
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from trtllm_disagg.activity import ACTIVITY_VARIABLE
 from trtllm_disagg.admin_key import KEY_FILE
 from trtllm_disagg.config import flag_of
+from trtllm_disagg.deployment.backoff import Backoff
 from trtllm_disagg.deployment.nats import STORE_DIR, nats_server_argv
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.flags import FLAGS
@@ -100,6 +102,9 @@ class DeploymentConfig:
     frontend_args: tuple[str, ...] = ()
     startup_timeout: float = 120.0
     stop_timeout: float = 20.0
+    #: Whether `up` starts again what died, and when.
+    restart: bool = True
+    backoff: Backoff = field(default_factory=Backoff)
     worker_command: tuple[str, ...] = python("-m", "trtllm_disagg", "worker")
     frontend_command: tuple[str, ...] = python("-m", "dynamo.frontend")
 
@@ -286,9 +291,27 @@ def worker_spec(
         name=f"{role}-{index}",
         role=role,
         argv=tuple(argv),
-        env={**env, _KEY_VARIABLE: str(config.run_dir / KEY_FILE), "DYN_SYSTEM_PORT": str(system_port)},
+        env={
+            **env,
+            _KEY_VARIABLE: str(config.run_dir / KEY_FILE),
+            "DYN_SYSTEM_PORT": str(system_port),
+            ACTIVITY_VARIABLE: str(config.run_dir / f"{role}-{index}.activity"),
+        },
         system_port=system_port,
     )
+
+
+def same_again(
+    spec: ProcessSpec, config: DeploymentConfig, environ: Mapping[str, str], others: Iterable[ProcessSpec]
+) -> ProcessSpec:
+    """What takes the place of a process that died: its name, role and port, under the settings of now."""
+    env = shared_env(config, environ)
+    if spec.role == "frontend":
+        return _frontend(config, env)
+    if spec.system_port is None or spec.role == "nats":
+        return spec
+    index = int(spec.name.rpartition("-")[2])
+    return worker_spec(config, spec.role, index, env, spec.system_port, queue_flags(others))
 
 
 def _stage_flags(strategy: Strategy, role: Role) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 
@@ -31,9 +32,9 @@ def free_http_port(host: str, port: int) -> int:
         with _listener(host, port) as listener:
             return int(listener.getsockname()[1])
     except OSError as error:
-        raise PortInUseError.bad_value(
-            "--http-port", port, f"a port on {host} that can be listened on ({error.strerror or error})"
-        ) from None
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        allowed = f"a port on {host} that can be listened on ({reason}); 0 takes any free one"
+        raise PortInUseError.bad_value("--http-port", port, allowed) from None
 
 
 def is_free(host: str, port: int) -> bool:

@@ -23,13 +23,19 @@ async def is_ready(spec: ProcessSpec, config: DeploymentConfig) -> bool:
     return True
 
 
+async def answers(spec: ProcessSpec, config: DeploymentConfig) -> bool:
+    """Whether the frontend answers at all."""
+    status, _ = await get(config.client_host, spec.http_port or 0, "/v1/models")
+    return status == 200
+
+
 async def lists_model(host: str, port: int, model: str) -> bool:
     status, body = await get(host, port, "/v1/models")
     return status == 200 and model in _listed_models(body)
 
 
 async def get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    """Status and body; status 0 when nobody answers."""
+    """Status and body; status 0 when there is no answer."""
     return await asyncio.to_thread(_get, host, port, path)
 
 

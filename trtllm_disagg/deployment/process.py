@@ -1,4 +1,4 @@
-"""One running process of a deployment: its state, its log, its end."""
+"""One running process of a deployment: its state, its log, its end, and its next start."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import re
 import signal
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from trtllm_disagg.activity import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
 from trtllm_disagg.deployment.plan import ProcessSpec, Role
 from trtllm_disagg.deployment.run_dir import ProcessRecord, birth
 
-State = Literal["planned", "starting", "ready", "stopping", "exited"]
+State = Literal["planned", "starting", "ready", "stopping", "exited", "restarting"]
 
-TAIL_BYTES = 16 * 1024
+TAIL_BYTES = 64 * 1024
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -29,7 +31,13 @@ class ManagedProcess:
         self.log = log
         self.state: State = "planned"
         self.returncode: int | None = None
-        self.started_at = time.monotonic()
+        self.started_at = self.changed_at = time.monotonic()
+        self.restarts = 0
+        #: When a restarting one starts.
+        self.restart_at = 0.0
+        self._ready_at: float | None = None
+        self._ended_at: float | None = None
+        self._log_start = 0
         self._born = 0
         self._process: asyncio.subprocess.Process | None = None
 
@@ -50,16 +58,51 @@ class ManagedProcess:
         return self._process is not None and self.returncode is None
 
     @property
+    def stays(self) -> bool:
+        """It serves, or will: it was not told to leave, and was not given up."""
+        if self.state == "restarting":
+            return True
+        return self.is_running and self.state != "stopping" and self.activity.doing != DRAINING
+
+    @property
     def elapsed(self) -> float:
-        return time.monotonic() - self.started_at
+        """Since its last start, until its end if it has ended."""
+        return (self._ended_at or time.monotonic()) - self.started_at
+
+    @property
+    def ready_seconds(self) -> float | None:
+        """How long it was ready, None when it never was since its last start."""
+        if self._ready_at is None:
+            return None
+        return (self._ended_at or time.monotonic()) - self._ready_at
 
     @property
     def ended_well(self) -> bool:
         """It never ran, said goodbye itself, or obeyed a SIGTERM before it had a handler for it."""
         return self.returncode in (None, 0, -signal.SIGTERM)
 
+    @property
+    def activity(self) -> Activity:
+        """What it says that it is doing; empty for one that does not say."""
+        file = self._activity_file
+        return Activity() if file is None else read_activity(file)
+
+    @property
+    def _activity_file(self) -> Path | None:
+        file = self.spec.env.get(ACTIVITY_VARIABLE)
+        return Path(file) if file else None
+
     async def start(self, env: Mapping[str, str]) -> None:
-        with self.log.open("wb") as log:
+        """For the first time, or again: then its log goes on behind a line that says so."""
+        if (activity := self._activity_file) is not None:
+            activity.unlink(missing_ok=True)
+        with self.log.open("ab" if self._process else "wb") as log:
+            if self._process is not None:
+                now = datetime.now().astimezone().isoformat(timespec="seconds")
+                log.write(f"--- started again at {now}, after: {self.describe_end()} ---\n".encode())
+                log.flush()
+                self.restarts += 1
+            self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.argv,
                 env=env,
@@ -69,27 +112,45 @@ class ManagedProcess:
                 start_new_session=True,
             )
         self.started_at = time.monotonic()
+        self.returncode = self._ready_at = self._ended_at = None
         self._born = birth(self.pid)
-        self.state = "starting"
+        self._become("starting")
 
     async def wait(self) -> None:
         """Until it is over and reaped. What it started itself and left behind in its session goes with it."""
         assert self._process is not None
         self.returncode = await self._process.wait()
-        self.state = "exited"
+        self._ended_at = time.monotonic()
+        self._become("exited")
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
+    def became_ready(self) -> None:
+        self._ready_at = time.monotonic()
+        self._become("ready")
+
+    def waits(self, seconds: float) -> None:
+        """It has ended, and starts again after so long."""
+        self.restart_at = time.monotonic() + seconds
+        self._become("restarting")
+
     def terminate(self) -> None:
         if self.is_running and self._process is not None:
-            self.state = "stopping"
+            self._become("stopping")
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
 
     def kill(self) -> None:
+        """At once; one that waits for its next start gets none."""
+        if self.state == "restarting":
+            self._become("exited")
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+    def _become(self, state: State) -> None:
+        self.state = state
+        self.changed_at = time.monotonic()
 
     def describe_end(self) -> str:
         if self.returncode is None:
@@ -99,11 +160,11 @@ class ManagedProcess:
         return f"exit code {self.returncode}"
 
     def last_lines(self, count: int) -> list[str]:
-        """The last `count` lines of the log that say something, without colours."""
+        """The last `count` lines since its last start that say something, without colours."""
         try:
             with self.log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
-                log.seek(max(0, size - TAIL_BYTES))
+                log.seek(max(self._log_start, size - TAIL_BYTES))
                 text = log.read().decode(errors="replace")
         except FileNotFoundError:
             return []

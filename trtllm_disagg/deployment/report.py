@@ -1,29 +1,66 @@
-"""What people get to read when something went wrong."""
+"""What people get to read when something went wrong: one sentence with the cause, then the end of the log."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
+from trtllm_disagg.deployment.plan import NO_WORKERS
 from trtllm_disagg.deployment.process import ManagedProcess
+from trtllm_disagg.errors import ERROR_PREFIX
 
 LOG_LINES = 15
+#: Of the log that is searched for the cause.
+SEARCHED_LINES = 400
+#: A cause longer than this is told in full by the log.
+MOST_CHARS = 600
+#: The last line of a traceback.
+EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b.*$")
+
+
+def cause_in(lines: Sequence[str]) -> str | None:
+    """The last error that a process told before it ended: in our words, else in Python's."""
+    for line in reversed(lines):
+        if line.startswith(ERROR_PREFIX):
+            return _short(line.removeprefix(ERROR_PREFIX))
+    return next((_short(line) for line in reversed(lines) if EXCEPTION.match(line)), None)
 
 
 def death_report(process: ManagedProcess, when: str) -> str:
+    """How a process died: what, which process, why, in the first line; then the end of its log."""
+    cause = cause_in(process.last_lines(SEARCHED_LINES))
+    end = process.describe_end()
+    what = end if cause is None else f"{cause} ({end})"
     lines = process.last_lines(LOG_LINES) or ["(the log is empty)"]
     return "\n".join(
         [
-            f"{process.name} (pid {process.pid}) died {when}: {process.describe_end()}, "
-            f"{process.elapsed:.1f} s after its start",
+            f"{process.name} died {when}: {what}, pid {process.pid}, {process.elapsed:.1f} s after its start",
             f"last lines of {process.log}:",
             *(f"  {line}" for line in lines),
         ]
     )
 
 
+def continued(report: str, then: str) -> str:
+    """What happens next, behind the sentence that a report begins with."""
+    first, *rest = report.split("\n")
+    return "\n".join([f"{first}; {then}", *rest])
+
+
+def given_up_report(process: ManagedProcess, report: str, failed_starts: int) -> str:
+    then = f"given up after {failed_starts} starts that failed"
+    if process.role not in NO_WORKERS:
+        run_dir = process.log.parent
+        then += f"; mend the cause, then `trtllm-disagg scale --run-dir {run_dir} --{process.role} N`"
+    return continued(report, then)
+
+
 def late_report(processes: Iterable[ManagedProcess], timeout: float) -> str:
     late = [process for process in processes if process.state != "ready"]
-    lines = [f"not ready after {timeout:g} s: {', '.join(process.name for process in late)}"]
+    names = ", ".join(
+        f"{process.name} ({process.activity})" if process.activity.doing else process.name for process in late
+    )
+    lines = [f"not ready after {timeout:g} s: {names}; --startup-timeout allows for more"]
     for process in late:
         last = process.last_lines(1) or ["(the log is empty)"]
         lines.append(f"  {process.name} (pid {process.pid}, {process.log}): {last[0]}")
@@ -33,3 +70,8 @@ def late_report(processes: Iterable[ManagedProcess], timeout: float) -> str:
 def leftovers_report(processes: Iterable[ManagedProcess], waited: float) -> str:
     names = ", ".join(process.name for process in processes)
     return f"still running {waited:.1f} s after the order to stop, killed: {names}"
+
+
+def _short(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 3] + "..."

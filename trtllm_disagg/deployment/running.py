@@ -54,9 +54,11 @@ async def running_deployment(
 
     Raises `DeploymentFailedError` with a readable report when the deployment does not come up.
     """
-    supervisor = prepare(config, status or SilentStatus())
+    status = status or SilentStatus()
+    supervisor = prepare(config, status)
     try:
-        await _load(supervisor)
+        async with status.showing(supervisor.processes):
+            await _load(supervisor)
         try:
             async with taking_orders(supervisor):
                 yield Deployment(supervisor)

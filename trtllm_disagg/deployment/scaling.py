@@ -42,7 +42,7 @@ class Scaler:
                 say(f"{process.name} finishes its requests and leaves")
                 obeyed = await self.supervisor.remove(process)
                 say(f"{process.name} has left" + ("" if obeyed else f" ({process.describe_end()})"))
-        counts = Counter(process.role for process in self.supervisor.processes if process.is_running)
+        counts = Counter(process.role for process in self.supervisor.processes if process.stays)
         roles = WORKER_ROLES[self.supervisor.config.strategy]
         return "scaled: " + ", ".join(f"{counts[role]} {role}" for role in roles)
 
@@ -86,9 +86,7 @@ class Scaler:
                 raise ConfigError.bad_value(f"--{role}", count, f"1 to {MOST_WORKERS} workers")
 
     def _running(self, role: Role) -> list[ManagedProcess]:
-        return [
-            process for process in self.supervisor.processes if process.role == role and process.is_running
-        ]
+        return [process for process in self.supervisor.processes if process.role == role and process.stays]
 
     def _next_index(self, role: Role) -> int:
         """No name is used twice, so that no log is written over."""

@@ -34,6 +34,11 @@ async def serve(config: DeploymentConfig, status: Status) -> int:
     another 128 + signal number when it was stopped before it was ready.
     """
     supervisor = prepare(config, status)
+    async with status.showing(supervisor.processes):
+        return await _serve(supervisor, status)
+
+
+async def _serve(supervisor: Supervisor, status: Status) -> int:
     with Interrupts().listening() as interrupts:
         try:
             was_ready = await interrupts.allow(supervisor.load())
@@ -45,7 +50,7 @@ async def serve(config: DeploymentConfig, status: Status) -> int:
             all_obeyed = await supervisor.drain(interrupts.hurry)
             return int(not all_obeyed) if was_ready else interrupts.exit_code
         except DeploymentFailedError as error:
-            status.note(f"\n{error}\n")
+            supervisor.tell_error(str(error))
             await supervisor.abandon(interrupts.hurry)
             return 1
         finally:

@@ -1,23 +1,40 @@
-"""What a person sees on stderr: a live table while loading on a terminal, else one line per change."""
+"""What a person sees on stderr: a live table on a terminal, else one line per change. One clock, that of `up`."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from trtllm_disagg.activity import DRAINING
 from trtllm_disagg.deployment.process import ManagedProcess
 
 if TYPE_CHECKING:
-    from rich.live import Live
     from rich.table import Table
 
-COLOURS = {"planned": "dim", "starting": "yellow", "ready": "green", "stopping": "yellow", "exited": "red"}
+COLOURS = {
+    "planned": "dim",
+    "starting": "yellow",
+    "ready": "green",
+    "stopping": "yellow",
+    "exited": "red",
+    "restarting": "red",
+}
+REFRESHES_PER_SECOND = 2
+POLL_SECONDS = 0.5
+#: Without a terminal: a line at least so often while something is waited for.
+SILENCE_SECONDS = 10.0
+#: What is waited for: these change without anything that `up` does.
+UNDER_WAY = ("starting", "stopping")
 
 
 class Status(Protocol):
-    def loading(self, processes: Sequence[ManagedProcess]) -> AbstractContextManager[None]: ...
+    def showing(self, processes: Sequence[ManagedProcess]) -> AbstractAsyncContextManager[None]:
+        """Inside the block it shows what each of them does; the sequence may grow and shrink."""
+        ...
 
     def changed(self, process: ManagedProcess) -> None: ...
 
@@ -25,9 +42,9 @@ class Status(Protocol):
 
 
 class SilentStatus:
-    """Nobody is watching: the caller is a program."""
+    """There is no reader: the caller is a program."""
 
-    def loading(self, processes: Sequence[ManagedProcess]) -> AbstractContextManager[None]:
+    def showing(self, processes: Sequence[ManagedProcess]) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     def changed(self, process: ManagedProcess) -> None:
@@ -40,43 +57,77 @@ class SilentStatus:
 class PlainStatus:
     """One line per change: for logs and pipes."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self.stream = stream
+        self._clock = clock
+        self._began = self._wrote = clock()
+        self._told: dict[str, str] = {}
 
-    def loading(self, processes: Sequence[ManagedProcess]) -> AbstractContextManager[None]:
-        return nullcontext()
+    @asynccontextmanager
+    async def showing(self, processes: Sequence[ManagedProcess]) -> AsyncIterator[None]:
+        follower = asyncio.create_task(self._follow(processes))
+        try:
+            yield
+        finally:
+            follower.cancel()
+            await asyncio.wait((follower,))
 
     def changed(self, process: ManagedProcess) -> None:
         end = f" ({process.describe_end()})" if process.state == "exited" else ""
-        self.note(f"[{process.elapsed:6.1f}s] {process.name} pid={process.pid} {process.state}{end}")
+        # A share that grows is not a change.
+        doing = process.activity.doing if process.state in UNDER_WAY else ""
+        line = f"{process.name} pid={process.pid} {process.state}{end}" + (f": {doing}" if doing else "")
+        if self._told.get(process.name) != line:
+            self._told[process.name] = line
+            self._line(line)
 
     def note(self, text: str) -> None:
         print(text, file=self.stream, flush=True)
+        self._wrote = self._clock()
+
+    def look(self, processes: Iterable[ManagedProcess]) -> None:
+        """Tell what has changed since the last look; and, after a silence, what is still waited for."""
+        under_way = [process for process in processes if process.state in UNDER_WAY]
+        for process in under_way:
+            self.changed(process)
+        if under_way and self._clock() - self._wrote >= SILENCE_SECONDS:
+            waited_for = ", ".join(f"{process.name} ({what_it_does(process)})" for process in under_way)
+            self._line(f"waiting for {waited_for}")
+
+    async def _follow(self, processes: Sequence[ManagedProcess]) -> None:
+        while True:
+            self.look(processes)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _line(self, text: str) -> None:
+        self.note(f"[{self._clock() - self._began:6.1f}s] {text}")
 
 
 class TableStatus:
-    """A table that lives while the deployment loads, then plain lines below it."""
+    """A table that lives as long as `up`, with what there is to tell above it."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
 
         self.console = Console(file=stream)
-        self._plain = PlainStatus(stream)
-        self._live: Live | None = None
+        self._clock = clock
+        self._began = clock()
 
-    @contextmanager
-    def loading(self, processes: Sequence[ManagedProcess]) -> Iterator[None]:
+    @asynccontextmanager
+    async def showing(self, processes: Sequence[ManagedProcess]) -> AsyncIterator[None]:
         from rich.live import Live
 
-        try:
-            with Live(console=self.console, get_renderable=lambda: process_table(processes)) as self._live:
-                yield
-        finally:
-            self._live = None
+        with Live(
+            console=self.console,
+            get_renderable=lambda: process_table(list(processes), self._began),
+            refresh_per_second=REFRESHES_PER_SECOND,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=False,
+        ):
+            yield
 
     def changed(self, process: ManagedProcess) -> None:
-        if self._live is None:
-            self._plain.changed(process)
+        """The table shows it."""
 
     def note(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -86,22 +137,43 @@ def status_for(stream: TextIO = sys.stderr) -> Status:
     return TableStatus(stream) if stream.isatty() else PlainStatus(stream)
 
 
-def process_table(processes: Sequence[ManagedProcess]) -> Table:
+def what_it_does(process: ManagedProcess) -> str:
+    """For people, in a few words."""
+    activity = process.activity
+    match process.state:
+        case "planned":
+            return "waits for its turn"
+        case "restarting":
+            left = max(0.0, process.restart_at - time.monotonic())
+            return f"{process.describe_end()}; restarting in {left:.0f} s"
+        case "exited":
+            return process.describe_end()
+        case "starting" if process.role == "frontend":
+            return "waits for a worker that registers the model"
+        case "starting":
+            return str(activity) or "starting"
+        case "stopping":
+            return str(activity) if activity.doing == DRAINING else "stopping"
+    return str(activity) or "serving"
+
+
+def process_table(processes: Sequence[ManagedProcess], began: float) -> Table:
+    """`began`: when `up` did, on the monotonic clock."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, expand=True)
-    for heading in ("process", "role", "pid", "state", "elapsed"):
+    now = time.monotonic()
+    table = Table(box=None, pad_edge=False, title=f"up for {now - began:.0f} s", title_justify="left")
+    for heading in ("process", "pid", "state"):
         table.add_column(heading, no_wrap=True)
-    table.add_column("last log line", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("since", no_wrap=True, justify="right")
+    table.add_column("what it does", no_wrap=True, overflow="ellipsis")
     for process in processes:
-        last = process.last_lines(1)
         table.add_row(
             process.name,
-            process.role,
             str(process.pid or "-"),
             Text(process.state, style=COLOURS[process.state]),
-            f"{process.elapsed:.0f}s",
-            Text(last[0] if last else ""),
+            f"{max(0.0, process.changed_at - began):.0f}s",
+            Text(what_it_does(process)),
         )
     return table

@@ -13,6 +13,7 @@ from trtllm_disagg.deployment.errors import DeploymentFailedError
 from trtllm_disagg.deployment.first_of import first_of
 from trtllm_disagg.deployment.guardian import MARK_VARIABLE, kill_marked, start_guardian, stop_guardian
 from trtllm_disagg.deployment.plan import (
+    KV_ROUTED_ROLES,
     PER_PROCESS_ENV,
     STARTED_FIRST,
     STOP_ORDER,
@@ -20,11 +21,17 @@ from trtllm_disagg.deployment.plan import (
     ProcessSpec,
     Role,
 )
-from trtllm_disagg.deployment.probe import is_ready
-from trtllm_disagg.deployment.process import ManagedProcess, State
-from trtllm_disagg.deployment.report import death_report, late_report, leftovers_report
+from trtllm_disagg.deployment.probe import answers, is_ready
+from trtllm_disagg.deployment.process import ManagedProcess
+from trtllm_disagg.deployment.report import (
+    death_report,
+    late_report,
+    leftovers_report,
+)
+from trtllm_disagg.deployment.restarts import Restarts
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import Status
+from trtllm_disagg.errors import ERROR_PREFIX
 
 PROBE_SECONDS = 0.1
 ABANDON_SECONDS = 5.0
@@ -46,8 +53,9 @@ class Supervisor:
         self._guardian: subprocess.Popen[bytes] | None = None
         self._watchers: dict[ManagedProcess, asyncio.Task[None]] = {}
         self._deaths: asyncio.Queue[ManagedProcess] = asyncio.Queue()
-        #: Told to go while the others stay: their end is no news.
-        self._leaving: set[ManagedProcess] = set()
+        #: Their end is told by the task that starts or stops them.
+        self._attended: set[ManagedProcess] = set()
+        self._restarts = Restarts(self)
         self._stopping = False
 
     async def load(self) -> None:
@@ -59,9 +67,8 @@ class Supervisor:
         deadline = time.monotonic() + self.config.startup_timeout
         first = [process for process in self.processes if process.role in STARTED_FIRST]
         then = [process for process in self.processes if process not in first]
-        with self._status.loading(self.processes):
-            for wave in filter(None, (first, then)):
-                await self._load_wave(wave, deadline)
+        for wave in filter(None, (first, then)):
+            await self._load_wave(wave, deadline)
 
     async def _load_wave(self, wave: Sequence[ManagedProcess], deadline: float) -> None:
         for process in wave:
@@ -75,40 +82,46 @@ class Supervisor:
             raise DeploymentFailedError(late_report(self.processes, self.config.startup_timeout))
 
     async def watch(self) -> None:
-        """Reports workers that die and goes on without them. Returns never; without frontend it fails."""
-        while True:
-            process = await self._deaths.get()
-            report = death_report(process, "while serving")
-            if process.role == "frontend":
-                raise DeploymentFailedError(report)
-            self._status.note(f"\n!!! {report}\nthe other processes keep running\n")
+        """Reports processes that die and starts them again, while the others serve on. Returns never; a frontend
+        that stays dead is a DeploymentFailedError.
+        """
+        await self._restarts.after(self._deaths)
 
     async def add(self, spec: ProcessSpec) -> ManagedProcess:
         """One more worker, once it is ready. Raises DeploymentFailedError when it dies or is late; then it is gone,
         and the others run on.
         """
         process = ManagedProcess(spec, self._run_dir.log(spec.name))
-        # Its end is told by whoever has asked for it.
-        self._leaving.add(process)
         self.processes.append(process)
+        try:
+            await self.bring_up(process)
+        except BaseException:
+            await self._forget(process)
+            raise
+        return process
+
+    async def bring_up(self, process: ManagedProcess) -> None:
+        """Until it is ready. Raises DeploymentFailedError when it dies or is late; then it has ended."""
+        self._attended.add(process)
         try:
             await self._start(process)
             await first_of(
                 self._becomes_ready(process), self._gone([process]), timeout=self.config.startup_timeout
             )
+            if process.is_running and process.state != "ready":
+                late = late_report([process], self.config.startup_timeout)
+                process.kill()
+                await self._gone([process])
+                raise DeploymentFailedError(late)
             if not process.is_running:
                 raise DeploymentFailedError(death_report(process, "before it was ready"))
-            if process.state != "ready":
-                raise DeploymentFailedError(late_report([process], self.config.startup_timeout))
-        except BaseException:
-            await self._forget(process)
-            raise
-        self._leaving.discard(process)
-        return process
+        finally:
+            self._attended.discard(process)
 
     async def remove(self, process: ManagedProcess) -> bool:
         """Stops one worker as soon as its requests have ended, and forgets it. Whether it ended by itself."""
-        self._leaving.add(process)
+        await self._restarts.forget(process)
+        self._attended.add(process)
         await self._stop_wave([process], self.config.stop_timeout, asyncio.Event())
         await self._forget(process)
         return process.ended_well
@@ -119,7 +132,7 @@ class Supervisor:
             await self._gone([process])
             del self._watchers[process]
         self.processes.remove(process)
-        self._leaving.discard(process)
+        self._attended.discard(process)
         self._write()
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
@@ -139,6 +152,7 @@ class Supervisor:
         try:
             await asyncio.gather(*self._watchers.values())
             await self._kill_descendants()
+            self._write()
         finally:
             if self._guardian is not None:
                 stop_guardian(self._guardian)
@@ -155,10 +169,13 @@ class Supervisor:
         except OSError as error:
             raise DeploymentFailedError(f"{process.name} cannot be started: {error}") from error
         self._watchers[process] = asyncio.create_task(self._reap(process))
-        self._changed(process)
+        self.changed(process)
 
     def note(self, text: str) -> None:
         self._status.note(text)
+
+    def tell_error(self, report: str) -> None:
+        self._status.note(f"\n{ERROR_PREFIX}{report}\n")
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if name not in PER_PROCESS_ENV}
@@ -166,8 +183,8 @@ class Supervisor:
 
     async def _reap(self, process: ManagedProcess) -> None:
         await process.wait()
-        self._changed(process)
-        if not self._stopping and process not in self._leaving:
+        self.changed(process)
+        if not self._stopping and process not in self._attended:
             self._deaths.put_nowait(process)
 
     async def _all_ready(self, wave: Sequence[ManagedProcess]) -> bool:
@@ -176,9 +193,20 @@ class Supervisor:
 
     async def _becomes_ready(self, process: ManagedProcess) -> None:
         while True:
-            if await is_ready(process.spec, self.config):
-                return self._change(process, "ready")
+            if await self._is_ready(process) and process.is_running:
+                process.became_ready()
+                return self.changed(process)
             await asyncio.sleep(PROBE_SECONDS)
+
+    async def _is_ready(self, process: ManagedProcess) -> bool:
+        if await is_ready(process.spec, self.config):
+            return True
+        # A frontend that comes back has no model to list when there is no worker that registers one.
+        return self._is_back_alone(process) and await answers(process.spec, self.config)
+
+    def _is_back_alone(self, process: ManagedProcess) -> bool:
+        first_stage = [each for each in self.processes if each.role in KV_ROUTED_ROLES[self.config.strategy]]
+        return process.restarts > 0 and not any(each.state == "ready" for each in first_stage)
 
     async def _stop(
         self, waves: Iterable[Sequence[Role]], timeout: float, hurry: asyncio.Event | None
@@ -199,7 +227,7 @@ class Supervisor:
         began = time.monotonic()
         for process in wave:
             process.terminate()
-            self._changed(process)
+            self.changed(process)
         await first_of(self._gone(wave), hurry.wait(), timeout=timeout)
         leftovers = [process for process in wave if process.is_running]
         if leftovers:
@@ -210,12 +238,7 @@ class Supervisor:
     async def _gone(self, processes: Iterable[ManagedProcess]) -> None:
         await asyncio.gather(*(asyncio.shield(self._watchers[process]) for process in processes))
 
-    def _change(self, process: ManagedProcess, state: State) -> None:
-        if process.is_running:
-            process.state = state
-            self._changed(process)
-
-    def _changed(self, process: ManagedProcess) -> None:
+    def changed(self, process: ManagedProcess) -> None:
         self._write()
         self._status.changed(process)
 

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from trtllm_disagg.activity import LOADING, NullReporter, Reporter
 from trtllm_disagg.embedded.attention import TILE
 from trtllm_disagg.embedded.block_manager import KvEventLog
+from trtllm_disagg.embedded.compiling import compiling_told
 from trtllm_disagg.embedded.core_hooks import CoreHooks
 from trtllm_disagg.embedded.cpu import this_cpu
 from trtllm_disagg.embedded.create_scheduler import create_blocks, create_scheduler
@@ -52,8 +54,15 @@ log = logging.getLogger(__name__)
 class EngineCore:
     """`add` and `abort` requests, call `step` while `has_work`. Used by one thread."""
 
-    def __init__(self, args: LlmArgs, wake: Callable[[], None], team: Alone | Team | None = None) -> None:
+    def __init__(
+        self,
+        args: LlmArgs,
+        wake: Callable[[], None],
+        team: Alone | Team | None = None,
+        reporter: Reporter | None = None,
+    ) -> None:
         """`wake` is called from other threads when a transfer ended and `step` has something to do."""
+        reporter = reporter or NullReporter()
         self._team = team = team or Alone()
         device = choose_device(args.embedded.device, team.size)
         self.shape = read_shape(Path(args.model), args.dtype)
@@ -68,16 +77,19 @@ class EngineCore:
         self.blocks = create_blocks(kv_config, num_blocks, self._events)
         self._max_prompt = self.max_seq_len if args.enable_chunked_prefill else args.max_num_tokens
         team.start(plan.told_to_all(args), num_blocks)
+        reporter.tell(LOADING)
         model = load_model(Path(args.model), self.shape, plan.kind)
         team.shard(model)
         wanted = new_pool(self.shape, num_blocks, size, device, team.size)
         self.transfers, kv = create_transfers(args, kv_layout(self.shape, size), wanted, wake, team.peers)
         self.scheduler = create_scheduler(args, self.blocks, team.memory(LocalKvMemory(kv)), TILE)
         pool = KvPool(kv)
-        forward = plan.make_forward(model, pool, self.max_seq_len)
-        self._runner = team.lead(ModelRunner(forward, pool, plan.take_decode_rows))
+        with compiling_told(reporter, compiles=this_cpu().compiles):
+            forward = plan.make_forward(model, pool, self.max_seq_len, reporter)
+            self._runner = team.lead(ModelRunner(forward, pool, plan.take_decode_rows))
+            reporter.tell("warming up")
+            take_first_steps(self._runner, Path(args.model), num_blocks, size)
         self._is_exact = plan.is_exact
-        take_first_steps(self._runner, Path(args.model), num_blocks, size)
         self._guides = create_guides(args, self.shape)
         self._stats = IterationStats(args)
         self._block_bytes = kv.nbytes // num_blocks

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from trtllm_disagg.activity import reporter_of
 from trtllm_disagg.embedded.link import connect
 from trtllm_disagg.embedded.messages import AddRequest, Command, Failed, Ready, Report, Shutdown, StepReport
 from trtllm_disagg.embedded.parallel.join import leave, own_rank
@@ -191,6 +192,8 @@ def _read_line() -> bytes:
 
 
 def _build(start: Start, process: CoreProcess) -> Any:
+    reporter = reporter_of(os.environ)
+    reporter.tell("loading libraries")
     from trtllm_disagg.embedded.core import EngineCore
     from trtllm_disagg.embedded.llm_args import LlmArgs
     from trtllm_disagg.embedded.parallel.team import open_team
@@ -198,7 +201,7 @@ def _build(start: Start, process: CoreProcess) -> Any:
     args = LlmArgs.model_validate(start.args)
     team = open_team(args, Path(start.directory), process.fail)
     use_cpus(args, rank=0)
-    core = EngineCore(args, process.wake, team)
+    core = EngineCore(args, process.wake, team, reporter)
     gc.collect()
     return core
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded.checkpoint import count_weights
 from trtllm_disagg.embedded.cpu import SETTING, CpuFeatures
 from trtllm_disagg.embedded.experts import Mixing, compiled_mixing, pack_experts, torch_mixing
@@ -54,14 +55,16 @@ class ForwardPlan:
         embedded = args.embedded.model_copy(update={"weights": self.weights})
         return args.model_copy(update={"embedded": embedded})
 
-    def make_forward(self, model: Any, pool: KvPool, max_positions: int) -> Forward:
+    def make_forward(
+        self, model: Any, pool: KvPool, max_positions: int, reporter: Reporter | None = None
+    ) -> Forward:
         """The model as a step calls it. `model` is load_model's, and cannot be used afterwards."""
         if self.pack is None or self.mixing is None:
             return HfForward(model.to(pool.kv.device), pool)
         if self.kind == "plain":
             from trtllm_disagg.embedded.plain_forward import PlainForward
 
-            return PlainForward(model, pool, max_positions, self.dtype, self.pack)
+            return PlainForward(model, pool, max_positions, self.dtype, self.pack, reporter)
         pack_experts(model, self.pack, self.mixing)
         pack_linears(model, self.pack)
         convert_rest(model, self.dtype)

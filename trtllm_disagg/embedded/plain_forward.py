@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded import kernels
 from trtllm_disagg.embedded.attention import StepLayout
 from trtllm_disagg.embedded.fused_decode import FusedDecode
@@ -23,10 +24,18 @@ from trtllm_disagg.embedded.views import as_array
 
 
 class PlainForward:
-    def __init__(self, model: Any, pool: KvPool, max_positions: int, dtype: torch.dtype, pack: Pack) -> None:
+    def __init__(
+        self,
+        model: Any,
+        pool: KvPool,
+        max_positions: int,
+        dtype: torch.dtype,
+        pack: Pack,
+        reporter: Reporter | None = None,
+    ) -> None:
         """Takes `model` apart: it cannot be used afterwards. Computes in `dtype`, as the products of `pack` do."""
         kv_heads, self._head_dim = pool.kv.shape[-2:]
-        self._model = take_apart(model, max_positions, kv_heads, self._head_dim, pack)
+        self._model = take_apart(model, max_positions, kv_heads, self._head_dim, pack, reporter)
         self._dtype = dtype
         self._pool = pool
         self._decode = FusedDecode.create(self._model, pool, dtype, torch.get_num_threads())

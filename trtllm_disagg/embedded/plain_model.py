@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trtllm_disagg.activity import LOADING, NullReporter, Reporter
 from trtllm_disagg.embedded.pack import Pack, packed
 from trtllm_disagg.embedded.rope_tables import is_static, rope_tables
 
@@ -51,12 +52,17 @@ class PlainModel:
     sin: np.ndarray
 
 
-def take_apart(model: Any, max_positions: int, kv_heads: int, head_dim: int, pack: Pack) -> PlainModel:
+def take_apart(
+    model: Any, max_positions: int, kv_heads: int, head_dim: int, pack: Pack, reporter: Reporter | None = None
+) -> PlainModel:
     """`model` is transformers' or plain_weights.py's; it cannot be used afterwards. `kv_heads` are this rank's."""
+    reporter = reporter or NullReporter()
     config, decoder = model.config, model.model
     cos, sin = rope_tables(config, max_positions, head_dim)
     layers: list[PlainLayer] = []
     for i in range(len(decoder.layers)):
+        # Weights that stayed in their mapped file are read here.
+        reporter.tell(LOADING, percent=100 * i // len(decoder.layers))
         layers.append(_take(decoder.layers[i], head_dim, _window(config, i), pack))
         # At no time are there two copies of more than one layer.
         decoder.layers[i] = nn.Identity()
