@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import NamedTuple
-
-import msgspec
 
 from trtllm_disagg.errors import (
     DisaggError,
@@ -19,7 +15,14 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     StageTimeoutError,
 )
-from trtllm_disagg.handlers.resume import Replays, has_ended, only_if_it_must, rest_of, the_end
+from trtllm_disagg.handlers.resume import (
+    Replays,
+    has_ended,
+    only_if_it_must,
+    repeatable,
+    rest_of,
+    the_end,
+)
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,7 @@ def ladder(rungs: Sequence[Rung], replays: Replays = only_if_it_must) -> Generat
     """
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        request = _repeatable(request) if replays(request) else request
+        request = repeatable(request) if replays(request) else request
         delivered: list[int] = []
         is_over = is_alone = False
         error: DisaggError | None = None
@@ -89,17 +92,3 @@ def _may_go_on(error: DisaggError) -> bool:
     if isinstance(error, EngineError):  # of another worker's engine
         return error.peer is not None
     return isinstance(error, (PeerUnavailableError, StageTimeoutError, OverloadedError))
-
-
-def _repeatable(request: GenerateRequest) -> GenerateRequest:
-    """An answer that may have to be given twice needs a seed, or it would be another one."""
-    sampling = request.sampling
-    if sampling.seed is not None:
-        return request
-    seed = {"seed": secrets.randbits(31)}
-    raw_sampling = dict(request.raw.get("sampling_options") or {}) | seed
-    return replace(
-        request,
-        raw=request.raw | {"sampling_options": raw_sampling},
-        sampling=msgspec.structs.replace(sampling, **seed),
-    )

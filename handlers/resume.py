@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -121,6 +122,20 @@ def depends_on_text_only(request: GenerateRequest) -> bool:
         and sampling.repetition_penalty in (None, 1.0)
         and not sampling.guided_decoding
         and not request.output.prompt_logprobs
+    )
+
+
+def repeatable(request: GenerateRequest) -> GenerateRequest:
+    """An answer that may have to be given twice needs a seed, or it would be another one."""
+    sampling = request.sampling
+    if sampling.seed is not None:
+        return request
+    seed = {"seed": secrets.randbits(31) or 1}
+    raw_sampling = dict(request.raw.get("sampling_options") or {}) | seed
+    return replace(
+        request,
+        raw=request.raw | {"sampling_options": raw_sampling},
+        sampling=msgspec.structs.replace(sampling, **seed),
     )
 
 

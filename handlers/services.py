@@ -15,6 +15,7 @@ from trtllm_disagg.handlers.choice import Choice
 from trtllm_disagg.handlers.deciding import QueueDepth, conditional, create_decider
 from trtllm_disagg.handlers.ladder import Rung, ladder
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.migrated import going_on
 from trtllm_disagg.handlers.nothing_left import ending_what_is_complete
 from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.handlers.patience import patience_of
@@ -22,7 +23,7 @@ from trtllm_disagg.handlers.policy import Policy
 from trtllm_disagg.handlers.pushing import LocalPush, bare_push
 from trtllm_disagg.handlers.relay import relayed
 from trtllm_disagg.handlers.remote import StageClient
-from trtllm_disagg.handlers.resume import always, only_if_it_must
+from trtllm_disagg.handlers.resume import Replays, always, only_if_it_must
 from trtllm_disagg.handlers.strategies import ORDERS, build_strategy
 from trtllm_disagg.handlers.watched import WatchedStage
 from trtllm_disagg.protocols.choose import choose_protocol
@@ -41,10 +42,13 @@ def build_generate(
     `prefills` is that to whichever prefill worker has room, and `waiting` how many have waited for one.
     """
     policy = policy or Policy.of(config, config.kv_block_size)
+    replays = always if engine.is_exact else only_if_it_must
     name = "agg" if config.role is Role.AGG else config.strategy.value
     if name in ("agg", Strategy.ROUTER):
         whole = _named(name, build_strategy(name, Parts(config.role, engine, stage)))
-        return ending_what_is_complete(whole)
+        # Under router, Dynamo's link is from the prefill worker to the decode worker.
+        whole = ending_what_is_complete(whole)
+        return whole if name == Strategy.ROUTER else going_on(whole, replays)
     breaker = Breaker(config.breaker_failures, config.breaker_seconds)
     patience = patience_of(config)
     watched = WatchedStage(stage, breaker, patience)
@@ -58,8 +62,8 @@ def build_generate(
         choose_protocol(config.handoff_protocol),
         prefills and WatchedStage(_attended(config, prefills, stage), breaker, patience),
     )
-    chosen = _chosen(config, parts, watched, waiting or watched, policy)
-    return ending_what_is_complete(served(parts, chosen))
+    chosen = _chosen(config, parts, watched, waiting or watched, policy, replays)
+    return going_on(ending_what_is_complete(served(parts, chosen)), replays)
 
 
 def _attended(config: WorkerConfig, queue: StageClient, workers: StageClient) -> StageClient:
@@ -69,7 +73,12 @@ def _attended(config: WorkerConfig, queue: StageClient, workers: StageClient) ->
 
 
 def _chosen(
-    config: WorkerConfig, parts: Parts, stage: WatchedStage, queue: QueueDepth, policy: Policy
+    config: WorkerConfig,
+    parts: Parts,
+    stage: WatchedStage,
+    queue: QueueDepth,
+    policy: Policy,
+    replays: Replays,
 ) -> Choice:
     local = LocalBoth(parts.engine)
     own, other = sorted(ORDERS, key=lambda order: order.first_stage_role is not parts.role)
@@ -78,7 +87,7 @@ def _chosen(
         rungs = [Rung("other_instance", whole)] * config.max_tries
         if config.on_missing_stage == "local":
             rungs = [*rungs, Rung("local", local, "local")]
-        return ladder(rungs, always if parts.engine.is_exact else only_if_it_must)
+        return ladder(rungs, replays)
 
     ways: dict[str, Generate] = {
         "local": local,

@@ -208,6 +208,8 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     disaggregated_params: dict[str, Any] | None = None
     engine_data: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    #: Dynamo gives it to the worker that goes on with this answer when this one dies (`handlers/migrated.py`).
+    worker_trace_link: dict[str, str] | None = None
 
     def going_on(self) -> TokenChunk:
         """The same tokens without the end that every prefill phase has."""
