@@ -133,9 +133,11 @@ def _value_type(name: str) -> type:
     return chosen
 
 
-def argument_parser_of(name: str) -> Callable[[str], Any]:
-    """Of the value of one flag. What it returns raises ConfigError, naming the flag, the value and what is allowed."""
-    return lambda text: _parse(name, text, key=flag_of(name))
+def argument_parser_of(name: str, key: str | None = None) -> Callable[[str], Any]:
+    """Of the value of one flag. What it returns raises ConfigError, naming the flag, or what else gave the value
+    (`key`), the value and what is allowed.
+    """
+    return lambda text: _parse(name, text, key=key or flag_of(name))
 
 
 def _parse(name: str, text: str, key: str) -> Any:

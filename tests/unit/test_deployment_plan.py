@@ -149,6 +149,48 @@ def test_settings_reach_the_command_lines(config: DeploymentConfig) -> None:
     assert specs["frontend"].argv[-2:] == ("--migration-limit", "2")
 
 
+def test_workers_may_drain_before_they_are_killed(config: DeploymentConfig) -> None:
+    assert config.stop_seconds > 30.0
+    patient = replace(config, drain_seconds=300.0)
+    assert patient.stop_seconds > 300.0
+    assert replace(patient, stop_timeout=2.0).stop_seconds == 2.0
+
+
+def test_workers_are_told_how_long_they_may_drain(config: DeploymentConfig) -> None:
+    specs = specs_of(replace(config, drain_seconds=7.5))
+    told = {name: flag(spec, "--drain-seconds") for name, spec in specs.items()}
+    assert told == {"frontend": None, "prefill-0": "7.5", "decode-0": "7.5"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "variable", "seconds"),
+    [((), "", None), ((), "9", 9.0), (("--drain-seconds", "4"), "9", 4.0)],
+    ids=["default", "variable", "flag"],
+)
+def test_how_long_to_drain_is_told_as_to_a_worker(
+    argv: tuple[str, ...],
+    variable: str,
+    seconds: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRTLLM_DISAGG_DRAIN_SECONDS", variable)
+    assert config_from(parsed("--strategy", "agg", *argv), tmp_path).drain_seconds == seconds
+
+
+def test_a_variable_that_is_no_number_of_seconds_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRTLLM_DISAGG_DRAIN_SECONDS", "soon")
+    with pytest.raises(ConfigError, match="TRTLLM_DISAGG_DRAIN_SECONDS: 'soon' is not allowed"):
+        config_from(parsed("--strategy", "agg"), tmp_path)
+
+
+def test_streams_outlive_their_worker_unless_told_otherwise(config: DeploymentConfig) -> None:
+    assert specs_of(config)["frontend"].env["DYN_MIGRATION_LIMIT"] == "3"
+    assert specs_of(config, DYN_MIGRATION_LIMIT="0")["frontend"].env["DYN_MIGRATION_LIMIT"] == "0"
+
+
 @pytest.mark.parametrize(
     ("host", "url"),
     [
@@ -183,6 +225,7 @@ def test_stop_order_covers_every_role_once_and_ends_with_what_all_need(strategy:
         ({"strategy": "both"}, "--strategy: 'both'"),
         ({"startup_timeout": 0.0}, "--startup-timeout: 0.0"),
         ({"stop_timeout": -1.0}, "--stop-timeout: -1.0"),
+        ({"drain_seconds": -1.0}, "--drain-seconds: -1.0 is not allowed; expected a number of seconds"),
         ({"next_router": "best"}, "--next-router: 'best' .* kv, least_loaded, round_robin, random"),
         ({"prefill_dispatch": "kafka"}, "--prefill-dispatch: 'kafka' .* one of direct, queue"),
         (

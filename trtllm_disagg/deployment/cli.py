@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trtllm_disagg.args import argument_parser_of
+from trtllm_disagg.config import SETTINGS, flag_of
 from trtllm_disagg.deployment.plan import (
+    BEYOND_DRAIN_SECONDS,
     NEXT_ROUTERS,
     PREFILL_DISPATCHES,
     STRATEGIES,
@@ -23,6 +27,7 @@ from trtllm_disagg.deployment.scratch import scratch_directory
 from trtllm_disagg.deployment.serve import serve
 from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.flags import FLAGS
 
 COUNT_FLAGS: Mapping[Role, str] = {
     "agg": "--agg-workers",
@@ -86,12 +91,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="(default: %(default)g)",
     )
+    drain = FLAGS["drain_seconds"]
+    add(
+        flag_of("drain_seconds"),
+        type=argument_parser_of("drain_seconds"),
+        metavar="SECONDS",
+        help="how long a worker that leaves waits for its requests; then other workers go on with them "
+        f"(default: {SETTINGS['drain_seconds'].default:g}) [{drain.variables[0]}]",
+    )
     add(
         "--stop-timeout",
         type=float,
-        default=default.stop_timeout,
         metavar="SECONDS",
-        help="how long requests in flight may take to end (default: %(default)g)",
+        help=f"when a process that was told to stop is killed (default: {BEYOND_DRAIN_SECONDS:g} s after draining)",
     )
     add(
         "--no-restart",
@@ -147,10 +159,20 @@ def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
         worker_args=tuple(args.worker_args),
         frontend_args=tuple(args.frontend_args),
         startup_timeout=args.startup_timeout,
+        drain_seconds=_drain_seconds(args.drain_seconds, os.environ),
         stop_timeout=args.stop_timeout,
         restart=args.restart,
         **_worker_counts(args),
     )
+
+
+def _drain_seconds(given: float | None, environ: Mapping[str, str]) -> float | None:
+    """As a worker takes it: the flag, else the variable."""
+    variable = FLAGS["drain_seconds"].variables[0]
+    if given is None and environ.get(variable):
+        parsed: float = argument_parser_of("drain_seconds", variable)(environ[variable])
+        return parsed
+    return given
 
 
 def default_name(model: str) -> str:

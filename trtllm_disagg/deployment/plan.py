@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from trtllm_disagg.activity import ACTIVITY_VARIABLE
 from trtllm_disagg.admin_key import KEY_FILE
-from trtllm_disagg.config import flag_of
+from trtllm_disagg.config import SETTINGS, check_value, flag_of
 from trtllm_disagg.deployment.backoff import Backoff
 from trtllm_disagg.deployment.nats import STORE_DIR, nats_server_argv
 from trtllm_disagg.errors import ConfigError
@@ -26,6 +26,8 @@ NEXT_ROUTERS: tuple[NextRouter, ...] = get_args(NextRouter)
 PREFILL_DISPATCHES: tuple[PrefillDispatch, ...] = get_args(PrefillDispatch)
 #: The strategies in which a worker calls a worker.
 WORKER_SIDE: tuple[Strategy, ...] = ("prefill_first", "decode_first", "auto")
+#: The grace period before a worker drains, and its end after that, on a busy machine.
+BEYOND_DRAIN_SECONDS = 15.0
 LOOPBACK = "127.0.0.1"
 DISCOVERY_DIR = "discovery"
 
@@ -65,6 +67,8 @@ TUNABLE_ENV: Mapping[str, str] = {
     "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",
     # A stream that fails before its first token gets an HTTP status, in every strategy, instead of a 200.
     "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "500",
+    # A stream outlives the worker that began it, wherever another one can go on with it.
+    "DYN_MIGRATION_LIMIT": "3",
     # Who asks a loading worker for its health gets a 503, and a line in its log each time.
     "DYN_LOG": "info,tower_http=off",
     "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
@@ -101,7 +105,10 @@ class DeploymentConfig:
     thresholds: Mapping[str, int | float] = field(default_factory=dict)
     frontend_args: tuple[str, ...] = ()
     startup_timeout: float = 120.0
-    stop_timeout: float = 20.0
+    #: None: the workers' own. What still runs then is given up by a worker, and migrated where another one is there.
+    drain_seconds: float | None = None
+    #: None: as long as the workers drain, and some more.
+    stop_timeout: float | None = None
     #: Whether `up` starts again what died, and when.
     restart: bool = True
     backoff: Backoff = field(default_factory=Backoff)
@@ -121,8 +128,20 @@ class DeploymentConfig:
             raise ConfigError.bad_value("--http-port", self.http_port, "0 (any free port) to 65535")
         if not self.startup_timeout > 0:
             raise ConfigError.bad_value("--startup-timeout", self.startup_timeout, "more than 0 seconds")
-        if not self.stop_timeout >= 0:
+        if self.drain_seconds is not None:
+            check_value("drain_seconds", self.drain_seconds)
+        if not self.stop_seconds >= 0:
             raise ConfigError.bad_value("--stop-timeout", self.stop_timeout, "0 seconds or more")
+
+    @property
+    def stop_seconds(self) -> float:
+        """After which a process that was told to stop is killed."""
+        if self.stop_timeout is not None:
+            return self.stop_timeout
+        drain = self.drain_seconds
+        if drain is None:
+            drain = float(SETTINGS["drain_seconds"].default)  # type: ignore[arg-type]
+        return drain + BEYOND_DRAIN_SECONDS
 
     @property
     def base_url(self) -> str:
@@ -283,6 +302,7 @@ def worker_spec(
         *_flag("--extra-engine-args", config.engine_configs.get(role)),
         *_flag("--kv-block-size", config.kv_block_size),
         *_flag("--next-router", config.next_router),
+        *_flag(flag_of("drain_seconds"), config.drain_seconds),
         *queue_flags,
         *config.worker_args,
         *(text for name, value in config.thresholds.items() for text in (flag_of(name), str(value))),

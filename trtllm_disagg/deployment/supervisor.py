@@ -122,7 +122,7 @@ class Supervisor:
         """Stops one worker as soon as its requests have ended, and forgets it. Whether it ended by itself."""
         await self._restarts.forget(process)
         self._attended.add(process)
-        await self._stop_wave([process], self.config.stop_timeout, asyncio.Event())
+        await self._stop_wave([process], self.config.stop_seconds, asyncio.Event())
         await self._forget(process)
         return process.ended_well
 
@@ -137,12 +137,12 @@ class Supervisor:
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
         """Stops in the order of the request path, so that requests in flight can end. Whether all obeyed."""
-        return await self._stop(STOP_ORDER[self.config.strategy], self.config.stop_timeout, hurry)
+        return await self._stop(STOP_ORDER[self.config.strategy], self.config.stop_seconds, hurry)
 
     async def abandon(self, hurry: asyncio.Event | None = None) -> bool:
         """Stops everything together: there is no request to wait for."""
         together = [tuple(process.role for process in self.processes)]
-        return await self._stop(together, min(ABANDON_SECONDS, self.config.stop_timeout), hurry)
+        return await self._stop(together, min(ABANDON_SECONDS, self.config.stop_seconds), hurry)
 
     async def kill(self) -> None:
         """Ends whatever still runs, at once, with all that it started. Harmless when nothing does."""
