@@ -65,17 +65,26 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
+def write_key(directory: Path, content: bytes = b"k" * 32) -> Path:
+    """A key file as it should be."""
+    file = directory / f"key-{content[:4].hex()}"
+    file.write_bytes(content)
+    file.chmod(0o600)
+    return file
+
+
 class Host:
     """An engine on one of them. `start` a command, then `wait` for its answer."""
 
-    def __init__(self, namespace: str, address: str, model: Path, seconds: float) -> None:
+    def __init__(self, namespace: str, address: str, model: Path, seconds: float, key: Path) -> None:
         command = [sys.executable, "-m", "tests.hosts", address, str(model), str(seconds)]
         self.process = subprocess.Popen(
             ["ip", "netns", "exec", namespace, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # What UCX would choose by itself between two machines.
-            env=os.environ | {"PYTHONPATH": os.getcwd(), "UCX_TLS": "tcp"},
+            env=os.environ
+            | {"PYTHONPATH": os.getcwd(), "UCX_TLS": "tcp", "TRTLLM_DISAGG_TRANSFER_KEY_FILE": str(key)},
             text=True,
         )
         said = self.wait()

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -17,6 +17,11 @@ import torch
 from trtllm_disagg.kv_transfer.base import KvTransport, PeerCard
 from trtllm_disagg.kv_transfer.choose import create_transport
 from trtllm_disagg.kv_transfer.layout import KvLayout
+from trtllm_disagg.kv_transfer.reach import Network, OneHost, Reach
+
+ONE_HOST = OneHost()
+#: As between hosts, although both ends are on this one.
+NETWORK = Network("127.0.0.1", b"k" * 32)
 
 LAYERS, SLOTS, HEADS, DIM = 3, 4, 2, 8
 LAYOUT = KvLayout("m", LAYERS, SLOTS, HEADS, DIM, "float32")
@@ -25,8 +30,8 @@ LAYOUT = KvLayout("m", LAYERS, SLOTS, HEADS, DIM, "float32")
 class Pool:
     """`kv[block, layer, k|v, ...]`, filled with numbers that say where they are."""
 
-    def __init__(self, backend: str, num_blocks: int, name: str) -> None:
-        self.transport: KvTransport = create_transport(backend)
+    def __init__(self, backend: str, num_blocks: int, name: str, reach: Reach = ONE_HOST) -> None:
+        self.transport: KvTransport = create_transport(backend, reach)
         shape = (num_blocks, LAYERS, 2, SLOTS, HEADS, DIM)
         self.kv = self.transport.allocate(shape, torch.float32, torch.device("cpu"))
         self.card = PeerCard(name, self.transport.name, LAYOUT, num_blocks, self.transport.serve(name))
@@ -57,10 +62,10 @@ class Pool:
 
 
 @contextmanager
-def pool_in_a_child(backend: str) -> Any:
+def pool_in_a_child(backend: str, reach: Literal["host", "network"] = "host") -> Any:
     """(its card, its process): a filled pool that is served until the process ends."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.pools", backend],
+        [sys.executable, "-m", "tests.pools", backend, reach],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
@@ -77,8 +82,8 @@ def pool_in_a_child(backend: str) -> Any:
         process.stdout.close()
 
 
-def _serve(backend: str) -> None:
-    pool = Pool(backend, 8, f"child-{os.getpid()}")
+def _serve(backend: str, reach: str) -> None:
+    pool = Pool(backend, 8, f"child-{os.getpid()}", NETWORK if reach == "network" else ONE_HOST)
     pool.fill(0.0)
     card = msgspec.msgpack.encode(pool.card)
     sys.stdout.buffer.write(b"%d\n" % len(card) + card)
@@ -88,4 +93,4 @@ def _serve(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(*sys.argv[1:])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.hosts import ADDRESSES, Host, two_hosts, why_not
+from tests.hosts import ADDRESSES, Host, two_hosts, why_not, write_key
 from tests.unit.test_core_handoff import prompt
 
 SECONDS = 1.5
@@ -24,11 +25,14 @@ def namespaces() -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture
-def start(namespaces: tuple[str, str], checkpoints: Checkpoints) -> Iterator[Callable[[int], Host]]:
+def start(
+    namespaces: tuple[str, str], checkpoints: Checkpoints, tmp_path: Path
+) -> Iterator[Callable[[int], Host]]:
+    key = write_key(tmp_path)
     started: list[Host] = []
 
     def start_on(host: int) -> Host:
-        started.append(Host(namespaces[host], ADDRESSES[host], checkpoints(), SECONDS))
+        started.append(Host(namespaces[host], ADDRESSES[host], checkpoints(), SECONDS, key))
         return started[-1]
 
     yield start_on

@@ -9,12 +9,14 @@ import pytest
 
 from trtllm_disagg.kv_transfer.choose import create_transport
 from trtllm_disagg.kv_transfer.cma import is_needed, why_no_cma
+from trtllm_disagg.kv_transfer.reach import Network, OneHost, Reach
 
 # As in a container without SYS_PTRACE: nobody may read this process, and its children cannot be privileged.
 _LOCKED_DOWN = """
 import ctypes, logging, os
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.choose import create_transport
+from trtllm_disagg.kv_transfer.reach import OneHost
 logging.basicConfig(level="WARNING", format="%(message)s")
 libc = ctypes.CDLL(None, use_errno=True)
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, CAP_SYS_PTRACE = 4, 24, 19
@@ -22,10 +24,10 @@ if os.geteuid() == 0:
     assert libc.prctl(PR_CAPBSET_DROP, CAP_SYS_PTRACE, 0, 0, 0) == 0
 assert libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
 try:
-    create_transport("NIXL", needs_cma=True)
+    create_transport("NIXL", OneHost(), needs_cma=True)
 except ConfigError as error:
     print(error)
-print(create_transport("DEFAULT", needs_cma=True).name, create_transport("NIXL").name)
+print(create_transport("DEFAULT", OneHost(), needs_cma=True).name, create_transport("NIXL", OneHost()).name)
 """
 
 
@@ -44,24 +46,13 @@ def test_without_the_right_nixl_is_refused_by_name_and_default_falls_back() -> N
 def test_with_the_right_it_is_nixl() -> None:
     if reason := why_no_cma():
         pytest.skip(f"this machine forbids it: {reason}")
-    assert create_transport("DEFAULT", needs_cma=True).name == "NIXL"
+    assert create_transport("DEFAULT", OneHost(), needs_cma=True).name == "NIXL"
 
 
 @pytest.mark.parametrize(
-    ("host", "device", "tls", "needed"),
-    [
-        ("127.0.0.1", "cpu", None, True),
-        ("localhost", "cpu", None, True),
-        ("::1", "cpu", "cma,tcp", True),
-        ("127.0.0.1", "cpu", "tcp", False),
-        ("10.0.0.1", "cpu", None, False),
-        ("127.0.0.1", "cuda", None, False),
-    ],
+    ("reach", "device", "needed"),
+    [(OneHost(), "cpu", True), (OneHost(), "cuda", False), (Network("10.0.0.1", b"k" * 32), "cpu", False)],
+    ids=repr,
 )
-def test_it_is_needed_between_workers_on_one_host(
-    host: str, device: str, tls: str | None, needed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("UCX_TLS", raising=False)
-    if tls is not None:
-        monkeypatch.setenv("UCX_TLS", tls)
-    assert is_needed(host, device) is needed
+def test_it_is_needed_between_workers_on_one_host(reach: Reach, device: str, needed: bool) -> None:
+    assert is_needed(reach, device) is needed

@@ -150,8 +150,8 @@ def test_a_handle_with_another_prompt_is_refused_before_anything_is_read(prefill
         ({"blocks": [0, 1, 2, 3]}, "holds 4 blocks"),
         ({"blocks": [0, 1, 1_000_000]}, "names block 1000000; its prefill worker has 32"),
         ({"layout": b"?" * 16, "blocks": [0]}, "another KV layout"),
-        ({"endpoint": "http://127.0.0.1:1"}, "expected tcp://HOST:PORT"),
-        ({"endpoint": "tcp://127.0.0.1:99999"}, "expected tcp://HOST:PORT"),
+        ({"endpoint": "http://127.0.0.1:1"}, "expected tcp://HOST:PORT or unix://"),
+        ({"endpoint": "tcp://127.0.0.1:99999"}, "expected tcp://HOST:PORT or unix://"),
     ],
 )
 def test_a_handle_that_cannot_be_is_refused_by_name(
@@ -162,10 +162,10 @@ def test_a_handle_that_cannot_be_is_refused_by_name(
     give_back(prefill, handoff)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.2", "a..b", "x" * 70, "[::1]"])
-def test_an_endpoint_where_nobody_listens_means_unavailable(prefill: Core, decode: Core, host: str) -> None:
+@pytest.mark.parametrize("endpoint", ["unix://@nowhere:9", "tcp://127.0.0.1:9", "tcp://a..b:9"])
+def test_an_endpoint_without_listener_means_unavailable(prefill: Core, decode: Core, endpoint: str) -> None:
     handoff = prefill.prefill(PROMPT)
-    assert_refused(pull(decode, handoff, endpoint=f"tcp://{host}:9"), "control channel", UNAVAILABLE)
+    assert_refused(pull(decode, handoff, endpoint=endpoint), "control channel", UNAVAILABLE)
     give_back(prefill, handoff)
 
 
@@ -177,8 +177,8 @@ def test_flipped_bits_never_yield_any_answer(
     mine, other = prefill.prefill(PROMPT), prefill.prefill(OTHER)
     state = bytearray(mine.opaque_state)
     # Flipped addresses would make it call hosts that are not ours; they have a test of their own.
-    endpoint = state.index(b"tcp://")
-    places = [i for i in range(len(state)) if not endpoint <= i < endpoint + len("tcp://127.0.0.1:12345")]
+    endpoint = state.index(b"unix://")
+    places = [i for i in range(len(state)) if not endpoint <= i < endpoint + len(prefill.transfers.endpoint)]
     for place, bit in {(places[place % len(places)], bit) for place, bit in flips}:
         state[place] ^= 1 << bit
     try:

@@ -116,11 +116,11 @@ def test_an_offer_that_comes_after_it_was_withdrawn_is_not_taken(make_duo: MakeD
     met = duo.request(prompt(40))
     request_id = duo.add_decode(met)
     duo.run_until(lambda: bool(book._open))
-    ((offer, _),) = book._open.values()
+    ((offer, _, peer),) = book._open.values()
     duo.decode.engine.abort(request_id)
     duo.run()
     duo.assert_idle()
-    assert book.offered(offer) == b"withdrawn"
+    assert book.offered(offer, peer) == b"withdrawn"
     assert not book._open
 
 

@@ -69,6 +69,10 @@ def test_the_digest_covers_every_field(changes: dict[str, Any]) -> None:
         {"endpoint": "tcp://us er@host:1"},
         {"endpoint": "udp://127.0.0.1:1"},
         {"endpoint": "tcp://127.0.0.1:1\n"},
+        {"endpoint": "tcp://@name:1"},
+        {"endpoint": "unix://name:1"},
+        {"endpoint": "unix:///tmp/socket:1"},
+        {"endpoint": "unix://@../name:0"},
     ],
     ids=repr,
 )
@@ -77,7 +81,9 @@ def test_a_field_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
         decode_handle(msgspec.structs.replace(HANDLE, **changes).encode())
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://[::1]:80", "tcp://prefill-0.example:65535", "tcp://10.0.0.1:1"])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://[::1]:80", "tcp://prefill-0.example:65535", "tcp://10.0.0.1:1", "unix://@kv-0a:1"]
+)
 def test_names_and_both_kinds_of_addresses_are_endpoints(endpoint: str) -> None:
     handle = msgspec.structs.replace(HANDLE, endpoint=endpoint)
     assert decode_handle(handle.encode()).endpoint == endpoint

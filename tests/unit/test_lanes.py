@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +13,7 @@ import torch
 from tests.pools import LAYOUT
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard
+from trtllm_disagg.kv_transfer.doors import LocalDoor
 from trtllm_disagg.kv_transfer.exchange import KvReceiver, KvSender, Pull
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
 
@@ -47,7 +47,7 @@ class NoBytes:
 
 @pytest.fixture
 def sender() -> Iterator[KvSender]:
-    made = KvSender(NoBytes(), LAYOUT, 8, host="127.0.0.1", lease_seconds=60, on_lease_ended=lambda: None)
+    made = KvSender(NoBytes(), LAYOUT, 8, door=LocalDoor(), lease_seconds=60, on_lease_ended=lambda: None)
     made.start()
     yield made
     made.close()
@@ -56,8 +56,9 @@ def sender() -> Iterator[KvSender]:
 @pytest.fixture
 def stalled() -> Iterator[str]:
     """The endpoint of somebody who takes connections and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    listener, endpoint = LocalDoor().listen()
+    with listener:
+        yield endpoint
 
 
 def handoff(sender: KvSender, request_id: int) -> KvHandle:
@@ -68,7 +69,9 @@ def handoff(sender: KvSender, request_id: int) -> KvHandle:
 
 def test_a_stalled_sender_delays_nobody_else(sender: KvSender, stalled: str) -> None:
     finished = threading.Semaphore(0)
-    receiver = KvReceiver(NoBytes(), LAYOUT, timeout_seconds=60, on_finished=finished.release)
+    receiver = KvReceiver(
+        NoBytes(), LAYOUT, door=LocalDoor(), timeout_seconds=60, on_finished=finished.release
+    )
     good = handoff(sender, 1)
     stuck = msgspec.structs.replace(good, endpoint=stalled)
     try:
@@ -90,11 +93,13 @@ def test_a_stalled_sender_delays_nobody_else(sender: KvSender, stalled: str) -> 
 
 def test_the_number_of_lanes_is_bounded(sender: KvSender) -> None:
     finished = threading.Semaphore(0)
-    receiver = KvReceiver(NoBytes(), LAYOUT, timeout_seconds=60, on_finished=finished.release)
+    receiver = KvReceiver(
+        NoBytes(), LAYOUT, door=LocalDoor(), timeout_seconds=60, on_finished=finished.release
+    )
     before = threading.active_count()
     try:
-        for port in range(1, 101):  # nobody listens there
-            nowhere = msgspec.structs.replace(handoff(sender, port), endpoint=f"tcp://127.0.0.1:{port}")
+        for port in range(1, 101):
+            nowhere = msgspec.structs.replace(handoff(sender, port), endpoint=f"unix://@nowhere:{port}")
             receiver.start(Pull(request_id=port, handle=nowhere, remote=[1], local=[1]))
         for _ in range(100):
             assert finished.acquire(timeout=30)

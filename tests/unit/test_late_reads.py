@@ -11,6 +11,7 @@ import torch
 
 from tests.pools import LAYOUT
 from trtllm_disagg.kv_transfer.base import PeerCard
+from trtllm_disagg.kv_transfer.doors import LocalDoor
 from trtllm_disagg.kv_transfer.exchange import KvSender
 
 
@@ -53,7 +54,7 @@ def transport() -> CountingTransport:
 
 @pytest.fixture
 def sender(transport: CountingTransport) -> Iterator[KvSender]:
-    sender = KvSender(transport, LAYOUT, 8, host="127.0.0.1", lease_seconds=30.0, on_lease_ended=lambda: None)
+    sender = KvSender(transport, LAYOUT, 8, door=LocalDoor(), lease_seconds=30.0, on_lease_ended=lambda: None)
     sender.start()
     yield sender
     sender.close()

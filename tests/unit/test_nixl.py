@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.meeting import wait_until
-from tests.pools import DIM, HEADS, LAYERS, SLOTS, Pool, pool_in_a_child
+from tests.pools import DIM, HEADS, LAYERS, NETWORK, ONE_HOST, SLOTS, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.base import ReadTimeoutError
 from trtllm_disagg.kv_transfer.choose import create_transport
@@ -115,7 +115,7 @@ def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_nixl")
 def test_default_falls_back_to_shared_memory_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        transport = create_transport("DEFAULT")
+        transport = create_transport("DEFAULT", ONE_HOST)
     assert transport.name == "SHARED_MEMORY"
     assert "KV moves through shared memory, on this host only" in caplog.text
     transport.close()
@@ -124,16 +124,16 @@ def test_default_falls_back_to_shared_memory_and_says_so(caplog: pytest.LogCaptu
 @pytest.mark.usefixtures("without_nixl")
 def test_nixl_by_name_does_not_fall_back() -> None:
     with pytest.raises(ConfigError, match=r"NIXL is not installed .* pip install nixl-cu12"):
-        create_transport("NIXL")
+        create_transport("NIXL", ONE_HOST)
 
 
 def test_default_is_nixl_where_it_is_installed() -> None:
-    assert create_transport("DEFAULT").name == "NIXL"
+    assert create_transport("DEFAULT", ONE_HOST).name == "NIXL"
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"cache_transceiver_config\.backend: 'UCX' is not allowed"):
-        create_transport("UCX")
+        create_transport("UCX", ONE_HOST)
 
 
 # -- a read that lands late
@@ -142,8 +142,8 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
 def test_a_late_read_has_ended_when_its_bytes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over tcp a stopped sender answers when it goes on, however long that takes."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    with pool_in_a_child("NIXL") as (card, process):
-        receiver = Pool("NIXL", 8, "late-receiver")
+    with pool_in_a_child("NIXL", "network") as (card, process):
+        receiver = Pool("NIXL", 8, "late-receiver", NETWORK)
         receiver.read(card, [0], [0])
         stop(process)
         with pytest.raises(ReadTimeoutError) as timeout:
@@ -160,8 +160,8 @@ def test_a_late_read_has_ended_when_its_bytes_are_there(monkeypatch: pytest.Monk
 
 def test_a_late_read_of_a_sender_that_died_has_not_ended_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
-    with pool_in_a_child("NIXL") as (card, process):
-        receiver = Pool("NIXL", 8, "late-receiver-2")
+    with pool_in_a_child("NIXL", "network") as (card, process):
+        receiver = Pool("NIXL", 8, "late-receiver-2", NETWORK)
         receiver.read(card, [0], [0])
         stop(process)
         with pytest.raises(ReadTimeoutError) as timeout:

@@ -17,6 +17,7 @@ from trtllm_disagg.errors import InvalidRequestError, KvTransferError, Overloade
 from trtllm_disagg.handlers.pushing import Push
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.handlers.together import together
+from trtllm_disagg.kv_transfer.endpoint import join_endpoint
 from trtllm_disagg.protocols.bootstrap import BootstrapProtocol
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
@@ -105,7 +106,7 @@ async def test_two_phase_tells_where_the_kv_is(engines: dict[Role, Engine], orde
     told = call.request if order == "prefill_first" else call.answers[0]
     params = told["kv_transfer_params"]
     (endpoint,) = engines[Role.PREFILL].ctx_info_endpoint
-    assert f"tcp://{params['remote_host']}:{params['remote_port']}" == endpoint
+    assert join_endpoint(params["remote_host"], params["remote_port"]) == endpoint
     assert params["remote_engine_id"]
     # 150 tokens in blocks of 32.
     assert len(params["remote_block_ids"]) == 5
@@ -133,7 +134,7 @@ async def test_bootstrap_meets_in_a_new_room_at_the_prefill_engine(
         await collect(generate, asked())
     one, other = client.requests
     (endpoint,) = engines[Role.PREFILL].ctx_info_endpoint
-    assert f"tcp://{one['bootstrap_host']}:{one['bootstrap_port']}" == endpoint
+    assert join_endpoint(one["bootstrap_host"], one["bootstrap_port"]) == endpoint
     assert one["bootstrap_room"] != other["bootstrap_room"]
     assert "rendezvous" not in one
     await is_idle(engines)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.pools import ONE_HOST
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer import relayout
 from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError, StagingTransport
@@ -50,7 +51,7 @@ class Engine:
         self.pools: list[torch.Tensor] = []
         shards = []
         for rank in range(num_ranks):
-            transport = create_transport(backend)
+            transport = create_transport(backend, ONE_HOST)
             shape = (num_blocks, LAYERS, 2, SLOTS, HEADS // num_ranks, DIM)
             self.pools.append(transport.allocate(shape, torch.float32, torch.device("cpu")))
             shards.append(Shard(f"{name}/{rank}", transport.serve(f"{name}/{rank}")))
@@ -126,7 +127,7 @@ def test_a_card_of_several_ranks_is_read_back() -> None:
 
 def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused() -> None:
     card = PeerCard("a", "NIXL", LAYOUT, 3, join_addresses([Shard(f"a/{i}", b"") for i in range(3)]))
-    reader = ShardReader(create_transport("SHARED_MEMORY"), torch.zeros(1), 0, 2)
+    reader = ShardReader(create_transport("SHARED_MEMORY", ONE_HOST), torch.zeros(1), 0, 2)
     with pytest.raises(HandoffRefusedError, match="prefill has tensor_parallel_size 3, decode 2"):
         reader.read(card, ids([0]), ids([0]), 1.0)
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pools import Pool, pool_in_a_child
+from tests.pools import ONE_HOST, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.shared_memory import SharedMemoryTransport, _common_runs
 
@@ -57,4 +57,4 @@ def test_closing_gives_the_file_descriptor_back() -> None:
 
 def test_a_pool_on_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="NIXL on a CUDA device"):
-        SharedMemoryTransport().allocate((1, 2, 1, 1, 1, 1), torch.float32, torch.device("cuda"))
+        SharedMemoryTransport(ONE_HOST).allocate((1, 2, 1, 1, 1, 1), torch.float32, torch.device("cuda"))

@@ -19,6 +19,7 @@ from trtllm_disagg.bench.raw_copy import Memcpy, MemcpyBlocks, ProcessVmReadv
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.choose import create_transport
 from trtllm_disagg.kv_transfer.exchange import KvReceiver, Pull
+from trtllm_disagg.kv_transfer.reach import OneHost
 
 PATTERNS = ("contiguous", "scattered")
 MEMCPY = "memcpy"
@@ -45,7 +46,7 @@ class Receiver:
     def __init__(self, backend: str, shape: KvShape, sender: SenderProcess) -> None:
         self._shape = shape
         self._sender = sender
-        self._transport = create_transport(backend)
+        self._transport = create_transport(backend, OneHost())
         self.pool = self._transport.allocate(
             shape.pool_shape, getattr(torch, shape.dtype), torch.device("cpu")
         )
@@ -54,6 +55,7 @@ class Receiver:
         self._receiver = KvReceiver(
             self._transport,
             shape.layout,
+            door=OneHost().door(),
             timeout_seconds=_PULL_SECONDS,
             on_finished=lambda: self._woken.put(None),
         )

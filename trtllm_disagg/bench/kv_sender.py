@@ -23,6 +23,7 @@ from trtllm_disagg.interpreter import python
 from trtllm_disagg.kv_transfer.choose import create_transport
 from trtllm_disagg.kv_transfer.exchange import KvSender
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
+from trtllm_disagg.kv_transfer.reach import OneHost
 
 LEASE_SECONDS = 600.0
 _PROMPT = bytes(16)
@@ -91,14 +92,14 @@ class SenderProcess:
 
 def serve(backend: str, commands: BinaryIO, answers: BinaryIO) -> None:
     shape = msgspec.json.decode(commands.readline(), type=KvShape)
-    transport = create_transport(backend)
+    transport = create_transport(backend, OneHost())
     pool = transport.allocate(shape.pool_shape, getattr(torch, shape.dtype), torch.device("cpu"))
     fill(pool.view(torch.uint8).numpy().reshape(-1))
     sender = KvSender(
         transport,
         shape.layout,
         shape.pool_blocks,
-        host="127.0.0.1",
+        door=OneHost().door(),
         lease_seconds=LEASE_SECONDS,
         on_lease_ended=lambda: None,
     )

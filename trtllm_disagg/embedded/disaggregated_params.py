@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import time
+import secrets
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
@@ -88,11 +87,11 @@ class DisaggregatedParams:
 
 
 MIN_GLOBAL_ID = 1 << 40
-_counter = itertools.count()
 
 
 def get_global_disagg_request_id(node_id: int, process_id: int = 0) -> int:
-    """A request id that no other process makes: ms clock (39 bits), node (8), process (6), counter (10).
+    """A request id that no other process makes: node (8 bits), process (6), and 49 random bits where TensorRT-LLM has
+    the clock and a counter, since engines meet by it and no one else is to guess it.
 
     Raises ValueError for a node_id outside [0, 256) or a process_id outside [0, 64).
     """
@@ -100,6 +99,5 @@ def get_global_disagg_request_id(node_id: int, process_id: int = 0) -> int:
         raise ValueError(f"node_id must be in [0, 256), got {node_id}")
     if not 0 <= process_id < 1 << 6:
         raise ValueError(f"process_id must be in [0, 64), got {process_id}")
-    timestamp_ms = int(time.monotonic() * 1000) & ((1 << 39) - 1)
-    raw = timestamp_ms << 24 | node_id << 16 | process_id << 10 | next(_counter) & 0x3FF
-    return raw % ((1 << 63) - 1 - MIN_GLOBAL_ID) + MIN_GLOBAL_ID
+    high = secrets.randbelow((1 << 39) - (1 << 17))  # the sum stays below 2^63
+    return (high << 24 | node_id << 16 | process_id << 10 | secrets.randbits(10)) + MIN_GLOBAL_ID

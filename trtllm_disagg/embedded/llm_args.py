@@ -102,8 +102,11 @@ class EmbeddedConfig(StrictModel):
     #: KV tokens of preempted requests that may be put aside (MAX_UTILIZATION); what has no room there is computed
     #: again. None: a quarter of the pool.
     swap_tokens: NonNegativeInt | None = None
-    #: Address that the KV control channel listens on; decode workers on other hosts need to reach it.
+    #: A loopback address: KV moves between workers of this user on this host. Another one: the address that workers on
+    #: other hosts reach this one at; it needs a key.
     transfer_host: str = Field(default="127.0.0.1", min_length=1)
+    #: The same file on every host, readable by its owner only. None: TRTLLM_DISAGG_TRANSFER_KEY_FILE.
+    transfer_key_file: Path | None = None
 
 
 class BaseLlmArgs(StrictModel):

@@ -9,7 +9,7 @@ from typing import Any
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams, DisaggScheduleStyle
 from trtllm_disagg.embedded.messages import LogprobEntry, Ready, ReceivedHandoff, Rendezvous, SamplingSpec
 from trtllm_disagg.embedded.sampling_params import SamplingParams, validate_sampling_params
-from trtllm_disagg.kv_transfer.endpoint import is_endpoint
+from trtllm_disagg.kv_transfer.endpoint import EXPECTED, is_endpoint
 
 Tokenize = Callable[[str], list[int]]
 
@@ -125,7 +125,7 @@ def _rendezvous_of(params: DisaggregatedParams, kind: str) -> Rendezvous:
     endpoints = [given] if isinstance(given, str) else list(given or ())
     if len(endpoints) != 1 or not is_endpoint(endpoints[0]):
         raise ValueError(
-            f"schedule_style GENERATION_FIRST needs one ctx_info_endpoint, tcp://HOST:PORT, got {given!r}"
+            f"schedule_style GENERATION_FIRST needs one ctx_info_endpoint, {EXPECTED}, got {given!r}"
         )
     return Rendezvous(request, endpoints[0])
 

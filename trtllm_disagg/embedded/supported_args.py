@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel
 
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.kv_transfer.reach import Reach, choose_reach
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.llm_args import LlmArgs
@@ -32,7 +33,19 @@ def refuse_unsupported(args: LlmArgs, model_dtype: str | None = None) -> list[st
     _check_tokenizer(args)
     _check_ranks(args)
     _check_processors(args)
+    _check_reach(args)
     return [key for key in _NO_EFFECT if _read(args, key) != _default(args, key)]
+
+
+def reach_of(args: LlmArgs) -> Reach:
+    """How far KV travels. Raises ConfigError."""
+    return choose_reach(args.embedded.transfer_host, args.embedded.transfer_key_file)
+
+
+def _check_reach(args: LlmArgs) -> None:
+    config = args.cache_transceiver_config
+    if config is not None and config.backend is not None:
+        reach_of(args).door()
 
 
 def _read(model: BaseModel, key: str) -> Any:

@@ -20,6 +20,7 @@ from trtllm_disagg.embedded.pulling import Pulling
 from trtllm_disagg.embedded.pushing import Pushing
 from trtllm_disagg.embedded.sequence import Sequence
 from trtllm_disagg.embedded.sizing import PoolShape
+from trtllm_disagg.embedded.supported_args import reach_of
 from trtllm_disagg.errors import ConfigError, HandoffRefusedError, InvalidRequestError
 from trtllm_disagg.kv_transfer.base import KvTransport
 from trtllm_disagg.kv_transfer.choose import create_transport
@@ -33,6 +34,7 @@ from trtllm_disagg.kv_transfer.memory import new_memory
 from trtllm_disagg.kv_transfer.offer import Failure, Notice, Offer, StillOffered, Watch, Withdraw
 from trtllm_disagg.kv_transfer.push import OfferBook
 from trtllm_disagg.kv_transfer.pusher import KvPusher
+from trtllm_disagg.kv_transfer.reach import Reach
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +50,13 @@ class KvTransfers:
         layout: KvLayout,
         num_blocks: int,
         args: LlmArgs,
+        reach: Reach,
         wake: Callable[[], None],
     ) -> None:
         config = args.cache_transceiver_config
         assert config is not None
         seconds = (config.kv_transfer_timeout_ms or _DEFAULT_TIMEOUT_MS) / 1000
+        door = reach.door()
         self._transport = transport
         self._kind_of_meetings = TwoSidedMeetings if args.tensor_parallel_size == 1 else PullsOnly
         self._layout = layout
@@ -60,11 +64,11 @@ class KvTransfers:
             transport,
             layout,
             num_blocks,
-            host=args.embedded.transfer_host,
+            door=door,
             lease_seconds=seconds,
             on_lease_ended=wake,
         )
-        self._receiver = KvReceiver(transport, layout, timeout_seconds=seconds, on_finished=wake)
+        self._receiver = KvReceiver(transport, layout, door=door, timeout_seconds=seconds, on_finished=wake)
         client, lanes = self._receiver.client, self._receiver.lanes
         fingerprint = layout.fingerprint()
         self._seconds = seconds
@@ -82,11 +86,11 @@ class KvTransfers:
         )
         desks: Desks = {
             Offer: self._book.offered,
-            Withdraw: self._book.withdrawn,
-            Watch: self._book.watched,
-            Notice: self._expecter.noticed,
-            Failure: self._expecter.failed,
-            StillOffered: self._expecter.still_offered,
+            Withdraw: lambda message, _: self._book.withdrawn(message),
+            Watch: lambda message, _: self._book.watched(message),
+            Notice: lambda message, _: self._expecter.noticed(message),
+            Failure: lambda message, _: self._expecter.failed(message),
+            StillOffered: lambda message, _: self._expecter.still_offered(message),
         }
         self._sender.start(desks, lambda: self._expecter.is_busy)
         self.description = f"{transport.name} (leases and reads end after {seconds:g} s)"
@@ -202,7 +206,8 @@ def create_transfers(
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return NullTransfers(), new_memory(pool.shape, pool.dtype, pool.device)
-    needs_cma = is_needed(args.embedded.transfer_host, pool.device.type)
-    transport = TeamTransport(create_transport(config.backend, needs_cma=needs_cma), peers)
+    reach = reach_of(args)
+    needs_cma = is_needed(reach, pool.device.type)
+    transport = TeamTransport(create_transport(config.backend, reach, needs_cma=needs_cma), peers)
     kv = transport.allocate(pool.shape, pool.dtype, pool.device)
-    return KvTransfers(transport, layout, pool.num_blocks, args, wake), kv
+    return KvTransfers(transport, layout, pool.num_blocks, args, reach, wake), kv

@@ -1,4 +1,4 @@
-"""Frames over TCP, one answer a question: the wire under the control channel."""
+"""Frames over a door, one answer a question: the wire under the control channel."""
 
 from __future__ import annotations
 
@@ -9,45 +9,88 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.doors import Door, PeerGoneError
+from trtllm_disagg.kv_transfer.seldom import Seldom
+
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "ChannelClient",
+    "ChannelServer",
+    "Limits",
+    "PeerGoneError",
+    "UnreadableError",
+]
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 1 << 20
 _ACCEPT_RETRY_SECONDS = 0.1
 _LENGTH = struct.Struct("<I")
+#: A client does not trust a connection that it has not used for so long: the server hangs up at `Limits.idle`.
+_STALE_SECONDS = 60.0
 
 
-class PeerGoneError(KvTransferError):
-    """Nobody listens at the endpoint any more: the process that did has ended."""
+class UnreadableError(OSError):
+    """A frame that is no message: its sender is hung up on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Seconds, and numbers of connections. A peer needs one connection."""
+
+    #: Of connections that have been greeted.
+    connections: int = 512
+    #: Of those that have not shown yet that they may come in. The oldest one makes room.
+    newcomers: int = 64
+    greeting: float = 5.0
+    idle: float = 120.0
+    #: From a frame's first byte to its last one; and for an answer to be taken.
+    frame: float = 10.0
 
 
 class ChannelServer:
-    """Answers on threads of its own, so that a long engine step delays no one."""
+    """Answers on threads of its own, so that a long engine step delays no peer."""
 
-    def __init__(self, host: str, answer: Callable[[bytes], bytes]) -> None:
-        """Raises ConfigError for a host that cannot be listened on, or not be connected to."""
+    def __init__(
+        self, door: Door, answer: Callable[[bytes, str], bytes], limits: Limits | None = None
+    ) -> None:
+        """`answer` gets a message and the peer's name, and raises UnreadableError. Raises ConfigError for a host that
+        cannot be listened on, or not be connected to.
+        """
+        self._door = door
         self._answer = answer
-        self._listener = _listen(host)
+        self._limits = limits or Limits()
+        self._lock = threading.Lock()
+        #: Oldest first.
+        self._newcomers: dict[socket.socket, None] = {}
         self._connections: set[socket.socket] = set()
         self._closed = False
-        shown = f"[{host}]" if ":" in host else host
-        self.endpoint = f"tcp://{shown}:{self._listener.getsockname()[1]}"
+        self._warn = Seldom(log)
+        self._listener, self.endpoint = door.listen()
         self._thread = threading.Thread(target=self._accept, name="kv-control", daemon=True)
+
+    @property
+    def num_connections(self) -> int:
+        with self._lock:
+            return len(self._connections) + len(self._newcomers)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody is answered any more, whoever is connected."""
+        """No peer is answered any more, connected or not."""
         self._closed = True
         # Unlike close(), this wakes the thread that waits in accept().
         _hang_up(self._listener)
         if self._thread.is_alive():
             self._thread.join(timeout=5)
         self._listener.close()
-        for connection in list(self._connections):
+        with self._lock:
+            open_now = [*self._connections, *self._newcomers]
+        for connection in open_now:
             _hang_up(connection)
 
     def _accept(self) -> None:
@@ -56,35 +99,98 @@ class ChannelServer:
                 connection, _ = self._listener.accept()
             except OSError as error:
                 if not self._closed:
-                    log.warning("control channel: cannot accept: %s", error)
+                    self._warn("control channel: cannot accept: %s", error)
                     time.sleep(_ACCEPT_RETRY_SECONDS)
                 continue
-            self._connections.add(connection)
+            try:
+                peer = self._door.screen(connection)
+            except OSError as error:
+                self._warn("control channel: refused a connection: %s", error)
+                connection.close()
+                continue
+            self._make_room(connection)
             threading.Thread(
-                target=self._converse, args=(connection,), name="kv-control-peer", daemon=True
+                target=self._receive, args=(connection, peer), name="kv-control-peer", daemon=True
             ).start()
 
-    def _converse(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, EOFError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while not self._closed:
-                _send_frame(connection, self._answer(_receive_frame(connection)))
-        self._connections.discard(connection)
+    def _make_room(self, newcomer: socket.socket) -> None:
+        """A flood of connections that say nothing must not keep a peer out."""
+        with self._lock:
+            self._newcomers[newcomer] = None
+            too_many = len(self._newcomers) > self._limits.newcomers
+            oldest = next(iter(self._newcomers))
+            if too_many:
+                del self._newcomers[oldest]
+        if too_many:
+            self._warn("control channel: more than %d connections at the door", self._limits.newcomers)
+            _hang_up(oldest)
+
+    def _receive(self, raw: socket.socket, peer: str) -> None:
+        connection = raw
+        try:
+            raw.settimeout(self._limits.greeting)
+            connection = self._door.greet(raw)
+            if self._let_in(raw, connection):
+                self._converse(connection, peer)
+        except UnreadableError as error:
+            self._warn("control channel: hung up on %s: %s", peer, error)
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+        ) as error:  # ValueError: what ssl says of a socket that was closed
+            log.debug("control channel: %s: %s", peer, error)
+        finally:
+            connection.close()
+            raw.close()
+            with self._lock:
+                self._newcomers.pop(raw, None)
+                self._connections.discard(connection)
+
+    def _let_in(self, raw: socket.socket, connection: socket.socket) -> bool:
+        with self._lock:
+            self._newcomers.pop(raw, None)
+            has_room = len(self._connections) < self._limits.connections
+            if has_room:
+                self._connections.add(connection)
+        if not has_room:
+            self._warn("control channel: refused a connection: %d are open", self._limits.connections)
+        return has_room
+
+    def _converse(self, connection: socket.socket, peer: str) -> None:
+        while not self._closed:
+            connection.settimeout(self._limits.idle)
+            first = connection.recv(1)
+            if not first:
+                return
+            answer = self._answer(_receive_frame(connection, self._limits.frame, first), peer)
+            connection.settimeout(self._limits.frame)
+            _send_frame(connection, answer)
+
+
+@dataclass(slots=True)
+class _Connection:
+    socket: socket.socket
+    used: float
 
 
 class ChannelClient:
     """One question, one answer, a deadline; one connection per endpoint, made again after any failure."""
 
-    def __init__(self) -> None:
-        self._connections: dict[str, socket.socket] = {}
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._connections: dict[str, _Connection] = {}
 
     def ask(self, endpoint: str, question: bytes, timeout: float) -> bytes:
-        """Raises KvTransferError when no answer comes, PeerGoneError when nobody listens there any more."""
+        """Raises KvTransferError when no answer comes, PeerGoneError when nothing listens there any more."""
         try:
-            connection = self._connections.get(endpoint) or self._connect(endpoint, timeout)
+            connection = self._connection(endpoint, timeout)
             connection.settimeout(max(timeout, 0.001))
             _send_frame(connection, question)
-            return _receive_frame(connection)
+            return _receive_frame(connection, max(timeout, 0.001))
+        except KvTransferError:
+            self.drop(endpoint)
+            raise
         # ValueError, OverflowError: what the address parser says of a host or port that cannot be.
         except (OSError, EOFError, ValueError, OverflowError) as error:
             self.drop(endpoint)
@@ -94,49 +200,47 @@ class ChannelClient:
 
     def drop(self, endpoint: str) -> None:
         if connection := self._connections.pop(endpoint, None):
-            connection.close()
+            connection.socket.close()
 
     def close(self) -> None:
         for endpoint in list(self._connections):
             self.drop(endpoint)
 
-    def _connect(self, endpoint: str, timeout: float) -> socket.socket:
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connections[endpoint] = connection
-        return connection
-
-
-def _listen(host: str) -> socket.socket:
-    key, expected = "embedded.transfer_host", "an address of this machine that decode workers can connect to"
-    if host in ("0.0.0.0", "::"):
-        raise ConfigError.bad_value(key, host, expected)
-    try:
-        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise ConfigError.bad_value(key, host, f"{expected} ({error})") from error
+    def _connection(self, endpoint: str, timeout: float) -> socket.socket:
+        now = time.monotonic()
+        known = self._connections.get(endpoint)
+        if known is not None and now - known.used > _STALE_SECONDS:
+            self.drop(endpoint)
+            known = None
+        if known is None:
+            known = self._connections[endpoint] = _Connection(self._door.connect(endpoint, timeout), now)
+        known.used = now
+        return known.socket
 
 
 def _hang_up(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        # Also of a connection that is in a TLS handshake; the thread that talks through it closes it.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _send_frame(connection: socket.socket, payload: bytes) -> None:
     connection.sendall(_LENGTH.pack(len(payload)) + payload)
 
 
-def _receive_frame(connection: socket.socket) -> bytes:
-    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
+def _receive_frame(connection: socket.socket, seconds: float, begun: bytes = b"") -> bytes:
+    """One frame, of which `begun` has been received."""
+    deadline = time.monotonic() + seconds
+    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, deadline, begun))
     if length > MAX_MESSAGE_BYTES:
-        raise OSError(f"message of {length} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
-    return _receive_exactly(connection, length)
+        raise UnreadableError(f"message of {length} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
+    return _receive_exactly(connection, length, deadline)
 
 
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    parts = bytearray()
+def _receive_exactly(connection: socket.socket, size: int, deadline: float, begun: bytes = b"") -> bytes:
+    parts = bytearray(begun)
     while len(parts) < size:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
         part = connection.recv(size - len(parts))
         if not part:
             raise EOFError("connection closed by the peer")

@@ -9,6 +9,7 @@ from typing import cast
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.base import StagingTransport
 from trtllm_disagg.kv_transfer.cma import why_no_cma
+from trtllm_disagg.kv_transfer.reach import Reach
 
 log = logging.getLogger(__name__)
 
@@ -18,12 +19,12 @@ TRANSPORTS = {
 }
 
 
-def create_transport(backend: str, *, needs_cma: bool = False) -> StagingTransport:
+def create_transport(backend: str, reach: Reach, *, needs_cma: bool = False) -> StagingTransport:
     """DEFAULT means NIXL, and shared memory where NIXL is not installed or may not read other processes' memory,
     which `needs_cma` asks for. Raises ConfigError for any other name, and for NIXL where it would not work.
     """
     if backend == "DEFAULT":
-        return _default(needs_cma)
+        return _default(reach, needs_cma)
     if backend not in TRANSPORTS:
         raise ConfigError.bad_value(
             "cache_transceiver_config.backend",
@@ -33,7 +34,7 @@ def create_transport(backend: str, *, needs_cma: bool = False) -> StagingTranspo
     if backend == "NIXL" and needs_cma and (reason := why_no_cma()):
         raise ConfigError.bad_value("cache_transceiver_config.backend", backend, _CMA_NEEDED.format(reason))
     try:
-        return _create(backend)
+        return _create(backend, reach)
     except ImportError as error:
         raise ConfigError(
             f"cache_transceiver_config.backend: {backend} is not installed ({error}); "
@@ -41,19 +42,19 @@ def create_transport(backend: str, *, needs_cma: bool = False) -> StagingTranspo
         ) from error
 
 
-def _default(needs_cma: bool) -> StagingTransport:
+def _default(reach: Reach, needs_cma: bool) -> StagingTransport:
     try:
-        transport = _create("NIXL")
+        transport = _create("NIXL", reach)
     except ImportError as error:
         log.warning("NIXL is not installed (%s): KV moves through shared memory, on this host only", error)
-        return _create("SHARED_MEMORY")
+        return _create("SHARED_MEMORY", reach)
     if needs_cma and (reason := why_no_cma()):
         log.warning(
             "processes may not read each other's memory here (process_vm_readv: %s): KV moves through shared "
             "memory, on this host only",
             reason,
         )
-        return _create("SHARED_MEMORY")
+        return _create("SHARED_MEMORY", reach)
     return transport
 
 
@@ -64,6 +65,6 @@ _CMA_NEEDED = (
 )
 
 
-def _create(name: str) -> StagingTransport:
+def _create(name: str, reach: Reach) -> StagingTransport:
     module, _, attribute = TRANSPORTS[name].partition(":")
-    return cast(StagingTransport, getattr(import_module(module), attribute)())
+    return cast(StagingTransport, getattr(import_module(module), attribute)(reach))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import os
 import subprocess
 
 from trtllm_disagg.interpreter import python
+
+from trtllm_disagg.kv_transfer.reach import OneHost, Reach
 
 _TIMEOUT_SECONDS = 20.0
 _MARK = b"trtllm-disagg\0"
@@ -46,14 +47,6 @@ def why_no_cma() -> str:
     return done.stdout.strip()
 
 
-def is_needed(host: str, device: str) -> bool:
-    """Workers on one host move KV by CMA, unless somebody chose another way; a GPU's memory goes other ways."""
-    chosen = os.environ.get("UCX_TLS", "cma,tcp")
-    return device == "cpu" and _is_loopback(host) and "cma" in chosen.split(",")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def is_needed(reach: Reach, device: str) -> bool:
+    """Workers on one host move KV by CMA; a GPU's memory goes other ways."""
+    return device == "cpu" and isinstance(reach, OneHost)

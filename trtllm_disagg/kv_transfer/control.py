@@ -8,7 +8,6 @@ prompt's KV into an answer.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,12 +15,11 @@ import msgspec
 
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard
-from trtllm_disagg.kv_transfer.channel import ChannelClient, ChannelServer
+from trtllm_disagg.kv_transfer.channel import ChannelClient, ChannelServer, Limits, UnreadableError
+from trtllm_disagg.kv_transfer.doors import Door
 from trtllm_disagg.kv_transfer.handle import UNREADABLE, KvHandle
 from trtllm_disagg.kv_transfer.lease import LeaseTable
 from trtllm_disagg.kv_transfer.offer import FromDecode, FromPrefill
-
-log = logging.getLogger(__name__)
 
 
 class GetCard(msgspec.Struct, tag="card"):
@@ -42,8 +40,8 @@ class Release(msgspec.Struct, tag="release"):
     lease: bytes
 
 
-#: Who answers what kind of message.
-Desks = Mapping[type, Callable[[Any], bytes]]
+#: What answers which kind of message; it gets the peer's name too.
+Desks = Mapping[type, Callable[[Any, str], bytes]]
 
 _requests = msgspec.msgpack.Decoder(GetCard | Begin | Finish | Release | FromDecode | FromPrefill)
 _cards = msgspec.msgpack.Decoder(PeerCard)
@@ -53,12 +51,14 @@ _encoder = msgspec.msgpack.Encoder()
 class ControlServer:
     """The sender's end."""
 
-    def __init__(self, host: str, leases: LeaseTable, on_lease_ended: Callable[[], None]) -> None:
+    def __init__(
+        self, door: Door, leases: LeaseTable, on_lease_ended: Callable[[], None], limits: Limits | None = None
+    ) -> None:
         self._leases = leases
         self._on_lease_ended = on_lease_ended
         self._card = b""
         self._desks: Desks = {}
-        self._channel = ChannelServer(host, self._answer)
+        self._channel = ChannelServer(door, self._answer, limits)
         self.endpoint = self._channel.endpoint
 
     def start(self, card: PeerCard, desks: Desks | None = None) -> None:
@@ -67,15 +67,18 @@ class ControlServer:
         self._desks = desks or {}
         self._channel.start()
 
+    @property
+    def num_connections(self) -> int:
+        return self._channel.num_connections
+
     def close(self) -> None:
         self._channel.close()
 
-    def _answer(self, message: bytes) -> bytes:
+    def _answer(self, message: bytes, peer: str) -> bytes:
         try:
             request = _requests.decode(message)
         except UNREADABLE as error:
-            log.warning("control channel: unreadable message of %d bytes: %s", len(message), error)
-            return b"bad"
+            raise UnreadableError(f"unreadable message of {len(message)} bytes: {error}") from error
         match request:
             case GetCard():
                 return self._card
@@ -88,7 +91,7 @@ class ControlServer:
                 answer = b"ok"
             case _:
                 desk = self._desks.get(type(request))
-                return b"bad" if desk is None else desk(request)
+                return b"bad" if desk is None else desk(request, peer)
         self._on_lease_ended()
         return answer
 
@@ -99,8 +102,8 @@ class ControlServer:
 class ControlClient:
     """The receiver's end."""
 
-    def __init__(self) -> None:
-        self._channel = ChannelClient()
+    def __init__(self, door: Door) -> None:
+        self._channel = ChannelClient(door)
 
     def card(self, endpoint: str, timeout: float) -> PeerCard:
         answer = self._ask(endpoint, GetCard(), timeout)

@@ -1,10 +1,15 @@
-"""Where a control channel listens, as text: tcp://HOST:PORT."""
+"""Where a control channel listens, as text: unix://@NAME:NUMBER on one host, tcp://HOST:PORT between hosts."""
 
 from __future__ import annotations
 
 import re
 
-_ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[0-9A-Za-z.-]+):(\d{1,5})")
+TCP, UNIX = "tcp", "unix"
+EXPECTED = "tcp://HOST:PORT or unix://@NAME:NUMBER"
+
+_ENDPOINT = re.compile(
+    r"(?:tcp://(\[[0-9a-fA-F:]+\]|[0-9A-Za-z.-]+)|unix://(@[0-9A-Za-z.-]{1,64})):(\d{1,5})", re.ASCII
+)
 _MAX_LENGTH = 256
 
 
@@ -13,13 +18,22 @@ def is_endpoint(text: object) -> bool:
     return isinstance(text, str) and split_endpoint(text) is not None
 
 
+def scheme_of(endpoint: str) -> str:
+    return endpoint.partition("://")[0]
+
+
 def split_endpoint(text: str) -> tuple[str, int] | None:
-    """(host, port), an IPv6 address without its brackets; None for what is no endpoint."""
+    """(host, port), an IPv6 address without its brackets, a Unix socket's name with its @; None for what is no
+    endpoint.
+    """
     match = _ENDPOINT.fullmatch(text) if len(text) <= _MAX_LENGTH else None
-    if match is None or not 0 < int(match[2]) < 1 << 16:
+    if match is None or not 0 < int(match[3]) < 1 << 16:
         return None
-    return match[1].strip("[]"), int(match[2])
+    return (match[1] or match[2]).strip("[]"), int(match[3])
 
 
 def join_endpoint(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    """The way back from `split_endpoint`."""
+    if host.startswith("@"):
+        return f"{UNIX}://{host}:{port}"
+    return f"{TCP}://[{host}]:{port}" if ":" in host else f"{TCP}://{host}:{port}"

@@ -18,6 +18,7 @@ from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferErr
 from trtllm_disagg.kv_transfer.base import KvTransport, PeerCard, ReadTimeoutError
 from trtllm_disagg.kv_transfer.cards import Cards
 from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer, Desks
+from trtllm_disagg.kv_transfer.doors import Door
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
 from trtllm_disagg.kv_transfer.lanes import Lanes
 from trtllm_disagg.kv_transfer.late import LatePulls
@@ -39,7 +40,7 @@ class KvSender:
         layout: KvLayout,
         num_blocks: int,
         *,
-        host: str,
+        door: Door,
         lease_seconds: float,
         on_lease_ended: Callable[[], None],
     ) -> None:
@@ -48,7 +49,7 @@ class KvSender:
         # The random part tells this process from an earlier one with the same pid on the same host.
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.leases = LeaseTable(lease_seconds)
-        self._control = ControlServer(host, self.leases, on_lease_ended)
+        self._control = ControlServer(door, self.leases, on_lease_ended)
         self.endpoint = self._control.endpoint
         self._card = PeerCard(self.name, transport.name, layout, num_blocks, transport.serve(self.name))
         self._expects: Callable[[], bool] = bool
@@ -124,6 +125,7 @@ class KvReceiver:
         transport: KvTransport,
         layout: KvLayout,
         *,
+        door: Door,
         timeout_seconds: float,
         on_finished: Callable[[], None],
     ) -> None:
@@ -131,7 +133,7 @@ class KvReceiver:
         self._layout = layout
         self._timeout = timeout_seconds
         self._on_finished = on_finished
-        self.client = ControlClient()
+        self.client = ControlClient(door)
         self.cards = Cards(self.client, self._check)
         self.lanes = Lanes()
         self._finished: queue.SimpleQueue[Pull] = queue.SimpleQueue()

@@ -17,11 +17,12 @@ import msgspec
 
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError, OverloadedError
 from trtllm_disagg.kv_transfer.cards import Cards
-from trtllm_disagg.kv_transfer.channel import PeerGoneError
 from trtllm_disagg.kv_transfer.control import ControlClient
+from trtllm_disagg.kv_transfer.doors import PeerGoneError
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
 from trtllm_disagg.kv_transfer.lanes import Lanes
 from trtllm_disagg.kv_transfer.offer import (
+    MAX_OFFER_SECONDS,
     Failure,
     Notice,
     Offer,
@@ -198,7 +199,7 @@ class KvExpecter:
             prompt=expected.prompt,
             blocks=expected.blocks,
             num_known=expected.num_known,
-            seconds=expected.seconds,
+            seconds=min(expected.seconds, MAX_OFFER_SECONDS),
         )
 
     def _decline(self, endpoint: str, request: int) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError
-from trtllm_disagg.kv_transfer.endpoint import is_endpoint
+from trtllm_disagg.kv_transfer.endpoint import EXPECTED, is_endpoint
 
 VERSION = 1
 MAX_BLOCKS = 1 << 20
@@ -66,5 +66,5 @@ def decode_handle(opaque_state: bytes) -> KvHandle:
             f"handoff has version {handle.version}; this worker speaks version {VERSION}"
         )
     if not is_endpoint(handle.endpoint):
-        raise HandoffRefusedError(f"handoff names endpoint {handle.endpoint!r}; expected tcp://HOST:PORT")
+        raise HandoffRefusedError(f"handoff names endpoint {handle.endpoint!r}; expected {EXPECTED}")
     return handle

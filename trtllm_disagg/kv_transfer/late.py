@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.channel import PeerGoneError
 from trtllm_disagg.kv_transfer.control import ControlClient
+from trtllm_disagg.kv_transfer.doors import PeerGoneError
 from trtllm_disagg.kv_transfer.lanes import Lanes
 
 if TYPE_CHECKING:

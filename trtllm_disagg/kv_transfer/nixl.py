@@ -1,4 +1,4 @@
-"""NIXL transport: READs and WRITEs a peer's registered memory (UCX: cma on one host, tcp between hosts).
+"""NIXL transport: READs and WRITEs a peer's registered memory (UCX: cma on one host, tcp between hosts; ucx.py).
 
 The rules here are measured, not taste (facts: nixl.md): progress thread off (it spins), strict locking, reads
 never on an event loop, metadata added once per peer, re-added only after the old one was removed.
@@ -13,14 +13,19 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
-from trtllm_disagg.kv_transfer.memory import huge_page_tensor
+from trtllm_disagg.kv_transfer.memory import new_memory
+from trtllm_disagg.kv_transfer.nixl_address import NixlAddress, address_of
 from trtllm_disagg.kv_transfer.nixl_late import LateTransfer
 from trtllm_disagg.kv_transfer.nixl_staging import NixlStaging, block_table
+from trtllm_disagg.kv_transfer.reach import OneHost, Reach
+from trtllm_disagg.kv_transfer.running import own_mark
+from trtllm_disagg.kv_transfer.ucx import environment, error_mode, settings
 
 _POLL_SECONDS = 0.0002
 _DOING = {"READ": "reading KV from", "WRITE": "writing KV to"}
@@ -30,19 +35,19 @@ _DOING = {"READ": "reading KV from", "WRITE": "writing KV to"}
 class _Remote:
     agent: str
     table: Any  # NIXL prepared descriptor list of the peer's whole pool
+    address: NixlAddress
 
 
 class NixlTransport:
     name = "NIXL"
 
-    def __init__(self) -> None:
-        # Read when the first agent is made.
-        os.environ.setdefault("UCX_LOG_LEVEL", "error")
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    def __init__(self, reach: Reach) -> None:
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when the first agent is made
         # Import errors are the caller's to handle: DEFAULT falls back to shared memory, NIXL does not.
         from nixl_cu12 import _api
 
         self._api = _api
+        self._reach = reach
         self._name = ""
         self._agent: Any = None
         self._registration: Any = None
@@ -52,33 +57,28 @@ class NixlTransport:
         self._staging: NixlStaging | None = None
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        on_host = device.type == "cpu"
-        if on_host:  # what a GPU's memory takes, UCX chooses best by itself
-            os.environ.setdefault("UCX_TLS", "cma,tcp")
-        # A whole run of blocks in one system call, and all of a request's in one round: a tenth less time.
-        os.environ.setdefault("UCX_CMA_SEG_SIZE", "16m")
-        os.environ.setdefault("UCX_CMA_TX_QUOTA", "inf")
-        self._pool = (
-            huge_page_tensor(shape, dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
-        )
+        self._pool = new_memory(shape, dtype, device)
         return self._pool
 
     def serve(self, sender: str) -> bytes:
         assert self._pool is not None
         config = self._api.nixl_agent_config(
             enable_prog_thread=False,
-            backends=["UCX"],
+            backends=[],
             sync_mode=self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         self._name = sender
         self._agent = self._api.nixl_agent(sender, config)
+        with environment(settings(self._reach, self._pool.device.type, os.environ)):
+            self._agent.create_backend("UCX", {"ucx_error_handling_mode": error_mode(self._reach)})
         base, nbytes = self._pool.data_ptr(), self._pool.nbytes
         self._registration = self._agent.register_memory([(base, nbytes, self._device, "")], self._memory)
         self._local = self._agent.prep_xfer_dlist(
             "NIXL_INIT_AGENT", self._table(base, self._pool.shape[0]), self._memory
         )
         self._staging = NixlStaging(self._agent)
-        return base.to_bytes(8, "little") + bytes(self._agent.get_agent_metadata())
+        process = own_mark() if isinstance(self._reach, OneHost) else None
+        return msgspec.msgpack.encode(NixlAddress(base, bytes(self._agent.get_agent_metadata()), process))
 
     def read(
         self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
@@ -150,14 +150,14 @@ class NixlTransport:
         return block_table(base, num_blocks, self._block_bytes, self._device)
 
     def _connect(self, peer: PeerCard) -> _Remote:
-        base, metadata = int.from_bytes(peer.address[:8], "little"), peer.address[8:]
-        added = self._agent.add_remote_agent(metadata)
+        address = address_of(peer)
+        added = self._agent.add_remote_agent(address.metadata)
         name = added.decode() if isinstance(added, bytes) else str(added)
         if name != peer.sender:
             self._agent.remove_remote_agent(name)
             raise KvTransferError(f"the card of {peer.sender} carries the metadata of {name}")
-        table = self._agent.prep_xfer_dlist(name, self._table(base, peer.num_blocks), self._memory)
-        self._remotes[peer.sender] = _Remote(name, table)
+        table = self._agent.prep_xfer_dlist(name, self._table(address.base, peer.num_blocks), self._memory)
+        self._remotes[peer.sender] = _Remote(name, table, address)
         return self._remotes[peer.sender]
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> int:
@@ -175,6 +175,7 @@ class NixlTransport:
     ) -> int:
         try:
             remote = self._remotes.get(peer.sender) or self._connect(peer)
+            remote.address.require_running(peer)
             self._transfer(operation, peer, remote, remote_blocks, local_blocks, timeout)
         except ReadTimeoutError:
             raise

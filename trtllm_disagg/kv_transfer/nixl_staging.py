@@ -15,6 +15,7 @@ import torch
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
 from trtllm_disagg.kv_transfer.memory import huge_page_tensor
+from trtllm_disagg.kv_transfer.nixl_address import NixlAddress, address_of
 
 _POLL_SECONDS = 0.0002
 
@@ -30,6 +31,7 @@ class _Remote:
     agent: str
     table: Any
     block_bytes: int
+    address: NixlAddress
 
 
 class NixlStaging:
@@ -97,6 +99,7 @@ class NixlStaging:
         self, buffer: _Buffer, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> None:
         remote = self._remotes.get(peer.sender) or self._connect(peer, block_bytes)
+        remote.address.require_running(peer)
         count = len(blocks)
         local = self._agent.prep_xfer_dlist(
             "NIXL_INIT_AGENT", block_table(buffer.memory.data_ptr(), count, block_bytes), "DRAM"
@@ -121,14 +124,14 @@ class NixlStaging:
             raise KvTransferError(f"NIXL read ended in state {state}")
 
     def _connect(self, peer: PeerCard, block_bytes: int) -> _Remote:
-        base, metadata = int.from_bytes(peer.address[:8], "little"), peer.address[8:]
-        added = self._agent.add_remote_agent(metadata)
+        address = address_of(peer)
+        added = self._agent.add_remote_agent(address.metadata)
         name = added.decode() if isinstance(added, bytes) else str(added)
         if name != peer.sender:
             self._agent.remove_remote_agent(name)
             raise KvTransferError(f"the card of {peer.sender} carries the metadata of {name}")
-        table = block_table(base, peer.num_blocks, block_bytes)
-        remote = _Remote(name, self._agent.prep_xfer_dlist(name, table, "DRAM"), block_bytes)
+        table = block_table(address.base, peer.num_blocks, block_bytes)
+        remote = _Remote(name, self._agent.prep_xfer_dlist(name, table, "DRAM"), block_bytes, address)
         self._remotes[peer.sender] = remote
         return remote
 

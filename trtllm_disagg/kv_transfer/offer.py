@@ -16,6 +16,8 @@ from trtllm_disagg.kv_transfer.handle import MAX_BLOCKS, Digest
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 RequestId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Block = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+#: An offer is void after at most this time.
+MAX_OFFER_SECONDS = 3600.0
 #: (token id, logprob, rank), the chosen token first.
 _Logprobs = Annotated[list[tuple[int, float, int]], msgspec.Meta(max_length=1 << 16)]
 
@@ -37,8 +39,8 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
     #: The prompt's blocks, in order. The first `num_known` hold their KV already.
     blocks: Annotated[list[_Block], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS)]
     num_known: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
-    #: How long decode waits for notice.
-    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+    #: How long decode waits for notice, and prefill for the request.
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_OFFER_SECONDS)]
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):

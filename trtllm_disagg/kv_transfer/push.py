@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,6 +16,8 @@ from trtllm_disagg.kv_transfer.offer import Offer, Watch, Withdraw
 
 _REMEMBERED = 4096
 _MAX_OFFERS = 4096
+#: Of one peer: more than its batch holds, and few enough that it takes several to fill the book.
+_MAX_OFFERS_OF_PEER = 1024
 #: A withdrawal waits this long for a write that has begun.
 _STOP_SECONDS = 1.0
 
@@ -66,6 +69,12 @@ class Push:
             self.stopped.set()
 
 
+class _Open(NamedTuple):
+    offer: Offer
+    end: float
+    peer: str
+
+
 class OfferBook:
     """Thread-safe. Offers come by the control channel, before or after the request that they belong to."""
 
@@ -81,8 +90,8 @@ class OfferBook:
         self._on_news = on_news
         self._clock = clock
         self._lock = threading.Lock()
-        #: By request: the offer and when it is void.
-        self._open: dict[int, tuple[Offer, float]] = {}
+        #: By request: the offer, when it is void, and the peer that made it.
+        self._open: dict[int, _Open] = {}
         self._pushes: dict[bytes, Push] = {}
         self._withdrawn: deque[bytes] = deque(maxlen=_REMEMBERED)
         #: Requests that decode, or prefill, has given up before they met.
@@ -92,8 +101,8 @@ class OfferBook:
 
     # -- the control channel's threads
 
-    def offered(self, offer: Offer) -> bytes:
-        """`ok`, or why not."""
+    def offered(self, offer: Offer, peer: str) -> bytes:
+        """`ok`, or why not. `peer` is the channel's name of it, which it cannot choose."""
         if offer.prefill != self._name:
             return b"stranger"
         if (
@@ -112,9 +121,10 @@ class OfferBook:
                 push.offer.request == offer.request for push in self._pushes.values()
             ):
                 return b"taken"
-            if len(self._open) >= _MAX_OFFERS:
+            of_peer = sum(1 for known in self._open.values() if known.peer == peer)
+            if len(self._open) >= _MAX_OFFERS or of_peer >= _MAX_OFFERS_OF_PEER:
                 return b"full"
-            self._open[offer.request] = offer, self._clock() + offer.seconds
+            self._open[offer.request] = _Open(offer, self._clock() + offer.seconds, peer)
         self._tell_news()
         return b"ok"
 
@@ -124,8 +134,8 @@ class OfferBook:
             return b"stopped"  # who was meant is dead
         with self._lock:
             self._withdrawn.append(withdraw.ticket)
-            offer, _ = self._open.get(withdraw.request, (None, 0.0))
-            if offer is not None and offer.ticket == withdraw.ticket:
+            known = self._open.get(withdraw.request)
+            if known is not None and known.offer.ticket == withdraw.ticket:
                 del self._open[withdraw.request]
             push = self._pushes.get(withdraw.ticket)
             if push is None:
@@ -143,7 +153,7 @@ class OfferBook:
         if watch.prefill != self._name:
             return msgspec.msgpack.encode(watch.tickets)
         with self._lock:
-            known = {offer.ticket for offer, _ in self._open.values()} | self._pushes.keys()
+            known = {entry.offer.ticket for entry in self._open.values()} | self._pushes.keys()
         return msgspec.msgpack.encode([ticket for ticket in watch.tickets if ticket not in known])
 
     # -- the engine's thread
@@ -157,10 +167,10 @@ class OfferBook:
     def take(self, request: int) -> Push | None:
         """The offer for a request, when it is there: from now on a push, until `forget`."""
         with self._lock:
-            offer, end = self._open.pop(request, (None, 0.0))
-            if offer is None or end <= self._clock():
+            known = self._open.pop(request, None)
+            if known is None or known.end <= self._clock():
                 return None
-            push = self._pushes[offer.ticket] = Push(offer)
+            push = self._pushes[known.offer.ticket] = Push(known.offer)
             return push
 
     def was_left(self, request: int) -> bool:
@@ -186,5 +196,5 @@ class OfferBook:
 
     def _drop_void(self) -> None:
         now = self._clock()
-        for request in [request for request, (_, end) in self._open.items() if end <= now]:
+        for request in [request for request, known in self._open.items() if known.end <= now]:
             del self._open[request]

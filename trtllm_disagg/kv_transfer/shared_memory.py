@@ -20,17 +20,17 @@ import torch
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerCard
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.kv_transfer.reach import Reach
+from trtllm_disagg.kv_transfer.running import ProcessMark, own_mark
 
 #: Every page from the start; otherwise the first read of each block would pay for its pages.
 _PRESENT = mmap.MAP_SHARED | mmap.MAP_POPULATE
 
 
 class _Address(msgspec.Struct, frozen=True):
-    pid: int
+    process: ProcessMark
     fd: int
     nbytes: int
-    #: Start time of the process in clock ticks: tells a reused pid from the real one.
-    started: int
 
 
 @dataclass(slots=True)
@@ -48,7 +48,8 @@ class _Mapping:
 class SharedMemoryTransport:
     name = "SHARED_MEMORY"
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach) -> None:
+        """Whatever the reach, only processes of this user on this host can map the pool."""
         self._fd = -1
         self._memory: mmap.mmap | None = None
         self._blocks = np.empty((0, 0), np.uint8)
@@ -72,7 +73,7 @@ class SharedMemoryTransport:
         return pool
 
     def serve(self, sender: str) -> bytes:
-        address = _Address(os.getpid(), self._fd, self._blocks.nbytes, _start_time(os.getpid()))
+        address = _Address(own_mark(), self._fd, self._blocks.nbytes)
         return msgspec.msgpack.encode(address)
 
     def read(
@@ -127,8 +128,8 @@ class SharedMemoryTransport:
         """
         try:
             address = msgspec.msgpack.decode(peer.address, type=_Address)
-            if not _is_running(address):
-                raise KvTransferError(f"{peer.sender} is gone (pid {address.pid})")
+            if not address.process.is_running:
+                raise KvTransferError(f"{peer.sender} is gone (pid {address.process.pid})")
             if peer.sender not in mappings:
                 _unmap_the_dead(mappings)
                 mappings[peer.sender] = self._map(peer, address, access)
@@ -137,7 +138,7 @@ class SharedMemoryTransport:
         return mappings[peer.sender]
 
     def _map(self, peer: PeerCard, address: _Address, access: int) -> _Mapping:
-        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", access | os.O_CLOEXEC)
+        fd = os.open(f"/proc/{address.process.pid}/fd/{address.fd}", access | os.O_CLOEXEC)
         writes = mmap.PROT_WRITE if access == os.O_RDWR else 0
         try:
             memory = mmap.mmap(fd, address.nbytes, flags=_PRESENT, prot=mmap.PROT_READ | writes)
@@ -148,20 +149,8 @@ class SharedMemoryTransport:
 
 def _unmap_the_dead(mappings: dict[str, _Mapping]) -> None:
     """A restarted worker comes under another name; the memory of the old one would stay with us."""
-    for sender in [s for s, mapping in mappings.items() if not _is_running(mapping.address)]:
+    for sender in [s for s, mapping in mappings.items() if not mapping.address.process.is_running]:
         mappings.pop(sender).close()
-
-
-def _is_running(address: _Address) -> bool:
-    try:
-        return _start_time(address.pid) == address.started
-    except (OSError, IndexError):
-        return False
-
-
-def _start_time(pid: int) -> int:
-    with open(f"/proc/{pid}/stat") as stat:
-        return int(stat.read().rpartition(")")[2].split()[19])
 
 
 def _common_runs(remote: np.ndarray, local: np.ndarray) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ _KEYS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
 def keys_of(rendezvous: Rendezvous) -> dict[str, Any]:
-    """Raise ConfigError for an engine that is not met at one tcp://HOST:PORT."""
+    """Raise ConfigError for an engine that is not met at one endpoint."""
     place = (
         split_endpoint(rendezvous.ctx_info_endpoint[0]) if len(rendezvous.ctx_info_endpoint) == 1 else None
     )

@@ -19,7 +19,9 @@ from trtllm_disagg.embedded.parallel.sharding import shard_model
 from trtllm_disagg.embedded.parallel.steps import CopyStart, Drop, Order, Restore, Save, Step
 from trtllm_disagg.embedded.parallel.transfers import TransferService
 from trtllm_disagg.embedded.sizing import PoolShape, choose_device, max_seq_len, new_pool
+from trtllm_disagg.embedded.supported_args import reach_of
 from trtllm_disagg.kv_transfer.choose import create_transport
+from trtllm_disagg.kv_transfer.cma import is_needed
 from trtllm_disagg.kv_transfer.memory import new_memory
 
 
@@ -67,7 +69,8 @@ def _allocate(args: LlmArgs, wanted: PoolShape, group: RankGroup, transfers: Tra
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return new_memory(wanted.shape, wanted.dtype, wanted.device)
-    transport = create_transport(config.backend)
+    reach = reach_of(args)
+    transport = create_transport(config.backend, reach, needs_cma=is_needed(reach, wanted.device.type))
     pool = transport.allocate(wanted.shape, wanted.dtype, wanted.device)
     transfers.start(transport, pool, group.rank, group.size)
     return pool

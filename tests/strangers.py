@@ -1,0 +1,52 @@
+"""Programs that run as another user of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+#: A user without any right.
+UID = 65534
+
+#: An interpreter in a home directory can be read before the change of user only.
+_BECOME = f"""
+import ctypes, encodings.idna, glob, importlib, json, mmap, os, random, select, signal, socket, ssl, struct, sys, time
+for name in os.environ.get("STRANGERS_PACKAGES", "").split():
+    importlib.import_module(name)
+os.setgroups([]); os.setgid({UID}); os.setuid({UID})
+assert os.getresuid() == ({UID},) * 3
+"""
+
+
+def require() -> None:
+    """Skips where this process cannot become another user."""
+    if os.geteuid() != 0:
+        pytest.skip("playing another user needs root (setuid)")
+
+
+def as_stranger(
+    program: str,
+    *arguments: str,
+    packages: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
+    seconds: float = 60.0,
+) -> Any:
+    """What a Python program that runs as another user prints as JSON; its last line counts. It can import the modules
+    above, and `packages`.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _BECOME + program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env=os.environ | {"STRANGERS_PACKAGES": " ".join(packages)} | (env or {}),
+        cwd="/",
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
