@@ -14,12 +14,13 @@ import pytest
 UID = 65534
 
 #: An interpreter in a home directory can be read before the change of user only.
-_BECOME = f"""
+_BECOME = """
 import ctypes, encodings.idna, glob, importlib, json, mmap, os, random, select, signal, socket, ssl, struct, sys, time
 for name in os.environ.get("STRANGERS_PACKAGES", "").split():
     importlib.import_module(name)
-os.setgroups([]); os.setgid({UID}); os.setuid({UID})
-assert os.getresuid() == ({UID},) * 3
+uid = int(sys.argv.pop())
+os.setgroups([]); os.setgid(uid); os.setuid(uid)
+assert os.getresuid() == (uid,) * 3
 """
 
 
@@ -35,16 +36,17 @@ def as_stranger(
     packages: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
     seconds: float = 60.0,
+    uid: int = UID,
 ) -> Any:
     """What a Python program that runs as another user prints as JSON; its last line counts. It can import the modules
     above, and `packages`.
     """
     done = subprocess.run(
-        [sys.executable, "-c", _BECOME + program, *arguments],
+        [sys.executable, "-c", _BECOME + program, *arguments, str(uid)],
         capture_output=True,
         text=True,
         timeout=seconds,
-        env=os.environ | {"STRANGERS_PACKAGES": " ".join(packages)} | (env or {}),
+        env=os.environ | {"STRANGERS_PACKAGES": " ".join(packages), "HOME": "/tmp"} | (env or {}),
         cwd="/",
         check=False,
     )

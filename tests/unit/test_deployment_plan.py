@@ -101,6 +101,7 @@ def test_all_processes_share_discovery_and_planes(config: DeploymentConfig) -> N
         "DYN_DISCOVERY_BACKEND",
         "DYN_REQUEST_PLANE",
         "DYN_EVENT_PLANE",
+        "DYN_ZMQ_BROKER_URL",
         "DYN_NAMESPACE",
     ):
         assert len({spec.env[name] for spec in specs}) == 1

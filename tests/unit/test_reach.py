@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,10 @@ from trtllm_disagg.embedded.supported_args import refuse_unsupported
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer import ucx
 from trtllm_disagg.kv_transfer.reach import KEY_FILE_VARIABLE, Network, OneHost, choose_reach
+
+
+def llm_args(**args: Any) -> LlmArgs:
+    return LlmArgs(model="m", **args)
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +32,13 @@ def test_a_loopback_address_means_one_host(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "fe80::1", "prefill-0.example"])
 def test_another_address_without_a_key_is_refused_before_anything_is_built(host: str) -> None:
-    args = LlmArgs(
-        model="m", embedded={"transfer_host": host}, cache_transceiver_config={"backend": "DEFAULT"}
-    )
+    args = llm_args(embedded={"transfer_host": host}, cache_transceiver_config={"backend": "DEFAULT"})
     with pytest.raises(ConfigError, match=r"embedded\.transfer_host.*embedded\.transfer_key_file"):
         refuse_unsupported(args)
 
 
 def test_without_kv_transfer_no_key_is_asked_for() -> None:
-    refuse_unsupported(LlmArgs(model="m", embedded={"transfer_host": "10.0.0.1"}))
+    refuse_unsupported(llm_args(embedded={"transfer_host": "10.0.0.1"}))
 
 
 def test_the_setting_goes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +90,6 @@ def test_between_hosts_ucx_listens_on_the_chosen_address_only() -> None:
 
 
 def test_the_environment_is_as_it_was_after_an_agent_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.delenv("UCX_CMA_SEG_SIZE", raising=False)
     with ucx.environment({"UCX_TLS": "self", "UCX_CMA_SEG_SIZE": "1"}):

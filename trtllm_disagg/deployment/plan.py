@@ -11,6 +11,7 @@ from trtllm_disagg.activity import ACTIVITY_VARIABLE
 from trtllm_disagg.admin_key import KEY_FILE
 from trtllm_disagg.config import SETTINGS, check_value, flag_of
 from trtllm_disagg.deployment.backoff import Backoff
+from trtllm_disagg.deployment.event_broker import broker_env
 from trtllm_disagg.deployment.nats import STORE_DIR, nats_server_argv
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.flags import FLAGS
@@ -236,7 +237,7 @@ def worker_total(config: DeploymentConfig) -> int:
 def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """Discovery and planes: equal in all processes, and on loopback as far as Dynamo can be told so.
 
-    Direct ZMQ publishers bind every interface whatever they are told; `DYN_EVENT_PLANE_HOST` sets only the
+    Without a broker, ZMQ publishers bind every interface whatever they are told; `DYN_EVENT_PLANE_HOST` sets only the
     address that they advertise.
     """
     return {
@@ -250,6 +251,7 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
         "DYN_TCP_RPC_HOST": LOOPBACK,
         "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK,
         "DYN_EVENT_PLANE_HOST": LOOPBACK,
+        **broker_env(config.run_dir),
         **{name: environ.get(name, default) for name, default in TUNABLE_ENV.items()},
     }
 

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 
 from trtllm_disagg.deployment.errors import DeploymentFailedError
+from trtllm_disagg.deployment.event_broker import EventBroker
 from trtllm_disagg.deployment.first_of import first_of
 from trtllm_disagg.deployment.guardian import MARK_VARIABLE, kill_marked, start_guardian, stop_guardian
 from trtllm_disagg.deployment.plan import (
@@ -48,6 +49,7 @@ class Supervisor:
         self.config = config
         self.processes = [ManagedProcess(spec, run_dir.log(spec.name)) for spec in specs]
         self._run_dir = run_dir
+        self._events = EventBroker(run_dir.path)
         self._status = status
         self._mark = uuid.uuid4().hex
         self._guardian: subprocess.Popen[bytes] | None = None
@@ -64,6 +66,7 @@ class Supervisor:
         A death or the startup timeout is a `DeploymentFailedError`.
         """
         self._guardian = start_guardian(self._mark)
+        self._events.start()
         deadline = time.monotonic() + self.config.startup_timeout
         first = [process for process in self.processes if process.role in STARTED_FIRST]
         then = [process for process in self.processes if process not in first]
@@ -154,6 +157,7 @@ class Supervisor:
             await self._kill_descendants()
             self._write()
         finally:
+            self._events.close()
             if self._guardian is not None:
                 stop_guardian(self._guardian)
 

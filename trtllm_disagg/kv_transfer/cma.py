@@ -7,7 +7,6 @@ import os
 import subprocess
 
 from trtllm_disagg.interpreter import python
-
 from trtllm_disagg.kv_transfer.reach import OneHost, Reach
 
 _TIMEOUT_SECONDS = 20.0
