@@ -22,6 +22,8 @@ export DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS="${DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS:-5
 # Who asks a loading worker for its health gets a 503, and a line in its log each time.
 export DYN_LOG="${DYN_LOG:-info,tower_http=off}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# A temporary file at each start of a frontend, for an engine that does not run here.
+export DYN_SKIP_SGLANG_LOG_FORMATTING="${DYN_SKIP_SGLANG_LOG_FORMATTING:-1}"
 
 # File discovery cannot leave the machine, so nothing else needs to. With etcd or Kubernetes, Dynamo finds the address.
 if [[ $DYN_DISCOVERY_BACKEND == file ]]; then

@@ -124,7 +124,7 @@ def lead(path: Path, kinds: list[str]) -> None:
         return Core(path.parent / family, embedded={"forward": forward}, **args)
 
     def core_of_two(kind: str, **args: Any) -> Core:
-        team = Team(*join_as_leader(path.parent, 2, sys.exit), sys.exit)
+        team = Team(*join_as_leader(2, sys.exit), sys.exit)
         return core(kind, team=team, tensor_parallel_size=2, **args)
 
     answers = {kind: record_all(lambda kind=kind, **args: core_of_two(kind, **args)) for kind in kinds}

@@ -16,11 +16,11 @@ from trtllm_disagg.errors import EngineError
 #: Says what its argument says, then closes, and stays until it is killed.
 STAYS = """
 import json, sys, threading
-from pathlib import Path
 import msgspec
-from trtllm_disagg.embedded.link import connect
+from trtllm_disagg.embedded.link import Link
+from trtllm_disagg.embedded.local_socket import connect
 from trtllm_disagg.embedded.messages import Command, Ready
-link = connect(Path(json.loads(sys.stdin.readline())["directory"]), msgspec.msgpack.Decoder(Command))
+link = Link(connect(json.loads(sys.stdin.readline())["address"]), msgspec.msgpack.Decoder(Command))
 if sys.argv[1] == "ready":
     link.send(Ready(1, 32, 100, 64, "", [], []))
     link.receive(wait=True)

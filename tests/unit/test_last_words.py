@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 from trtllm_disagg.embedded.core_client import REPORTS
-from trtllm_disagg.embedded.link import Link, listen
+from trtllm_disagg.embedded.link import Link
+from trtllm_disagg.embedded.local_socket import accept, listen
 from trtllm_disagg.embedded.messages import Failed
 
 FAIL = """
@@ -17,10 +17,11 @@ CoreProcess(Start({}, sys.argv[1])).fail("rank 1 died")
 """
 
 
-def test_the_reason_arrives_although_nobody_listened_at_first(tmp_path: Path) -> None:
-    with listen(tmp_path) as listener:
-        ended = subprocess.run([sys.executable, "-c", FAIL, str(tmp_path)], check=False, timeout=30)
-        link = Link(listener.accept()[0], REPORTS)
+def test_the_reason_arrives_although_it_was_not_accepted_at_first() -> None:
+    listener, address = listen()
+    with listener:
+        ended = subprocess.run([sys.executable, "-c", FAIL, address], check=False, timeout=30)
+        link = Link(accept(listener), REPORTS)
     assert ended.returncode == 1
     assert link.receive(wait=True) == [Failed("EngineError", "rank 1 died")]
     link.close()

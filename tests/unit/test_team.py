@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from tests.unit.test_sharding import ThreadCommunicator
+from trtllm_disagg.embedded.local_socket import listen
 from trtllm_disagg.embedded.messages import AddRequest, SamplingSpec
 from trtllm_disagg.embedded.model_runner import ModelRunner
-from trtllm_disagg.embedded.parallel.channel import Channel, Peer, RankLostError, accept, connect, listen
+from trtllm_disagg.embedded.parallel.channel import Channel, Peer, RankLostError, accept, connect
 from trtllm_disagg.embedded.parallel.group import RankGroup
 from trtllm_disagg.embedded.parallel.steps import Broken, Built, Order, Step, StepRow, Stop
 from trtllm_disagg.embedded.parallel.team import Team
@@ -43,7 +44,7 @@ class Pair:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    listener, address = listen(tmp_path)
+    listener, address = listen()
     with listener:
         leader = connect(address, 1)
         peers = accept(listener, 2)

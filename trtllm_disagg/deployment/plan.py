@@ -73,6 +73,8 @@ TUNABLE_ENV: Mapping[str, str] = {
     # Who asks a loading worker for its health gets a 503, and a line in its log each time.
     "DYN_LOG": "info,tower_http=off",
     "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
+    # A temporary file at each start of a frontend, for an engine that does not run here.
+    "DYN_SKIP_SGLANG_LOG_FORMATTING": "1",
     "OMP_NUM_THREADS": "1",
 }
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import socket
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from trtllm_disagg import errors
-from trtllm_disagg.embedded.link import Link, listen
+from trtllm_disagg.embedded.link import Link
+from trtllm_disagg.embedded.local_socket import accept, listen
 from trtllm_disagg.embedded.messages import Command, Failed, Ready, Report, Shutdown, StepReport
 from trtllm_disagg.embedded.parallel.launch import core_launch
 from trtllm_disagg.embedded.parallel.stopped import RankWatch
@@ -45,11 +43,10 @@ class CoreClient:
         self._closing = False
         self._failure: str | None = None
         self._ranks = RankWatch(())
-        self._directory = Path(tempfile.mkdtemp(prefix="trtllm-disagg-"))
         self._open = contextlib.ExitStack()
-        self._open.callback(shutil.rmtree, self._directory, ignore_errors=True)
-        listener = self._open.enter_context(listen(self._directory))
-        self._process = self._spawn(args, num_threads)
+        listener, address = listen()
+        self._open.enter_context(listener)
+        self._process = self._spawn(args, address, num_threads)
         try:
             self._link = self._open.enter_context(contextlib.closing(self._accept(listener)))
             self._link.wait_at_most(_POLL_SECONDS)
@@ -83,9 +80,9 @@ class CoreClient:
 
     # -- internals
 
-    def _spawn(self, args: dict[str, Any], num_threads: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, args: dict[str, Any], address: str, num_threads: int) -> subprocess.Popen[bytes]:
         process = core_launch(args["tensor_parallel_size"], num_threads, os.environ).start()
-        start = {"args": args, "directory": str(self._directory)}
+        start = {"args": args, "address": address}
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already; _accept says so
             process.stdin.write(msgspec.json.encode(start) + b"\n")
@@ -97,7 +94,7 @@ class CoreClient:
         while True:
             has_ended = self._process.poll() is not None
             try:
-                connection, _ = listener.accept()
+                connection = accept(listener)
             except TimeoutError:
                 if has_ended:
                     raise errors.EngineError(f"{self._exit_code()} while starting") from None

@@ -12,17 +12,16 @@ import gc
 import logging
 import os
 import select
-import shutil
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from trtllm_disagg.activity import reporter_of
-from trtllm_disagg.embedded.link import connect
+from trtllm_disagg.embedded.link import Link
+from trtllm_disagg.embedded.local_socket import connect
 from trtllm_disagg.embedded.messages import AddRequest, Command, Failed, Ready, Report, Shutdown, StepReport
 from trtllm_disagg.embedded.parallel.join import leave, own_rank
 from trtllm_disagg.embedded.parallel.launch import IN_JOB
@@ -45,13 +44,13 @@ class Start(msgspec.Struct):
 
     args: dict[str, Any]
     #: Of the worker's socket.
-    directory: str
+    address: str
     log_level: str = "INFO"
 
 
 class CoreProcess:
     def __init__(self, start: Start) -> None:
-        self._link = connect(Path(start.directory), _commands)
+        self._link = Link(connect(start.address), _commands)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._num_active = 0
         #: Process ids of the other ranks. They end with this one, if they are not stopped.
@@ -128,14 +127,13 @@ def _apply(core: Any, command: Command) -> None:
         core.abort(command.request_id)  # type: ignore[union-attr]
 
 
-def _exit_with_parent(directory: str, process: CoreProcess) -> None:
-    """Ends this process when the worker is gone, however it went, and removes what it could not remove itself."""
+def _exit_with_parent(process: CoreProcess) -> None:
+    """Ends this process when the worker is gone, however it went."""
 
     def watch() -> None:
         # Not sys.stdin: its lock would block the interpreter's shutdown.
         while os.read(0, 4096):
             pass
-        shutil.rmtree(directory, ignore_errors=True)
         for pid in process.others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -155,7 +153,7 @@ def main() -> int:
     start = msgspec.json.decode(_read_line(), type=Start)
     logging.basicConfig(level=start.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     process = CoreProcess(start)
-    _exit_with_parent(start.directory, process)
+    _exit_with_parent(process)
     try:
         core = _build(start, process)
     except Exception as error:  # whatever it is, the worker must hear of it
@@ -199,7 +197,7 @@ def _build(start: Start, process: CoreProcess) -> Any:
     from trtllm_disagg.embedded.parallel.team import open_team
 
     args = LlmArgs.model_validate(start.args)
-    team = open_team(args, Path(start.directory), process.fail)
+    team = open_team(args, process.fail)
     use_cpus(args, rank=0)
     core = EngineCore(args, process.wake, team, reporter)
     gc.collect()

@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 from collections import deque
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -22,7 +21,6 @@ _TIMEVAL = struct.Struct("ll")
 _CHUNK_BYTES = 1 << 16
 #: As much as the system lets us have: what fits is sent without a thread.
 _BUFFER_BYTES = 4 << 20
-_NAME = "engine"
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -131,17 +129,3 @@ class Link(Generic[T]):
                 self._backlog.popleft()
                 if not self._backlog:
                     return
-
-
-def listen(directory: Path) -> socket.socket:
-    """For the engine core, in a directory that only we may enter."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(directory / _NAME))
-    listener.listen()
-    return listener
-
-
-def connect(directory: Path, decoder: msgspec.msgpack.Decoder[T]) -> Link[T]:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(str(directory / _NAME))
-    return Link(connection, decoder)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import threading
 import time
 from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +13,8 @@ import torch
 from trtllm_disagg.bench.engine.own_engine import OwnEngine
 from trtllm_disagg.embedded import core_process
 from trtllm_disagg.embedded.core_client import REPORTS
-from trtllm_disagg.embedded.link import Link, listen
+from trtllm_disagg.embedded.link import Link
+from trtllm_disagg.embedded.local_socket import accept, listen
 from trtllm_disagg.embedded.messages import Report, StepReport
 from trtllm_disagg.embedded.scheduler import Row
 
@@ -52,21 +51,21 @@ class OwnOverheads(OwnEngine):
 
 def _ipc_seconds(reports: Seq[StepReport]) -> list[float]:
     """To encode and send each report, and to ask for commands: what core_process.py does between two steps."""
-    with tempfile.TemporaryDirectory(prefix="trtllm-disagg-") as directory:
-        with listen(Path(directory)) as listener:
-            process = core_process.CoreProcess(core_process.Start({}, directory))
-            incoming = Link(listener.accept()[0], REPORTS)
-        reader = threading.Thread(target=lambda: _read_all(incoming))
-        reader.start()
-        seconds = []
-        for report in reports:
-            started = time.perf_counter()
-            process.report(report)
-            process._receive(0.0)
-            seconds.append(time.perf_counter() - started)
-        process.close()
-        reader.join()
-        incoming.close()
+    listener, address = listen()
+    with listener:
+        process = core_process.CoreProcess(core_process.Start({}, address))
+        incoming = Link(accept(listener), REPORTS)
+    reader = threading.Thread(target=lambda: _read_all(incoming))
+    reader.start()
+    seconds = []
+    for report in reports:
+        started = time.perf_counter()
+        process.report(report)
+        process._receive(0.0)
+        seconds.append(time.perf_counter() - started)
+    process.close()
+    reader.join()
+    incoming.close()
     return seconds
 
 

@@ -12,11 +12,11 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from trtllm_disagg.embedded import local_socket
 from trtllm_disagg.errors import EngineError
 
 _HEADER = struct.Struct("<I")
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Channel:
-    """Messages in order, each with its length in front. The sockets are in a directory that only we may enter."""
+    """Messages in order, each with its length in front. The sockets are this user's only (local_socket.py)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -50,23 +50,12 @@ class Peer:
         self.orders, self.transfers, self.lifeline = orders, transfers, lifeline
 
 
-def listen(directory: Path) -> tuple[socket.socket, str]:
-    """A socket for `accept`, and its address."""
-    address = str(directory / f"ranks-{os.getpid()}")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(address)
-    listener.bind(address)
-    listener.listen()
-    return listener, address
-
-
 def accept(listener: socket.socket, size: int) -> list[Peer]:
     """The peers of rank 0, all `size - 1` of them, by rank."""
     found: dict[tuple[int, int], Channel] = {}
     pids: dict[int, int] = {}
     while len(found) < len(_KINDS) * (size - 1):
-        connection, _ = listener.accept()
+        connection = local_socket.accept(listener)
         rank, pid, kind = _HELLO.unpack(_read(connection, _HELLO.size))
         found[rank, kind] = Channel(connection)
         pids[rank] = pid
@@ -77,8 +66,7 @@ def connect(address: str, rank: int) -> Peer:
     """Rank 0, from another rank."""
     channels = []
     for kind in _KINDS:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(address)
+        connection = local_socket.connect(address)
         connection.sendall(_HELLO.pack(rank, os.getpid(), kind))
         channels.append(Channel(connection))
     return Peer(0, 0, *channels)

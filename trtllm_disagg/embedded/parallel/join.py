@@ -8,12 +8,12 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trtllm_disagg.embedded.parallel.channel import Peer, accept, connect, listen
+from trtllm_disagg.embedded.local_socket import listen
+from trtllm_disagg.embedded.parallel.channel import Peer, accept, connect
 from trtllm_disagg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,16 +31,14 @@ def own_rank() -> int:
     return int(os.environ.get("PMI_RANK", "0"))
 
 
-def join_as_leader(
-    directory: Path, size: int, on_lost: Callable[[str], None]
-) -> tuple[RankGroup, list[Peer]]:
+def join_as_leader(size: int, on_lost: Callable[[str], None]) -> tuple[RankGroup, list[Peer]]:
     """Waits for the others. `on_lost` is called, from a thread, when they do not come: no call of MPI returns then.
 
     Raises ConfigError when the ranks are not `size`, or not all on this host.
     """
     with _deadline(lambda: on_lost(f"the other ranks did not come up within {_JOIN_SECONDS:.0f} s")):
         group, communicator = _start_mpi()
-        listener, address = listen(directory)
+        listener, address = listen()
         with listener:
             told = np.zeros(_ADDRESS_BYTES, np.uint8)
             told[: len(address)] = np.frombuffer(address.encode(), np.uint8)
@@ -52,7 +50,6 @@ def join_as_leader(
             if not _is_one_host(communicator):
                 raise ConfigError.bad_value("tensor_parallel_size", size, "ranks that are all on one host")
             peers = accept(listener, size)
-        os.unlink(address)
         _forget_shared_memory()
     return group, peers
 

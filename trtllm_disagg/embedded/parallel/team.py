@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -181,11 +180,11 @@ class _LedMemory:
         self._memory.drop(slot)
 
 
-def open_team(args: LlmArgs, directory: Path, on_lost: Callable[[str], None]) -> Alone | Team:
+def open_team(args: LlmArgs, on_lost: Callable[[str], None]) -> Alone | Team:
     """As many ranks as `tensor_parallel_size` says; they have been started already (`launch.py`)."""
     if args.tensor_parallel_size == 1:
         return Alone()
-    group, peers = join_as_leader(directory, args.tensor_parallel_size, on_lost)
+    group, peers = join_as_leader(args.tensor_parallel_size, on_lost)
     return Team(group, peers, on_lost)
 
 

@@ -1,0 +1,61 @@
+"""Sockets between processes of one user: no file, and no other user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from trtllm_disagg.embedded.local_socket import accept, connect, listen
+
+#: As another user: connects, and says what it hears.
+INTRUDER = """
+import os, socket, sys
+os.setuid(65534)
+intruder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+intruder.connect("\\0" + sys.argv[1])
+print(intruder.recv(1))
+"""
+
+
+def test_both_ends_talk_and_no_file_is_made() -> None:
+    listener, address = listen()
+    with listener, connect(address) as here, accept(listener) as there:
+        here.sendall(b"x")
+        assert there.recv(1) == b"x"
+        assert not os.path.exists(address)
+
+
+def test_an_address_without_a_listener_is_refused() -> None:
+    listener, address = listen()
+    listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        connect(address)
+
+
+def test_accept_keeps_the_listener_s_time_limit() -> None:
+    listener, _ = listen()
+    with listener:
+        listener.settimeout(0.01)
+        with pytest.raises(TimeoutError):
+            accept(listener)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_process_of_another_user_is_hung_up_on_and_the_next_one_is_accepted() -> None:
+    listener, address = listen()
+    with listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(20)
+        accepted = pool.submit(accept, listener)
+        intruder = subprocess.run(
+            [sys.executable, "-S", "-c", INTRUDER, address], stdout=subprocess.PIPE, check=True, timeout=20
+        )
+        assert intruder.stdout.strip() == b"b''"
+        assert not accepted.done()
+
+        with connect(address) as here, accepted.result() as there:
+            here.sendall(b"x")
+            assert there.recv(1) == b"x"
