@@ -1,0 +1,175 @@
+"""First stages die, freeze and leave in the middle of long streams: each stream goes on, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.conftest import Checkpoints
+from tests.deployments import Worker, wait_until
+from tests.integration.test_faults import config
+from trtllm_disagg.deployment import Deployment, running_deployment
+from trtllm_disagg.deployment.orders import Scale, order
+from trtllm_disagg.deployment.plan import Role, Strategy
+from trtllm_disagg.deployment.process import ManagedProcess
+
+NUM_STREAMS = 12
+#: Long enough that all of them run when the faults come.
+NUM_TOKENS = 500
+SECONDS = 90.0
+
+#: Each answer depends on more than its text: on what was generated, or on a seed that it was given.
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 5},
+    {"temperature": 0.9, "seed": 6, "presence_penalty": 0.7},
+)
+
+
+@dataclass(slots=True)
+class Stream:
+    """An answer as its client has seen it."""
+
+    number: int
+    text: str = ""
+    ends: list[str] = field(default_factory=list)
+    errors: list[Any] = field(default_factory=list)
+    usage: dict[str, Any] | None = None
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def read(self, client: httpx.AsyncClient, url: str) -> Stream:
+        body = {
+            "model": "tiny",
+            "prompt": f"request number {self.number} of several",
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        } | SAMPLINGS[self.number % len(SAMPLINGS)]
+        try:
+            async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        self._hear(json.loads(line.removeprefix("data: ")))
+        except httpx.HTTPError as error:
+            self.errors.append(repr(error))
+        finally:
+            self.began.set()
+        return self
+
+    def _hear(self, said: dict[str, Any]) -> None:
+        if "choices" not in said:
+            self.errors.append(said)
+            return
+        for choice in said["choices"]:
+            self.text += choice["text"]
+            if self.text:
+                self.began.set()
+            if choice.get("finish_reason"):
+                self.ends.append(choice["finish_reason"])
+        self.usage = said.get("usage") or self.usage
+
+    @property
+    def outcome(self) -> tuple[str, list[str], list[Any], tuple[int, int]]:
+        usage = self.usage or {}
+        tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        return self.text, self.ends, self.errors, tokens
+
+
+class Clients:
+    def __init__(self, client: httpx.AsyncClient, deployment: Deployment) -> None:
+        self._client = client
+        self._url = deployment.base_url
+        self.streams: list[Stream] = []
+        self._reading: list[asyncio.Task[Stream]] = []
+
+    async def begin(self) -> None:
+        """All streams run, and each has given something."""
+        self.streams = [Stream(number) for number in range(NUM_STREAMS)]
+        self._reading = [asyncio.create_task(stream.read(self._client, self._url)) for stream in self.streams]
+        for stream in self.streams:
+            await stream.began.wait()
+
+    async def outcomes(self) -> list[Any]:
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(*self._reading)
+        return [stream.outcome for stream in self.streams]
+
+
+def engine_of(process: ManagedProcess) -> psutil.Process:
+    (engine,) = psutil.Process(process.pid).children()
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first", "drain_seconds"),
+    # A worker without an engine relays to the end; one that may not wait hands its streams back.
+    [("prefill_first", "prefill", None), ("decode_first", "decode", 0.1)],
+)
+async def test_streams_outlive_their_first_stage(
+    strategy: Strategy, first: Role, drain_seconds: float | None, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    setting = replace(
+        config(strategy, checkpoints("llama"), tmp_path / "run"),
+        prefill_workers=3 if first == "prefill" else 1,
+        decode_workers=3 if first == "decode" else 1,
+        drain_seconds=drain_seconds,
+        worker_args=("--frozen-seconds", "1"),
+    )
+    async with (
+        running_deployment(setting) as deployment,
+        httpx.AsyncClient(timeout=SECONDS) as client,
+    ):
+        clients = Clients(client, deployment)
+        one, two, three = deployment.of_role(first)
+        await clients.begin()
+        undisturbed = await clients.outcomes()
+        prompts = [tokens[0] for _, _, _, tokens in undisturbed]
+        assert [tokens for _, _, _, tokens in undisturbed] == [(n, NUM_TOKENS) for n in prompts]
+        assert [(ends, errors) for _, ends, errors, _ in undisturbed] == [(["length"], [])] * NUM_STREAMS
+
+        # -- an engine dies, and another worker is frozen: both processes have to go in the end
+        await clients.begin()
+        engine_of(one).kill()
+        psutil.Process(two.pid).suspend()
+        assert await clients.outcomes() == undisturbed
+        await ended(one, two)
+        assert (one.returncode, two.returncode) == (1, -signal.SIGKILL)
+
+        # -- a worker dies, another one is told to leave
+        await asyncio.to_thread(order, deployment.run_dir, Scale({first: 3}))
+        four, five = [each for each in deployment.of_role(first) if each not in (one, two, three)]
+        await clients.begin()
+        psutil.Process(three.pid).kill()
+        psutil.Process(four.pid).terminate()
+        assert await clients.outcomes() == undisturbed
+        await ended(four)
+        assert four.returncode == 0
+
+        # -- and nothing is lost
+        await asyncio.to_thread(hold_nothing, [five, *deployment.of_role(second_of(first))])
+
+
+async def ended(*processes: ManagedProcess) -> None:
+    async with asyncio.timeout(SECONDS):
+        while any(process.returncode is None for process in processes):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+def second_of(first: Role) -> Role:
+    return "decode" if first == "prefill" else "prefill"
+
+
+def hold_nothing(processes: list[ManagedProcess]) -> None:
+    with httpx.Client(timeout=SECONDS) as http:
+        for process in processes:
+            worker = Worker(process, http)
+            wait_until(lambda: not worker.held(), f"{process.name} holds nothing")  # noqa: B023
