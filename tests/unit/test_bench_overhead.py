@@ -12,9 +12,9 @@ import pytest
 
 from trtllm_disagg import cli
 from trtllm_disagg.bench.overhead import Outcome, Round, cpu_seconds
-from trtllm_disagg.bench.overhead_report import figures_of, print_report
+from trtllm_disagg.bench.overhead_report import NOT_JUDGED, figures_of, print_report
 from trtllm_disagg.bench.streaming import Answer, BadAnswerError, Connection, ask_all, completion_request
-from trtllm_disagg.deployment.plan import Strategy
+from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -119,10 +119,27 @@ def test_targets_are_of_neighbours_in_time() -> None:
 
 
 def test_met_and_missed_targets_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report([outcome("prefill_first", [3], [80], 31e-6), outcome("router", [2.5], [80], 1e-6)], 0.5)
+    outcomes = [outcome("prefill_first", [3], [80], 31e-6), outcome("router", [2.5], [80], 1e-6)]
+    print_report(outcomes, figures_of(outcomes), 0.5)
     output = capsys.readouterr().out
     assert "missed: prefill_first prefill worker CPU per token 31.00 us, target <= 30" in output
     assert "met: prefill_first tok/s / router 1.00 x, target >= 0.9" in output
+
+
+def test_the_table_fits_80_columns_with_whole_headers(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [outcome(strategy, [123.4], [12345], 312e-6) for strategy in STRATEGIES]
+    print_report(outcomes, [], 0.5)
+    table = capsys.readouterr().out.partition("An engine that")[2]
+    assert max(map(len, table.splitlines())) <= 80
+    for word in ("order", "TTFT", "ITL", "tok/s", "many", "chunks", "/token", "us/token"):
+        assert word in table
+    assert "…" not in table
+
+
+def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [outcome("prefill_first", [3], [80], 31e-6), outcome("router", [2.5], [80], 1e-6)]
+    print_report(outcomes, [figure.unjudged() for figure in figures_of(outcomes)], 0.5)
+    assert capsys.readouterr().out.endswith(f"{NOT_JUDGED}\n")
 
 
 # -- the real thing
@@ -135,4 +152,5 @@ def test_real_deployments_give_the_same_answers_and_every_figure(capsys: pytest.
         assert figures[f"{name} ttft"]["value"] > 0
         assert figures[f"{name} throughput"]["value"] > 0
         assert 0 < figures[f"{name} chunks"]["value"] <= 1.5
-    assert figures["prefill_first tok/s / router"]["target"] == ">= 0.9"
+    assert figures["prefill_first tok/s / router"]["value"] > 0
+    assert {entry["target"] for entry in figures.values()} == {None}

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,9 @@ from trtllm_disagg.bench.progress import Progress
 from trtllm_disagg.bench.relay_model import weightless_model
 from trtllm_disagg.bench.streaming import Answer, BadAnswerError, Connection, ask_all, completion_request
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
+from trtllm_disagg.deployment.limits import look_at_limits
 from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
+from trtllm_disagg.deployment.scratch import scratch_directory
 
 T = TypeVar("T")
 BASELINE: Strategy = "router"
@@ -115,10 +116,13 @@ def run(args: argparse.Namespace) -> int:
     before = load()
     with Progress("overhead") as progress:
         outcomes = asyncio.run(_measure(args, progress.say))
+    figures = figures_of(outcomes)
+    if args.quick:
+        figures = [figure.unjudged() for figure in figures]
     if args.json:
-        print(to_json(figures_of(outcomes)))
+        print(to_json(figures))
     else:
-        print_report(outcomes, before)
+        print_report(outcomes, figures, before)
     return 0
 
 
@@ -127,9 +131,12 @@ async def _measure(args: argparse.Namespace, say: Callable[[str], None]) -> list
     rounds = args.rounds
     if args.quick:
         asked, rounds = Load(4, 8, 8, 16, 4), 2
-    with tempfile.TemporaryDirectory(prefix="trtllm-disagg-overhead-") as scratch:
+    with scratch_directory("trtllm-disagg-overhead-") as scratch:
+        configs = [_config(strategy, scratch.path, args) for strategy in args.strategy]
+        for doubt in look_at_limits(configs):
+            say(f"warning: {doubt}")
         say(f"starting {', '.join(args.strategy)}")
-        async with _side_by_side(_subject(s, Path(scratch), args) for s in args.strategy) as subjects:
+        async with _side_by_side(_subject(config, args) for config in configs) as subjects:
             for subject in subjects:
                 say(f"{subject.outcome.strategy}: warming up")
                 await subject.measure(asked, warm_up=True)
@@ -161,10 +168,9 @@ async def _side_by_side(managers: Iterable[AbstractAsyncContextManager[T]]) -> A
         await asyncio.gather(*(stack.aclose() for stack, _ in stacks))
 
 
-@asynccontextmanager
-async def _subject(strategy: Strategy, scratch: Path, args: argparse.Namespace) -> AsyncIterator[Subject]:
+def _config(strategy: Strategy, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
     pace = {"tokens_per_step": args.tokens_per_step, "step_seconds": args.step_ms / 1000}
-    config = DeploymentConfig(
+    return DeploymentConfig(
         strategy=strategy,
         model=str(weightless_model(scratch / "model" / strategy)),
         served_model_name=_MODEL,
@@ -173,6 +179,10 @@ async def _subject(strategy: Strategy, scratch: Path, args: argparse.Namespace) 
         engine="recording",
         worker_args=("--override-engine-args", json.dumps({"recording": pace})),
     )
+
+
+@asynccontextmanager
+async def _subject(config: DeploymentConfig, args: argparse.Namespace) -> AsyncIterator[Subject]:
     async with running_deployment(config) as deployment:
         address = config.client_host, deployment.config.http_port
         connections = [await Connection.open(*address) for _ in range(args.concurrency)]

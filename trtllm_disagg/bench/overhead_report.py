@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from trtllm_disagg.bench.figures import Figure, at_least, at_most
@@ -17,12 +18,13 @@ _WORKER_SIDE = ("prefill_first", "decode_first")
 
 #: Header, attribute of Round, unit, format.
 _COLUMNS = (
-    ("TTFT ms", "ttft", "ms", ".2f"),
-    ("ITL ms", "itl", "ms", ".3f"),
+    ("TTFT\nms", "ttft", "ms", ".2f"),
+    ("ITL\nms", "itl", "ms", ".3f"),
     ("tok/s", "throughput", "tok/s", ".0f"),
-    ("TTFT ms, many", "ttft_together", "ms", ".1f"),
-    ("chunks/token", "chunks", "chunks/token", ".2f"),
+    ("TTFT ms,\nmany", "ttft_together", "ms", ".1f"),
+    ("chunks\n/token", "chunks", "chunks/token", ".2f"),
 )
+NOT_JUDGED = "No target is judged: for that the run is too short, or compares too little."
 MAX_TTFT_MS, MIN_THROUGHPUT, MAX_CPU_US = 1.0, 0.9, 30.0
 
 
@@ -54,24 +56,28 @@ def _against_baseline(outcomes: Sequence[Outcome]) -> list[Figure]:
     return figures
 
 
-def print_report(outcomes: Sequence[Outcome], load_before: float) -> None:
+def print_report(outcomes: Sequence[Outcome], figures: Sequence[Figure], load_before: float) -> None:
+    """The table fits a terminal of 80 columns."""
     console = wide_console()
     console.print(f"{describe_machine()}; load {load_before:.1f} before, {load():.1f} after")
     table = Table(
-        title="An engine that costs nothing (no real tokens), medians of paired rounds", title_justify="left"
+        title="An engine that costs nothing (no real tokens), medians of paired rounds",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
     table.add_column("order", no_wrap=True)
     for header, *_ in _COLUMNS:
         table.add_column(header, justify="right")
-    table.add_column("CPU us/token", no_wrap=True)
+    table.add_column("CPU\nus/token", no_wrap=True)
     for outcome in outcomes:
         cells = [format(outcome.sample(c).median, form) for _, c, _, form in _COLUMNS]
-        cpu = ", ".join(f"{role} {outcome.cpu(role).median:.0f}" for role in outcome.roles)
+        cpu = "\n".join(f"{role} {outcome.cpu(role).median:.0f}" for role in outcome.roles)
         table.add_row(outcome.strategy, *cells, cpu)
     console.print(table)
-    for figure in figures_of(outcomes):
-        if figure.target is not None:
-            verdict = "missed" if figure.missed else "met"
-            console.print(
-                f"{verdict}: {figure.figure} {figure.value:.2f} {figure.unit}, target {figure.target}"
-            )
+    judged = [figure for figure in figures if figure.target is not None]
+    for figure in judged:
+        verdict = "missed" if figure.missed else "met"
+        console.print(f"{verdict}: {figure.figure} {figure.value:.2f} {figure.unit}, target {figure.target}")
+    if not judged:
+        console.print(NOT_JUDGED)

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trtllm_disagg.errors import DisaggError
+
 _EVENT = b"data: "
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
-class BadAnswerError(RuntimeError):
+class BadAnswerError(DisaggError):
     """The server answered something else than a stream of completions."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from trtllm_disagg.deployment.limits import INOTIFY_KEY
 from trtllm_disagg.deployment.plan import NO_WORKERS
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.errors import ERROR_PREFIX
@@ -14,6 +15,8 @@ LOG_LINES = 15
 SEARCHED_LINES = 400
 #: A cause longer than this is told in full by the log.
 MOST_CHARS = 600
+#: How Dynamo says that it may watch no other directory.
+NO_INOTIFY = "Too many open files (os error 24)"
 #: The last line of a traceback.
 EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b.*$")
 
@@ -31,6 +34,8 @@ def death_report(process: ManagedProcess, when: str) -> str:
     cause = cause_in(process.last_lines(SEARCHED_LINES))
     end = process.describe_end()
     what = end if cause is None else f"{cause} ({end})"
+    if any(NO_INOTIFY in line for line in process.last_lines(SEARCHED_LINES)):
+        what += f"; `{NO_INOTIFY}` is said of inotify instances, too: sudo sysctl {INOTIFY_KEY}=1024"
     lines = process.last_lines(LOG_LINES) or ["(the log is empty)"]
     return "\n".join(
         [

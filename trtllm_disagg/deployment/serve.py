@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from trtllm_disagg.deployment.errors import DeploymentFailedError
 from trtllm_disagg.deployment.first_of import first_of
+from trtllm_disagg.deployment.limits import look_at_limits
 from trtllm_disagg.deployment.orders import taking_orders
 from trtllm_disagg.deployment.plan import DeploymentConfig, num_system_ports, plan
 from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
@@ -21,7 +22,9 @@ from trtllm_disagg.deployment.supervisor import Supervisor
 
 
 def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
-    """Checks the port, claims the run directory, plans the processes. Nothing runs yet."""
+    """Checks the machine's limits and the port, claims the run directory, plans the processes. Nothing runs yet."""
+    for doubt in look_at_limits([config]):
+        status.note(f"warning: {doubt}")
     http_port = free_http_port(config.http_host, config.http_port)
     run_dir = RunDir.claim(config.run_dir, status.note)
     config = replace(config, http_port=http_port, run_dir=run_dir.path)

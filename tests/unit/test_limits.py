@@ -1,0 +1,67 @@
+"""What a machine must allow before a deployment starts; the machine is a snapshot."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.deployment.limits import LimitError, Limits, Needs, needs_of, require
+from trtllm_disagg.deployment.plan import DeploymentConfig
+
+USUAL = Limits(max_inotify_instances=128, free_inotify_instances=128, max_open_files=524288, ptrace_scope=0)
+PAIR = needs_of(DeploymentConfig("prefill_first", "toy", "toy", Path("run")))
+
+
+def test_a_usual_machine_is_enough() -> None:
+    assert require(PAIR, USUAL) == []
+
+
+def test_a_machine_that_does_not_tell_is_not_refused() -> None:
+    assert require(PAIR, Limits()) == []
+
+
+def test_missing_inotify_instances_are_named_with_the_command_that_helps() -> None:
+    few = replace(USUAL, free_inotify_instances=PAIR.inotify_instances - 1)
+
+    with pytest.raises(LimitError) as raised:
+        require(PAIR, few)
+
+    assert str(raised.value) == (
+        f"fs.inotify.max_user_instances is 128, of which this user's processes leave {PAIR.inotify_instances - 1}; "
+        f"this deployment needs {PAIR.inotify_instances}. Stop another deployment, or: "
+        "sudo sysctl fs.inotify.max_user_instances=1024"
+    )
+    assert require(PAIR, replace(few, free_inotify_instances=PAIR.inotify_instances)) == []
+
+
+def test_too_few_open_files_are_refused_and_few_are_a_warning() -> None:
+    with pytest.raises(LimitError, match=r"ulimit -Hn\) is 64; each process needs 128"):
+        require(PAIR, replace(USUAL, max_open_files=64))
+
+    (warning,) = require(PAIR, replace(USUAL, max_open_files=256))
+    assert warning == "the hard limit of open files (ulimit -Hn) is 256: enough for some 128 connections"
+
+
+def test_all_refusals_are_told_together() -> None:
+    with pytest.raises(LimitError, match=r"max_user_instances .*; the hard limit of open files"):
+        require(PAIR, replace(USUAL, free_inotify_instances=0, max_open_files=64))
+
+
+@pytest.mark.parametrize(("is_root", "warnings"), [(False, 1), (True, 0)])
+def test_a_ptrace_scope_that_forbids_reading_is_a_warning(is_root: bool, warnings: int) -> None:
+    assert len(require(PAIR, replace(USUAL, ptrace_scope=1, is_root=is_root))) == warnings
+
+
+def test_deployments_side_by_side_need_the_sum_of_instances() -> None:
+    assert (PAIR + PAIR).inotify_instances == 2 * PAIR.inotify_instances
+    assert (PAIR + PAIR).open_files == PAIR.open_files
+
+
+def test_reading_this_machine_opens_no_more_than_was_asked_for_and_leaves_nothing_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    limits = Limits.read(Needs(inotify_instances=2))
+
+    assert limits.free_inotify_instances in (0, 1, 2)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,154 @@
+"""What this machine allows a user, looked at before anything starts: a limit that is met later is met by a process
+that cannot name it ("Too many open files" is said of inotify instances as well).
+
+What is certain to fail is refused; what may fail is a warning. /dev/shm and locked memory are not looked at: KV is
+shared by anonymous files and read by CMA, and both need neither (docs/decisions/0021).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtllm_disagg.deployment.plan import KV_ROUTED_ROLES, DeploymentConfig, worker_total
+from trtllm_disagg.errors import ConfigError
+
+INOTIFY_KEY = "fs.inotify.max_user_instances"
+_INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+#: Measured: Dynamo opens one for each watch of a directory; the frontend 9 to 13, a worker that has peers 2, and one
+#: that chooses them by their caches 6 more. The least of each, so that no deployment is refused that would work.
+INOTIFY_PER_FRONTEND, INOTIFY_PER_WORKER, INOTIFY_PER_KV_ROUTER = 9, 2, 6
+#: Measured, idle: about 90 a process. Every connection is one more.
+OPEN_FILES, MANY_OPEN_FILES = 128, 1024
+
+
+class LimitError(ConfigError):
+    """The machine allows too little of something for this deployment."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The least that a deployment takes."""
+
+    inotify_instances: int = 0
+    #: Of each process.
+    open_files: int = OPEN_FILES
+
+    def __add__(self, other: Needs) -> Needs:
+        """Of two deployments side by side."""
+        return Needs(self.inotify_instances + other.inotify_instances, max(self.open_files, other.open_files))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What there is. None where the system does not tell."""
+
+    max_inotify_instances: int | None = None
+    #: How many more this user may open; no more than were asked for are tried.
+    free_inotify_instances: int | None = None
+    #: The hard limit, which is ours to use.
+    max_open_files: int | None = None
+    #: Yama's; it binds root least.
+    ptrace_scope: int | None = None
+    is_root: bool = False
+
+    @classmethod
+    def read(cls, needs: Needs) -> Limits:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return cls(
+            max_inotify_instances=_number_in(_INOTIFY),
+            free_inotify_instances=_free_inotify_instances(needs.inotify_instances),
+            max_open_files=None if hard == resource.RLIM_INFINITY else hard,
+            ptrace_scope=_number_in(_PTRACE_SCOPE),
+            is_root=os.geteuid() == 0,
+        )
+
+
+def needs_of(config: DeploymentConfig) -> Needs:
+    if config.strategy == "agg":
+        return Needs(INOTIFY_PER_FRONTEND)
+    routers = [role for role in KV_ROUTED_ROLES[config.strategy] if config.next_router == "kv"]
+    return Needs(
+        INOTIFY_PER_FRONTEND
+        + INOTIFY_PER_WORKER * worker_total(config)
+        + INOTIFY_PER_KV_ROUTER * sum(map(config.worker_count, routers))
+    )
+
+
+def require(needs: Needs, limits: Limits) -> list[str]:
+    """What is doubtful, one sentence each. Raises LimitError, with the command that helps, for what cannot work."""
+    if refusals := list(_refusals(needs, limits)):
+        raise LimitError("; ".join(refusals))
+    return list(_warnings(needs, limits))
+
+
+def look_at_limits(configs: Iterable[DeploymentConfig]) -> list[str]:
+    """`require` for deployments side by side, on this machine; lets them open as many files as the hard limit says."""
+    needs = sum(map(needs_of, configs), Needs())
+    allow_open_files()
+    return require(needs, Limits.read(needs))
+
+
+def allow_open_files() -> None:
+    """As many as the hard limit says, here and in all that is started from here."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _refusals(needs: Needs, limits: Limits) -> Iterator[str]:
+    free = limits.free_inotify_instances
+    if free is not None and free < needs.inotify_instances:
+        most = "unknown" if limits.max_inotify_instances is None else str(limits.max_inotify_instances)
+        enough = max(1024, 2 * (limits.max_inotify_instances or 0))
+        yield (
+            f"{INOTIFY_KEY} is {most}, of which this user's processes leave {free}; this deployment needs "
+            f"{needs.inotify_instances}. Stop another deployment, or: sudo sysctl {INOTIFY_KEY}={enough}"
+        )
+    if limits.max_open_files is not None and limits.max_open_files < needs.open_files:
+        yield (
+            f"the hard limit of open files (ulimit -Hn) is {limits.max_open_files}; each process needs "
+            f"{needs.open_files}, and one more a connection. As root: ulimit -Hn {MANY_OPEN_FILES}, or LimitNOFILE= "
+            "of the service"
+        )
+
+
+def _warnings(needs: Needs, limits: Limits) -> Iterator[str]:
+    if limits.max_open_files is not None and needs.open_files <= limits.max_open_files < MANY_OPEN_FILES:
+        yield (
+            f"the hard limit of open files (ulimit -Hn) is {limits.max_open_files}: enough for some "
+            f"{limits.max_open_files - needs.open_files} connections"
+        )
+    if limits.ptrace_scope and not limits.is_root:
+        yield (
+            f"kernel.yama.ptrace_scope is {limits.ptrace_scope}: processes may not read each other's memory, so the "
+            "embedded engine moves KV through shared memory. For NIXL: sudo sysctl kernel.yama.ptrace_scope=0"
+        )
+
+
+def _free_inotify_instances(wanted: int) -> int | None:
+    """Tried out: what other processes hold cannot be counted from outside, because some share theirs."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "inotify_init1"):
+        return None
+    found: list[int] = []
+    try:
+        while len(found) < wanted and (fd := libc.inotify_init1(os.O_CLOEXEC)) >= 0:
+            found.append(fd)
+        return len(found)
+    finally:
+        for fd in found:
+            os.close(fd)
+
+
+def _number_in(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
