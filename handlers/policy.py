@@ -1,4 +1,4 @@
-"""What a worker that calls others knows and may be told while it runs."""
+"""What a worker knows and may be told while it runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from trtllm_disagg.config import WorkerConfig
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.cached_prefix import CachedPrefix
 from trtllm_disagg.handlers.journal import JourneyCounts
 from trtllm_disagg.handlers.live import Live
@@ -27,6 +28,7 @@ class Policy:
     thresholds: Live[Thresholds]
     cached: CachedPrefix
     counts: JourneyCounts = field(default_factory=JourneyCounts)
+    queued: Queued = field(default_factory=Queued)
 
     @classmethod
     def of(cls, config: WorkerConfig, block_size: int) -> Policy:

@@ -42,6 +42,8 @@ LOADING_AT_ONCE = 2
 HELD = (
     "dynamo_component_inflight_requests",
     "trtllm_disagg_requests_active",
+    "trtllm_disagg_queued_requests",
+    "trtllm_disagg_queued_tokens",
     "trtllm_disagg_handoffs_held",
     "trtllm_disagg_kv_blocks_used",
 )

@@ -99,6 +99,9 @@ class WorkerConfig:
     nats_server: str = option("nats://127.0.0.1:4222", rule=NATS_URL)
     handoff_protocol: str = option("dynamo", rule=one_of("dynamo", "two_phase", "bootstrap"))
 
+    max_queued_requests: int | None = option(None, rule=NUMBER)
+    max_queued_tokens: int | None = option(None, rule=NUMBER)
+
     on_missing_stage: str = option("local", rule=one_of("local", "fail"))
     max_tries: int = option(2, rule=TRIES)
     breaker_failures: int = option(3, rule=POSITIVE)

@@ -47,8 +47,9 @@ _KEYS = {
 }
 
 #: On a CPU a step of 8192 tokens takes seconds, in which nothing can be cancelled and no other request can start;
-#: steps of 512 compute a long prompt as fast (docs/decisions/0023-load.md).
-_EMBEDDED_DEFAULTS = {"max_num_tokens": 512, "enable_chunked_prefill": True}
+#: steps of 512 compute a long prompt as fast, and more than 64 requests only queue for the same cores
+#: (docs/decisions/0023-load.md).
+_EMBEDDED_DEFAULTS = {"max_batch_size": 64, "max_num_tokens": 512, "enable_chunked_prefill": True}
 
 
 def build_engine_args(config: WorkerConfig) -> Args:

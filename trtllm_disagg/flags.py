@@ -82,6 +82,20 @@ FLAG_GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("first_decode_token_timeout", "seconds from handoff to decode's first token", _OURS_ONLY),
         Flag("next_decode_token_timeout", "seconds from there to its next one, and so on", _OURS_ONLY),
     ),
+    "overload": (
+        Flag(
+            "max_queued_requests",
+            "requests without a first token from which on further ones are refused with 529; 0: no bound "
+            "(default: four batches, at least 256)",
+            _OURS_ONLY,
+        ),
+        Flag(
+            "max_queued_tokens",
+            "prompt tokens of such requests, likewise "
+            "(default: one step of max_num_tokens for each request that may wait)",
+            _OURS_ONLY,
+        ),
+    ),
     "endpoints and planes": (
         Flag("namespace", "Dynamo namespace", _RUNTIME),
         Flag("endpoint", "where this worker is reached, dyn://ns.component.endpoint", _RUNTIME),
@@ -116,7 +130,7 @@ FLAG_GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("enable_attention_dp", "attention runs data-parallel instead of tensor-parallel"),
         Flag("gpus_per_node", "GPUs of one node (default: as found)"),
         Flag("kv_block_size", "tokens in one KV block"),
-        Flag("max_batch_size", "requests in one step"),
+        Flag("max_batch_size", "requests in one step; on the embedded engine 64 unless given"),
         Flag("max_num_tokens", "tokens in one step; on the embedded engine 512 unless given"),
         Flag("max_seq_len", "tokens of one request, prompt and answer (default: the model's)"),
         Flag("max_beam_width", "beams of one request"),

@@ -19,7 +19,7 @@ from trtllm_disagg.signed_command import Signer
 from trtllm_disagg.switching import where
 from trtllm_disagg.switching.plan import Worker
 from trtllm_disagg.switching.run import Workers, everybody
-from trtllm_disagg.thresholds import NAMES
+from trtllm_disagg.thresholds import ADMISSION, NAMES
 
 Values = Mapping[str, Any]
 
@@ -77,7 +77,7 @@ async def set_thresholds(
     Raises ConfigError, before anybody was told anything, when nobody there has a use for them.
     """
     failed = 0
-    for each in _meant(await everybody(workers), instance):
+    for each in _meant(await everybody(workers), values, instance):
         try:
             answer = await workers.tell(each.endpoint_id, each.instance_id, Set(dict(values)))
         except DisaggError as error:
@@ -88,18 +88,21 @@ async def set_thresholds(
     return failed
 
 
-def _meant(workers: Sequence[Worker], instance: int | None) -> list[Worker]:
-    deciding = [each for each in workers if each.is_.role != "agg" and each.is_.strategy in SWITCHABLE]
-    if not deciding:
+def _meant(workers: Sequence[Worker], values: Values, instance: int | None) -> list[Worker]:
+    for_all = set(values) <= set(ADMISSION)
+    told = [
+        each for each in workers if for_all or (each.is_.role != "agg" and each.is_.strategy in SWITCHABLE)
+    ]
+    if not told:
         there = ", ".join(f"{each} under {each.is_.strategy}" for each in workers) or "nobody"
         raise ConfigError.bad_value(
             "set", "thresholds", f"prefill or decode workers of {', '.join(SWITCHABLE)}; there is: {there}"
         )
     if instance is None:
-        return deciding
-    chosen = [each for each in deciding if each.instance_id == instance]
+        return told
+    chosen = [each for each in told if each.instance_id == instance]
     if not chosen:
-        raise ConfigError.bad_value("--instance", f"{instance:x}", f"one of {', '.join(map(str, deciding))}")
+        raise ConfigError.bad_value("--instance", f"{instance:x}", f"one of {', '.join(map(str, told))}")
     return chosen
 
 

@@ -14,6 +14,7 @@ from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.policy import Policy
 from trtllm_disagg.settings import endpoint_of
 from trtllm_disagg.signed_command import Verifier
+from trtllm_disagg.thresholds import ADMISSION
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -97,15 +98,16 @@ class Standing:
         if isinstance(command, Switch):
             await self._switch(command.strategy)
         elif isinstance(command, Set):
-            self._require_use_for_thresholds()
+            self._require_use_for(command.values)
             return {"changed": self._policy.set_thresholds(command.values, "set")}
         return self.describe()
 
-    def _require_use_for_thresholds(self) -> None:
-        if not self._config.may_switch:
+    def _require_use_for(self, values: Collection[str]) -> None:
+        if not self._config.may_switch and not set(values) <= set(ADMISSION):
+            for_all = ", ".join(ADMISSION)
             raise InvalidRequestError(
                 f"set: a worker in mode {self._config.role} under {self._config.strategy} decides nothing; "
-                "expected a prefill or decode worker of prefill_first, decode_first or auto"
+                f"expected {for_all} only, or a prefill or decode worker of prefill_first, decode_first or auto"
             )
 
     async def _switch(self, to: Strategy) -> None:

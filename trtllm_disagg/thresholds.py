@@ -1,4 +1,4 @@
-"""The numbers that deciders compare with. They may change while a worker runs: by `--policy-file`, or by command."""
+"""What deciders and admission compare with. `--policy-file` or a command changes it while a worker runs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Tokens, requests and a share; `config.py` has the defaults, `deciding.py` the rules."""
+    """Tokens, requests and a share; `config.py` has the defaults, `deciding.py` and `admission.py` the rules."""
 
     max_local_prefill_length: int
     max_prefill_queue_size: int
     eff_isl_threshold: int
     eff_isl_ratio_threshold: float
     non_cached_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Thresholds:
-        return cls(**{name: getattr(config, name) for name in NAMES})
+        given = {name: value for name in NAMES if (value := getattr(config, name)) is not None}
+        return cls(**(_bounds(config) | given))
 
     def changed(self, values: Mapping[str, Any], source: str) -> Thresholds:
         """Raises ConfigError as `check_thresholds` does."""
@@ -41,6 +44,17 @@ class Thresholds:
 
 
 NAMES = tuple(field.name for field in fields(Thresholds))
+#: Those that every worker has a use for; the others are a decider's.
+ADMISSION = ("max_queued_requests", "max_queued_tokens")
+#: A small batch is no reason to refuse a burst, of which a GPU would be done in seconds.
+_LEAST_QUEUED_REQUESTS = 256
+_QUEUED_BATCHES = 4
+
+
+def _bounds(config: WorkerConfig) -> dict[str, int]:
+    """What may wait when no flag says so: four batches, and for each request one step of prefill."""
+    requests = max(_LEAST_QUEUED_REQUESTS, _QUEUED_BATCHES * config.max_batch_size)
+    return {"max_queued_requests": requests, "max_queued_tokens": requests * config.max_num_tokens}
 
 
 def check_thresholds(values: Mapping[str, Any], source: str) -> None:

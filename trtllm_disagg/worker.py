@@ -20,6 +20,7 @@ from trtllm_disagg.embedded.checkpoint import fingerprint
 from trtllm_disagg.engine import Engine, load_api, resolve_engine, serve_as_rank
 from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
+from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.departure import Departure
 from trtllm_disagg.handlers.fitting import FittingStage
 from trtllm_disagg.handlers.journal import journaled
@@ -120,6 +121,7 @@ async def _serve(
     waiting = queue if queue.client is not None else None
     generate = build_generate(config, engine, stage, policy, queue.client, waiting)
     generate = departure.attending(standing.counting(journaled(generate, _part(config), policy.counts)))
+    generate = Admission(policy.thresholds, policy.queued).admitting(generate)
     publishers = await create_publishers(config, runtime.front, runtime.peer, engine.llm, block_size, policy)
     for publisher in publishers:
         await publisher.start()

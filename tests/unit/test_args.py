@@ -53,6 +53,8 @@ OTHER_VALUES: dict[str, Any] = {
     "kv_block_size": 64,
     "max_batch_size": 3,
     "max_num_tokens": 4,
+    "max_queued_requests": 5,
+    "max_queued_tokens": 600,
     "max_seq_len": 5,
     "max_beam_width": 2,
     "free_gpu_memory_fraction": 0.5,

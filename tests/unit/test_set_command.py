@@ -58,6 +58,13 @@ async def test_everybody_is_told_and_says_what_was() -> None:
     assert (await run_set(fake))[1] == ["prefill a: has these already", "decode b: has these already"]
 
 
+async def test_bounds_of_the_queue_are_for_every_worker() -> None:
+    fake = FakeDeployment("router", ("agg", "prefill"))
+    values: dict[str, int | float | str | bool] = {"max_queued_requests": 3, "max_queued_tokens": 0}
+    assert await set_thresholds(fake, values, None, lambda _: None, lambda _: None) == 0
+    assert fake.told == {10: Set(values), 11: Set(values)}
+
+
 async def test_one_is_told() -> None:
     fake = FakeDeployment()
     await run_set(fake, 11)

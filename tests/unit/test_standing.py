@@ -199,6 +199,15 @@ async def test_thresholds_are_set_together_or_not_at_all() -> None:
     assert policy.thresholds.value.max_local_prefill_length == 7
 
 
+async def test_every_worker_takes_other_bounds_for_what_may_wait() -> None:
+    worker, _, policy = standing("agg", "decode_first")
+    await worker.obey({"command": "set", "values": {"max_queued_requests": 7}})
+    assert policy.thresholds.value.max_queued_requests == 7
+    with pytest.raises(InvalidRequestError, match="decides nothing"):
+        await worker.obey({"command": "set", "values": {"max_queued_requests": 8, "eff_isl_threshold": 1}})
+    assert policy.thresholds.value.max_queued_requests == 7
+
+
 async def test_it_counts_whole_requests_from_frontends_only() -> None:
     worker, _, _ = standing("decode", "decode_first")
 

@@ -31,7 +31,7 @@ async def create_publishers(
     )
     stats: Publisher = NullPublisher()
     if config.publish_metrics:
-        load, metrics = WorkerMetricsPublisher(), EngineMetrics(policy.counts)
+        load, metrics = WorkerMetricsPublisher(), EngineMetrics(policy.counts, policy.queued)
         await load.create_endpoint(endpoint)
         expose(metrics, endpoint, config)
         stats = StatsForwarder(llm, load, metrics)

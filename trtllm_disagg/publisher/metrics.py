@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from trtllm_disagg.config import WorkerConfig
+from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.journal import JourneyCounts
 from trtllm_disagg.settings import parse_endpoint_id
 
@@ -30,6 +31,11 @@ _COUNTERS = {
     "kv_bytes_saved": "Bytes of KV that did not have to come, because this worker had them",
     "kv_pushes": "Requests whose KV this worker wrote into another one (generation_first)",
     "kv_bytes_pushed": "Bytes of KV that this worker wrote into another one",
+}
+_SHED = "Requests that were refused because too many waited on this worker"
+_QUEUED = {
+    "requests": "Requests that this worker has taken on and that have no first token yet",
+    "tokens": "Prompt tokens of those requests",
 }
 _REQUESTS = "Whole requests that ended on this worker: what ran, why, and the last step down the ladder"
 _TRANSFERS = {
@@ -54,8 +60,9 @@ _TOTALS = {
 class EngineMetrics(Collector):
     """Adds up the engine's per-iteration statistics; every rank of attention DP sends its own."""
 
-    def __init__(self, journeys: JourneyCounts | None = None) -> None:
+    def __init__(self, journeys: JourneyCounts | None = None, queued: Queued | None = None) -> None:
         self._journeys = journeys or JourneyCounts()
+        self._queued = queued or Queued()
         self._counted: dict[str, float] = {}
         self._held: dict[str, dict[Any, float]] = {}
 
@@ -83,6 +90,9 @@ class EngineMetrics(Collector):
         for labels, count in list(self._journeys.ended.items()):
             requests.add_metric(labels, count)
         yield requests
+        yield CounterMetricFamily(PREFIX + "requests_shed", _SHED, value=self._queued.shed)
+        for name, value in (("requests", self._queued.requests), ("tokens", self._queued.tokens)):
+            yield GaugeMetricFamily(f"{PREFIX}queued_{name}", _QUEUED[name], value=value)
         yield from self._transfers()
 
     def _transfers(self) -> Iterator[Metric]:

@@ -55,7 +55,9 @@ def as_dynamo_handler(
             if isinstance(error, errors.RequestCancelledError) and context.is_stopped():
                 log.info("request %s: %s", context.id(), error)
                 return
-            log.warning("request %s: %s: %s", context.id(), type(error).__name__, error)
+            # A flood would fill the log; admission tells of it now and then.
+            level = logging.DEBUG if isinstance(error, errors.OverloadedError) else logging.WARNING
+            log.log(level, "request %s: %s: %s", context.id(), type(error).__name__, error)
             # Dynamo prints the traceback of what it gets; of an error that is expected the line above says it all.
             raise to_dynamo(error) from None
         except Exception as error:
