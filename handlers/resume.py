@@ -117,12 +117,7 @@ def depends_on_text_only(request: GenerateRequest) -> bool:
     """Prompt and answer may be one text to the sampler."""
     sampling = request.sampling
     penalties = (sampling.presence_penalty, sampling.frequency_penalty)
-    return (
-        not any(penalties)
-        and sampling.repetition_penalty in (None, 1.0)
-        and not sampling.guided_decoding
-        and not request.output.prompt_logprobs
-    )
+    return not any(penalties) and sampling.repetition_penalty in (None, 1.0) and not sampling.guided_decoding
 
 
 def repeatable(request: GenerateRequest) -> GenerateRequest:

@@ -22,19 +22,50 @@ class Command(NamedTuple):
 
     help: str
     module: str
+    example: str
 
 
 COMMANDS = {
     "worker": Command(
-        "run one worker; flags as `python -m dynamo.trtllm` has them", "trtllm_disagg.worker_command"
+        "run one worker; its flags are named as in `python -m dynamo.trtllm`",
+        "trtllm_disagg.worker_command",
+        "trtllm-disagg worker --model .cache/demo-model --disaggregation-mode agg --engine embedded",
     ),
-    "up": Command("run a whole deployment on this machine", "trtllm_disagg.deployment.cli"),
-    "switch": Command("another order for a running deployment", "trtllm_disagg.switching.cli"),
-    "set": Command("other thresholds for a running deployment", "trtllm_disagg.set_command"),
-    "scale": Command("more or fewer workers of a running `up`", "trtllm_disagg.deployment.scale_command"),
-    "bench": Command("measure it on this machine, beside baselines", "trtllm_disagg.bench"),
-    "demo": Command("watch one request pass through both orders", "trtllm_disagg.demo"),
-    "demo-model": Command("make the small local model; no download", "trtllm_disagg.demo_model"),
+    "up": Command(
+        "run a whole deployment on this machine",
+        "trtllm_disagg.deployment.cli",
+        "trtllm-disagg up --strategy decode_first --model .cache/demo-model --http-port 8000",
+    ),
+    "switch": Command(
+        "change the order of the stages in a running deployment",
+        "trtllm_disagg.switching.cli",
+        "trtllm-disagg switch --run-dir DIR --to prefill_first",
+    ),
+    "set": Command(
+        "change thresholds of a running deployment",
+        "trtllm_disagg.set_command",
+        "trtllm-disagg set --run-dir DIR --max-local-prefill-length 500",
+    ),
+    "scale": Command(
+        "change the number of workers of a running `up`",
+        "trtllm_disagg.deployment.scale_command",
+        "trtllm-disagg scale --run-dir DIR --prefill 2 --decode 3",
+    ),
+    "bench": Command(
+        "measure on this machine, beside baselines",
+        "trtllm_disagg.bench",
+        "trtllm-disagg bench transfer --transport NIXL",
+    ),
+    "demo": Command(
+        "show how one request passes through both orders",
+        "trtllm_disagg.demo",
+        'trtllm-disagg demo --question "What is a list?"',
+    ),
+    "demo-model": Command(
+        "train the small local model; nothing is downloaded",
+        "trtllm_disagg.demo_model",
+        "trtllm-disagg demo-model .cache/demo-model",
+    ),
 }
 
 
@@ -65,8 +96,9 @@ def run(argv: list[str]) -> int:
         print(__version__)
         return 0
     name, *arguments = argv
-    module = import_module(_command(name).module)
-    parser = Parser(prog=f"trtllm-disagg {name}", description=COMMANDS[name].help, allow_abbrev=False)
+    command = _command(name)
+    module = import_module(command.module)
+    parser = parser_of(name, command)
     module.add_arguments(parser)
     namespace, unknown = parser.parse_known_args(_with_values(arguments))
     if unknown:
@@ -75,6 +107,21 @@ def run(argv: list[str]) -> int:
         refuse_unknown_arguments(parser, unknown)
     _log_to_stderr()
     return int(module.run(namespace))
+
+
+def parser_of(name: str, command: Command) -> Parser:
+    """Without its flags, which are the module's."""
+    return Parser(
+        prog=f"trtllm-disagg {name}",
+        description=command.help,
+        epilog=shown_example(command),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def shown_example(command: Command) -> str:
+    return f"example:\n  {command.example}"
 
 
 def _with_values(arguments: list[str]) -> list[str]:
@@ -109,7 +156,9 @@ def _overview() -> str:
             "",
             *lines,
             "",
-            "trtllm-disagg COMMAND --help lists the flags of one.",
+            "trtllm-disagg COMMAND --help lists the flags of a command.",
+            "",
+            shown_example(COMMANDS["up"]),
         ]
     )
 

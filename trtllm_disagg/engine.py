@@ -33,6 +33,8 @@ _CONTEXT_ONLY, _GENERATION_ONLY = "context_only", "generation_only"
 #: DisaggScheduleStyle.GENERATION_FIRST; older TensorRT-LLM has no such name.
 _GENERATION_FIRST = 1
 _DEFAULT_MAX_POSITIONS = 2048
+_LONG_CONTEXT = 128 * 1024
+_MOST_STRETCHED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,13 @@ class Engine:
     def is_exact(self) -> bool:
         """It gives the same tokens when it is asked again, whatever else it runs. TensorRT-LLM does not say so."""
         return bool(getattr(self.llm, "is_exact", False))
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens above which no prompt needs to be looked at."""
+        told: int | None = getattr(self.llm, "max_seq_len", None)
+        # An engine that does not tell may stretch a model's positions.
+        return told or _MOST_STRETCHED * max(self.max_seq_len, _LONG_CONTEXT)
 
     def start_both(self, request: GenerateRequest) -> Any:
         return self._start(request, None, streaming=True)
@@ -233,7 +242,6 @@ class Engine:
                 ignore_eos=ignore_eos,
                 stop_token_ids=stop_ids or None,
                 logprobs=None if request.output.logprobs is None else max(1, request.output.logprobs),
-                prompt_logprobs=request.output.prompt_logprobs,
                 # Dynamo's frontend makes the text.
                 detokenize=False,
                 guided_decoding=self._guided(guided),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import math
 import struct
 from typing import Any
 
 import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.guides import require_guides
 from trtllm_disagg.protocols.recognise import HANDOFF_PATHS, given_in
 from trtllm_disagg.types import (
     Errand,
@@ -38,8 +40,11 @@ _FOREIGN_KEYS = ("worker_id", "_epd_metadata")
 _SENDER_KEYS = ("opaque_state", "ctx_info_endpoint")
 
 
-def decode_request(raw: dict[str, Any]) -> GenerateRequest:
-    """Raise InvalidRequestError naming the key that does not fit."""
+def decode_request(raw: dict[str, Any], longest_prompt: float = math.inf) -> GenerateRequest:
+    """Raise InvalidRequestError naming the key that does not fit. A prompt of more than `longest_prompt` tokens is
+    refused before anything looks at them.
+    """
+    _require_length(raw, longest_prompt)
     raw = _with_token_list(raw)
     try:
         wire = msgspec.convert(raw, WireRequest)
@@ -68,6 +73,16 @@ def decode_request(raw: dict[str, Any]) -> GenerateRequest:
     return request
 
 
+def _require_length(raw: Any, longest: float) -> None:
+    tokens = raw.get("token_ids") if isinstance(raw, dict) else None
+    if isinstance(tokens, (list, bytes, bytearray, memoryview)):
+        count = len(tokens) if isinstance(tokens, list) else len(tokens) // 4
+        if count > longest:
+            raise InvalidRequestError(
+                f"the prompt has {count} tokens; max_seq_len {longest} leaves room for fewer"
+            )
+
+
 def _with_token_list(raw: Any) -> Any:
     """With DYN_TOKEN_IDS_AS_BYTES set, Dynamo packs the tokens as little-endian 32-bit numbers."""
     packed = raw.get("token_ids") if isinstance(raw, dict) else None
@@ -88,6 +103,12 @@ def _require_servable(request: GenerateRequest) -> None:
         )
     if request.sampling.use_beam_search:
         raise InvalidRequestError("use_beam_search=true: KV transfer carries one beam; expected false")
+    if request.output.prompt_logprobs is not None:
+        # To a worker the two look the same.
+        raise InvalidRequestError(
+            "echo (or prompt_logprobs) is not served: workers return nothing of the prompt; expected neither"
+        )
+    require_guides(request.sampling.guided_decoding or {})
     # 0 comes from no client, but from a frontend whose worker died behind the last token (handlers/nothing_left.py).
     if request.stop.max_tokens is not None and request.stop.max_tokens < 0:
         raise InvalidRequestError(f"max_tokens={request.stop.max_tokens} is not allowed; expected at least 1")

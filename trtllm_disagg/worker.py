@@ -141,7 +141,10 @@ async def _serve(
     try:
         async with _leave_when_dead(engine, leaving), _watching(config, policy, standing) as watchers:
             serving = runtime.serve(
-                generate, lambda: standing.describe() | namesakes.described(), standing.obey
+                generate,
+                lambda: standing.describe() | namesakes.described(),
+                standing.obey,
+                engine.longest_prompt,
             )
             await _serve_and(introduce(), serving, runtime)
     finally:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 
 from trtllm_disagg.args import add_worker_arguments, config_from_namespace
+from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.watchdog import watch_over_this_process
 
 __all__ = ["add_arguments", "run"]
@@ -15,6 +17,7 @@ add_arguments = add_worker_arguments
 
 def run(namespace: argparse.Namespace) -> int:
     config = config_from_namespace(namespace, os.environ)
+    config = replace(config, model=str(servable_model(config.model)), served_model_name=config.model_name)
     # After the flags are known to be good: these imports take seconds.
     import uvloop
 

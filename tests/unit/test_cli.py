@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trtllm_disagg import __version__
-from trtllm_disagg.cli import COMMANDS, Command, main
+from trtllm_disagg.bench import BENCHMARKS
+from trtllm_disagg.cli import COMMANDS, Command, main, parser_of
 from trtllm_disagg.errors import ConfigError
 
 
@@ -27,9 +31,38 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = SimpleNamespace(
         add_arguments=lambda parser: parser.add_argument("--level", type=int), run=lambda namespace: 0
     )
-    monkeypatch.setitem(COMMANDS, "try", Command("a test", "a_module_of_a_test"))
+    monkeypatch.setitem(COMMANDS, "try", Command("a test", "a_module_of_a_test", "trtllm-disagg try"))
     monkeypatch.setitem(sys.modules, "a_module_of_a_test", module)
     return module
+
+
+# -- help
+
+
+WORDS_OF_NO_PROGRAM = re.compile(r"\b(nobody|somebody|anybody|everybody|whoever|who)\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        *((name, command) for name, command in COMMANDS.items()),
+        *((f"bench {name}", benchmark) for name, benchmark in BENCHMARKS.items()),
+    ],
+)
+def test_every_command_shows_its_flags_and_an_example_that_it_takes(
+    words: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(*words.split(), "--help") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: trtllm-disagg {words} ")
+    assert shown.endswith(f"example:\n  {command.example}\n")
+    assert not WORDS_OF_NO_PROGRAM.search(shown)
+
+    program, name, *arguments = shlex.split(command.example)
+    assert (program, [name, *arguments][: len(words.split())]) == ("trtllm-disagg", words.split())
+    parser = parser_of(name, COMMANDS[name])
+    import_module(COMMANDS[name].module).add_arguments(parser)
+    assert parser.parse_known_args(arguments)[1] == []
 
 
 # -- no command

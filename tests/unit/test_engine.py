@@ -92,12 +92,12 @@ def test_a_prompt_that_fills_the_context_still_asks_for_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "logprobs", "prompt_logprobs"),
-    [({}, None, None), ({"logprobs": 0}, 1, None), ({"logprobs": 3, "prompt_logprobs": 2}, 3, 2)],
+    ("options", "logprobs"),
+    [({}, None), ({"logprobs": 0}, 1), ({"logprobs": 3}, 3)],
 )
-def test_logprobs(options: dict[str, int], logprobs: int | None, prompt_logprobs: int | None) -> None:
+def test_logprobs(options: dict[str, int], logprobs: int | None) -> None:
     params = sampling_of(output_options=options)
-    assert (params.logprobs, params.prompt_logprobs) == (logprobs, prompt_logprobs)
+    assert params.logprobs == logprobs
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_guided_decoding(guided: dict[str, Any], params: dict[str, Any]) -> None
     )
 
 
-@pytest.mark.parametrize("guided", [{}, {"json": None}, {"choice": []}])
+@pytest.mark.parametrize("guided", [{}, {"json": None}, {"choice": None}])
 def test_empty_guided_decoding_is_none(guided: dict[str, Any]) -> None:
     assert sampling_of(sampling_options={"guided_decoding": guided}).guided_decoding is None
 
@@ -257,3 +257,8 @@ def test_auto_is_what_is_installed() -> None:
     assert resolve_engine("auto") == "embedded"
     assert resolve_engine("embedded") == "embedded"
     assert resolve_engine("tensorrt_llm") == "tensorrt_llm"
+
+
+def test_an_engine_that_does_not_tell_its_length_gets_every_prompt_that_it_might_take() -> None:
+    engine = Engine(load_api("recording"), llm=object(), max_seq_len=4096)
+    assert engine.longest_prompt >= 1_000_000

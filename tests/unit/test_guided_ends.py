@@ -205,3 +205,12 @@ def test_a_tokenizer_that_is_not_one(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
         read_guide_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("grammar", ["start: start", "start: a\na: b\nb: a", 'start: a "x"\na: a'])
+def test_a_grammar_that_can_begin_with_nothing_is_refused_in_one_sentence(core: Core, grammar: str) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        guide_of(core, guided(GuidedDecodingParams(grammar=grammar)))
+    assert str(refusal.value) == (
+        "guided decoding: no token can begin an answer; is a rule of the grammar defined by itself alone?"
+    )

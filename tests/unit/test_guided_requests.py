@@ -123,7 +123,7 @@ def test_without_an_option_nothing_is_guided() -> None:
 
 def test_without_a_backend_it_is_refused_by_name() -> None:
     params = SamplingParams(guided_decoding=GuidedDecodingParams(regex="a"))
-    with pytest.raises(ValueError, match="needs guided_decoding_backend, which is not set"):
+    with pytest.raises(ValueError, match=r"which is not set .*--guided-decoding-backend llguidance"):
         spec_of(params, backend=None)
 
 
@@ -141,7 +141,7 @@ def sampling_of(guided: dict[str, Any]) -> Any:
         ({"json": SCHEMA, "regex": None, "backend": "xgrammar"}, GuidedDecodingParams(json=SCHEMA)),
         ({"json": {}}, GuidedDecodingParams(json={})),
         ({"json": json.dumps(SCHEMA)}, GuidedDecodingParams(json=json.dumps(SCHEMA))),
-        ({"regex": "a+", "choice": []}, GuidedDecodingParams(regex="a+")),
+        ({"regex": "a+", "choice": None}, GuidedDecodingParams(regex="a+")),
         ({"grammar": "start: A", "json": None}, GuidedDecodingParams(grammar="start: A")),
         ({"choice": ["a.b", "c"]}, GuidedDecodingParams(regex=r"(a\.b|c)")),
         ({"structural_tag": {"triggers": []}}, GuidedDecodingParams(structural_tag='{"triggers": []}')),
@@ -165,3 +165,46 @@ def test_a_choice_matches_itself_and_nothing_else(choices: list[str], other: str
     for choice in choices:
         assert matches(grammar, choice)
     assert matches(grammar, other) == (other in choices)
+
+
+@pytest.mark.parametrize(
+    ("guided", "named"),
+    [
+        ({"json": False}, "guided_json: 'False' is not allowed; expected a JSON schema"),
+        ({"json": ""}, "guided_json: '' "),
+        ({"json": 0}, "guided_json: '0' "),
+        ({"json": []}, r"guided_json: '\[\]' "),
+        ({"regex": ""}, "guided_regex: '' .* a regular expression that is not empty"),
+        ({"grammar": ""}, "guided_grammar: '' .* a grammar that is not empty"),
+        ({"grammar": " \n"}, "guided_grammar: "),
+        ({"choice": []}, r"guided_choice: '\[\]' .* at least one"),
+        ({"choice": ["a", 5]}, "guided_choice: .* a list of texts"),
+        ({"choice": "abc"}, "guided_choice: 'abc' .* a list of texts"),
+        ({"structural_tag": {}}, "guided_structural_tag: "),
+        ({"json_object": "yes"}, "guided_json_object: 'yes' .* true or false"),
+    ],
+)
+def test_an_empty_guide_is_refused_by_its_name(guided: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        request(sampling_options={"guided_decoding": guided})
+
+
+@pytest.mark.parametrize(
+    "guided",
+    [
+        None,
+        {},
+        {"json": None},
+        {"json": {}},
+        {"json": True},
+        {"choice": [""]},
+        {"json_object": False, "regex": "a"},
+    ],
+)
+def test_a_guide_that_is_not_empty_or_not_given_is_taken(guided: dict[str, Any] | None) -> None:
+    request(sampling_options={"guided_decoding": guided})
+
+
+def test_what_echo_becomes_is_refused_by_the_name_that_the_client_used() -> None:
+    with pytest.raises(InvalidRequestError, match=r"echo \(or prompt_logprobs\) is not served"):
+        request(output_options={"prompt_logprobs": 1})

@@ -15,7 +15,17 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 
 #: From the bottom up. A module imports from its own layer and from those below; the longest name counts.
 LAYERS = (
-    ("", "types", "errors", "activity", "admin_key", "interpreter", "watchdog", "yaml_file"),
+    (
+        "",
+        "types",
+        "errors",
+        "activity",
+        "admin_key",
+        "interpreter",
+        "model_directory",
+        "watchdog",
+        "yaml_file",
+    ),
     ("kv_transfer",),
     (
         "settings",
@@ -24,6 +34,7 @@ LAYERS = (
         "protocols",
         "wire",
         "flags",
+        "guides",
         "args",
         "pairing",
         "namesakes",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from traceback import format_exception
 from typing import Any
@@ -136,6 +136,29 @@ async def test_a_bad_request_is_refused_before_any_handler() -> None:
     handler = as_dynamo_handler(failing(None), dict)
     with pytest.raises(dynamo_errors.InvalidArgument, match="token_ids"):
         await anext(handler({"token_ids": 5}, context=FakeContext()))
+
+
+class Endless(list[int]):
+    """A prompt that cannot be looked at."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("its tokens were looked at")
+
+
+@pytest.mark.parametrize("tokens", [Endless(), [5] * 65, bytes(4 * 65)])
+async def test_a_prompt_that_is_too_long_is_refused_before_its_tokens_are_looked_at(tokens: Any) -> None:
+    handler = as_dynamo_handler(failing(None), dict, longest_prompt=64)
+    with pytest.raises(dynamo_errors.InvalidArgument, match=r"the prompt has \d+ tokens; max_seq_len 64"):
+        await anext(handler(raw_request() | {"token_ids": tokens}, context=FakeContext()))
+
+
+@pytest.mark.parametrize("tokens", [[5] * 64, bytes(4 * 64)])
+async def test_a_prompt_of_just_that_length_is_left_to_the_engine(tokens: Any) -> None:
+    handler = as_dynamo_handler(failing(None, chunks_before=1), dict, longest_prompt=64)
+    assert [chunk async for chunk in handler(raw_request() | {"token_ids": tokens}, context=FakeContext())]
 
 
 async def test_a_client_that_left_gets_no_error(caplog: pytest.LogCaptureFixture) -> None:

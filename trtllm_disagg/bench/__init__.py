@@ -9,20 +9,30 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-from trtllm_disagg.cli import Command
+from trtllm_disagg.cli import Command, shown_example
 
 #: Each module has add_arguments(parser) and run(namespace) -> exit status.
 BENCHMARKS = {
-    "engine": Command("the embedded engine beside llama.cpp and others", "trtllm_disagg.bench.engine"),
+    "engine": Command(
+        "the embedded engine beside llama.cpp and others",
+        "trtllm_disagg.bench.engine",
+        "trtllm-disagg bench engine --quick",
+    ),
     "overhead": Command(
         "what the orders cost beside the frontend's own chain, with an engine that costs nothing",
         "trtllm_disagg.bench.overhead",
+        "trtllm-disagg bench overhead --quick",
     ),
     "scenarios": Command(
         "six workloads, monolithic and disaggregated, token by token the same",
         "trtllm_disagg.bench.scenarios",
+        "trtllm-disagg bench scenarios --scale seed",
     ),
-    "transfer": Command("KV pulls between two processes beside memcpy", "trtllm_disagg.bench.transfer"),
+    "transfer": Command(
+        "KV pulls between two processes beside memcpy",
+        "trtllm_disagg.bench.transfer",
+        "trtllm-disagg bench transfer --transport NIXL --shape 8b-bf16",
+    ),
 }
 
 
@@ -30,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="NAME", required=True)
     for name, benchmark in BENCHMARKS.items():
         subparser = benchmarks.add_parser(
-            name, help=benchmark.help, description=benchmark.help, allow_abbrev=False
+            name,
+            help=benchmark.help,
+            description=benchmark.help,
+            epilog=shown_example(benchmark),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         import_module(benchmark.module).add_arguments(subparser)
 

@@ -22,12 +22,17 @@ from trtllm_disagg.bench.progress import Progress
 from trtllm_disagg.bench.servers import DISAGGREGATED, MODES, Bench, Server, start_servers
 from trtllm_disagg.bench.workloads import SCALES, SEED_SCENARIOS, Ratios, Scale, Scenario
 from trtllm_disagg.kv_transfer.choose import TRANSPORTS
+from trtllm_disagg.model_directory import model_directory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print figures instead of tables")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a PNG; needs matplotlib")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="(default: random weights, 11M parameters)")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="directory or Hugging Face name (default: random weights, 11M parameters)",
+    )
     parser.add_argument(
         "--scale",
         choices=SCALES,
@@ -87,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         require_matplotlib()
     before = load()
     with Progress("scenarios") as progress:
-        model = args.model or random_checkpoint(DEFAULT_DIRECTORY)
+        model = model_directory(args.model) if args.model else random_checkpoint(DEFAULT_DIRECTORY)
         outcomes = [
             outcome for name in args.scale for outcome in measure(SCALES[name], model, args, progress.say)
         ]

@@ -18,17 +18,20 @@ from trtllm_disagg.deployment import Deployment, DeploymentConfig, deployment_in
 from trtllm_disagg.deployment.cli import default_name, engine_configs_in
 from trtllm_disagg.deployment.plan import NO_WORKERS, Strategy
 from trtllm_disagg.deployment.status import status_for
+from trtllm_disagg.model_directory import is_hub_name, servable_model
 
 ORDERS: tuple[Strategy, ...] = ("prefill_first", "decode_first")
 QUESTION = "What is a list?"
-_DEFAULT_MODEL = Path(".cache/demo-model")
+_DEFAULT_MODEL = ".cache/demo-model"
 _JOURNAL_SECONDS = 2.0
 _DEFAULT_CONFIGS = Path("engine_configs/demo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", type=Path, default=_DEFAULT_MODEL, help="made when missing (default: %(default)s)"
+        "--model",
+        default=_DEFAULT_MODEL,
+        help="directory, made when missing, or Hugging Face name (default: %(default)s)",
     )
     parser.add_argument("--question", default=QUESTION, help="(default: %(default)r)")
     parser.add_argument("--max-tokens", type=int, default=60, help="(default: %(default)s)")
@@ -42,23 +45,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0 when both orders answered, and answered the same."""
-    if args.model == _DEFAULT_MODEL or not args.model.exists():
-        _say(f"1. The model: {args.model} (small, trained here on Python's own documentation)")
-        build_demo_model(args.model)
-    answers = [_one_order(number, order, args) for number, order in enumerate(ORDERS, 2)]
+    path = Path(args.model)
+    if not is_hub_name(args.model) and (args.model == _DEFAULT_MODEL or not path.exists()):
+        _say(f"1. The model: {path} (small, trained here on Python's own documentation)")
+        build_demo_model(path)
+    model = servable_model(args.model)
+    answers = [_one_order(number, order, model, args) for number, order in enumerate(ORDERS, 2)]
     same = len({answer.text for answer in answers}) == 1
     _say("Both orders gave the same answer." if same else "The two orders gave DIFFERENT answers: a bug.")
     return 0 if same else 1
 
 
-def _one_order(number: int, order: Strategy, args: argparse.Namespace) -> Answer:
+def _one_order(number: int, order: Strategy, model: Path, args: argparse.Namespace) -> Answer:
     _say(
         f"{number}. {order}: the frontend sends the request to the {order.removesuffix('_first')} worker first"
     )
     config = DeploymentConfig(
         strategy=order,
-        model=str(args.model),
-        served_model_name=default_name(str(args.model)),
+        model=str(model),
+        served_model_name=default_name(args.model),
         run_dir=Path(tempfile.mkdtemp(prefix="trtllm-disagg-demo-")),
         http_port=0,
         engine="embedded",

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from trtllm_disagg.deployment.serve import serve
 from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.flags import FLAGS
+from trtllm_disagg.model_directory import servable_model
 
 COUNT_FLAGS: Mapping[Role, str] = {
     "agg": "--agg-workers",
@@ -132,12 +134,13 @@ def run(args: argparse.Namespace) -> int:
     if args.run_dir is not None:
         return _serve(config_from(args, args.run_dir))
     with scratch_directory("trtllm-disagg-") as scratch:
-        if code := _serve(config_from(args, scratch.path)):
+        if (code := _serve(config_from(args, scratch.path))) == 1:
             scratch.keep()
         return code
 
 
 def _serve(config: DeploymentConfig) -> int:
+    config = replace(config, model=str(servable_model(config.model)))
     print(f"run directory: {config.run_dir}", file=sys.stderr, flush=True)
     return asyncio.run(serve(config, status_for(sys.stderr)))
 

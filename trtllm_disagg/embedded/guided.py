@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 import numpy
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from trtllm_disagg.embedded.guide_tokenizer import GuideTokenizer
 from trtllm_disagg.embedded.messages import SamplingSpec
@@ -19,6 +19,12 @@ from trtllm_disagg.errors import ConfigError, InvalidRequestError
 
 _CACHED_GRAMMARS = 256
 _SILENT = 0
+#: Else an error carries the parser's state.
+_LIMITS = LLParserLimits(verbose_errors=False)
+#: llguidance's words that a caller cannot know.
+_SENTENCES = {
+    "NoExtensionBias": "no token can begin an answer; is a rule of the grammar defined by itself alone?"
+}
 
 
 class Guide:
@@ -56,8 +62,7 @@ class Guide:
         self.barred = barred
 
     def _reason(self) -> str:
-        # The rest of the text is the parser's state.
-        return self._matcher.get_error().partition("\n")[0]
+        return _sentence(self._matcher.get_error())
 
 
 class Vocabulary:
@@ -101,9 +106,14 @@ class Guides:
         return Guide(matcher, self._vocab, tuple(dict.fromkeys(sampling.end_ids + stops)))
 
     def _compile(self, grammar: str) -> LLMatcher:
-        matcher = LLMatcher(self._vocab.tokens, grammar, log_level=_SILENT)
+        matcher = LLMatcher(self._vocab.tokens, grammar, log_level=_SILENT, limits=_LIMITS)
         # Its copies know what it knows by now: the first mask is the dearest.
         matcher.compute_bitmask()
         if matcher.is_error():
-            raise InvalidRequestError(f"guided decoding: {matcher.get_error().strip()}")
+            raise InvalidRequestError(f"guided decoding: {_sentence(matcher.get_error())}")
         return matcher
+
+
+def _sentence(error: str) -> str:
+    first = error.strip().partition("\n")[0]
+    return _SENTENCES.get(first, first)

@@ -30,6 +30,7 @@ from trtllm_disagg.embedded.running import RunningRequests
 from trtllm_disagg.embedded.sampling_params import SamplingParams
 from trtllm_disagg.embedded.scheduling_params import SchedulingParams
 from trtllm_disagg.embedded.supported_args import refuse_unsupported
+from trtllm_disagg.model_directory import model_directory
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class LLM:
         **kwargs: Any,
     ) -> None:
         self.args = LlmArgs(
-            model=model,
+            model=model_directory(str(model), "model"),
             tokenizer=tokenizer,
             tokenizer_mode=tokenizer_mode,
             skip_tokenizer_init=skip_tokenizer_init,
@@ -87,6 +88,11 @@ class LLM:
         )
 
     # -- what clients call
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest sequence, prompt and answer together (embedded engine only)."""
+        return self._core.ready.max_seq_len
 
     def generate_async(
         self,

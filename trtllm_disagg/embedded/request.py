@@ -221,7 +221,10 @@ def _grammar(params: SamplingParams, backend: str | None) -> str | None:
     if params.guided_decoding is None:
         return None
     if backend is None:
-        raise ValueError("SamplingParams.guided_decoding needs guided_decoding_backend, which is not set")
+        raise ValueError(
+            "SamplingParams.guided_decoding needs guided_decoding_backend, which is not set "
+            "(a worker's --guided-decoding-backend llguidance)"
+        )
     # Loads the library, which nobody else needs.
     from trtllm_disagg.embedded.grammar import grammar_of
 

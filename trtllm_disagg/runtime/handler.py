@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -31,7 +32,10 @@ async def refuse_control(raw: Any) -> dict[str, Any]:
 
 
 def as_dynamo_handler(
-    generate: Generate, describe: Callable[[], dict[str, Any]], obey: Obey = refuse_control
+    generate: Generate,
+    describe: Callable[[], dict[str, Any]],
+    obey: Obey = refuse_control,
+    longest_prompt: float = math.inf,
 ) -> Callable[..., Any]:
     """What Dynamo calls with each request. It finds the second parameter by its name."""
 
@@ -43,7 +47,7 @@ def as_dynamo_handler(
             if is_control(request):
                 yield await obey(request[CONTROL])
                 return
-            async with aclosing(generate(decode_request(request), context)) as chunks:
+            async with aclosing(generate(decode_request(request, longest_prompt), context)) as chunks:
                 async for chunk in chunks:
                     yield encode_chunk(chunk)
         except asyncio.CancelledError:

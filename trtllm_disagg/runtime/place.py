@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -167,11 +168,17 @@ class Runtime:
             if isinstance(outcome, Exception):
                 log.warning("discovery cannot be told that this worker leaves: %s", outcome)
 
-    async def serve(self, generate: Generate, describe: Callable[[], dict[str, Any]], obey: Obey) -> None:
+    async def serve(
+        self,
+        generate: Generate,
+        describe: Callable[[], dict[str, Any]],
+        obey: Obey,
+        longest_prompt: float = math.inf,
+    ) -> None:
         """Answer requests until the runtime is shut down. `describe` answers the other stage's question, `obey` the
         control commands.
         """
-        self._handler = as_dynamo_handler(generate, describe, obey)
+        self._handler = as_dynamo_handler(generate, describe, obey, longest_prompt)
         if self._config.may_switch:
             await self._list(self._config.peer_endpoint_id, self.peer)
         else:

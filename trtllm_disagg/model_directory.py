@@ -1,0 +1,139 @@
+"""Where a model is: the directory that was named, or the Hugging Face cache under the name of the model."""
+
+from __future__ import annotations
+
+import queue
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from trtllm_disagg.errors import ConfigError
+
+FLAG = "--model"
+#: What a worker reads of a repository on the hub.
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+#: Any of them: from these Dynamo's frontend makes tokens.
+_TOKENIZERS = ("tokenizer.json", "tiktoken.model", "*.tiktoken")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+#: To hear from the hub at all. What it sends later may take its time, and tells its progress.
+_REACH_SECONDS = 20.0
+
+Answer = TypeVar("Answer")
+
+
+def is_hub_name(model: str) -> bool:
+    """`organisation/name`, and neither a path that exists nor one in a directory that does."""
+    path = Path(model)
+    return _HUB_NAME.fullmatch(model) is not None and not path.exists() and not path.parent.is_dir()
+
+
+def model_directory(model: str, key: str = FLAG) -> Path:
+    """The directory of a model. One that only the hub has is downloaded first, with its progress on stderr.
+
+    A path is given back as it is, whatever is there. Raises ConfigError, naming `key`, when the cache does not have a
+    model and the hub does not give it.
+    """
+    if not is_hub_name(model):
+        return Path(model)
+    cached = _snapshot(model)
+    if cached is not None and _is_whole(cached):
+        return cached
+    return _download(model, key, cached)
+
+
+def servable_model(model: str, key: str = FLAG) -> Path:
+    """The directory of a model that a frontend can serve. Raises ConfigError as `model_directory`, and for a directory
+    that is missing, is no model, or has nothing to make tokens with.
+    """
+    directory = model_directory(model, key).expanduser()
+    if not directory.is_dir():
+        raise ConfigError.bad_value(
+            key,
+            model,
+            "a directory that exists, or the name of a model on the Hugging Face hub, ORGANISATION/NAME",
+        )
+    if not (directory / "config.json").is_file():
+        raise ConfigError.bad_value(key, str(directory), "a directory with config.json in it")
+    if not any(any(directory.glob(pattern)) for pattern in _TOKENIZERS):
+        raise ConfigError.bad_value(
+            key,
+            str(directory),
+            "a directory with tokenizer.json, from which Dynamo's frontend makes tokens; add the one that belongs to "
+            "this model",
+        )
+    return directory
+
+
+def _snapshot(name: str) -> Path | None:
+    """Of the local cache, whole or not; nothing is asked of the network."""
+    from huggingface_hub import constants
+
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    directory = repository / "snapshots" / commit
+    return directory if directory.is_dir() else None
+
+
+def _is_whole(directory: Path) -> bool:
+    """As far as file names tell: those that an index or the usual names promise."""
+    import json
+
+    index = directory / "model.safetensors.index.json"
+    try:
+        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return True  # the engine says what is wrong with it
+    weights = (
+        all((directory / shard).exists() for shard in shards)
+        if shards
+        else any(directory.glob("*.safetensors"))
+    )
+    return weights and (directory / "config.json").exists()
+
+
+def _download(name: str, key: str, cached: Path | None) -> Path:
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    found = f"only a part of it, in {cached}" if cached is not None else f"no {name}"
+    has_not = f"the Hugging Face cache {constants.HF_HUB_CACHE} has {found}"
+    remedy = f"run `hf download {name}` where the hub can be reached, or name a directory"
+    if constants.is_offline_mode():
+        raise ConfigError(f"{key}: {has_not}, and HF_HUB_OFFLINE forbids to ask the hub; unset it, {remedy}")
+    print(f"{has_not}; asking {constants.ENDPOINT}", file=sys.stderr, flush=True)
+    try:
+        _within(
+            _REACH_SECONDS,
+            lambda: HfApi(endpoint=constants.ENDPOINT).model_info(name, timeout=_REACH_SECONDS / 2),
+        )
+        return Path(snapshot_download(name, allow_patterns=list(_FILES), endpoint=constants.ENDPOINT))
+    except Exception as error:  # of the HTTP library and of the hub's client, which have no common ancestor
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"{key}: {has_not}, and {constants.ENDPOINT} does not give it ({why}); {remedy}"
+        ) from None
+
+
+def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """Raises TimeoutError when the answer is late: the resolver of host names knows no deadline of ours."""
+    answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put(ask())
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=answer, name="hub", daemon=True).start()
+    try:
+        got = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if isinstance(got, Exception):
+        raise got
+    return got
