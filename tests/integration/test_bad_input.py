@@ -162,14 +162,21 @@ def test_a_bad_flag_of_up(args: str, words: tuple[str, ...]) -> None:
 
 def test_up_passes_on_what_a_worker_says(tmp_path: Path) -> None:
     ended = run(
-        *("up", "--strategy", "agg", "--model", "/no/such/model", "--http-port", "0"),
-        *("--run-dir", str(tmp_path / "run")),
+        *("up", "--strategy", "agg", "--model", str(demo_model()), "--http-port", "0"),
+        *("--run-dir", str(tmp_path / "run"), "--worker-args=--max-batch-size=0"),
     )
 
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert "agg-0" in ended.stderr
-    assert "died before the deployment was ready: exit code 2" in ended.stderr
-    assert "--model: '/no/such/model' is not allowed; expected a directory that exists" in ended.stderr
+    assert "agg-0 died before the deployment was ready: --max-batch-size: 0 is not allowed" in ended.stderr
+    assert "(exit code 2)" in ended.stderr
+
+
+def test_up_needs_a_model_before_it_starts_anything(tmp_path: Path) -> None:
+    ended = run(*("up", "--strategy", "agg", "--model", "/no/such/model", "--run-dir", str(tmp_path / "run")))
+
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "error: --model: '/no/such/model' is not allowed; expected a directory that exists" in ended.stderr
+    assert not (tmp_path / "run").exists()
 
 
 # -- two stages that do not fit together
