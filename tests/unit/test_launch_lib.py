@@ -22,12 +22,10 @@ role = sys.argv[sys.argv.index("--disaggregation-mode") + 1] if "trtllm_disagg" 
 def note(file, text):
     with open(os.path.join(os.path.dirname(__file__), file), "a") as out:
         out.write(text + "\\n")
-def stop(*_):
-    note("stopped", role)
-    os._exit(0)
-signal.signal(signal.SIGTERM, stop)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 note("started", " ".join([role, *sys.argv[1:3], os.environ.get("TRTLLM_DISAGG_ADMIN_KEY_FILE", "")]))
-signal.pause()
+signal.sigwait([signal.SIGTERM])
+note("stopped", role)
 """
 SECONDS = 30.0
 

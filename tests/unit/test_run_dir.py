@@ -162,3 +162,30 @@ def test_a_foreign_process_list_is_refused(tmp_path: Path, content: str) -> None
         RunDir.claim(tmp_path)
 
     assert (tmp_path / "processes.json").read_text() == content
+
+
+#: As a user with no rights: what of a run directory can be read?
+_READ_ALL = """
+import os, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for name in ("", "key", "processes.json", "discovery"):
+    path = os.path.join(sys.argv[1], name)
+    try:
+        os.listdir(path) if os.path.isdir(path) or not name else open(path).close()
+        print(name or "the directory")
+    except PermissionError:
+        pass
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_can_read_nothing_of_it(tmp_path: Path) -> None:
+    run_dir = RunDir.claim(tmp_path / "run")
+    for parent in run_dir.path.parents[:-2]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+
+    done = subprocess.run(
+        [sys.executable, "-c", _READ_ALL, run_dir.path], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == ""
