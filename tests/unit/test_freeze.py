@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 import pytest
+from dynamo.runtime import Context
 
-from tests.handling import until
+from tests.handling import raw_request, until
 from tests.unit.test_standing import standing
 from trtllm_disagg.config import Role, Strategy, WorkerConfig
 from trtllm_disagg.runtime import Registration, Runtime, ServedModel, freeze, refuse_control
 from trtllm_disagg.runtime.freeze import watch_for_freezes
-from trtllm_disagg.types import Generate
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 
 class Clock:
@@ -100,6 +101,10 @@ def remove_files(directory: Path) -> None:
             each.unlink()
 
 
+def files_of_endpoints(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file() and "generate" in str(path)]
+
+
 async def nobody(*_: object) -> AsyncIterator[None]:
     yield
 
@@ -120,6 +125,61 @@ async def test_who_was_forgotten_is_found_again(tmp_path: Path, monkeypatch: pyt
     finally:
         runtime.shutdown()
         await serving
+
+
+async def test_a_worker_that_has_left_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen while it leaves, it would be told that it was forgotten."""
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST))
+    serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
+    seen = await runtime.stage("dyn://dynamo.decode.generate")
+    try:
+        await until(lambda: seen.instance_ids() == [runtime.instance_id])
+        await runtime.leave()
+        await until(lambda: seen.instance_ids() == [])
+        await runtime.list_again()
+        model = ServedModel(16, 8, 1, 64, 64)
+        await runtime.register(model)
+        await runtime.register_for_peers(model)
+        assert await asyncio.to_thread(files_of_endpoints, tmp_path) == []
+    finally:
+        runtime.shutdown()
+        await serving
+
+
+async def test_serving_ends_with_the_last_endpoint_and_not_with_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker comes to the frontends' endpoint later than to its role's, and relays there."""
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    go_on = asyncio.Event()
+
+    async def relay(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        yield TokenChunk([1])
+        await go_on.wait()
+        yield TokenChunk([2], finish_reason="stop")
+
+    # A directory that is no model: there will be no card of it, and the endpoint is served before that is known.
+    config = WorkerConfig(model=str(tmp_path), role=Role.PREFILL, strategy=Strategy.PREFILL_FIRST)
+    runtime = Runtime(config)
+    serving = asyncio.create_task(runtime.serve(relay, dict, refuse_control))
+    peer = await runtime.stage("dyn://dynamo.prefill.generate")
+    await until(lambda: peer.instance_ids() == [runtime.instance_id])
+    with contextlib.suppress(Exception):
+        await runtime.register(ServedModel(16, 8, 1, 64, 64))
+    front = await runtime.stage("dyn://dynamo.tensorrt_llm.generate")
+    await until(lambda: front.instance_ids() == [runtime.instance_id])
+    answers = front.instance(runtime.instance_id).call(raw_request(), Context())
+    seen = [(await anext(answers))["token_ids"]]
+    runtime.shutdown()
+    await asyncio.wait([serving], timeout=0.5)
+    assert not serving.done()
+    go_on.set()
+    seen += [answer["token_ids"] async for answer in answers]
+    await serving
+    assert seen == [[1], [2]]
 
 
 _unused: Generate = nobody  # type: ignore[assignment]

@@ -66,7 +66,7 @@ class Runtime:
         #: Those that are in discovery now.
         self._listed: list[Any] = []
         self._clients: dict[str, Any] = {}
-        self._is_shut_down = False
+        self._has_left = self._is_shut_down = False
 
     async def second_stage(self, endpoint_id: str) -> DynamoDirectory | None:
         """The instances of the other stage, once there is one; None when told to stop before."""
@@ -121,12 +121,18 @@ class Runtime:
             await self.front.unregister_endpoint_instance()
 
     async def register(self, model: ServedModel) -> None:
-        """Make this worker known to frontends. It serves."""
+        """Make this worker known to frontends, unless it has left. It serves."""
+        if self._has_left:
+            return
         await self._list(self._config.front_endpoint_id, self.front)
         await self._put_card(model, self.front, _registration(self._config), self._config.publish_kv_events)
 
     async def register_for_peers(self, model: ServedModel) -> None:
-        """Have the KV routers of the other role listen to this worker. Frontends send it nothing for that."""
+        """Have the KV routers of the other role listen to this worker, unless it has left. Frontends send it nothing
+        for that.
+        """
+        if self._has_left:
+            return
         await self._put_card(model, self.peer, _UNROUTED, True)
 
     async def unregister_for_peers(self) -> None:
@@ -161,7 +167,10 @@ class Runtime:
         )
 
     async def leave(self) -> None:
-        """Out of discovery, wherever this worker is listed. What runs here runs on, also what is just being sent."""
+        """Out of discovery, wherever this worker is listed, for good. What runs here runs on, also what is just being
+        sent.
+        """
+        self._has_left = True
         leaving = [endpoint.unregister_endpoint_instance() for endpoint in self._listed]
         self._listed.clear()
         for outcome in await asyncio.gather(*leaving, return_exceptions=True):
