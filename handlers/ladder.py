@@ -14,6 +14,7 @@ from trtllm_disagg.errors import (
     OverloadedError,
     PeerUnavailableError,
     StageTimeoutError,
+    WorkerLeavingError,
 )
 from trtllm_disagg.handlers.resume import (
     Replays,
@@ -35,21 +36,25 @@ class Rung(NamedTuple):
     generate: Generate
     #: What runs then, if it is not what was chosen.
     strategy: str | None = None
+    #: It has no use for this worker's own engine, and is for requests whose engine has died.
+    without_engine: bool = False
 
 
 def ladder(rungs: Sequence[Rung], replays: Replays = only_if_it_must) -> Generate:
     """The first rung, else the next one, bounded by their number.
 
-    The caller's faults are final, and so is what this worker's own engine fails at. Each rung makes a handoff of
-    its own. An instance that has failed is not asked again for this request.
+    The caller's faults are final, and so is what this worker's own engine fails at, unless it is dead. Each rung makes
+    a handoff of its own. An instance that has failed is not asked again for this request.
     """
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         request = repeatable(request) if replays(request) else request
         delivered: list[int] = []
-        is_over = is_alone = False
+        is_over = is_alone = has_no_engine = False
         error: DisaggError | None = None
         for place, rung in enumerate(rungs):
+            if rung.without_engine is not has_no_engine:
+                continue
             if is_alone and rung.to == rungs[place - 1].to:
                 continue  # it would find no other one either
             if error is not None:
@@ -80,6 +85,7 @@ def ladder(rungs: Sequence[Rung], replays: Replays = only_if_it_must) -> Generat
                 if error is None or not isinstance(failed, NoInstanceError):
                     error = failed
                 is_alone = isinstance(failed, NoInstanceError)
+                has_no_engine = has_no_engine or isinstance(failed, WorkerLeavingError)
                 if failed.peer is not None:
                     request = request.avoiding(failed.peer)
         if error is not None:
@@ -91,4 +97,4 @@ def ladder(rungs: Sequence[Rung], replays: Replays = only_if_it_must) -> Generat
 def _may_go_on(error: DisaggError) -> bool:
     if isinstance(error, EngineError):  # of another worker's engine
         return error.peer is not None
-    return isinstance(error, (PeerUnavailableError, StageTimeoutError, OverloadedError))
+    return isinstance(error, (PeerUnavailableError, StageTimeoutError, OverloadedError, WorkerLeavingError))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from trtllm_disagg.errors import PeerUnavailableError
+from trtllm_disagg.errors import NoInstanceError, PeerUnavailableError
 from trtllm_disagg.handlers.pins import NEXT
 from trtllm_disagg.handlers.remote import StageClient
 from trtllm_disagg.types import Errand, Generate, GenerateRequest, RequestContext, TokenChunk
@@ -16,6 +16,9 @@ def relayed(stage: StageClient, strategy: str) -> Generate:
     errand = Errand("whole", strategy)
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        if request.errand is not None:
+            # Two workers without engines would send it to and fro.
+            raise NoInstanceError("this request was relayed already")
         instance = await stage.pick(request)
         request.journey.facts["first_stage"] = f"{instance.instance_id:x}"
         has_ended = False

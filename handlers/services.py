@@ -83,16 +83,19 @@ def _chosen(
     local = LocalBoth(parts.engine)
     own, other = sorted(ORDERS, key=lambda order: order.first_stage_role is not parts.role)
 
+    across = relayed(stage, other)
+
     def with_fallback(whole: Generate) -> Generate:
         rungs = [Rung("other_instance", whole)] * config.max_tries
         if config.on_missing_stage == "local":
             rungs = [*rungs, Rung("local", local, "local")]
+        rungs += [Rung("other_stage", across, other.value, without_engine=True)] * config.max_tries
         return ladder(rungs, replays)
 
     ways: dict[str, Generate] = {
         "local": local,
         own.value: with_fallback(build_strategy(own, parts)),
-        other.value: with_fallback(relayed(stage, other)),
+        other.value: with_fallback(across),
     }
     decider = create_decider(config.prefill_decider, policy.cached, queue, policy.thresholds)
     by_length = create_decider("length_and_queue", policy.cached, queue, policy.thresholds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,14 +23,15 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     RequestCancelledError,
     StageTimeoutError,
+    WorkerLeavingError,
 )
 from trtllm_disagg.handlers.ladder import Rung, ladder
 from trtllm_disagg.handlers.resume import Replays, always, only_if_it_must
 from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.pair import make_pair
-from trtllm_disagg.testing.recording_llm import LLM, Script
+from trtllm_disagg.testing.recording_llm import LLM, RequestError, Script
 from trtllm_disagg.testing.recording_result import scripted_token
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk, Usage
+from trtllm_disagg.types import Errand, Generate, GenerateRequest, RequestContext, TokenChunk, Usage
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -127,6 +129,64 @@ async def test_whose_fault_it_is_decides(error: DisaggError, goes_on: bool, afte
         with pytest.raises(type(error)):
             await climbing
     assert len(seen) == 1 + goes_on
+
+
+async def test_only_a_dead_engine_takes_a_request_to_the_other_stage() -> None:
+    seen: Seen = []
+    rungs = [
+        Rung("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
+        Rung("local", way(seen), "local"),
+        Rung("other_stage", way(seen), "decode_first", without_engine=True),
+    ]
+    asked = request(5)
+    assert tokens_of(await collect(ladder(rungs), asked)) == expected_tokens(5)
+    assert len(seen) == 2
+    assert asked.journey.fallbacks == ["other_stage: engine died"]
+    assert asked.journey.strategy == "decode_first"
+
+    asked = request(5)
+    rungs[0] = Rung("other_instance", way(seen, 2))
+    assert tokens_of(await collect(ladder(rungs), asked)) == expected_tokens(5)
+    assert asked.journey.fallbacks == ["local: "]
+
+
+async def test_a_dead_engine_and_no_other_stage_hand_the_request_back() -> None:
+    seen: Seen = []
+    rungs = [
+        Rung("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
+        Rung("other_stage", way(seen, 0, failing(NoInstanceError("nobody"))), without_engine=True),
+    ]
+    with pytest.raises(WorkerLeavingError, match="engine died"):
+        await collect(ladder(rungs), request(5))
+
+
+@pytest.mark.parametrize("strategy", ORDERS)
+async def test_a_dead_first_engine_costs_no_answer(strategy: str) -> None:
+    """Its worker relays to the other stage, which answers in the other order, alone if it must."""
+    pair = make_pair(strategy)
+    first = pair.prefill if strategy == "prefill_first" else pair.decode
+    first.scripts.append(Script(error=RequestError("it died")))
+    first.is_healthy = False
+    asked = request(5)
+    assert tokens_of(await collect(pair.generate, asked)) == expected_tokens(5)
+    assert asked.journey.fallbacks == ["other_stage: it died"]
+    await pair.idle()
+    LLM.kv_store.clear()
+
+
+@pytest.mark.parametrize("strategy", ORDERS)
+async def test_two_dead_engines_do_not_send_a_request_to_and_fro(strategy: str) -> None:
+    pair = make_pair(strategy)
+    first = pair.prefill if strategy == "prefill_first" else pair.decode
+    first.scripts.append(Script(error=RequestError("it died")))
+    first.is_healthy = False
+    other = "decode_first" if strategy == "prefill_first" else "prefill_first"
+    asked = replace(request(5), errand=Errand("whole", strategy))
+    with pytest.raises(WorkerLeavingError, match="it died"):
+        await collect(pair.generate, asked)
+    assert not any(call.request["errand"].get("strategy") == other for call in pair.client.calls)
+    await pair.idle()
+    LLM.kv_store.clear()
 
 
 async def test_the_last_error_is_the_clients() -> None:
