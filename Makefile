@@ -10,7 +10,7 @@ MODEL := .cache/demo-model
 # A progress bar for people, silence for logs.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(shell [ -t 2 ] || echo -q)
 
-.PHONY: help demo test lint format model venv clean
+.PHONY: help demo test test-levels lint format model venv clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -19,6 +19,11 @@ demo: $(STAMP)
 
 test: $(STAMP) model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m tests.levels
+
+# The engine's tests at the CPU levels below this machine's own; a part of `make test`.
+test-levels: $(STAMP)
+	$(BIN)/python -m tests.levels
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

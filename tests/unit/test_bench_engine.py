@@ -20,6 +20,7 @@ from trtllm_disagg.bench.engine.scaling import Curve, Scaling
 from trtllm_disagg.bench.engine.speed import PREFILL, Speeds, decode_of
 from trtllm_disagg.bench.engine.targets import TARGETS, judged
 from trtllm_disagg.bench.figures import Figure
+from trtllm_disagg.embedded.cpu import CpuFeatures
 
 # -- models, plans, targets
 
@@ -76,8 +77,27 @@ def test_options_replace_only_what_is_given() -> None:
 def test_a_figure_is_judged_by_the_target_of_its_name(
     figure: str, value: float, target: str | None, ok: bool | None
 ) -> None:
-    found = judged(figure, value, "?")
+    found = judged(figure, value, "?", CpuFeatures("avx512", has_bfloat16=True, has_amx=True))
     assert (found.value, found.target, found.ok) == (value, target, ok)
+
+
+@pytest.mark.parametrize(
+    ("figure", "cpu", "target"),
+    [
+        ("30M bfloat16 1t prefill embedded / llama.cpp", CpuFeatures("avx512", has_bfloat16=True), ">= 1.2"),
+        ("30M bfloat16 1t prefill embedded / llama.cpp", CpuFeatures("avx512"), None),
+        ("30M bfloat16 1t decode b32 embedded / best peer", CpuFeatures("avx2"), None),
+        ("450M bfloat16 1t decode b1 share of the read bandwidth", CpuFeatures("avx2"), None),
+        ("30M float32 1t prefill embedded / llama.cpp", CpuFeatures("avx2"), ">= 1"),
+        ("30M float32 1t decode b32 embedded / best peer", CpuFeatures("avx2"), ">= 1.1"),
+        ("30M float32 1t decode b32 embedded / best peer", CpuFeatures("torch"), None),
+        ("added to TTFT by the LLM API", CpuFeatures("torch"), "<= 0.3"),
+    ],
+)
+def test_hardware_that_is_not_there_is_no_missed_target(
+    figure: str, cpu: CpuFeatures, target: str | None
+) -> None:
+    assert judged(figure, 0.1, "?", cpu).target == target
 
 
 # -- what comes out
@@ -194,8 +214,8 @@ def test_gguf_puts_the_halves_of_a_rotated_pair_side_by_side() -> None:
 
 
 def test_targets_are_named_once() -> None:
-    patterns = [target.pattern for target in TARGETS]
-    assert len(set(patterns)) == len(patterns)
+    named = [(target.pattern, target.on) for target in TARGETS]
+    assert len(set(named)) == len(named)
     assert not any(
         judged(f"{size} {dtype} resident", 1.0, "MB").target for size, dtype in itertools.product("1", "2")
     )

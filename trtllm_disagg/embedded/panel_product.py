@@ -3,7 +3,8 @@
 The weight is oneDNN's own packed copy (linear.py): panels of 64 outputs, in a panel one line of 64 weights for
 each input (float32), or for each pair of inputs (bfloat16). The inner loop is generated as vector code: `rows` x 64
 sums stay in registers while the panel streams by. Sums run over the inputs in order, in blocks of `block` inputs
-whose totals are added up: that is what oneDNN does, so the bits are the same whichever of the two runs.
+whose totals are added up: that is what oneDNN does, so the bits are the same whichever of the two runs. With fewer or
+narrower registers a panel is read in parts, one behind the other: the same sums.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from trtllm_disagg.embedded.compiled import compiled
+from trtllm_disagg.embedded.cpu import this_cpu
 
 PANEL = 64
 #: More rows than this in one pass do not fit the registers.
@@ -114,7 +116,10 @@ def _pass(rows: int, arithmetic: type[_Float32 | _BFloat16], prefetch: bool) -> 
         ahead: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _emit_pass(builder, rows, arithmetic(builder), prefetch, *arguments)
+            vectors = _vectors_at_once(rows)
+            for first in range(0, _VECTORS, vectors):
+                part = range(first, first + vectors)
+                _emit_pass(builder, rows, part, arithmetic(builder), prefetch, *arguments)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 8), generate
@@ -122,9 +127,18 @@ def _pass(rows: int, arithmetic: type[_Float32 | _BFloat16], prefetch: bool) -> 
     return product
 
 
+def _vectors_at_once(rows: int) -> int:
+    """How many of a panel's vectors are summed up at a time: a quarter of the registers is for weights and inputs."""
+    registers, floats = this_cpu().vector_registers
+    each = -(-_LANES // floats)
+    fitting = (n for n in (_VECTORS, _VECTORS // 2) if 4 * rows * n * each <= 3 * registers)
+    return next(fitting, 1)
+
+
 def _emit_pass(
     b: Any,
     rows: int,
+    vectors: range,
     arithmetic: _Float32 | _BFloat16,
     prefetch: bool,
     x: Any,
@@ -141,35 +155,35 @@ def _emit_pass(
     b.branch(loop)
     b.position_at_end(loop)
     step, line, offset = b.phi(_I64), b.phi(_I64), b.phi(_I64)
-    totals = [[b.phi(_FLOATS) for _ in range(_VECTORS)] for _ in range(rows)]
+    totals = [[b.phi(_FLOATS) for _ in vectors] for _ in range(rows)]
     if prefetch:
         fetch = _declare(b, "llvm.prefetch.p0", ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
-        for v in range(_VECTORS):
+        for v in vectors:
             soon = b.add(b.add(line, ahead), _I64(_LINE * v))
             b.call(fetch, [b.inttoptr(soon, _BYTE_POINTER), _I32(0), _I32(2), _I32(1)])
     inputs = [arithmetic.input(b.add(start, offset)) for start in starts]
     sums: list[list[Any]] = [[] for _ in range(rows)]
-    for v in range(_VECTORS):
+    for i, v in enumerate(vectors):
         weights = arithmetic.weights(b.add(line, _I64(_LINE * v)))
         for r in range(rows):
-            sums[r].append(arithmetic.accumulate(totals[r][v], inputs[r], weights))
+            sums[r].append(arithmetic.accumulate(totals[r][i], inputs[r], weights))
     advances = [(step, _I64(0), _I64(1)), (line, w, _I64(_LINE * _VECTORS)), (offset, _I64(0), _I64(4))]
     for counter, start, by in advances:
         counter.add_incoming(start, before)
         counter.add_incoming(b.add(counter, by), loop)
     zero = ir.Constant(_FLOATS, [0.0] * _LANES)
     for r in range(rows):
-        for v in range(_VECTORS):
-            totals[r][v].add_incoming(zero, before)
-            totals[r][v].add_incoming(sums[r][v], loop)
+        for i in range(len(vectors)):
+            totals[r][i].add_incoming(zero, before)
+            totals[r][i].add_incoming(sums[r][i], loop)
     b.cbranch(b.icmp_signed("<", b.add(step, _I64(1)), steps), loop, after)
     b.position_at_end(after)
     adds = b.icmp_signed("!=", add, _I64(0))
     for r in range(rows):
-        for v in range(_VECTORS):
+        for i, v in enumerate(vectors):
             place = _at(b, b.add(b.add(out, b.mul(out_stride, _I64(r))), _I64(_LINE * v)), _FLOATS)
-            more = b.fadd(b.load(place, align=4), sums[r][v])
-            b.store(b.select(adds, more, sums[r][v]), place, align=4)
+            more = b.fadd(b.load(place, align=4), sums[r][i])
+            b.store(b.select(adds, more, sums[r][i]), place, align=4)
 
 
 _f1, _f2, _f3, _f4, _f5, _f6 = (_pass(rows, _Float32, prefetch=rows == _MOST) for rows in range(1, _MOST + 1))

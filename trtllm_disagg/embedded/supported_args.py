@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
+from trtllm_disagg.embedded.cpu import this_cpu
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.reach import Reach, choose_reach
 
@@ -34,6 +35,7 @@ def refuse_unsupported(args: LlmArgs, model_dtype: str | None = None) -> list[st
     _check_ranks(args)
     _check_processors(args)
     _check_reach(args)
+    this_cpu()  # refuses a level that there is not
     return [key for key in _NO_EFFECT if _read(args, key) != _default(args, key)]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED
-from trtllm_disagg.bench.engine.plan import ITEM_BYTES, SIZES, Plan, Size
+from trtllm_disagg.bench.engine.plan import ITEM_BYTES, SIZES, Plan, Size, computed_in
 from trtllm_disagg.bench.engine.remote import Remote, Start
 from trtllm_disagg.bench.engine.targets import judged
 from trtllm_disagg.bench.figures import Figure
@@ -48,7 +48,7 @@ class Overheads:
 
     @property
     def weights(self) -> float:
-        return self.size.parameters * ITEM_BYTES[self.dtype]
+        return self.size.parameters * ITEM_BYTES[computed_in(self.dtype)]
 
     @property
     def allowed(self) -> float:

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trtllm_disagg.embedded.cpu import this_cpu
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 DTYPES = tuple(ITEM_BYTES)
+
+
+def computed_in(dtype: str) -> str:
+    """The dtype that a model of `dtype` is computed in, and its weights held in, on this CPU."""
+    return dtype if this_cpu().has_bfloat16 else "float32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from trtllm_disagg.embedded.cpu import environment_of
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.interpreter import python
 
@@ -59,7 +60,7 @@ class Remote:
             python("-m", __name__, factory),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | environment,
+            env=os.environ | environment_of(os.environ) | environment,
         )
         self._send(msgspec.json.encode(start))
 

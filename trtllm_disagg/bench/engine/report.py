@@ -14,13 +14,16 @@ from trtllm_disagg.bench.engine.speed import Speeds
 from trtllm_disagg.bench.figures import Figure, Sample
 from trtllm_disagg.bench.machine import describe_machine, load
 from trtllm_disagg.bench.progress import wide_console
+from trtllm_disagg.embedded.cpu import this_cpu
 
 _VERDICTS = {True: "ok", False: "missed", None: ""}
 
 
 def print_report(results: Results, plan: Plan, load_before: float) -> None:
     console = wide_console()
-    console.print(f"{describe_machine()}; load {load_before:.1f} before, {load():.1f} after")
+    console.print(
+        f"{describe_machine()}, CPU level {this_cpu()}; load {load_before:.1f} before, {load():.1f} after"
+    )
     console.print(
         f"Prompts of {plan.prompt_tokens} tokens, decode at context {plan.context}, {plan.rounds} rounds; "
         "medians, ratios in pairs.\n"

@@ -12,6 +12,7 @@ import torch
 from numba import njit
 from torch.nn.functional import linear
 
+from trtllm_disagg.bench.engine.plan import computed_in
 from trtllm_disagg.bench.engine.remote import Start
 
 #: Many times any cache.
@@ -38,7 +39,7 @@ class Roofs:
         self._pool = ThreadPoolExecutor(start.threads)
         self._numbers = np.ones(_READ_BYTES // 4, np.float32)
         self._tensor = torch.from_numpy(self._numbers)
-        dtype = getattr(torch, start.dtype)
+        dtype = getattr(torch, computed_in(start.dtype))
         self._x = torch.randn(_ROWS, _FEATURES).to(dtype)
         self._weight = torch.randn(_FEATURES, _FEATURES).to(dtype)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, _HINT_ROWS)
@@ -51,7 +52,7 @@ class Roofs:
         return _READ_BYTES / 1e9 / _best(self._sum_in_threads, self._tensor.sum, self._gemv)
 
     def multiply(self) -> float:
-        """GFLOP/s of a 512 x 2048 x 2048 product in `dtype`."""
+        """GFLOP/s of a 512 x 2048 x 2048 product in the dtype that is computed in."""
         with torch.inference_mode():
             return 2e-9 * _ROWS * _FEATURES**2 / _best(self._multiply, self._multiply_packed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trtllm_disagg.bench.engine.contestants import EMBEDDED, LLAMA_CPP
-from trtllm_disagg.bench.engine.plan import ITEM_BYTES, Size
+from trtllm_disagg.bench.engine.plan import ITEM_BYTES, Size, computed_in
 from trtllm_disagg.bench.engine.targets import judged
 from trtllm_disagg.bench.figures import Figure, Sample, paired_ratio
 
@@ -75,7 +75,7 @@ class Speeds:
 
     def read_share(self) -> Sample:
         """Percent of the read bandwidth at batch 1; only weights are counted."""
-        gigabytes = 1e-9 * self.size.streamed_parameters * ITEM_BYTES[self.dtype]
+        gigabytes = 1e-9 * self.size.streamed_parameters * ITEM_BYTES[computed_in(self.dtype)]
         ratios = paired_ratio([gigabytes * rate for rate in self.rates[decode_of(1)][EMBEDDED]], self.read)
         return Sample(tuple(100 * ratio for ratio in ratios.values))
 

@@ -1,0 +1,56 @@
+"""The engine's tests once more at lower CPU levels: `python -m tests.levels`.
+
+A level must be in the environment before torch is imported, so each is a pytest of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from trtllm_disagg.embedded.cpu import SETTING, environment_of, this_cpu
+
+_EXACTNESS = (
+    "batched",
+    "chunked",
+    "found_in_a_longer_prompt",
+    "disaggregated",
+    "disaggregated_and_preempted",
+)
+#: Families and dtypes, exactness, handoffs, guides.
+_EVERY = (
+    "tests/unit/test_families.py",
+    "tests/unit/test_bfloat16.py",
+    "tests/unit/test_experts.py",
+    "tests/unit/test_guided.py::test_every_answer_matches",
+    "tests/unit/test_guided.py::test_disaggregated_gives_the_same_tokens",
+    *(f"tests/unit/test_exactness.py::test_{name}" for name in _EXACTNESS),
+)
+#: Where kernels are compiled.
+_COMPILED = (
+    "tests/unit/test_linear.py",
+    "tests/unit/test_panels.py",
+    "tests/unit/test_fused_decode.py",
+    "tests/unit/test_first_steps.py",
+)
+_CHOSEN = {"avx2": (*_EVERY, *_COMPILED), "torch": _EVERY}
+
+
+def main() -> int:
+    """0 when every level that is below this machine's own passes."""
+    own = this_cpu().level
+    below = ["avx2", "torch"] if own == "avx512" else ["torch"] if own != "torch" else []
+    return max((_run(level, _CHOSEN[level]) for level in below), default=0)
+
+
+def _run(level: str, files: tuple[str, ...]) -> int:
+    print(f"the engine's tests at CPU level {level}", flush=True)
+    environment = dict(os.environ) | {SETTING: level}
+    environment |= environment_of(environment)
+    command = (sys.executable, "-m", "pytest", "-q", *files)
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
