@@ -1,4 +1,4 @@
-"""The key of a deployment: whoever has it may change what the workers do."""
+"""The key of a deployment: a process that has it may change what the workers do."""
 
 from __future__ import annotations
 

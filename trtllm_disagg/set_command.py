@@ -18,7 +18,7 @@ from trtllm_disagg.flags import FLAGS
 from trtllm_disagg.signed_command import Signer
 from trtllm_disagg.switching import where
 from trtllm_disagg.switching.plan import Worker
-from trtllm_disagg.switching.run import Workers, everybody
+from trtllm_disagg.switching.run import Workers, all_workers
 from trtllm_disagg.thresholds import ADMISSION, NAMES
 
 Values = Mapping[str, Any]
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code: 0 when all have them, 1 when somebody could not be told, 2 when a setting is wrong."""
+    """The exit code: 0 when all have them, 1 when a worker could not be told, 2 when a setting is wrong."""
     values = {name: getattr(args, name) for name in NAMES if getattr(args, name) is not None}
     if not values:
         raise ConfigError(f"say what: one or more of {', '.join(map(flag_of, NAMES))}")
@@ -74,10 +74,10 @@ async def set_thresholds(
 ) -> int:
     """How many could not be told; the others have them. Each is said with its old values and the new ones.
 
-    Raises ConfigError, before anybody was told anything, when nobody there has a use for them.
+    Raises ConfigError, before a worker is told anything, when none has a use for them.
     """
     failed = 0
-    for each in _meant(await everybody(workers), values, instance):
+    for each in _meant(await all_workers(workers), values, instance):
         try:
             answer = await workers.tell(each.endpoint_id, each.instance_id, Set(dict(values)))
         except DisaggError as error:
@@ -94,7 +94,7 @@ def _meant(workers: Sequence[Worker], values: Values, instance: int | None) -> l
         each for each in workers if for_all or (each.is_.role != "agg" and each.is_.strategy in SWITCHABLE)
     ]
     if not told:
-        there = ", ".join(f"{each} under {each.is_.strategy}" for each in workers) or "nobody"
+        there = ", ".join(f"{each} under {each.is_.strategy}" for each in workers) or "no worker"
         raise ConfigError.bad_value(
             "set", "thresholds", f"prefill or decode workers of {', '.join(SWITCHABLE)}; there is: {there}"
         )

@@ -11,19 +11,31 @@ from tests.conftest import Checkpoints
 ROOT = Path(__file__).parents[2]
 
 
-async def test_the_demo_shows_both_orders_and_that_they_agree(checkpoints: Checkpoints) -> None:
+#: What every process of a deployment imports: ours, of the standard library, and of others.
+PLANTED = ("yaml", "msgspec", "prometheus_client", "uvloop", "torch", "numba", "json", "argparse", "dynamo")
+
+
+async def test_the_demo_shows_both_orders_and_that_they_agree(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Started in a directory with modules of other people, of which not one is run."""
+    for name in PLANTED:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
     command = (sys.executable, "-m", "trtllm_disagg", "demo", "--model", str(checkpoints("llama")))
     process = await asyncio.create_subprocess_exec(
         *command,
         "--max-tokens",
         "12",
-        cwd=ROOT,
+        "--engine-configs",
+        str(ROOT / "engine_configs" / "demo"),
+        cwd=tmp_path,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     output, errors = (text.decode() for text in await asyncio.wait_for(process.communicate(), 200))
 
     assert process.returncode == 0, output + errors
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
     assert "Both orders gave the same answer." in output
     for order in ("prefill_first", "decode_first"):
         assert f"{order}: the frontend sends the request to the" in output

@@ -86,7 +86,7 @@ async def test_who_cannot_be_told_is_named_and_the_others_are_told() -> None:
 @pytest.mark.parametrize(
     ("strategy", "roles", "there"),
     [
-        ("decode_first", (), "there is: nobody"),
+        ("decode_first", (), "there is: no worker"),
         ("decode_first", ("agg",), "there is: agg a under decode_first"),
         ("router", ("prefill", "decode"), "prefill a under router, decode b under router"),
     ],

@@ -185,7 +185,7 @@ async def taking_orders(supervisor: Supervisor, limits: Limits = LIMITS) -> Asyn
 
 def order(run_dir: Path, wanted: Order, say: Say = lambda text: None) -> Any:
     """Tell the `up` of `run_dir`, and wait until it is done; what it answers. Raises ConfigError when it refuses or
-    nobody is there, DisaggError when it fails.
+    no `up` is there, DisaggError when it fails.
     """
     try:
         connection = connect(run_dir / ORDERS_SOCKET)

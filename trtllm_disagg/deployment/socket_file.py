@@ -48,7 +48,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def connect(path: Path) -> socket.socket:
-    """Raises OSError when nobody listens."""
+    """Raises OSError when no process listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with short_path(path) as name:

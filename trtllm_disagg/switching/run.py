@@ -29,7 +29,7 @@ async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, 
     Raises ConfigError before anybody was told anything. A DisaggError later, or the death of this process at any
     point, leaves a deployment that serves: in the old order, the new one, or both; the same call finishes it.
     """
-    plan = plan_switch(to, await everybody(workers))
+    plan = plan_switch(to, await all_workers(workers))
     if plan.is_done:
         return f"{plan.model} runs {plan.to} already: {_names(plan.first)} first"
     began = time.monotonic()
@@ -46,7 +46,7 @@ async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, 
     return f"switched {plan.model} to {plan.to} in {time.monotonic() - began:.1f} s{rest}"
 
 
-async def everybody(workers: Workers) -> list[Worker]:
+async def all_workers(workers: Workers) -> list[Worker]:
     """Raises ConfigError when somebody there is no worker of ours."""
     return [worker(told.endpoint_id, told.instance_id, told.said) for told in await workers.workers()]
 
@@ -68,7 +68,7 @@ async def _finished(plan: SwitchPlan, workers: Workers, timeout: float) -> int:
     deadline = time.monotonic() + timeout
     while left := sum(
         each.is_.whole_requests
-        for each in await everybody(workers)
+        for each in await all_workers(workers)
         if each.is_.role is not plan.to.first_stage_role
     ):
         if time.monotonic() > deadline:
