@@ -199,13 +199,16 @@ async def test_kill_9_of_up_while_loading_leaves_no_orphan(start_up: StartUp) ->
 def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
+    (model := tmp_path / "toy").mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (model / file).write_text("{}")
     with closing(socket.create_server((LOOPBACK, 0))) as taken:
         port = taken.getsockname()[1]
         flags = [
             "--strategy",
             "agg",
             "--model",
-            "toy",
+            str(model),
             "--http-port",
             str(port),
             "--run-dir",
