@@ -82,10 +82,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
     except (DisaggError, OSError) as error:
         log.debug("where it failed", exc_info=True)
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        print(f"{ERROR_PREFIX}{_told(error)}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _told(error: DisaggError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def run(argv: list[str]) -> int:

@@ -141,7 +141,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(config: DeploymentConfig) -> int:
     config = replace(config, model=str(servable_model(config.model)))
-    print(f"run directory: {config.run_dir}", file=sys.stderr, flush=True)
     return asyncio.run(serve(config, status_for(sys.stderr)))
 
 

@@ -15,18 +15,27 @@ LOG_LINES = 15
 SEARCHED_LINES = 400
 #: A cause longer than this is told in full by the log.
 MOST_CHARS = 600
+#: Of a line of the log.
+LINE_CHARS = 240
 #: How Dynamo says that it may watch no other directory.
 NO_INOTIFY = "Too many open files (os error 24)"
+#: As Dynamo logs it; its message.
+LOGGED_ERROR = re.compile(r"^\S+Z\s+ERROR \S+: (.+)$")
 #: The last line of a traceback.
 EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b.*$")
 
 
 def cause_in(lines: Sequence[str]) -> str | None:
-    """The last error that a process told before it ended: in our words, else in Python's."""
+    """The last error that a process told before it ended: in our words, else in Python's or Dynamo's."""
     for line in reversed(lines):
         if line.startswith(ERROR_PREFIX):
-            return _short(line.removeprefix(ERROR_PREFIX))
-    return next((_short(line) for line in reversed(lines) if EXCEPTION.match(line)), None)
+            return _short(line.removeprefix(ERROR_PREFIX), MOST_CHARS)
+    for line in reversed(lines):
+        if EXCEPTION.match(line):
+            return _short(line, MOST_CHARS)
+        if logged := LOGGED_ERROR.match(line):
+            return _short(logged[1], MOST_CHARS)
+    return None
 
 
 def death_report(process: ManagedProcess, when: str) -> str:
@@ -41,7 +50,7 @@ def death_report(process: ManagedProcess, when: str) -> str:
         [
             f"{process.name} died {when}: {what}, pid {process.pid}, {process.elapsed:.1f} s after its start",
             f"last lines of {process.log}:",
-            *(f"  {line}" for line in lines),
+            *(f"  {_short(line, LINE_CHARS)}" for line in lines),
         ]
     )
 
@@ -77,6 +86,6 @@ def leftovers_report(processes: Iterable[ManagedProcess], waited: float) -> str:
     return f"still running {waited:.1f} s after the order to stop, killed: {names}"
 
 
-def _short(text: str) -> str:
+def _short(text: str, most: int) -> str:
     text = text.strip()
-    return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 3] + "..."
+    return text if len(text) <= most else text[: most - 3] + "..."

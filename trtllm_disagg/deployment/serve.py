@@ -37,6 +37,7 @@ async def serve(config: DeploymentConfig, status: Status) -> int:
     another 128 + signal number when it was stopped before it was ready.
     """
     supervisor = prepare(config, status)
+    status.note(f"run directory: {supervisor.config.run_dir}")
     async with status.showing(supervisor.processes):
         return await _serve(supervisor, status)
 

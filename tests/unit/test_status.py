@@ -1,0 +1,132 @@
+"""What `up` shows of its processes, on a terminal and without one."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from trtllm_disagg.activity import ACTIVITY_VARIABLE, FileReporter
+from trtllm_disagg.deployment.plan import ProcessSpec, Role
+from trtllm_disagg.deployment.process import ManagedProcess, State
+from trtllm_disagg.deployment.status import SILENCE_SECONDS, PlainStatus, process_table, what_it_does
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Told:
+    """A process that does not run, and what its worker would tell."""
+
+    def __init__(self, directory: Path, name: str, state: State) -> None:
+        file = directory / f"{name}.activity"
+        role: Role = "frontend" if name == "frontend" else "decode"
+        self.process = ManagedProcess(
+            ProcessSpec(name, role, ("true",), {ACTIVITY_VARIABLE: str(file)}), directory / f"{name}.log"
+        )
+        self.process.state = state
+        self.reporter = FileReporter(file)
+
+
+@pytest.fixture
+def decode(tmp_path: Path) -> Told:
+    return Told(tmp_path, "decode-0", "starting")
+
+
+def test_without_a_terminal_each_new_activity_is_one_line_and_a_share_that_grows_is_none(
+    decode: Told,
+) -> None:
+    clock, stream = Clock(), io.StringIO()
+    status = PlainStatus(stream, clock)
+
+    for percent in (1, 43):
+        clock.now += 1
+        decode.reporter.tell("loading weights", percent=percent)
+        status.look([decode.process])
+    clock.now += 1
+    decode.reporter.tell("warming up")
+    status.look([decode.process])
+
+    assert stream.getvalue().splitlines() == [
+        "[   1.0s] decode-0 pid=0 starting: loading weights",
+        "[   3.0s] decode-0 pid=0 starting: warming up",
+    ]
+
+
+def test_without_a_terminal_a_silence_ends_after_10_s_with_what_is_waited_for(
+    decode: Told, tmp_path: Path
+) -> None:
+    clock, stream = Clock(), io.StringIO()
+    status = PlainStatus(stream, clock)
+    frontend, ready = Told(tmp_path, "frontend", "starting"), Told(tmp_path, "decode-1", "ready")
+    processes = [frontend.process, decode.process, ready.process]
+    decode.reporter.tell("loading weights", percent=43)
+    status.look(processes)
+
+    clock.now += SILENCE_SECONDS - 0.1
+    status.look(processes)
+    clock.now += 0.1
+    status.look(processes)
+
+    assert stream.getvalue().splitlines()[2:] == [
+        "[  10.0s] waiting for frontend (waits for a worker that registers the model), "
+        "decode-0 (loading weights 43 %)"
+    ]
+
+
+def test_while_it_serves_nothing_is_written_without_a_terminal(tmp_path: Path) -> None:
+    clock, stream = Clock(), io.StringIO()
+    status = PlainStatus(stream, clock)
+    ready = Told(tmp_path, "decode-1", "ready")
+
+    for requests in range(3):
+        clock.now += SILENCE_SECONDS
+        ready.reporter.tell("serving", requests=requests)
+        status.look([ready.process])
+
+    assert stream.getvalue() == ""
+
+
+def test_what_a_process_does_is_told_in_a_few_words(tmp_path: Path) -> None:
+    def words(state: State, *tell: str, **numbers: int) -> str:
+        told = Told(tmp_path, "decode-0", state)
+        for doing in tell:
+            told.reporter.tell(doing, **numbers)
+        return what_it_does(told.process)
+
+    assert words("planned") == "waits for its turn"
+    assert words("starting") == "starting"
+    assert words("starting", "compiling kernels (once)") == "compiling kernels (once)"
+    assert words("ready", "serving", requests=2) == "serving 2 requests"
+    assert words("stopping") == "stopping"
+    assert words("stopping", "draining", requests=1) == "draining 1 request"
+    restarting = Told(tmp_path, "decode-1", "exited").process
+    restarting.returncode = -9
+    restarting.waits(4.2)
+    assert what_it_does(restarting) == "killed by SIGKILL; restarting in 4 s"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_a_terminal(decode: Told, tmp_path: Path, width: int) -> None:
+    decode.reporter.tell("loading weights", percent=43)
+    frontend = Told(tmp_path, "frontend", "starting")
+    stream = io.StringIO()
+
+    Console(file=stream, width=width).print(
+        process_table([frontend.process, decode.process], time.monotonic() - 12)
+    )
+
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("up for 12 s")
+    assert lines[1].split() == ["process", "pid", "state", "since", "what", "it", "does"]
+    assert "waits for a worker that registers the model" in lines[2]
+    assert "loading weights 43 %" in lines[3]
+    assert max(map(len, lines)) <= width
