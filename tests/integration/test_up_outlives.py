@@ -51,7 +51,9 @@ async def test_kill_9_of_a_worker_and_of_the_frontend_is_made_good_and_nothing_i
     try:
         async with asyncio.timeout(SECONDS):
             assert up.stdout is not None
-            url = (await up.stdout.readline()).decode().split()[1]
+            ready = (await up.stdout.readline()).decode()
+            assert ready.startswith("ready "), log.read_text()
+            url = ready.split()[1]
             async with httpx.AsyncClient(base_url=url, timeout=60) as client:
 
                 async def answer() -> str | None:

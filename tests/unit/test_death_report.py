@@ -26,6 +26,7 @@ PYTHON = "ValueError: no such thing"
         (["pkg.errors.OddError: x"], "pkg.errors.OddError: x"),
         ([NOISE, DYNAMO, NOISE], "Unknown arguments specified: ['--nonsense']"),
         ([NOISE, "an error: in a sentence"], None),
+        ([DYNAMO, *[NOISE] * 5], None),
         ([], None),
     ],
 )
@@ -57,6 +58,14 @@ async def test_the_first_line_is_the_sentence_and_the_log_follows(tmp_path: Path
         f"{sentence}; it starts again in 1 s",
         where,
     ]
+
+
+async def test_a_killed_process_had_no_last_words(tmp_path: Path) -> None:
+    process = await ended(tmp_path, f"import os; print({DYNAMO!r}, flush=True); os.kill(os.getpid(), 9)")
+
+    assert death_report(process, "while serving").startswith(
+        f"decode-0 died while serving: killed by SIGKILL, pid {process.pid}, "
+    )
 
 
 async def test_dynamo_s_word_for_inotify_instances_is_explained(tmp_path: Path) -> None:

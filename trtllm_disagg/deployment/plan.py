@@ -107,7 +107,8 @@ class DeploymentConfig:
     #: Set while it ran (`trtllm-disagg set`), for workers that come later: setting -> value.
     thresholds: Mapping[str, int | float] = field(default_factory=dict)
     frontend_args: tuple[str, ...] = ()
-    startup_timeout: float = 120.0
+    #: Kernels that are compiled for the first time, on a busy machine, take minutes.
+    startup_timeout: float = 300.0
     #: None: the workers' own. What still runs then is given up by a worker, and migrated where another one is there.
     drain_seconds: float | None = None
     #: None: as long as the workers drain, and some more.

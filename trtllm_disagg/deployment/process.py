@@ -82,6 +82,10 @@ class ManagedProcess:
         return self.returncode in (None, 0, -signal.SIGTERM)
 
     @property
+    def was_killed(self) -> bool:
+        return self.returncode is not None and self.returncode < 0
+
+    @property
     def activity(self) -> Activity:
         """What it says that it is doing; empty for one that does not say."""
         file = self._activity_file

@@ -13,6 +13,7 @@ from trtllm_disagg.errors import ERROR_PREFIX
 LOG_LINES = 15
 #: Of the log that is searched for the cause.
 SEARCHED_LINES = 400
+LAST_WORDS = 5
 #: A cause longer than this is told in full by the log.
 MOST_CHARS = 600
 #: Of a line of the log.
@@ -30,7 +31,8 @@ def cause_in(lines: Sequence[str]) -> str | None:
     for line in reversed(lines):
         if line.startswith(ERROR_PREFIX):
             return _short(line.removeprefix(ERROR_PREFIX), MOST_CHARS)
-    for line in reversed(lines):
+    # Dynamo logs errors that are none, too; the one that ended it comes last.
+    for line in reversed(lines[-LAST_WORDS:]):
         if EXCEPTION.match(line):
             return _short(line, MOST_CHARS)
         if logged := LOGGED_ERROR.match(line):
@@ -40,7 +42,8 @@ def cause_in(lines: Sequence[str]) -> str | None:
 
 def death_report(process: ManagedProcess, when: str) -> str:
     """How a process died: what, which process, why, in the first line; then the end of its log."""
-    cause = cause_in(process.last_lines(SEARCHED_LINES))
+    # A process that was killed had no last words.
+    cause = None if process.was_killed else cause_in(process.last_lines(SEARCHED_LINES))
     end = process.describe_end()
     what = end if cause is None else f"{cause} ({end})"
     if any(NO_INOTIFY in line for line in process.last_lines(SEARCHED_LINES)):
