@@ -76,8 +76,10 @@ def write_key(directory: Path, content: bytes = b"k" * 32) -> Path:
 class Host:
     """An engine on one of them. `start` a command, then `wait` for its answer."""
 
-    def __init__(self, namespace: str, address: str, model: Path, seconds: float, key: Path) -> None:
-        command = [sys.executable, "-m", "tests.hosts", address, str(model), str(seconds)]
+    def __init__(
+        self, namespace: str, address: str, model: Path, seconds: float, key: Path, backend: str
+    ) -> None:
+        command = [sys.executable, "-m", "tests.hosts", address, str(model), str(seconds), backend]
         self.process = subprocess.Popen(
             ["ip", "netns", "exec", namespace, *command],
             stdin=subprocess.PIPE,
@@ -124,13 +126,13 @@ class Host:
 # -- the engine
 
 
-def _serve(address: str, model: str, seconds: str) -> None:
+def _serve(address: str, model: str, seconds: str, backend: str) -> None:
     from tests.cores import Core
     from trtllm_disagg.embedded.messages import MadeHandoff, Rendezvous
 
     core = Core(
         Path(model),
-        cache_transceiver_config={"backend": "NIXL", "kv_transfer_timeout_ms": int(float(seconds) * 1000)},
+        cache_transceiver_config={"backend": backend, "kv_transfer_timeout_ms": int(float(seconds) * 1000)},
         embedded={"transfer_host": address},
         enable_chunked_prefill=True,
         max_num_tokens=64,
@@ -176,16 +178,17 @@ def _serve(address: str, model: str, seconds: str) -> None:
 def _stop_before_read(core: Any, victim: int) -> None:
     """The sender has said yes, and stalls when the bytes are asked for."""
     transport = core.transfers._transport._transport
-    transfer = transport._transfer
+    name = {"NIXL": "_transfer", "TLS": "_fetch"}[transport.name]
+    transfer = getattr(transport, name)
 
     def stop_and_transfer(*args: Any) -> None:
-        transport._transfer = transfer
+        setattr(transport, name, transfer)
         os.kill(victim, signal.SIGSTOP)
         while Path(f"/proc/{victim}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             """Its threads stop one by one."""
         transfer(*args)
 
-    transport._transfer = stop_and_transfer
+    setattr(transport, name, stop_and_transfer)
 
 
 if __name__ == "__main__":

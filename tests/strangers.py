@@ -37,12 +37,20 @@ def as_stranger(
     env: dict[str, str] | None = None,
     seconds: float = 60.0,
     uid: int = UID,
+    namespace: str = "",
 ) -> Any:
     """What a Python program that runs as another user prints as JSON; its last line counts. It can import the modules
-    above, and `packages`.
+    above, and `packages`. `namespace`: the network that it is on.
     """
     done = subprocess.run(
-        [sys.executable, "-c", _BECOME + program, *arguments, str(uid)],
+        [
+            *(["ip", "netns", "exec", namespace] if namespace else []),
+            sys.executable,
+            "-c",
+            _BECOME + program,
+            *arguments,
+            str(uid),
+        ],
         capture_output=True,
         text=True,
         timeout=seconds,

@@ -21,7 +21,7 @@ from trtllm_disagg.bench.plot import require_matplotlib
 from trtllm_disagg.bench.progress import Progress
 from trtllm_disagg.bench.servers import DISAGGREGATED, MODES, Bench, Server, start_servers
 from trtllm_disagg.bench.workloads import SCALES, SEED_SCENARIOS, Ratios, Scale, Scenario
-from trtllm_disagg.kv_transfer.choose import TRANSPORTS
+from trtllm_disagg.kv_transfer.choose import ON_ONE_HOST
 from trtllm_disagg.model_directory import model_directory
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scenario", choices=names, nargs="+", default=names, help="(default: all)")
     parser.add_argument("--mode", choices=MODES, nargs="+", default=list(MODES), help="(default: all)")
     parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--transport", choices=TRANSPORTS, default="NIXL", help="(default: %(default)s)")
+    parser.add_argument("--transport", choices=ON_ONE_HOST, default="NIXL", help="(default: %(default)s)")
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from trtllm_disagg.bench.kv_shapes import SHAPES
 from trtllm_disagg.bench.machine import describe_machine, load
 from trtllm_disagg.bench.plot import plot_transfer, require_matplotlib
 from trtllm_disagg.bench.progress import Progress, wide_console
-from trtllm_disagg.kv_transfer.choose import TRANSPORTS
+from trtllm_disagg.kv_transfer.choose import ON_ONE_HOST
 
 #: Percent of memcpy that a pull should reach.
 TARGETS = {"contiguous": 85.0, "scattered": 65.0}
@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--transport",
-        choices=TRANSPORTS,
+        choices=ON_ONE_HOST,
         nargs="+",
-        default=list(TRANSPORTS),
+        default=list(ON_ONE_HOST),
         help="(default: %(default)s)",
     )
     parser.add_argument(

@@ -85,9 +85,9 @@ class KvCacheConfig(StrictModel):
 
 
 class CacheTransceiverConfig(StrictModel):
-    """Without a backend, KV never leaves the engine. SHARED_MEMORY is a name of the embedded engine only."""
+    """Without a backend, KV never leaves the engine. SHARED_MEMORY and TLS are names of the embedded engine only."""
 
-    backend: Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI", "SHARED_MEMORY"] | None = None
+    backend: Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI", "SHARED_MEMORY", "TLS"] | None = None
     transceiver_runtime: Literal["CPP", "PYTHON", "auto"] | None = "auto"
     max_tokens_in_buffer: int | None = None
     kv_transfer_timeout_ms: PositiveInt | None = 60_000

@@ -151,8 +151,8 @@ _BUILT = (
     _Built("kv_cache_config.block_reuse_config.policy", ("all_reusable",), "all_reusable"),
     _Built(
         "cache_transceiver_config.backend",
-        (None, "DEFAULT", "NIXL", "SHARED_MEMORY"),
-        "DEFAULT, NIXL or SHARED_MEMORY",
+        (None, "DEFAULT", "NIXL", "SHARED_MEMORY", "TLS"),
+        "DEFAULT, NIXL, SHARED_MEMORY or TLS",
     ),
 )
 

@@ -207,7 +207,12 @@ def create_transfers(
     if config is None or config.backend is None:
         return NullTransfers(), new_memory(pool.shape, pool.dtype, pool.device)
     reach = reach_of(args)
-    needs_cma = is_needed(reach, pool.device.type)
-    transport = TeamTransport(create_transport(config.backend, reach, needs_cma=needs_cma), peers)
+    chosen = create_transport(
+        config.backend,
+        reach,
+        needs_cma=is_needed(reach, pool.device.type),
+        on_gpu=pool.device.type == "cuda",
+    )
+    transport = TeamTransport(chosen, peers)
     kv = transport.allocate(pool.shape, pool.dtype, pool.device)
     return KvTransfers(transport, layout, pool.num_blocks, args, reach, wake), kv

@@ -2,170 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.doors import Door, PeerGoneError
-from trtllm_disagg.kv_transfer.seldom import Seldom
-
-__all__ = [
-    "MAX_MESSAGE_BYTES",
-    "ChannelClient",
-    "ChannelServer",
-    "Limits",
-    "PeerGoneError",
-    "UnreadableError",
-]
-
-log = logging.getLogger(__name__)
+from trtllm_disagg.kv_transfer.reception import Limits, Reception, UnreadableError
 
 MAX_MESSAGE_BYTES = 1 << 20
-_ACCEPT_RETRY_SECONDS = 0.1
 _LENGTH = struct.Struct("<I")
 #: A client does not trust a connection that it has not used for so long: the server hangs up at `Limits.idle`.
 _STALE_SECONDS = 60.0
 
 
-class UnreadableError(OSError):
-    """A frame that is no message: its sender is hung up on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Seconds, and numbers of connections. A peer needs one connection."""
-
-    #: Of connections that have been greeted.
-    connections: int = 512
-    #: Of those that have not shown yet that they may come in. The oldest one makes room.
-    newcomers: int = 64
-    greeting: float = 5.0
-    idle: float = 120.0
-    #: From a frame's first byte to its last one; and for an answer to be taken.
-    frame: float = 10.0
-
-
 class ChannelServer:
-    """Answers on threads of its own, so that a long engine step delays no peer."""
+    """Answers one message after the other, each peer's on a thread of its own."""
 
     def __init__(
         self, door: Door, answer: Callable[[bytes, str], bytes], limits: Limits | None = None
     ) -> None:
-        """`answer` gets a message and the peer's name, and raises UnreadableError. Raises ConfigError for a host that
-        cannot be listened on, or not be connected to.
-        """
-        self._door = door
+        """`answer` gets a message and the peer's name, and raises UnreadableError. Raises ConfigError as Reception."""
         self._answer = answer
         self._limits = limits or Limits()
-        self._lock = threading.Lock()
-        #: Oldest first.
-        self._newcomers: dict[socket.socket, None] = {}
-        self._connections: set[socket.socket] = set()
-        self._closed = False
-        self._warn = Seldom(log)
-        self._listener, self.endpoint = door.listen()
-        self._thread = threading.Thread(target=self._accept, name="kv-control", daemon=True)
+        self._reception = Reception(door, self._converse, "kv-control", self._limits)
+        self.endpoint = self._reception.endpoint
 
     @property
     def num_connections(self) -> int:
-        with self._lock:
-            return len(self._connections) + len(self._newcomers)
+        return self._reception.num_connections
 
     def start(self) -> None:
-        self._thread.start()
+        self._reception.start()
 
     def close(self) -> None:
         """No peer is answered any more, connected or not."""
-        self._closed = True
-        # Unlike close(), this wakes the thread that waits in accept().
-        _hang_up(self._listener)
-        if self._thread.is_alive():
-            self._thread.join(timeout=5)
-        self._listener.close()
-        with self._lock:
-            open_now = [*self._connections, *self._newcomers]
-        for connection in open_now:
-            _hang_up(connection)
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if not self._closed:
-                    self._warn("control channel: cannot accept: %s", error)
-                    time.sleep(_ACCEPT_RETRY_SECONDS)
-                continue
-            try:
-                peer = self._door.screen(connection)
-            except OSError as error:
-                self._warn("control channel: refused a connection: %s", error)
-                connection.close()
-                continue
-            self._make_room(connection)
-            threading.Thread(
-                target=self._receive, args=(connection, peer), name="kv-control-peer", daemon=True
-            ).start()
-
-    def _make_room(self, newcomer: socket.socket) -> None:
-        """A flood of connections that say nothing must not keep a peer out."""
-        with self._lock:
-            self._newcomers[newcomer] = None
-            too_many = len(self._newcomers) > self._limits.newcomers
-            oldest = next(iter(self._newcomers))
-            if too_many:
-                del self._newcomers[oldest]
-        if too_many:
-            self._warn("control channel: more than %d connections at the door", self._limits.newcomers)
-            _hang_up(oldest)
-
-    def _receive(self, raw: socket.socket, peer: str) -> None:
-        connection = raw
-        try:
-            raw.settimeout(self._limits.greeting)
-            connection = self._door.greet(raw)
-            if self._let_in(raw, connection):
-                self._converse(connection, peer)
-        except UnreadableError as error:
-            self._warn("control channel: hung up on %s: %s", peer, error)
-        except (
-            OSError,
-            EOFError,
-            ValueError,
-        ) as error:  # ValueError: what ssl says of a socket that was closed
-            log.debug("control channel: %s: %s", peer, error)
-        finally:
-            connection.close()
-            raw.close()
-            with self._lock:
-                self._newcomers.pop(raw, None)
-                self._connections.discard(connection)
-
-    def _let_in(self, raw: socket.socket, connection: socket.socket) -> bool:
-        with self._lock:
-            self._newcomers.pop(raw, None)
-            has_room = len(self._connections) < self._limits.connections
-            if has_room:
-                self._connections.add(connection)
-        if not has_room:
-            self._warn("control channel: refused a connection: %d are open", self._limits.connections)
-        return has_room
+        self._reception.close()
 
     def _converse(self, connection: socket.socket, peer: str) -> None:
-        while not self._closed:
-            connection.settimeout(self._limits.idle)
-            first = connection.recv(1)
-            if not first:
-                return
-            answer = self._answer(_receive_frame(connection, self._limits.frame, first), peer)
-            connection.settimeout(self._limits.frame)
-            _send_frame(connection, answer)
+        while (message := receive_message(connection, self._limits)) is not None:
+            send_frame(connection, self._answer(message, peer))
 
 
 @dataclass(slots=True)
@@ -186,8 +64,8 @@ class ChannelClient:
         try:
             connection = self._connection(endpoint, timeout)
             connection.settimeout(max(timeout, 0.001))
-            _send_frame(connection, question)
-            return _receive_frame(connection, max(timeout, 0.001))
+            send_frame(connection, question)
+            return receive_frame(connection, max(timeout, 0.001))
         except KvTransferError:
             self.drop(endpoint)
             raise
@@ -218,17 +96,22 @@ class ChannelClient:
         return known.socket
 
 
-def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        # Also of a connection that is in a TLS handshake; the thread that talks through it closes it.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+def receive_message(connection: socket.socket, limits: Limits) -> bytes | None:
+    """The next frame, within `idle` and `frame` seconds; None when the peer has hung up. The connection then gives an
+    answer `frame` seconds to be taken.
+    """
+    connection.settimeout(limits.idle)
+    first = connection.recv(1)
+    message = receive_frame(connection, limits.frame, first) if first else None
+    connection.settimeout(limits.frame)
+    return message
 
 
-def _send_frame(connection: socket.socket, payload: bytes) -> None:
+def send_frame(connection: socket.socket, payload: bytes) -> None:
     connection.sendall(_LENGTH.pack(len(payload)) + payload)
 
 
-def _receive_frame(connection: socket.socket, seconds: float, begun: bytes = b"") -> bytes:
+def receive_frame(connection: socket.socket, seconds: float, begun: bytes = b"") -> bytes:
     """One frame, of which `begun` has been received."""
     deadline = time.monotonic() + seconds
     (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, deadline, begun))

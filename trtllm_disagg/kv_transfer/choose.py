@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
+from pathlib import Path
 from typing import cast
 
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.base import StagingTransport
 from trtllm_disagg.kv_transfer.cma import why_no_cma
-from trtllm_disagg.kv_transfer.reach import Reach
+from trtllm_disagg.kv_transfer.reach import Network, Reach
 
 log = logging.getLogger(__name__)
 
 TRANSPORTS = {
     "NIXL": "trtllm_disagg.kv_transfer.nixl:NixlTransport",
     "SHARED_MEMORY": "trtllm_disagg.kv_transfer.shared_memory:SharedMemoryTransport",
+    "TLS": "trtllm_disagg.kv_transfer.tls_transport:TlsTransport",
 }
+ON_ONE_HOST = ("NIXL", "SHARED_MEMORY")
+#: Where Linux lists devices for RDMA.
+_RDMA = Path("/sys/class/infiniband")
 
 
-def create_transport(backend: str, reach: Reach, *, needs_cma: bool = False) -> StagingTransport:
-    """DEFAULT means NIXL, and shared memory where NIXL is not installed or may not read other processes' memory,
-    which `needs_cma` asks for. Raises ConfigError for any other name, and for NIXL where it would not work.
+def create_transport(
+    backend: str, reach: Reach, *, needs_cma: bool = False, on_gpu: bool = False
+) -> StagingTransport:
+    """DEFAULT means on one host NIXL, or shared memory where NIXL is not installed or may not read other processes'
+    memory, which `needs_cma` asks for; between hosts TLS, or NIXL for a GPU's memory or where there is RDMA. Raises
+    ConfigError for any other name, and where a transport would not work.
     """
     if backend == "DEFAULT":
+        if isinstance(reach, Network) and not on_gpu and not _has_rdma():
+            return _create("TLS", reach)
         return _default(reach, needs_cma)
     if backend not in TRANSPORTS:
         raise ConfigError.bad_value(
@@ -46,6 +56,10 @@ def _default(reach: Reach, needs_cma: bool) -> StagingTransport:
     try:
         transport = _create("NIXL", reach)
     except ImportError as error:
+        if isinstance(reach, Network):
+            raise ConfigError(
+                f"KV of a GPU, or over RDMA, moves between hosts by NIXL, which is not installed ({error})"
+            ) from error
         log.warning("NIXL is not installed (%s): KV moves through shared memory, on this host only", error)
         return _create("SHARED_MEMORY", reach)
     if needs_cma and (reason := why_no_cma()):
@@ -56,6 +70,10 @@ def _default(reach: Reach, needs_cma: bool) -> StagingTransport:
         )
         return _create("SHARED_MEMORY", reach)
     return transport
+
+
+def _has_rdma() -> bool:
+    return _RDMA.is_dir() and any(_RDMA.iterdir())
 
 
 _CMA_NEEDED = (

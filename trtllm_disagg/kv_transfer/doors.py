@@ -32,13 +32,14 @@ class Door(Protocol):
         """A listening socket and its endpoint. Raises ConfigError."""
         ...
 
-    def screen(self, connection: socket.socket) -> str:
-        """Of a connection that was just accepted, at once: its name in limits and logs, the same for all of a peer's
-        connections where that can be known."""
+    def screen(self, connection: socket.socket) -> tuple[socket.socket, str]:
+        """Of a connection that was just accepted, at once: what to talk through, and the peer's name in limits and
+        logs, the same for all of its connections where that can be known.
+        """
         ...
 
-    def greet(self, connection: socket.socket) -> socket.socket:
-        """The rest of the way in; it may take as long as the connection's timeout. Returns what to talk through."""
+    def greet(self, connection: socket.socket) -> None:
+        """The rest of the way in; it may take as long as the connection's timeout."""
         ...
 
     def connect(self, endpoint: str, timeout: float) -> socket.socket:
@@ -58,11 +59,11 @@ class LocalDoor:
         listener.listen(_BACKLOG)
         return listener, join_endpoint(name, 1)
 
-    def screen(self, connection: socket.socket) -> str:
-        return f"pid {_same_user(connection)}"
+    def screen(self, connection: socket.socket) -> tuple[socket.socket, str]:
+        return connection, f"pid {_same_user(connection)}"
 
-    def greet(self, connection: socket.socket) -> socket.socket:
-        return connection
+    def greet(self, connection: socket.socket) -> None:
+        """The kernel has said it all."""
 
     def connect(self, endpoint: str, timeout: float) -> socket.socket:
         place = split_endpoint(endpoint)

@@ -58,13 +58,16 @@ class TlsDoor:
         listener = _listen(self._host)
         return listener, join_endpoint(self._host, listener.getsockname()[1])
 
-    def screen(self, connection: socket.socket) -> str:
+    def screen(self, connection: socket.socket) -> tuple[socket.socket, str]:
         """The key is not proven yet."""
         host, port, *_ = connection.getpeername()
-        return f"{host} port {port}"
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wrapped = self._server.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return wrapped, f"{host} port {port}"
 
-    def greet(self, connection: socket.socket) -> socket.socket:
-        return self._proven(self._server.wrap_socket(connection, server_side=True))
+    def greet(self, connection: socket.socket) -> None:
+        assert isinstance(connection, ssl.SSLSocket)
+        self._prove(connection)
 
     def connect(self, endpoint: str, timeout: float) -> socket.socket:
         place = split_endpoint(endpoint)
@@ -73,10 +76,11 @@ class TlsDoor:
                 f"the peer's control channel {endpoint} takes peers on its own host only: "
                 f"set embedded.transfer_host and {KEY} on both"
             )
-        connection = socket.create_connection(place, timeout=max(timeout, 0.001))
+        raw = socket.create_connection(place, timeout=max(timeout, 0.001))
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = self._client.wrap_socket(raw, do_handshake_on_connect=False)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return self._proven(self._client.wrap_socket(connection))
+            self._prove(connection)
         except ssl.SSLError as error:
             connection.close()
             raise KvTransferError(
@@ -85,13 +89,13 @@ class TlsDoor:
         except BaseException:
             connection.close()
             raise
-
-    def _proven(self, connection: ssl.SSLSocket) -> ssl.SSLSocket:
-        """OpenSSL has verified it; this makes sure that it is this very certificate."""
-        if connection.getpeercert(binary_form=True) != self._certificate:
-            connection.close()
-            raise PermissionError("the other end has another certificate")
         return connection
+
+    def _prove(self, connection: ssl.SSLSocket) -> None:
+        """OpenSSL verifies it; then, that it is this very certificate."""
+        connection.do_handshake()
+        if connection.getpeercert(binary_form=True) != self._certificate:
+            raise PermissionError("the other end has another certificate")
 
 
 def _listen(host: str) -> socket.socket:
