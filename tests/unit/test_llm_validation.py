@@ -163,6 +163,13 @@ def test_global_request_ids_never_repeat_and_are_bounded() -> None:
             get_global_disagg_request_id(node, process)
 
 
+def test_global_request_ids_cannot_be_told_from_earlier_ones() -> None:
+    """Engines meet by them."""
+    ids = [get_global_disagg_request_id(3, 4) for _ in range(100)]
+    assert ids != sorted(ids)
+    assert len({made >> 50 for made in ids}) > 50
+
+
 # -- construction
 
 

@@ -143,6 +143,8 @@ def _exit_with_parent(process: CoreProcess) -> None:
 
 
 def main() -> int:
+    # What an engine makes, UCX's shared memory for one, is its user's alone.
+    os.umask(0o077)
     # Ctrl-C reaches the whole process group; the worker decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

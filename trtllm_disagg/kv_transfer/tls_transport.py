@@ -30,6 +30,7 @@ from trtllm_disagg.kv_transfer.runs import runs_of
 _LIMITS = Limits()
 #: A peer that sends nothing for so long is taken for dead.
 _SILENCE_SECONDS = 30.0
+_PIECE_BYTES = 1 << 20
 _OK = b"ok"
 #: int32 block ids of one message.
 _Ids = Annotated[bytes, msgspec.Meta(min_length=4, max_length=1 << 19)]
@@ -241,9 +242,11 @@ def _send(connection: socket.socket, blocks: np.ndarray, deadline: float) -> Non
 
 def _receive(connection: socket.socket, blocks: np.ndarray, deadline: float) -> None:
     view = _bytes_of(blocks)
-    while view:
-        connection.settimeout(min(_left(deadline), _SILENCE_SECONDS))
-        count = connection.recv_into(view)
-        if not count:
-            raise EOFError("connection closed by the peer")
-        view = view[count:]
+    for start in range(0, len(view), _PIECE_BYTES):
+        piece = view[start : start + _PIECE_BYTES]
+        connection.settimeout(min(_left(deadline), _SILENCE_SECONDS))  # a system call: not for every record
+        while piece:
+            count = connection.recv_into(piece)
+            if not count:
+                raise EOFError("connection closed by the peer")
+            piece = piece[count:]

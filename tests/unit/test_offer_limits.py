@@ -1,0 +1,73 @@
+"""What one peer can do to a prefill engine's book of offers, and for how long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from trtllm_disagg.kv_transfer.offer import MAX_OFFER_SECONDS, Offer, new_ticket
+from trtllm_disagg.kv_transfer.push import OfferBook
+
+LAYOUT = b"y" * 16
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def book(clock: Clock) -> OfferBook:
+    return OfferBook("prefill-1", LAYOUT, lambda: None, clock)
+
+
+def offer(request: int, **changes: Any) -> Offer:
+    made = Offer(
+        request=request,
+        ticket=new_ticket(),
+        prefill="prefill-1",
+        decode="decode-1",
+        endpoint="unix://@decode:1",
+        layout=LAYOUT,
+        prompt=b"p" * 16,
+        blocks=[0],
+        num_known=0,
+        seconds=MAX_OFFER_SECONDS,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def fill(book: OfferBook, peer: str, first: int) -> int:
+    """How many offers of this peer are taken. It gives itself another name each time."""
+    for number in range(first, first + 5000):
+        if book.offered(offer(number, decode=f"decode-{number}"), peer) == b"full":
+            return number - first
+    raise AssertionError("without end")
+
+
+def test_one_peer_cannot_fill_the_book(book: OfferBook) -> None:
+    assert fill(book, "pid 1", 0) == 1024
+    assert book.offered(offer(9000), "pid 2") == b"ok"
+
+
+def test_all_peers_together_have_a_limit_which_time_lifts(book: OfferBook, clock: Clock) -> None:
+    taken = [fill(book, f"pid {peer}", 10_000 * peer) for peer in range(5)]
+    assert taken == [1024, 1024, 1024, 1024, 0]
+    clock.now = MAX_OFFER_SECONDS
+    assert book.offered(offer(1), "pid 9") == b"ok"
+
+
+@pytest.mark.parametrize("seconds", [1e6, MAX_OFFER_SECONDS + 1, float("inf"), float("nan"), -1.0])
+def test_an_offer_for_ever_is_no_message(seconds: float) -> None:
+    message = msgspec.msgpack.encode(offer(1, seconds=seconds))
+    with pytest.raises(msgspec.ValidationError, match="seconds"):
+        msgspec.msgpack.decode(message, type=Offer)
