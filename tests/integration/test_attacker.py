@@ -40,7 +40,8 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         settings["cache_transceiver_config"]["backend"] = request.param
         changed[role] = directory / f"{role}.yaml"
         changed[role].write_text(yaml.safe_dump(settings))
-    with served(demo_config("prefill_first", directory / "run", engine_configs=changed)) as made:
+    attacked = demo_config("prefill_first", directory / "run", engine_configs=changed, startup_timeout=280.0)
+    with served(attacked) as made:
         yield made
 
 
