@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.deployment.limits import LimitError, Limits, Needs, needs_of, require
+from trtllm_disagg.deployment.limits import LimitError, Limits, Needs, needs_of, needs_of_worker, require
 from trtllm_disagg.deployment.plan import DeploymentConfig
 
 USUAL = Limits(max_inotify_instances=128, free_inotify_instances=128, max_open_files=524288, ptrace_scope=0)
@@ -29,7 +29,7 @@ def test_missing_inotify_instances_are_named_with_the_command_that_helps() -> No
 
     assert str(raised.value) == (
         f"fs.inotify.max_user_instances is 128, of which this user's processes leave {PAIR.inotify_instances - 1}; "
-        f"this deployment needs {PAIR.inotify_instances}. Stop another deployment, or: "
+        f"{PAIR.inotify_instances} are needed. Stop another deployment, or: "
         "sudo sysctl fs.inotify.max_user_instances=1024"
     )
     assert require(PAIR, replace(few, free_inotify_instances=PAIR.inotify_instances)) == []
@@ -56,6 +56,16 @@ def test_a_ptrace_scope_that_forbids_reading_is_a_warning(is_root: bool, warning
 def test_deployments_side_by_side_need_the_sum_of_instances() -> None:
     assert (PAIR + PAIR).inotify_instances == 2 * PAIR.inotify_instances
     assert (PAIR + PAIR).open_files == PAIR.open_files
+
+
+@pytest.mark.parametrize(
+    ("has_peers", "discovery", "instances"), [(True, "file", 2), (False, "file", 0), (True, "etcd", 0)]
+)
+def test_a_worker_alone_needs_instances_for_its_peers_in_files(
+    has_peers: bool, discovery: str, instances: int
+) -> None:
+    needs = needs_of_worker(has_peers=has_peers, discovery_backend=discovery)
+    assert needs.inotify_instances == instances
 
 
 def test_reading_this_machine_opens_no_more_than_was_asked_for_and_leaves_nothing_open() -> None:

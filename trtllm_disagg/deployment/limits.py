@@ -81,6 +81,12 @@ def needs_of(config: DeploymentConfig) -> Needs:
     )
 
 
+def needs_of_worker(*, has_peers: bool, discovery_backend: str | None) -> Needs:
+    """Of a worker that is started by itself. Only discovery by files watches directories."""
+    watches = has_peers and discovery_backend == "file"
+    return Needs(INOTIFY_PER_WORKER if watches else 0)
+
+
 def require(needs: Needs, limits: Limits) -> list[str]:
     """What is doubtful, one sentence each. Raises LimitError, with the command that helps, for what cannot work."""
     if refusals := list(_refusals(needs, limits)):
@@ -90,7 +96,11 @@ def require(needs: Needs, limits: Limits) -> list[str]:
 
 def look_at_limits(configs: Iterable[DeploymentConfig]) -> list[str]:
     """`require` for deployments side by side, on this machine; lets them open as many files as the hard limit says."""
-    needs = sum(map(needs_of, configs), Needs())
+    return look_at(sum(map(needs_of, configs), Needs()))
+
+
+def look_at(needs: Needs) -> list[str]:
+    """The same for any needs."""
     allow_open_files()
     return require(needs, Limits.read(needs))
 
@@ -108,8 +118,8 @@ def _refusals(needs: Needs, limits: Limits) -> Iterator[str]:
         most = "unknown" if limits.max_inotify_instances is None else str(limits.max_inotify_instances)
         enough = max(1024, 2 * (limits.max_inotify_instances or 0))
         yield (
-            f"{INOTIFY_KEY} is {most}, of which this user's processes leave {free}; this deployment needs "
-            f"{needs.inotify_instances}. Stop another deployment, or: sudo sysctl {INOTIFY_KEY}={enough}"
+            f"{INOTIFY_KEY} is {most}, of which this user's processes leave {free}; "
+            f"{needs.inotify_instances} are needed. Stop another deployment, or: sudo sysctl {INOTIFY_KEY}={enough}"
         )
     if limits.max_open_files is not None and limits.max_open_files < needs.open_files:
         yield (
