@@ -11,21 +11,15 @@ import sys
 
 from trtllm_disagg.embedded.cpu import SETTING, environment_of, this_cpu
 
-_EXACTNESS = (
-    "batched",
-    "chunked",
-    "found_in_a_longer_prompt",
-    "disaggregated",
-    "disaggregated_and_preempted",
-)
-#: Families and dtypes, exactness, handoffs, guides.
+#: Families and dtypes, exactness, handoffs, guides. Chunks and reuse are in test_bfloat16.
 _EVERY = (
     "tests/unit/test_families.py",
     "tests/unit/test_bfloat16.py",
     "tests/unit/test_experts.py",
     "tests/unit/test_guided.py::test_every_answer_matches",
     "tests/unit/test_guided.py::test_disaggregated_gives_the_same_tokens",
-    *(f"tests/unit/test_exactness.py::test_{name}" for name in _EXACTNESS),
+    "tests/unit/test_exactness.py::test_batched",
+    "tests/unit/test_exactness.py::test_disaggregated",
 )
 #: Where kernels are compiled.
 _COMPILED = (
