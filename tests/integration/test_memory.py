@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Checkpoints
 from tests.models import write_checkpoint
 from trtllm_disagg.embedded import LLM, SamplingParams
 
@@ -14,6 +15,7 @@ MIB = 2**20
 #: Python, torch, transformers, compiled kernels, and the activations of a step of 512 tokens.
 PROGRAM = 400 * MIB
 MAX_TOKENS = 4096
+GROWTH = 40 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,26 @@ def settled(pid: int, limit: float) -> dict[str, int]:
     while resident(pid)["VmRSS"] > limit and time.monotonic() < end:
         time.sleep(0.1)
     return resident(pid)
+
+
+def test_memory_does_not_grow_with_the_lengths_of_prompts(checkpoints: Checkpoints) -> None:
+    """Without a bound, what is kept for each number of rows takes 0.2 MB a product."""
+    with LLM(
+        checkpoints(),
+        kv_cache_config={"max_tokens": MAX_TOKENS, "enable_block_reuse": False},
+        skip_tokenizer_init=True,
+    ) as llm:
+        params = SamplingParams(max_tokens=1, detokenize=False)
+
+        def compute(lengths: range) -> None:
+            for length in lengths:
+                llm.generate([2 + i * 7 % 250 for i in range(length)], params)
+
+        compute(range(60, 100, 4))
+        started = settled(llm.engine_pid, 0)["VmRSS"]
+        compute(range(100, 500, 4))
+        worked = settled(llm.engine_pid, started + GROWTH)["VmRSS"]
+    assert worked <= started + GROWTH, f"{started >> 20} MiB, then {worked >> 20}"
 
 
 @pytest.mark.parametrize("forward", ["auto", "transformers"])

@@ -23,6 +23,10 @@ _CORE = ("-m", "trtllm_disagg.embedded.core_process")
 #: An argument of the core: the ranks were started by somebody else, and each has its own LLM object.
 IN_JOB = "--in-job"
 _EXTRA = "mpi4py and mpich (pip install 'trtllm-disagg[mpi]')"
+#: What oneDNN and torch keep of a product, some 0.2 MB, is for one number of rows, and a step has any. A step needs a
+#: handful of them, and to make one takes no time that can be measured; by default each keeps 1024.
+_PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_KEPT_PRODUCTS = "64"
 #: Of mpich's process manager: who dies is noticed, and told, by the ranks themselves; on this host and by nobody
 #: else, whatever batch system it belongs to.
 _MPIEXEC_OPTIONS = (
@@ -99,6 +103,7 @@ def core_launch(size: int, num_threads: int, environment: Mapping[str, str]) -> 
         | {
             "OMP_NUM_THREADS": str(num_threads),
             "OMP_WAIT_POLICY": "PASSIVE",
+            **{name: environment.get(name, _KEPT_PRODUCTS) for name in _PRODUCT_CACHES},
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             # A rank that waits for another one lets others run, that one first of all.
