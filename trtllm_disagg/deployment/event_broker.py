@@ -1,6 +1,6 @@
 """Dynamo's events (which tokens a cache holds, among others) go through sockets in the run directory.
 
-Without a broker every process publishes on a port of its own, on all interfaces and to anyone who connects.
+Without a broker every process publishes on a port of its own, on all interfaces and to every program that connects.
 """
 
 from __future__ import annotations

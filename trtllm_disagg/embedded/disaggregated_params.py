@@ -91,7 +91,7 @@ MIN_GLOBAL_ID = 1 << 40
 
 def get_global_disagg_request_id(node_id: int, process_id: int = 0) -> int:
     """A request id that no other process makes: node (8 bits), process (6), and 49 random bits where TensorRT-LLM has
-    the clock and a counter, since engines meet by it and no one else is to guess it.
+    the clock and a counter, since engines meet by it and no other program is to guess it.
 
     Raises ValueError for a node_id outside [0, 256) or a process_id outside [0, 64).
     """
