@@ -32,7 +32,7 @@ def watch_over_this_process(seconds: float) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
-        check=True,
+        check=False,
     )
 
 
@@ -90,7 +90,8 @@ def _watch(pid: int, seconds: float) -> None:
     end = select.poll()
     try:
         end.register(os.pidfd_open(pid), select.POLLIN)
-    except ProcessLookupError:
+    except OSError as error:  # an old kernel, or a sandbox that has no such call
+        _say(f"process {pid} is not watched over ({error}); when it is stopped, its requests wait")
         return
     if os.fork():
         os._exit(0)

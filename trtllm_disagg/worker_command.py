@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
+import sys
 from dataclasses import replace
 
 from trtllm_disagg.args import add_worker_arguments, config_from_namespace
 from trtllm_disagg.deployment.limits import look_at, needs_of_worker
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.watchdog import watch_over_this_process
 
 log = logging.getLogger(__name__)
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["ExitStatus", "add_arguments", "run"]
 
 add_arguments = add_worker_arguments
 
@@ -25,6 +28,7 @@ def run(namespace: argparse.Namespace) -> int:
     has_peers = config.partner_endpoint_id is not None
     for doubt in look_at(needs_of_worker(has_peers=has_peers, discovery_backend=config.discovery_backend)):
         log.info("%s", doubt)
+    status = ExitStatus()
     # After the flags are known to be good: these imports take seconds.
     import uvloop
 
@@ -32,5 +36,33 @@ def run(namespace: argparse.Namespace) -> int:
 
     if config.frozen_seconds:
         watch_over_this_process(config.frozen_seconds)
-    uvloop.run(run_worker(config))
-    return 0
+    try:
+        uvloop.run(run_worker(config))
+    except ConfigError:
+        status.value = 2
+        raise
+    except KeyboardInterrupt:
+        status.value = 130
+        raise
+    status.value = 0
+    return status.value
+
+
+class ExitStatus:
+    """Ends this process behind all exit handlers that are registered from now on, before Python takes itself apart.
+
+    Dynamo's threads may ask for the interpreter at any time. Python ends a thread that does so then, which Rust takes
+    for an error: the process aborts (SIGABRT) instead of giving its status.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if "mpi4py.MPI" in sys.modules:
+            return  # the other processes of its job wait for the end of MPI, which comes later
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(self.value)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trtllm_disagg import watchdog
 from trtllm_disagg.watchdog import Watch, is_stopped
 
 #: Starts a watchdog over itself and a child that sleeps, and says the child's id.
@@ -111,3 +112,10 @@ def test_a_process_that_is_gone_is_not_stopped() -> None:
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
     process.wait()
     assert not is_stopped(process.pid)
+
+
+def test_a_process_that_cannot_be_watched_over_is_told_in_the_log() -> None:
+    command = [sys.executable, "-I", "-S", watchdog.__file__, str(2**22 + 1), "1"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert done.returncode == 0
+    assert f"process {2**22 + 1} is not watched over" in done.stderr
