@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import pytest
 
 from trtllm_disagg import cli
+from trtllm_disagg.bench.figures import NOT_JUDGED
 from trtllm_disagg.bench.overhead import Outcome, Round, cpu_seconds
-from trtllm_disagg.bench.overhead_report import NOT_JUDGED, figures_of, print_report
+from trtllm_disagg.bench.overhead_report import figures_of, print_report
 from trtllm_disagg.bench.streaming import Answer, BadAnswerError, Connection, ask_all, completion_request
 from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+NOT_JUDGED = "No target is judged: for that the run is too short, or compares too little."
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from trtllm_disagg.bench.figures import Figure, at_least, at_most
+from trtllm_disagg.bench.figures import NOT_JUDGED, Figure, at_least, at_most
 from trtllm_disagg.bench.machine import describe_machine, load
 from trtllm_disagg.bench.overhead import BASELINE, Outcome
 from trtllm_disagg.bench.progress import wide_console
@@ -24,7 +24,6 @@ _COLUMNS = (
     ("TTFT ms,\nmany", "ttft_together", "ms", ".1f"),
     ("chunks\n/token", "chunks", "chunks/token", ".2f"),
 )
-NOT_JUDGED = "No target is judged: for that the run is too short, or compares too little."
 MAX_TTFT_MS, MIN_THROUGHPUT, MAX_CPU_US = 1.0, 0.9, 30.0
 
 

@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     before = load()
     with Progress("engine") as progress:
         results = measure(plan, args.part, args.peer, args.cache_dir, progress.say)
+    results.is_judged = not args.quick
     if args.json:
         print(to_json(results.figures))
     else:

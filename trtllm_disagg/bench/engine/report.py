@@ -11,7 +11,7 @@ from trtllm_disagg.bench.engine.contestants import EMBEDDED
 from trtllm_disagg.bench.engine.plan import Plan
 from trtllm_disagg.bench.engine.results import Results
 from trtllm_disagg.bench.engine.speed import Speeds
-from trtllm_disagg.bench.figures import Figure, Sample
+from trtllm_disagg.bench.figures import NOT_JUDGED, Figure, Sample
 from trtllm_disagg.bench.machine import describe_machine, load
 from trtllm_disagg.bench.progress import wide_console
 from trtllm_disagg.embedded.cpu import this_cpu
@@ -35,7 +35,7 @@ def print_report(results: Results, plan: Plan, load_before: float) -> None:
         console.print(_figures(title, figures))
     missed = [figure for figure in results.figures if figure.missed]
     judged = sum(figure.ok is not None for figure in results.figures)
-    console.print(f"{judged - len(missed)} of {judged} targets are met.")
+    console.print(f"{judged - len(missed)} of {judged} targets are met." if judged else NOT_JUDGED)
 
 
 def _speeds(speeds: Speeds) -> Table:

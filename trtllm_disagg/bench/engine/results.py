@@ -19,15 +19,18 @@ class Results:
     #: Seconds that the LLM API adds.
     added_ttft: list[float] = field(default_factory=list)
     scalings: list[scaling.Scaling] = field(default_factory=list)
+    #: False for a run that is too short to be held to a target.
+    is_judged: bool = True
 
     @property
     def figures(self) -> list[Figure]:
-        return [
+        figures = [
             *(figure for found in self.speeds for figure in speed.figures_of(found)),
             *(figure for found in self.overheads for figure in overheads.figures_of(found)),
             *(overheads.added_ttft_figure(seconds) for seconds in self.added_ttft),
             *(figure for found in self.scalings for figure in scaling.figures_of(found)),
         ]
+        return figures if self.is_judged else [figure.unjudged() for figure in figures]
 
 
 def measure(
