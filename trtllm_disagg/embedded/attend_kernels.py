@@ -65,7 +65,7 @@ def attend_rows(
         )
 
 
-@compiled()
+@compiled(inner=True)
 def attend_heads(
     q: Any,
     first_head: Any,

@@ -1,7 +1,6 @@
 """numba's njit as the kernels use it: no interpreter lock, no checks, and machine code kept on disk.
 
-numba keeps a function's code until that function's own source changes, whatever becomes of what it calls. So its
-name on disk says which version of all kernels it belongs to.
+Compiled code contains the code of what it calls. So it is kept for one version of all kernels together.
 """
 
 from __future__ import annotations
@@ -11,7 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from numba import njit
+from numba.core.registry import CPUDispatcher
+
+from trtllm_disagg.embedded.kernel_cache import CompileLock, KernelCache
+from trtllm_disagg.embedded.kernel_folder import kernel_folder
 
 _SOURCES = (
     "attend_kernels",
@@ -33,16 +35,32 @@ def _version() -> str:
     ).hexdigest()
 
 
-_VERSION = _version()
+_FOLDER = kernel_folder(_version())
+_LOCK = CompileLock(_FOLDER)
 
 
-def compiled(**options: Any) -> Callable[[_Function], _Function]:
-    """Decorator. Compiled at the first call with new types, which takes seconds once on a machine."""
+class Kernel(CPUDispatcher):  # type: ignore[misc]
+    """A compiled function whose code outlives the process."""
+
+    def enable_caching(self) -> None:
+        self._cache = KernelCache(self.py_func, _FOLDER, _LOCK)
+
+    def compile(self, sig: Any) -> Any:
+        with _LOCK.released_after():
+            return super().compile(sig)
+
+
+def compiled(*, inner: bool = False, **options: Any) -> Callable[[_Function], _Function]:
+    """Decorator. Compiled at the first call with new types, which takes seconds once on a machine. An `inner` function
+    is called by other kernels only: without an entrance for Python it takes less.
+    """
 
     def decorate(function: _Function) -> _Function:
-        function.__qualname__ += f"_{_VERSION}"
-        settings = {"boundscheck": False, "nogil": True, "error_model": "numpy", "cache": True}
-        kernel: _Function = njit(**settings | options)(function)
-        return kernel
+        settings = {"nopython": True, "boundscheck": False, "nogil": True, "error_model": "numpy"}
+        if inner:
+            settings |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        kernel: Any = Kernel(function, targetoptions=settings | options)
+        kernel.enable_caching()
+        return kernel  # type: ignore[no-any-return]
 
     return decorate

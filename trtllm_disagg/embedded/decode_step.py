@@ -101,7 +101,7 @@ class Buffers(NamedTuple):
     like: np.ndarray
 
 
-@compiled()
+@compiled(inner=True)
 def _project(x: Any, address: Any, block: Any, bias: Any, out: Any, first: Any, last: Any, like: Any) -> None:
     """Panels `first` to `last` of x times a weight."""
     multiply(x, address, block, out, first, last)
@@ -111,7 +111,7 @@ def _project(x: Any, address: Any, block: Any, bias: Any, out: Any, first: Any, 
         add_bias_and_round(out, bias, first * PANEL, end, like[0])
 
 
-@compiled()
+@compiled(inner=True)
 def _attend(w: Any, b: Any, layer: Any, rank: Any, size: Any, tokens_per_block: Any) -> None:
     """Rotate, store and attend: whole rows of this rank when there are enough, else heads of every row."""
     rows, kv_heads = b.control[ROWS], b.pool.shape[1]

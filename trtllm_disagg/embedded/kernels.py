@@ -96,7 +96,7 @@ def silu_mul(gate_up: Any, out: Any, first: Any, last: Any) -> None:
             target[i] = pack(silu * load(ups[i]), target[i])
 
 
-@compiled()
+@compiled(inner=True)
 def embed(tokens: Any, embedding: Any, out: Any) -> None:
     """out (rows, n) float32 = the rows of embedding (vocabulary, n)."""
     for r in range(out.shape[0]):
@@ -104,7 +104,7 @@ def embed(tokens: Any, embedding: Any, out: Any) -> None:
             out[r, i] = load(embedding[tokens[r], i])
 
 
-@compiled()
+@compiled(inner=True)
 def add_bias_and_round(x: Any, bias: Any, first: Any, last: Any, like: Any) -> None:
     """x (rows, columns) float32 += bias, which may be empty, then to the precision of `like`, in some columns."""
     for r in range(x.shape[0]):
@@ -162,7 +162,7 @@ def rotate_and_store(
             rotate_group(qkv[r], kv, c, s, q_norm, k_norm, eps, key, value, q[r], buffer)
 
 
-@compiled()
+@compiled(inner=True)
 def rotate_group(
     qkv: Any,
     kv: Any,
@@ -192,7 +192,7 @@ def rotate_group(
         value[kv, d] = pack(load(qkv[base + d]), value[kv, d])
 
 
-@compiled()
+@compiled(inner=True)
 def _rotate(x: Any, c: Any, s: Any, norm: Any, eps: Any, out: Any, buffer: Any) -> None:
     dim = x.shape[0]
     half = dim // 2

@@ -40,7 +40,7 @@ def _look(typing: Any, address: Any) -> Any:
     return types.int64(types.intp), generate
 
 
-@compiled()
+@compiled(inner=True)
 def meet(arrivals: Any, everybody: Any) -> None:
     """Return when the counter at this address has reached `everybody`, to which this call adds one."""
     _add(arrivals, 1)
@@ -52,7 +52,7 @@ def meet(arrivals: Any, everybody: Any) -> None:
             _sched_yield()
 
 
-@compiled()
+@compiled(inner=True)
 def sleep_until_called(event_fd: Any, scratch: Any) -> Any:
     """Block in the kernel until somebody writes to this eventfd. False when something else ended the wait, a signal
     say. `scratch` is an int64 array of one.
@@ -60,7 +60,7 @@ def sleep_until_called(event_fd: Any, scratch: Any) -> Any:
     return _read(event_fd, scratch.ctypes.data, 8) == 8
 
 
-@compiled()
+@compiled(inner=True)
 def share(count: Any, rank: Any, size: Any) -> Any:
     """(first, last) of this rank's part of `count` things."""
     return count * rank // size, count * (rank + 1) // size

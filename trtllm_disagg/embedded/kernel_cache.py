@@ -1,0 +1,142 @@
+"""Each kernel is compiled by one process, once on a machine; the others wait for it and then load it.
+
+A kernel's machine code is one file: there, or not, whoever is killed when. A file lock is held from the moment in which
+a kernel is found missing until its file is there; the operating system drops the lock of a process that dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import pickle
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import CompileResultCacheImpl, NullCache
+from numba.core.serialize import dumps
+
+log = logging.getLogger(__name__)
+
+_DIGEST_BYTES = 16
+
+
+class CompileLock:
+    """Of one folder. For one thread at a time: numba has a lock of its own for those of a process."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None] = log.info) -> None:
+        self._folder = folder
+        self._say = say
+        self._fd: int | None = None
+        self._depth = 0
+        self._has_said = False
+
+    @contextmanager
+    def released_after(self) -> Iterator[None]:
+        """Kernels call kernels, which are compiled on the way: the outermost block lets go."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0 and self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+    def take(self) -> None:
+        """Inside such a block. Waits while another process compiles."""
+        if self._fd is not None:
+            return
+        file = self._folder / "lock"
+        try:
+            self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._wait_for(self._fd)
+            # Whatever others have begun to write, they were killed.
+            for draft in self._folder.glob("*.draft"):
+                draft.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("cannot lock %s (%s): kernels may be compiled more than once", file, error)
+
+    def compiles(self) -> None:
+        """Tell it, once a process."""
+        if not self._has_said:
+            self._has_said = True
+            self._say("compiling kernels (once)")
+
+    def _wait_for(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._say("waiting for another process that compiles kernels (once)")
+            fcntl.flock(fd, fcntl.LOCK_EX)
+
+
+class KernelCache(NullCache):  # type: ignore[misc]
+    """numba asks it for the code of one function before it compiles, and gives it what it has compiled."""
+
+    def __init__(self, function: Any, folder: Path, lock: CompileLock) -> None:
+        self._name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        self._folder = folder
+        self._lock = lock
+        self._codec = _Codec()
+
+    @property
+    def cache_path(self) -> str:
+        return str(self._folder)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        file = self._file(sig, target_context.codegen())
+        found = self._load(file, target_context)
+        if found is None:
+            self._lock.take()
+            # It may be what was just waited for.
+            found = self._load(file, target_context)
+        if found is None:
+            self._lock.compiles()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        payload = dumps(self._codec.reduce(data))
+        file = self._file(sig, data.codegen)
+        draft = file.with_suffix(f".{os.getpid()}.draft")
+        try:
+            draft.write_bytes(_digest(payload) + payload)
+            draft.replace(file)
+        except OSError as error:
+            log.warning("cannot keep a compiled kernel, the next process compiles it again: %s", error)
+
+    def _load(self, file: Path, target_context: Any) -> Any:
+        try:
+            stored = file.read_bytes()
+        except OSError:
+            return None
+        payload = stored[_DIGEST_BYTES:]
+        if _digest(payload) != stored[:_DIGEST_BYTES]:
+            log.warning("%s is damaged and compiled again", file)
+            return None
+        return self._codec.rebuild(target_context, payload)
+
+    def _file(self, sig: Any, codegen: Any) -> Path:
+        """Its name says what the code is for: argument types, processor and its features, versions."""
+        what = (str(sig), codegen.magic_tuple(), numba.__version__, platform.python_version())
+        return self._folder / f"{self._name}.{_digest(repr(what).encode()).hex()}.kernel"
+
+
+class _Codec(CompileResultCacheImpl):  # type: ignore[misc]
+    """What numba keeps of compiled code, without its choice of a file."""
+
+    def __init__(self) -> None:
+        pass
+
+    def rebuild(self, target_context: Any, payload: bytes) -> Any:
+        return super().rebuild(target_context, pickle.loads(payload))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
