@@ -178,30 +178,99 @@ def test_training_learns_and_leaves_the_process_as_it_was() -> None:
     assert sum(losses[-5:]) / 5 < losses[0] - 1
 
 
-def test_the_last_steps_see_one_long_window() -> None:
+@pytest.fixture(scope="module")
+def some_articles() -> list[corpus.Article]:
+    return corpus.articles()[:40]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(some_articles: list[corpus.Article]) -> Any:
+    return tokenizer.train_tokenizer(
+        conversations.documents(some_articles, random.Random(0)), TINY.vocab_size
+    )
+
+
+def test_now_and_then_a_step_is_one_long_window(some_articles: list[corpus.Article], vocabulary: Any) -> None:
+    recipe = replace(TINY, steps=6, long_every=3)
+    shapes = [tuple(tokens.shape) for tokens, _ in training.batches(recipe, some_articles, vocabulary)]
+    assert shapes == [(4, 32), (4, 32), (1, 128)] * 2
+
+
+def test_every_window_begins_with_a_document(some_articles: list[corpus.Article], vocabulary: Any) -> None:
+    for tokens, _ in training.batches(TINY, some_articles, vocabulary):
+        assert (tokens[:, 0] == vocabulary.token_to_id(tokenizer.BOS)).all()
+
+
+def test_only_questions_and_system_prompts_are_not_learned() -> None:
+    bos, eos, user, assistant, system, text = range(6)
+    talk = [
+        bos,
+        system,
+        text,
+        user,
+        text,
+        text,
+        assistant,
+        text,
+        eos,
+        user,
+        text,
+        assistant,
+        text,
+        eos,
+        bos,
+        text,
+    ]
+    is_said = training.said(talk, [user, system], assistant)
+    assert [at for at, learned in enumerate(is_said) if learned] == [0, 7, 8, 12, 13, 14, 15]
+
+
+def test_the_learning_rate_rises_stays_and_falls_to_nothing() -> None:
     import torch
 
-    recipe = replace(TINY, steps=10, long_share=0.2)
-    data = torch.arange(10 * 4 * 32).view(10, 4, 32)
-    shapes = [tuple(training.windows(recipe, data, step).shape) for step in range(10)]
-    assert shapes == [(4, 32)] * 8 + [(1, 128)] * 2
-    assert training.windows(recipe, data, 9).flatten().tolist() == data[9].flatten().tolist()
-
-
-def test_the_learning_rate_rises_then_falls_to_nothing() -> None:
-    import torch
-
-    recipe = replace(TINY, steps=20, warmup_steps=4)
+    recipe = replace(TINY, steps=20, warmup_steps=4, full_share=0.5)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     rates = []
     for step in range(20):
         training.scale_learning_rates([optimizer], recipe, step)
         rates.append(optimizer.param_groups[0]["lr"])
-    peak = rates.index(max(rates))
-    assert peak == 3
     assert rates[:4] == sorted(rates[:4])
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert rates[-1] == pytest.approx(0.5 / 20)
+    assert rates[3:11] == [0.5] * 8
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.5 / 10)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 96), (96, 32)])
+def test_an_update_has_the_directions_of_the_gradient_and_equal_strengths(shape: tuple[int, int]) -> None:
+    import torch
+
+    from trtllm_disagg.demo_model.muon import orthogonal
+
+    generator = torch.Generator().manual_seed(1)
+    # Singular values from 1 down to 1/200, as gradients have them.
+    u, _, v = torch.linalg.svd(torch.randn(2, *shape, generator=generator), full_matrices=False)
+    values = torch.logspace(0, -2.3, min(shape))
+    made = orthogonal(u * values @ v)
+    strengths = torch.diagonal(u.mT @ made @ v.mT, dim1=-2, dim2=-1)
+    assert strengths.min() > 0.4
+    assert strengths.max() < 1.7
+    torch.testing.assert_close(made, u * strengths[:, None] @ v, atol=1e-3, rtol=0)
+
+
+def test_muon_moves_tall_matrices_further_and_shrinks_all() -> None:
+    import torch
+
+    from trtllm_disagg.demo_model.muon import Muon
+
+    tall, flat = torch.ones(64, 16), torch.ones(16, 64)
+    optimizer = Muon([tall.requires_grad_(), flat.requires_grad_()], lr=0.1, weight_decay=0.5)
+    for matrix in (tall, flat):
+        matrix.grad = torch.eye(*matrix.shape)
+    optimizer.step()
+    # Weight decay takes a twentieth; the update is lr times the square root of the ratio of the sides, if above one.
+    assert tall[0, 0].item() == pytest.approx(0.95 - 0.1 * 2, abs=0.05)
+    assert flat[0, 0].item() == pytest.approx(0.95 - 0.1, abs=0.03)
+    assert tall[40, 0].item() == pytest.approx(0.95, abs=1e-3)
 
 
 # The text.
@@ -259,6 +328,19 @@ def test_every_round_asks_about_everything_in_other_words() -> None:
 
 
 # The folder.
+
+
+def test_every_phase_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_demo_model(tmp_path / "model", recipe=TINY)
+    said = [line.removeprefix("demo-model: ") for line in capsys.readouterr().out.splitlines()]
+    assert said[0] == f"making a model in {tmp_path}/model, once; it takes about a minute"
+    assert [line for line in said if not line[0].isupper()][1:5] == [
+        "reading Python's documentation",
+        "making a tokenizer",
+        "loading torch",
+        said[4],
+    ]
+    assert said[4].startswith("training on ")
 
 
 def test_a_second_call_returns_at_once_and_says_so(
@@ -374,19 +456,24 @@ def test_help_does_not_wait_for_torch() -> None:
     assert answer.stdout == "set()\n"
 
 
-def test_progress_is_ten_lines_where_there_is_no_terminal(
+def test_progress_is_a_line_every_few_seconds_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "0")
     from trtllm_disagg.demo_model.progress import progress_report
 
-    with progress_report() as report:
+    now = 7.0
+    with progress_report(lambda: now) as report:
         for step in range(1, 101):
             report(step, 100, 5 - step / 50)
+            now += 0.25
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 11
-    assert lines[0] == "demo-model: step 1/100, loss 4.98"
+    assert lines[:2] == [
+        "demo-model: step 1/100, loss 4.98",
+        "demo-model: step 21/100, loss 4.58, 20 s left",
+    ]
     assert lines[-1] == "demo-model: step 100/100, loss 3.00, 0 s left"
+    assert len(lines) == 6
 
 
 def test_progress_is_a_bar_on_a_terminal(

@@ -23,6 +23,7 @@ LAYERS = (
         "admin_key",
         "interpreter",
         "model_directory",
+        "steadily",
         "watchdog",
         "yaml_file",
     ),

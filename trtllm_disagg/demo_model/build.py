@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trtllm_disagg.demo_model.recipe import DEFAULT_RECIPE, Recipe
 from trtllm_disagg.demo_model.tokenizer import save_tokenizer, train_tokenizer
 from trtllm_disagg.demo_model.training import train
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.steadily import steadily
 
 # Written last: a folder that holds it holds everything else.
 MARKER = "demo_model.json"
@@ -33,6 +35,7 @@ def build_demo_model(directory: Path, *, recipe: Recipe = DEFAULT_RECIPE) -> Pat
         say(f"{directory} is up to date")
         return directory
     refuse_foreign_folder(directory)
+    say(f"making a model in {directory}, once; it takes about a minute")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with only_builder(directory):
         if is_complete(directory, recipe):
@@ -63,15 +66,25 @@ def refuse_foreign_folder(directory: Path) -> None:
 
 
 def make_model(directory: Path, recipe: Recipe) -> None:
-    source = articles()
-    corpus = documents(source, random.Random(recipe.seed))
-    tokenizer = train_tokenizer(corpus, recipe.vocab_size)
+    with steadily("reading Python's documentation", say):
+        source = articles()
+        corpus = documents(source, random.Random(recipe.seed))
+    with steadily("making a tokenizer", say):
+        tokenizer = train_tokenizer(corpus, recipe.vocab_size)
+    with steadily("loading torch", say):
+        load_libraries()
     say(f"training on {len(corpus)} documents, {recipe.steps} steps of {recipe.batch * recipe.window} tokens")
     with progress_report() as report:
         model = train(recipe, source, tokenizer, report)
     save_weights(model, directory)
     save_tokenizer(tokenizer, directory, recipe)
     (directory / MARKER).write_text(json.dumps(recipe.marker(), indent=2))
+
+
+def load_libraries() -> None:
+    """What training needs, which takes seconds; more where the disk is cold."""
+    for module in ("torch", "transformers.models.llama.modeling_llama"):
+        import_module(module)
 
 
 def save_weights(model: Any, directory: Path) -> None:

@@ -8,7 +8,7 @@ from trtllm_disagg.demo_model.corpus import Article
 from trtllm_disagg.demo_model.tokenizer import Conversation, render_conversation, render_passage
 
 # Conversations make the answers, passages the language; more of these leave too little time for those.
-PASSAGE_SHARE = 0.25
+PASSAGE_SHARE = 0.05
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer questions about Python.", "Be brief.")
 QUESTIONS = (

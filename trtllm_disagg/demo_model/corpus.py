@@ -17,7 +17,7 @@ UNREADABLE = ("::=", "---", "===", "+-")
 REMARKS = ("Note:", "New in", "Changed in", "Deprecated since")
 SIGNATURE = re.compile(r"(async )?[\w.]+\(.*\)( -+> .*)?")
 CODE_LINES = 12
-ANSWER_CHARS = 300
+ANSWER_CHARS = 160
 PASSAGE_CHARS = 1000
 
 MODULES = (
@@ -25,7 +25,6 @@ MODULES = (
     "json math os.path pathlib pickle queue random re secrets shutil string subprocess tempfile textwrap "
     "threading time zlib"
 )
-TYPES = (str, list, dict)
 
 
 @dataclass(frozen=True)
@@ -125,11 +124,6 @@ def builtin_docs() -> Iterator[Article]:
             yield from docstring_article(value, name, f"{an} {name}", f"the {name} type")
         elif inspect.isroutine(value):
             yield from docstring_article(value, name, f"{name}()", f"the {name} function")
-    for kind in TYPES:
-        for name in dir(kind):
-            if not name.startswith("_"):
-                full_name = f"{kind.__name__}.{name}"
-                yield from docstring_article(getattr(kind, name), full_name, f"{full_name}()")
 
 
 def module_docs() -> Iterator[Article]:

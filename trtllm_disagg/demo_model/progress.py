@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trtllm_disagg.demo_model.training import Report
-
-LINES = 10
+from trtllm_disagg.steadily import SECONDS
 
 
 def say(text: str) -> None:
@@ -19,9 +18,9 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def progress_report() -> Iterator[Report]:
+def progress_report(clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
     if not Console().is_terminal:
-        yield line_report()
+        yield line_report(clock)
         return
     columns = (
         BarColumn(),
@@ -34,17 +33,19 @@ def progress_report() -> Iterator[Report]:
         yield lambda step, steps, loss: bar.update(task, completed=step, total=steps, loss=loss)
 
 
-def line_report() -> Report:
-    first = 0.0
+def line_report(clock: Callable[[], float]) -> Report:
+    first = last = 0.0
 
     def report(step: int, steps: int, loss: float) -> None:
-        nonlocal first
+        nonlocal first, last
+        now = clock()
         if step == 1:
             # The first step warms up; its own time says nothing about the others.
-            first = time.monotonic()
+            first = last = now
             say(f"step {step}/{steps}, loss {loss:.2f}")
-        elif step * LINES // steps != (step - 1) * LINES // steps:
-            left = (time.monotonic() - first) / (step - 1) * (steps - step)
+        elif now - last >= SECONDS or step == steps:
+            last = now
+            left = (now - first) / (step - 1) * (steps - step)
             say(f"step {step}/{steps}, loss {loss:.2f}, {left:.0f} s left")
 
     return report

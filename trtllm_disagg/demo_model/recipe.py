@@ -13,29 +13,36 @@ from typing import Any
 class Recipe:
     """Everything that decides the weights, apart from Python's version and the CPU.
 
-    Lengths are in tokens. A step trains on `batch * window` tokens. The last `long_share` of the steps see
-    them as one single window, so that the model has met positions beyond the short ones.
+    Lengths are in tokens. A step trains on `batch * window` tokens. Every `long_every`-th step sees them as one single
+    window, so that the model has met positions beyond the short ones. The learning rates are full until `full_share`
+    of the steps are done.
     """
 
-    revision: int = 1  # counts changes of the text or the training that no other field shows
+    revision: int = 2  # counts changes of the text or the training that no other field shows
     vocab_size: int = 3072
     hidden_size: int = 256
-    intermediate_size: int = 768
-    layers: int = 4
+    intermediate_size: int = 512
+    layers: int = 3
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
     max_positions: int = 4096
-    window: int = 128
-    batch: int = 8
-    steps: int = 330
-    long_share: float = 0.15
+    window: int = 256
+    batch: int = 4
+    steps: int = 220
+    long_every: int = 10
+    full_share: float = 0.3
     matrix_learning_rate: float = 3e-2
     learning_rate: float = 1.5e-2
-    warmup_steps: int = 20
+    warmup_steps: int = 10
     weight_decay: float = 0.1
     threads: int = 2
     seed: int = 0
+
+    def shape_of(self, step: int) -> tuple[int, int]:
+        """(rows, length) of a step, counted from one."""
+        is_long = step % self.long_every == 0
+        return (1, self.batch * self.window) if is_long else (self.batch, self.window)
 
     @property
     def digest(self) -> str:

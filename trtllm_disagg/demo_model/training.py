@@ -1,16 +1,17 @@
-"""Trains the weights: Muon for the matrices, AdamW for the rest, in bfloat16 where the CPU is good at it."""
+"""Trains the weights: Muon for the matrices, AdamW for the rest; products in bfloat16 where the CPU has them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trtllm_disagg.demo_model.conversations import documents
 from trtllm_disagg.demo_model.corpus import Article
 from trtllm_disagg.demo_model.recipe import Recipe
-from trtllm_disagg.demo_model.tokenizer import BOS, EOS
+from trtllm_disagg.demo_model.tokenizer import ASSISTANT, BOS, EOS, SYSTEM, USER
+from trtllm_disagg.embedded.cpu import this_cpu
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -21,17 +22,23 @@ if TYPE_CHECKING:
 Report = Callable[[int, int, float], None]
 
 
+class Batch(NamedTuple):
+    """One step: (rows, length) token ids, and (rows, length) whether the model has to learn to say them."""
+
+    tokens: Tensor
+    is_said: Tensor
+
+
 def train(recipe: Recipe, source: list[Article], tokenizer: Tokenizer, report: Report) -> Any:
     """A trained `LlamaForCausalLM` in float32. The same recipe on the same machine gives the same weights."""
     import torch
 
-    data = training_tokens(recipe, source, tokenizer)
     with reproducible(recipe):
         model = new_model(recipe, tokenizer)
         optimizers = new_optimizers(recipe, model)
-        for step in range(recipe.steps):
+        for step, batch in enumerate(batches(recipe, source, tokenizer)):
             scale_learning_rates(optimizers, recipe, step)
-            loss = next_token_loss(model, windows(recipe, data, step))
+            loss = next_token_loss(model, batch)
             torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
@@ -41,26 +48,49 @@ def train(recipe: Recipe, source: list[Article], tokenizer: Tokenizer, report: R
     return model.eval()
 
 
-def training_tokens(recipe: Recipe, source: list[Article], tokenizer: Tokenizer) -> Tensor:
-    """(steps, batch, window) token ids: round after round of documents, packed without gaps."""
+def batches(recipe: Recipe, source: list[Article], tokenizer: Tokenizer) -> Iterator[Batch]:
+    """One a step, round after round of documents. Now and then all of a step's tokens are one window."""
     import torch
 
-    needed = recipe.steps * recipe.batch * recipe.window
-    ids: list[int] = []
+    encoded = endless_documents(recipe, source, tokenizer)
+    questions = [tokenizer.token_to_id(mark) for mark in (USER, SYSTEM)]
+    answers = tokenizer.token_to_id(ASSISTANT)
+    for step in range(1, recipe.steps + 1):
+        rows, length = recipe.shape_of(step)
+        windows = [window(encoded, length) for _ in range(rows)]
+        is_said = [said(tokens, questions, answers) for tokens in windows]
+        yield Batch(torch.tensor(windows), torch.tensor(is_said))
+
+
+def endless_documents(recipe: Recipe, source: list[Article], tokenizer: Tokenizer) -> Iterator[list[int]]:
     order = random.Random(recipe.seed)
-    while len(ids) < needed:
+    while True:
         for encoding in tokenizer.encode_batch(documents(source, order)):
-            ids += encoding.ids
-    return torch.tensor(ids[:needed]).view(recipe.steps, recipe.batch, recipe.window)
+            yield encoding.ids
 
 
-def windows(recipe: Recipe, data: Tensor, step: int) -> Tensor:
-    """(rows, length) of one step: many short windows at first, one long one near the end."""
-    long_from = recipe.steps * (1 - recipe.long_share)
-    return data[step] if step < long_from else data[step].reshape(1, -1)
+def window(encoded: Iterator[list[int]], length: int) -> list[int]:
+    """Whole documents from the first token on, so that no answer is read without its question; the last one is cut."""
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens += next(encoded)
+    return tokens[:length]
+
+
+def said(tokens: list[int], questions: list[int], answers: int) -> list[bool]:
+    """All but what a user or a system prompt says: what a question will be cannot be learned."""
+    is_said, speaks = [], True
+    for token in tokens:
+        if token in questions:
+            speaks = False
+        is_said.append(speaks and token != answers)
+        if token == answers:
+            speaks = True
+    return is_said
 
 
 def new_model(recipe: Recipe, tokenizer: Tokenizer) -> Any:
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -76,46 +106,47 @@ def new_model(recipe: Recipe, tokenizer: Tokenizer) -> Any:
         bos_token_id=tokenizer.token_to_id(BOS),
         eos_token_id=tokenizer.token_to_id(EOS),
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        # A layer begins as no layer: what it adds is learned first, then what it adds it to.
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
 
 
 def new_optimizers(recipe: Recipe, model: Any) -> list[Optimizer]:
     import torch
+
+    from trtllm_disagg.demo_model.muon import Muon
 
     matrices: list[Tensor] = []
     rest: list[Tensor] = []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and "embed" not in name else rest).append(parameter)
     return [
-        torch.optim.Muon(matrices, lr=recipe.matrix_learning_rate, weight_decay=recipe.weight_decay),
+        Muon(matrices, lr=recipe.matrix_learning_rate, weight_decay=recipe.weight_decay),
         torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
 
 def scale_learning_rates(optimizers: list[Optimizer], recipe: Recipe, step: int) -> None:
-    """Up over the warmup, then down in a straight line to zero."""
-    scale = min(1.0, (step + 1) / recipe.warmup_steps) * (1 - step / recipe.steps)
+    """Up over the warmup, full for a while, then down in a straight line to zero."""
+    falling = max(0.0, step / recipe.steps - recipe.full_share) / (1 - recipe.full_share)
+    scale = min(1.0, (step + 1) / recipe.warmup_steps) * (1 - falling)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = scale * group.setdefault("initial_lr", group["lr"])
 
 
-def next_token_loss(model: Any, tokens: Tensor) -> Tensor:
-    """Mean over all but the first token of each row; `tokens` is (rows, length)."""
+def next_token_loss(model: Any, batch: Batch) -> Tensor:
+    """Mean over what is said, without the first token of each row."""
     import torch
 
-    with torch.autocast("cpu", torch.bfloat16, enabled=cpu_multiplies_bfloat16()):
-        hidden = model.model(tokens[:, :-1]).last_hidden_state
-        logits = model.lm_head(hidden)
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Elsewhere bfloat16 is emulated, and slower than float32."""
-    import torch
-
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    with torch.autocast("cpu", torch.bfloat16, enabled=this_cpu().has_bfloat16):
+        hidden = model.model(batch.tokens[:, :-1]).last_hidden_state
+        is_said = batch.is_said[:, 1:]
+        logits = model.lm_head(hidden[is_said])
+    return torch.nn.functional.cross_entropy(logits.float(), batch.tokens[:, 1:][is_said])
 
 
 @contextmanager

@@ -48,7 +48,8 @@ def attend_rows(
     for r in range(rows):
         attend_heads(
             q[r],
-            0,
+            # Of the type that decode_step.py gives: a literal 0 would be compiled once more.
+            np.int64(0),
             pool.shape[1],
             pool,
             key_row,

@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
-from trtllm_disagg.embedded.kernel_cache import CompileLock, KernelCache
+from trtllm_disagg.embedded.cpu import this_cpu
+from trtllm_disagg.embedded.kernel_cache import CompileLocks, KernelCache
 from trtllm_disagg.embedded.kernel_folder import kernel_folder
 
 _SOURCES = (
@@ -29,24 +31,23 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _version() -> str:
+    """Of all kernels, and of the processor as they may use it."""
     here = Path(__file__).parent
-    return hashlib.blake2b(
-        b"".join((here / f"{name}.py").read_bytes() for name in _SOURCES), digest_size=6
-    ).hexdigest()
-
-
-_FOLDER = kernel_folder(_version())
-_LOCK = CompileLock(_FOLDER)
+    sources = [(here / f"{name}.py").read_bytes() for name in _SOURCES]
+    return hashlib.blake2b(b"".join([*sources, repr(this_cpu()).encode()]), digest_size=6).hexdigest()
 
 
 class Kernel(CPUDispatcher):  # type: ignore[misc]
     """A compiled function whose code outlives the process."""
 
+    folder: ClassVar[Path] = kernel_folder(_version())
+    locks: ClassVar[CompileLocks] = CompileLocks()
+
     def enable_caching(self) -> None:
-        self._cache = KernelCache(self.py_func, _FOLDER, _LOCK)
+        self._cache = KernelCache(self.py_func, self.folder, self.locks)
 
     def compile(self, sig: Any) -> Any:
-        with _LOCK.released_after():
+        with global_compiler_lock, self.locks.released_after():
             return super().compile(sig)
 
 
@@ -61,6 +62,7 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[_Function], _F
             settings |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
         kernel: Any = Kernel(function, targetoptions=settings | options)
         kernel.enable_caching()
-        return kernel  # type: ignore[no-any-return]
+        made: _Function = kernel
+        return made
 
     return decorate

@@ -26,41 +26,35 @@ log = logging.getLogger(__name__)
 _DIGEST_BYTES = 16
 
 
-class CompileLock:
-    """Of one folder. For one thread at a time: numba has a lock of its own for those of a process."""
+class CompileLocks:
+    """One for each kernel. Used by one thread at a time: numba has a lock of its own for those of a process."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None] = log.info) -> None:
-        self._folder = folder
+    def __init__(self, say: Callable[[str], None] = log.info) -> None:
         self._say = say
-        self._fd: int | None = None
-        self._depth = 0
+        #: File descriptors, by compilations that are under way: kernels call kernels, which are compiled on the way.
+        self._held: list[list[int]] = []
         self._has_said = False
 
     @contextmanager
     def released_after(self) -> Iterator[None]:
-        """Kernels call kernels, which are compiled on the way: the outermost block lets go."""
-        self._depth += 1
+        self._held.append([])
         try:
             yield
         finally:
-            self._depth -= 1
-            if self._depth == 0 and self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+            for fd in self._held.pop():
+                os.close(fd)
 
-    def take(self) -> None:
-        """Inside such a block. Waits while another process compiles."""
-        if self._fd is not None:
-            return
-        file = self._folder / "lock"
+    def take(self, file: Path) -> None:
+        """Inside such a block. Waits while another process compiles what `file` is for."""
         try:
-            self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._wait_for(self._fd)
+            fd = os.open(file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._held[-1].append(fd)
+            self._wait_for(fd)
             # Whatever others have begun to write, they were killed.
-            for draft in self._folder.glob("*.draft"):
+            for draft in file.parent.glob(f"{file.stem}.*.draft"):
                 draft.unlink(missing_ok=True)
         except OSError as error:
-            log.warning("cannot lock %s (%s): kernels may be compiled more than once", file, error)
+            log.warning("cannot lock %s (%s): it may be compiled more than once", file, error)
 
     def compiles(self) -> None:
         """Tell it, once a process."""
@@ -79,10 +73,10 @@ class CompileLock:
 class KernelCache(NullCache):  # type: ignore[misc]
     """numba asks it for the code of one function before it compiles, and gives it what it has compiled."""
 
-    def __init__(self, function: Any, folder: Path, lock: CompileLock) -> None:
+    def __init__(self, function: Any, folder: Path, locks: CompileLocks) -> None:
         self._name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         self._folder = folder
-        self._lock = lock
+        self._locks = locks
         self._codec = _Codec()
 
     @property
@@ -94,11 +88,11 @@ class KernelCache(NullCache):  # type: ignore[misc]
         file = self._file(sig, target_context.codegen())
         found = self._load(file, target_context)
         if found is None:
-            self._lock.take()
+            self._locks.take(file)
             # It may be what was just waited for.
             found = self._load(file, target_context)
         if found is None:
-            self._lock.compiles()
+            self._locks.compiles()
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:

@@ -1,0 +1,69 @@
+"""Compiled kernels are run, so they are kept where only this user can write."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.embedded.kernel_folder import kernel_folder
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_first_choice_is_beside_the_source(tmp_path: Path) -> None:
+    folder = kernel_folder("v1", {"HOME": str(tmp_path / "home")}, tmp_path)
+    assert folder == tmp_path / "__pycache__" / "kernels" / "v1"
+    assert mode(folder) == 0o700
+    assert kernel_folder("v1", {}, tmp_path) == folder
+
+
+def test_the_operators_choice_comes_before_that(tmp_path: Path) -> None:
+    folder = kernel_folder("v1", {"NUMBA_CACHE_DIR": str(tmp_path / "mine")}, tmp_path)
+    assert folder == tmp_path / "mine" / "trtllm-disagg" / "v1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"HOME": "{}/home"}, "home/.cache/trtllm-disagg/kernels/v1"),
+        ({"HOME": "{}/home", "XDG_CACHE_HOME": "{}/xdg"}, "xdg/trtllm-disagg/kernels/v1"),
+    ],
+)
+def test_an_installation_that_cannot_be_written_to_leaves_the_users_cache(
+    tmp_path: Path, environ: dict[str, str], expected: str
+) -> None:
+    (tmp_path / "__pycache__").touch()  # a file: nothing can be made below it, not even by root
+    environ = {name: value.format(tmp_path) for name, value in environ.items()}
+    assert kernel_folder("v1", environ, tmp_path) == tmp_path / expected
+
+
+@pytest.mark.parametrize("wrong", [0o777, 0o770, 0o702])
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, wrong: int) -> None:
+    planted = tmp_path / "__pycache__" / "kernels" / "v1"
+    planted.mkdir(parents=True)
+    planted.chmod(wrong)
+    folder = kernel_folder("v1", {"HOME": str(tmp_path / "home")}, tmp_path)
+    assert folder == tmp_path / "home" / ".cache" / "trtllm-disagg" / "kernels" / "v1"
+
+
+def test_a_link_to_a_folder_elsewhere_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    places = tmp_path / "__pycache__" / "kernels"
+    places.mkdir(parents=True)
+    (places / "v1").symlink_to(tmp_path / "elsewhere")
+    assert kernel_folder("v1", {"HOME": str(tmp_path)}, tmp_path) != places / "v1"
+
+
+def test_without_any_folder_there_is_a_temporary_one_and_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "__pycache__").touch()
+    folder = kernel_folder("v1", {}, tmp_path)
+    assert folder.parent == tmp_path
+    assert mode(folder) == 0o700
+    assert "NUMBA_CACHE_DIR can name one" in caplog.text
