@@ -3,12 +3,14 @@
 # make lint   ruff and mypy
 # Each of them first makes the virtual environment in .venv, once.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/installed
 MODEL := .cache/demo-model
 # A progress bar for people, silence for logs.
-PIP := $(BIN)/python -m pip install --disable-pip-version-check $(shell [ -t 2 ] || echo -q)
+PIP = $(BIN)/python -m pip install --disable-pip-version-check $(shell [ -t 2 ] || echo -q)
+# Says every few seconds that it is still at it; needs nothing installed.
+STEADILY = $(PYTHON) -I trtllm_disagg/steadily.py
 
 .PHONY: help demo test test-levels lint format model venv clean
 help:
@@ -46,9 +48,11 @@ clean:
 $(STAMP): pyproject.toml requirements/*.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}; set PYTHON=")'
 	@echo "setting up .venv with $(PYTHON) (once; a minute or two)"
-	@$(PYTHON) -m venv .venv
-	@echo "  1/4 torch";                      $(PIP) -r requirements/torch.txt
-	@echo "  2/4 libraries and test tools";   $(PIP) -r requirements/base.txt -r requirements/dev.txt
-	@echo "  3/4 Dynamo";                     $(PIP) --no-deps -r requirements/dynamo.txt
-	@echo "  4/4 this project";               $(PIP) --no-deps --no-build-isolation -e .
+	@$(STEADILY) "  1/6 virtual environment"      $(PYTHON) -m venv .venv
+	@$(STEADILY) "  2/6 torch"                    $(PIP) -r requirements/torch.txt
+	@$(STEADILY) "  3/6 libraries and test tools" $(PIP) -r requirements/base.txt -r requirements/dev.txt
+	@$(STEADILY) "  4/6 Dynamo"                   $(PIP) --no-deps -r requirements/dynamo.txt
+	@$(STEADILY) "  5/6 this project"             $(PIP) --no-deps --no-build-isolation -e .
+	@echo        "  6/6 kernels"
+	@$(BIN)/python -P -m trtllm_disagg.embedded.precompile
 	@touch $(STAMP)

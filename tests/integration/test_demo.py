@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ async def test_the_demo_shows_both_orders_and_that_they_agree(
         "--engine-configs",
         str(ROOT / "engine_configs" / "demo"),
         cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path), "COLUMNS": "80"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -37,6 +39,8 @@ async def test_the_demo_shows_both_orders_and_that_they_agree(
     assert process.returncode == 0, output + errors
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
     assert "Both orders gave the same answer." in output
+    assert [line[:2] for line in output.splitlines() if line[:1].isdigit()] == ["1.", "2.", "3."]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("trtllm-disagg-demo-")]
     for order in ("prefill_first", "decode_first"):
         assert f"{order}: the frontend sends the request to the" in output
     assert output.count("gave token 1") == 2

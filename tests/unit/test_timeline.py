@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
+import pytest
+
 from trtllm_disagg.demo.chat import Answer
 from trtllm_disagg.demo.timeline import read_timeline, render
+from trtllm_disagg.demo.wrapped_text import WrappedText
 from trtllm_disagg.handlers.journal import PREFIX
 
 ANSWER = Answer(text="hello", sent=100.0, first_text=100.02, done=100.10)
@@ -44,7 +48,7 @@ def test_prefill_first_is_told_from_both_journals(tmp_path: Path) -> None:
         disagg={"strategy": "x", "kv_transfer_ms": 1.234, "kv_transfer_bytes": 81920},
     )
 
-    picture = render(read_timeline({"prefill-0": prefill, "decode-0": decode}, ANSWER))
+    picture = render(read_timeline({"prefill-0": prefill, "decode-0": decode}, ANSWER), 200)
 
     rows = picture.splitlines()
     assert [row.split()[0] for row in rows[:3]] == ["client", "prefill-0", "decode-0"]
@@ -53,6 +57,28 @@ def test_prefill_first_is_told_from_both_journals(tmp_path: Path) -> None:
     assert "first token at the client after 20.0 ms" in picture
     assert "handoff (KV moved to decode, and the second token computed there): 20.0 ms" in picture
     assert rows[-1].strip() == "80 KiB of KV were on their way for 1.2 ms"
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140, 200])
+def test_no_line_is_wider_than_the_terminal(tmp_path: Path, columns: int) -> None:
+    log = tmp_path / "p.log"
+    journal(log, "prefill/prefill_first", start=100.0, chunks=(112.3, 113.4), end=199.9, tokens=60)
+    answer = Answer(text="hello", sent=100.0, first_text=112.4, done=200.0)
+
+    rows = render(read_timeline({"prefill-0": log}, answer), columns).splitlines()
+
+    assert max(map(len, rows)) <= columns
+    assert any("prefilled 7 tokens, gave token 1, passed on 59 of decode's" in row for row in rows)
+
+
+def test_text_in_pieces_breaks_between_words() -> None:
+    stream = io.StringIO()
+    text = WrappedText(stream, 20, "   ")
+    for piece in ("About a li", "st: Built", "-in mutable", " sequence", ".\n\nIf", " no argu", "ment"):
+        text.write(piece)
+    text.end()
+    lines = ["About a list:", "Built-in mutable", "sequence.", "", "If no argument"]
+    assert stream.getvalue() == "".join(f"   {line}\n" for line in lines)
 
 
 def test_requests_before_this_one_are_left_out(tmp_path: Path) -> None:

@@ -6,15 +6,24 @@ Real processes all the way: Dynamo's frontend, a prefill and a decode worker, KV
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from trtllm_disagg.demo.chat import Answer, stream_chat
 from trtllm_disagg.demo.timeline import Timeline, read_timeline, render
+from trtllm_disagg.demo.wrapped_text import WrappedText
 from trtllm_disagg.demo_model import build_demo_model
-from trtllm_disagg.deployment import Deployment, DeploymentConfig, deployment_in_background
+from trtllm_disagg.deployment import (
+    Deployment,
+    DeploymentConfig,
+    DeploymentFailedError,
+    deployment_in_background,
+)
 from trtllm_disagg.deployment.cli import default_name, engine_configs_in
 from trtllm_disagg.deployment.plan import NO_WORKERS, Strategy
 from trtllm_disagg.deployment.status import status_for
@@ -24,6 +33,7 @@ ORDERS: tuple[Strategy, ...] = ("prefill_first", "decode_first")
 QUESTION = "What is a list?"
 _DEFAULT_MODEL = ".cache/demo-model"
 _JOURNAL_SECONDS = 2.0
+_INDENT = "   "
 _DEFAULT_CONFIGS = Path("engine_configs/demo")
 
 
@@ -47,8 +57,10 @@ def run(args: argparse.Namespace) -> int:
     """The exit status: 0 when both orders answered, and answered the same."""
     path = Path(args.model)
     if not is_hub_name(args.model) and (args.model == _DEFAULT_MODEL or not path.exists()):
-        _say(f"1. The model: {path} (small, trained here on Python's own documentation)")
+        _say(f"1. The model: {path}, trained here on Python's documentation")
         build_demo_model(path)
+    else:
+        _say(f"1. The model: {args.model}")
     model = servable_model(args.model)
     answers = [_one_order(number, order, model, args) for number, order in enumerate(ORDERS, 2)]
     same = len({answer.text for answer in answers}) == 1
@@ -60,11 +72,17 @@ def _one_order(number: int, order: Strategy, model: Path, args: argparse.Namespa
     _say(
         f"{number}. {order}: the frontend sends the request to the {order.removesuffix('_first')} worker first"
     )
+    with _run_dir() as run_dir:
+        return _ask(run_dir, order, model, args)
+
+
+def _ask(run_dir: Path, order: Strategy, model: Path, args: argparse.Namespace) -> Answer:
+    columns = shutil.get_terminal_size().columns
     config = DeploymentConfig(
         strategy=order,
         model=str(model),
         served_model_name=default_name(args.model),
-        run_dir=Path(tempfile.mkdtemp(prefix="trtllm-disagg-demo-")),
+        run_dir=run_dir,
         http_port=0,
         engine="embedded",
         engine_configs=engine_configs_in(args.engine_configs, order) if args.engine_configs.is_dir() else {},
@@ -72,16 +90,32 @@ def _one_order(number: int, order: Strategy, model: Path, args: argparse.Namespa
     with deployment_in_background(config, status_for(sys.stderr)) as deployment:
         # The first request also connects the two engines; show an ordinary one.
         stream_chat(deployment.base_url, config.served_model_name, "Hello", max_tokens=2)
-        print(f"\n   > {args.question}\n   ", end="")
+        print(f"\n   > {args.question}")
+        text = WrappedText(sys.stdout, columns, _INDENT)
         answer = stream_chat(
             deployment.base_url,
             config.served_model_name,
             args.question,
             max_tokens=args.max_tokens,
-            on_text=lambda text: print(text.replace("\n", "\n   "), end="", flush=True),
+            on_text=text.write,
         )
-        print(f"\n\n{render(_timeline(deployment, answer))}\n", flush=True)
+        text.end()
+        print(f"\n{render(_timeline(deployment, answer), columns)}\n", flush=True)
     return answer
+
+
+@contextmanager
+def _run_dir() -> Iterator[Path]:
+    """Stays behind only when the deployment failed: then the error names its logs."""
+    run_dir = Path(tempfile.mkdtemp(prefix="trtllm-disagg-demo-"))
+    try:
+        yield run_dir
+    except DeploymentFailedError:
+        raise
+    except BaseException:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+    shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _timeline(deployment: Deployment, answer: Answer) -> Timeline:

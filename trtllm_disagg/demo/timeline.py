@@ -12,7 +12,8 @@ import msgspec
 from trtllm_disagg.demo.chat import Answer
 from trtllm_disagg.handlers.journal import PREFIX
 
-_WIDTH = 60
+#: Of a bar.
+_WIDEST, _NARROWEST = 60, 20
 
 
 class KvTransfer(msgspec.Struct, frozen=True):
@@ -57,15 +58,18 @@ def _entries(log: Path) -> Iterator[Entry]:
             yield msgspec.convert(json.loads(entry), Entry)
 
 
-def render(timeline: Timeline) -> str:
-    """Bars on one scale, one row for the client and each worker, and the two times that matter."""
+def render(timeline: Timeline, columns: int) -> str:
+    """Bars on one scale, one row for the client and each worker, and the two times that matter; in lines of so many
+    columns, if there are at least 80.
+    """
     answer = timeline.answer
     total = answer.done - answer.sent
-    lines = [_row("client", 0.0, answer.first_text - answer.sent, total, total, "waits | reads")]
+    row = _Rows(total, columns).row
+    lines = row("client", 0.0, answer.first_text - answer.sent, total, "waits ░ reads █")
     for name, entry in sorted(timeline.entries.items(), key=lambda item: item[1].start):
         begin, end = entry.start - answer.sent, entry.end - answer.sent
         first = (entry.first_chunk or entry.end) - answer.sent
-        lines.append(_row(name, begin, first, end, total, _what(entry)))
+        lines += row(name, begin, first, end, _what(entry))
     lines.append(f"   first token at the client after {_ms(answer.first_text - answer.sent)}")
     if handoff := _handoff(timeline):
         lines.append(f"   handoff (KV moved to decode, and the second token computed there): {_ms(handoff)}")
@@ -107,17 +111,30 @@ def _first_start(timeline: Timeline) -> float:
     return min(entry.start for entry in timeline.entries.values())
 
 
-def _row(name: str, begin: float, first: float, end: float, total: float, what: str) -> str:
-    """Light until the first token, solid after it."""
+class _Rows:
+    """A name, a bar, its times; what it was behind that, or on a line of its own."""
 
-    def column(seconds: float) -> int:
-        return round(min(max(seconds, 0.0), total) / total * _WIDTH) if total else 0
+    def __init__(self, total: float, columns: int) -> None:
+        self._total = total
+        self._columns = columns
+        self._width = min(max(columns - len(self._line("", "", 0.0, 0.0)), _NARROWEST), _WIDEST)
 
-    start, middle, stop = column(begin), column(first), max(column(end), column(begin) + 1)
-    middle = min(max(middle, start), stop)
-    bar = " " * start + "░" * (middle - start) + "█" * (stop - middle)
-    return f"   {name:10} {bar:{_WIDTH}} {_ms(begin):>8} to {_ms(end):>8}  {what}"
+    def row(self, name: str, begin: float, first: float, end: float, what: str) -> list[str]:
+        """Light until the first token, solid after it."""
+        start, middle, stop = self._at(begin), self._at(first), max(self._at(end), self._at(begin) + 1)
+        middle = min(max(middle, start), stop)
+        bar = " " * start + "░" * (middle - start) + "█" * (stop - middle)
+        line = self._line(name, f"{bar:{self._width}}", begin, end)
+        joined = f"{line}  {what}"
+        return [joined] if len(joined) <= self._columns else [line, f"   {'':10} {what}"]
+
+    @staticmethod
+    def _line(name: str, bar: str, begin: float, end: float) -> str:
+        return f"   {name:10} {bar} {_ms(begin):>9} to {_ms(end):>9}"
+
+    def _at(self, seconds: float) -> int:
+        return round(min(max(seconds, 0.0), self._total) / self._total * self._width) if self._total else 0
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms"
+    return f"{seconds * 1000:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"

@@ -37,7 +37,7 @@ class Muon(torch.optim.Optimizer):
         self._averages = {shape: torch.zeros(len(same), *shape) for shape, same in self._by_shape.items()}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Every matrix must have a gradient; there is no closure."""
         group = self.param_groups[0]
         for shape, matrices in self._by_shape.items():
@@ -55,7 +55,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
     The polynomials are applied to the small square X X^T, and their product once to X.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
-        return orthogonal(matrices.mT).mT
+        wide: Tensor = orthogonal(matrices.mT).mT
+        return wide
     x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     square = x @ x.mT
     product = _factor(square, *_POLYNOMIALS[0])
@@ -64,7 +65,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
         square = last @ square @ last
         last = _factor(square, *coefficients)
         product = last @ product
-    return product @ x
+    made: Tensor = product @ x
+    return made
 
 
 def _factor(square: Tensor, a: float, b: float, c: float) -> Tensor:

@@ -53,12 +53,11 @@ def batches(recipe: Recipe, source: list[Article], tokenizer: Tokenizer) -> Iter
     import torch
 
     encoded = endless_documents(recipe, source, tokenizer)
-    questions = [tokenizer.token_to_id(mark) for mark in (USER, SYSTEM)]
-    answers = tokenizer.token_to_id(ASSISTANT)
+    user, system, assistant = (id_of(mark, tokenizer) for mark in (USER, SYSTEM, ASSISTANT))
     for step in range(1, recipe.steps + 1):
         rows, length = recipe.shape_of(step)
         windows = [window(encoded, length) for _ in range(rows)]
-        is_said = [said(tokens, questions, answers) for tokens in windows]
+        is_said = [said(tokens, [user, system], assistant) for tokens in windows]
         yield Batch(torch.tensor(windows), torch.tensor(is_said))
 
 
@@ -67,6 +66,12 @@ def endless_documents(recipe: Recipe, source: list[Article], tokenizer: Tokenize
     while True:
         for encoding in tokenizer.encode_batch(documents(source, order)):
             yield encoding.ids
+
+
+def id_of(mark: str, tokenizer: Tokenizer) -> int:
+    found = tokenizer.token_to_id(mark)
+    assert found is not None
+    return found
 
 
 def window(encoded: Iterator[list[int]], length: int) -> list[int]:
