@@ -322,7 +322,8 @@ def test_every_round_asks_about_everything_in_other_words() -> None:
     order = random.Random(3)
     rounds = [conversations.conversations(source, order) for _ in range(2)]
     asked = [sorted(text for talk in talks for role, text in talk if role == "user") for talks in rounds]
-    assert [len(questions) for questions in asked] == [len(source) + 2 * len(conversations.SMALL_TALK)] * 2
+    expected = len(source) + 2 * len(conversations.FAMILIAR) + 2 * len(conversations.SMALL_TALK)
+    assert [len(questions) for questions in asked] == [expected] * 2
     assert asked[0] != asked[1]
     assert all(talk[-1][0] == "assistant" for talks in rounds for talk in talks)
 

@@ -19,6 +19,8 @@ QUESTIONS = (
     "How does {} work?",
     "What does {} do?",
 )
+#: Asked three times as often: what a person tries first, and what is easily mixed up.
+FAMILIAR = ("list", "tuple", "dict")
 SMALL_TALK = (
     ("Hello!", "Hello! Ask me something about Python."),
     ("Hi", "Hi! What would you like to know about Python?"),
@@ -72,11 +74,17 @@ def documents(source: list[Article], order: random.Random) -> list[str]:
     return texts
 
 
+def times_asked(article: Article) -> int:
+    if not article.asked:
+        return 0
+    return 3 if article.title in FAMILIAR else 1
+
+
 def conversations(source: list[Article], order: random.Random) -> list[Conversation]:
-    """One question about every article that is asked about, in one of several ways, some in longer talks."""
+    """A question about every article that is asked about, in one of several ways, some in longer talks."""
     exchanges = list(SMALL_TALK) * 2
     for article in source:
-        if article.asked:
+        for _ in range(times_asked(article)):
             subject = order.choice(article.subjects)
             exchanges.append((order.choice(QUESTIONS).format(subject), article.answer(subject)))
     order.shuffle(exchanges)

@@ -29,7 +29,7 @@ class Recipe:
     max_positions: int = 4096
     window: int = 256
     batch: int = 4
-    steps: int = 220
+    steps: int = 200
     long_every: int = 10
     full_share: float = 0.3
     matrix_learning_rate: float = 3e-2
