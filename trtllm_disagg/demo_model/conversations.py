@@ -20,7 +20,7 @@ QUESTIONS = (
     "What does {} do?",
 )
 #: Asked three times as often: what a person tries first, and what is easily mixed up.
-FAMILIAR = ("list", "tuple", "dict")
+FAMILIAR = ("list", "tuple")
 SMALL_TALK = (
     ("Hello!", "Hello! Ask me something about Python."),
     ("Hi", "Hi! What would you like to know about Python?"),
