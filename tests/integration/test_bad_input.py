@@ -207,14 +207,15 @@ def test_different_block_sizes_are_found_before_the_model_is_registered(
     strategy: Strategy, mismatches: Mapping[Strategy, str]
 ) -> None:
     report = mismatches[strategy]
-    # Whoever comes second finds out.
-    finder = report.partition("-0 ")[0]
+    # The worker that comes second finds out.
+    finder, _, sentence = report.splitlines()[0].partition("-0 ")
     sizes = "decode 16, prefill 32" if finder == "decode" else "prefill 32, decode 16"
 
     assert finder in ("prefill", "decode")
-    assert "died before the deployment was ready: exit code 2" in report
     said = f"kv_cache_config.tokens_per_block (--kv-block-size): {sizes}"
-    assert f"the two stages do not fit together; {said}" in report
+    cause = f"the two stages do not fit together; {said}"
+    assert sentence.startswith(f"died before the deployment was ready: {cause}")
+    assert "(exit code 2)" in sentence
     assert "worker ready" not in report
 
 
