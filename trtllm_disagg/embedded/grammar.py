@@ -14,6 +14,9 @@ from llguidance import LLMatcher, StructTag
 from trtllm_disagg.embedded.sampling_params import GuidedDecodingParams
 
 _CACHED_CHECKS = 256
+#: llguidance looks ahead for text that nothing else can replace, which has no end where a rule has none: `/a+/ start`.
+#: One grammar that says so is enough for all that it refers to, and the last word counts.
+_NO_LOOKING_AHEAD = '\n%llguidance {"no_forcing": true}\n'
 
 
 def grammar_of(params: GuidedDecodingParams) -> str | None:
@@ -47,12 +50,23 @@ def _from_json(schema: Any) -> str:
     return llguidance.grammar_from("json_schema", json.dumps(schema))
 
 
+def _from_grammar(text: str) -> str:
+    """Lark, as llguidance has it, or GBNF."""
+    return llguidance.grammar_from("grammar", text) + _NO_LOOKING_AHEAD
+
+
 def _from_structural_tag(text: str) -> str:
     """TensorRT-LLM's form: structures (begin, schema, end), each begun by one of the triggers."""
     tag = json.loads(text)
     if not isinstance(tag, dict) or not tag.get("structures") or not tag.get("triggers"):
         raise ValueError("llguidance needs `structures` (begin, schema, end) and `triggers`")
-    return StructTag.to_grammar([_structure(item, tag["triggers"]) for item in tag["structures"]])
+    grammar = StructTag.to_grammar([_structure(item, tag["triggers"]) for item in tag["structures"]])
+    if not grammar.startswith("{"):
+        return grammar + _NO_LOOKING_AHEAD
+    # Some schemas are Lark: a list of grammars, which begins with the one of the tags.
+    several = json.loads(grammar)
+    several["grammars"][0]["lark_grammar"] += _NO_LOOKING_AHEAD
+    return json.dumps(several)
 
 
 def _structure(item: Any, triggers: Seq[str]) -> StructTag:
@@ -67,11 +81,11 @@ def _structure(item: Any, triggers: Seq[str]) -> StructTag:
     )
 
 
-#: By field of GuidedDecodingParams. A grammar may be Lark, as llguidance has it, or GBNF.
+#: By field of GuidedDecodingParams.
 _MAKERS: dict[str, Callable[[Any], str]] = {
     "json": _from_json,
     "json_object": lambda _: _from_json({"type": "object"}),
     "regex": functools.partial(llguidance.grammar_from, "regex"),
-    "grammar": functools.partial(llguidance.grammar_from, "grammar"),
+    "grammar": _from_grammar,
     "structural_tag": _from_structural_tag,
 }

@@ -11,20 +11,14 @@ from collections.abc import Sequence as Seq
 
 import numpy
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from trtllm_disagg.embedded.guide_tokenizer import GuideTokenizer
+from trtllm_disagg.embedded.matchers import Matchers, sentence
 from trtllm_disagg.embedded.messages import SamplingSpec
-from trtllm_disagg.errors import ConfigError, InvalidRequestError
+from trtllm_disagg.errors import InvalidRequestError
 
 _CACHED_GRAMMARS = 256
-_SILENT = 0
-#: Else an error carries the parser's state.
-_LIMITS = LLParserLimits(verbose_errors=False)
-#: llguidance's words that a caller cannot know.
-_SENTENCES = {
-    "NoExtensionBias": "no token can begin an answer; is a rule of the grammar defined by itself alone?"
-}
 
 
 class Guide:
@@ -62,7 +56,7 @@ class Guide:
         self.barred = barred
 
     def _reason(self) -> str:
-        return _sentence(self._matcher.get_error())
+        return sentence(self._matcher.get_error())
 
 
 class Vocabulary:
@@ -84,17 +78,9 @@ class Vocabulary:
 class Guides:
     def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         """Raises ConfigError for a tokenizer that cannot guide."""
-        known: Seq[int | None] = end_ids or [tokenizer.eos_token_id]
-        # A tokenizer may know more tokens than the model.
-        ends = [token for token in known if token is not None and token < vocab_size]
-        if not ends:
-            raise ConfigError("guided_decoding_backend: neither the model nor its tokenizer has an end token")
-        try:
-            tokens = LLTokenizer(tokenizer.text, n_vocab=max(vocab_size, tokenizer.size), eos_token=ends)
-        except ValueError as error:
-            raise ConfigError(f"guided_decoding_backend: the tokenizer cannot guide: {error}") from error
-        self._vocab = Vocabulary(tokens, vocab_size, ends)
-        self._compiled = functools.lru_cache(maxsize=_CACHED_GRAMMARS)(self._compile)
+        matchers = Matchers(tokenizer, vocab_size, end_ids)
+        self._vocab = Vocabulary(matchers.tokens, vocab_size, matchers.end_ids)
+        self._compiled = functools.lru_cache(maxsize=_CACHED_GRAMMARS)(matchers.compile)
 
     def start(self, sampling: SamplingSpec) -> Guide | None:
         """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
@@ -104,16 +90,3 @@ class Guides:
         stops = () if shown else tuple(word[0] for word in sampling.stop_words if len(word) == 1)
         matcher = self._compiled(sampling.grammar).deep_copy()
         return Guide(matcher, self._vocab, tuple(dict.fromkeys(sampling.end_ids + stops)))
-
-    def _compile(self, grammar: str) -> LLMatcher:
-        matcher = LLMatcher(self._vocab.tokens, grammar, log_level=_SILENT, limits=_LIMITS)
-        # Its copies know what it knows by now: the first mask is the dearest.
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise InvalidRequestError(f"guided decoding: {_sentence(matcher.get_error())}")
-        return matcher
-
-
-def _sentence(error: str) -> str:
-    first = error.strip().partition("\n")[0]
-    return _SENTENCES.get(first, first)

@@ -21,8 +21,9 @@ from trtllm_disagg.embedded.core_client import CoreClient
 from trtllm_disagg.embedded.detokenizer import decoder
 from trtllm_disagg.embedded.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.feed import Feed
+from trtllm_disagg.embedded.grammar_trials import GrammarTrials, TrialStart
 from trtllm_disagg.embedded.llm_args import LlmArgs, as_plain, core_args
-from trtllm_disagg.embedded.messages import AbortRequest, AddRequest, StepReport
+from trtllm_disagg.embedded.messages import AbortRequest, AddRequest, StepReport, TokenOutput
 from trtllm_disagg.embedded.parallel.fit import require_divides
 from trtllm_disagg.embedded.parallel.launch import serve_other_ranks
 from trtllm_disagg.embedded.result import RequestOutput
@@ -30,6 +31,7 @@ from trtllm_disagg.embedded.running import RunningRequests
 from trtllm_disagg.embedded.sampling_params import SamplingParams
 from trtllm_disagg.embedded.scheduling_params import SchedulingParams
 from trtllm_disagg.embedded.supported_args import refuse_unsupported
+from trtllm_disagg.errors import DisaggError
 from trtllm_disagg.model_directory import model_directory
 
 log = logging.getLogger(__name__)
@@ -72,8 +74,7 @@ class LLM:
             log.info("these settings have no effect on the embedded engine: %s", ", ".join(ignored))
         require_divides(Path(self.args.model), self.args.tensor_parallel_size)
         serve_other_ranks(self.args.tensor_parallel_size, self.args.embedded.num_threads)
-        #: As of the last step: requests that wait or run, and prompts whose KV is held (embedded engine only).
-        self.num_active_requests = 0
+        self._num_active = 0
         self._running = RunningRequests()
         self._ids = itertools.count(1)
         self._events = Feed(self.args.kv_cache_config.event_buffer_max_size)
@@ -86,8 +87,17 @@ class LLM:
             on_report=self._on_report,
             on_death=self._on_death,
         )
+        ready = self._core.ready
+        tokenizer_path = str(self.args.tokenizer or self.args.model)
+        start = TrialStart(tokenizer_path, ready.vocab_size, list(ready.end_ids))
+        self._trials = GrammarTrials(start, send=self._core.send, refuse=self._on_refusal)
 
     # -- what clients call
+
+    @property
+    def num_active_requests(self) -> int:
+        """As of the last step: requests that wait or run, and prompts whose KV is held (embedded engine only)."""
+        return self._num_active + len(self._trials)
 
     @property
     def max_seq_len(self) -> int:
@@ -154,7 +164,7 @@ class LLM:
             disagg_request_id=disaggregated_params.disagg_request_id if disaggregated_params else None,
         )
         self._running.add(result)
-        self._core.send(
+        self._trials.enter(
             AddRequest(
                 request_id=result.request_id,
                 prompt=prompt,
@@ -215,6 +225,7 @@ class LLM:
         """End the engine process. Requests that still run fail."""
         if not self._shut_down:
             self._shut_down = True
+            self._trials.close()
             self._core.close()
             self._running.fail_all("LLM is shutting down")
 
@@ -278,14 +289,23 @@ class LLM:
         return decoder(self.tokenizer, skip_special_tokens=sampling.skip_special_tokens)
 
     def _abort(self, request_id: int) -> None:
-        self._core.send(AbortRequest(request_id))
+        if (waiting := self._trials.cancel(request_id)) is None:
+            self._core.send(AbortRequest(request_id))
+        else:
+            choices = range(waiting.num_choices)
+            self._running.deliver([TokenOutput(request_id, i, finish_reason="cancelled") for i in choices])
 
     def _on_report(self, report: StepReport) -> None:
         """Receiver thread."""
-        self.num_active_requests = report.num_active
+        self._num_active = report.num_active
         self._events.extend(report.events)
         self._stats.extend(report.stats)
         self._running.deliver(report.outputs)
+
+    def _on_refusal(self, request: AddRequest, error: DisaggError) -> None:
+        """A thread of the trials."""
+        output = TokenOutput(request.request_id, error=str(error), error_category=error.category)
+        self._running.deliver([output])
 
     def _on_death(self, reason: str) -> None:
         self._fatal_error = RuntimeError(reason)

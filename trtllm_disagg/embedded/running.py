@@ -10,7 +10,7 @@ from trtllm_disagg.embedded.result import RequestError, RequestOutput, wake
 
 
 class RunningRequests:
-    """`add` and `fail_all` from any thread, `deliver` from the engine's receiver thread."""
+    """`add` and `fail_all` from any thread, `deliver` from the one thread that has to tell of a request."""
 
     def __init__(self) -> None:
         self._results: dict[int, RequestOutput] = {}
