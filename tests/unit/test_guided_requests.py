@@ -91,6 +91,7 @@ def test_each_option_is_a_grammar(params: dict[str, Any], good: str, bad: str) -
         ({"json": {"type": "object", "dependentSchemas": {"a": {}}}}, "json: Unimplemented keys"),
         ({"json": {1, 2}}, "json: Object of type set is not JSON serializable"),
         ({"json": {"$ref": "http://127.0.0.1/schema"}}, "json: Resource"),
+        ({"json": '{"items":' * 99_999 + "{}" + "}" * 99_999}, "json: maximum recursion depth"),
         ({"regex": "(a"}, "regex: .*unclosed group"),
         ({"regex": "(?=a)"}, "regex: .*look-around"),
         ({"grammar": "start: ("}, "grammar: "),

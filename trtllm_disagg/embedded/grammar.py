@@ -28,7 +28,7 @@ def grammar_of(params: GuidedDecodingParams) -> str | None:
         try:
             grammar = make(given)
             _check(grammar)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"SamplingParams.guided_decoding.{option}: {error}") from None
         return grammar
     return None
