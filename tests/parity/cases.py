@@ -48,7 +48,8 @@ def _built(case: Case, oracle: Oracle, api: Api) -> list[Question]:
 def say(api: Api, text: str, **options: Any) -> Question:
     if api == "chat":
         return Question(api, [{"role": "user", "content": text}], options)
-    return Question(api, text, options)
+    # The demo model ends a bare question at once, so that its completion would be empty: an answer has begun here.
+    return Question(api, f"{text} With", options)
 
 
 def asked(text: str, **options: Any) -> Build:
@@ -101,7 +102,7 @@ def _stop_string(oracle: Oracle, tokens: tuple[int, ...]) -> Options:
 
 
 def _stop_string_at_once(oracle: Oracle, tokens: tuple[int, ...]) -> Options:
-    return {"stop": oracle.text(list(tokens)).strip()[0]}
+    return {"stop": oracle.text(list(tokens))[:2]}
 
 
 def _first_token_is_eos(oracle: Oracle, api: Api) -> list[Question]:

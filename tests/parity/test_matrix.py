@@ -83,6 +83,7 @@ def test_the_cases_are_what_they_say(api: Api, oracle: Oracle) -> None:
     def answer(name: str) -> Answer:
         return oracle.answer(CASE[name].questions(oracle, api, False, "again")[-1])
 
+    assert len(answer("greedy").token_ids) >= 4
     stopped = {name: answer(name) for name in ("stop_token", "stop_string")}
     assert {a.finish_reason for a in stopped.values()} == {"stop"}
     assert all(2 <= len(a.token_ids) < ROOM for a in stopped.values())
