@@ -116,6 +116,8 @@ class RecordingStageClient:
         """Wait until the other stage has nothing to do any more."""
         while self._peers:
             await asyncio.gather(*self._peers)
+            # From Python 3.12 on, a gather of tasks that are done does not yield, and their callbacks never run.
+            await asyncio.sleep(0)
 
     async def _scripted(self, context: FakeContext) -> AsyncGenerator[Raw, None]:
         for answer in self._answers:
