@@ -26,11 +26,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-#: A bfloat16 model as this CPU level computes it, and in float32.
-KINDS = [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")]
+#: (dtype, embedded.weights): a bfloat16 model as this CPU level computes it, and in float32. With AMX the library
+#: sums in another order than the kernel, which therefore takes no bfloat16 step there.
+KINDS = [
+    ("float32", "auto"),
+    *([] if this_cpu().has_amx else [("bfloat16", "auto")]),
+    *([("bfloat16", "float32")] if this_cpu().has_bfloat16 else []),
+]
 
 
-@pytest.mark.parametrize(("dtype", "weights"), KINDS if this_cpu().has_bfloat16 else KINDS[:2])
+@pytest.mark.parametrize(("dtype", "weights"), KINDS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_every_step_has_the_bits_of_the_unfused_one(
     family: str,

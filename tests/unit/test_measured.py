@@ -77,7 +77,7 @@ async def test_what_was_not_measured_is_not_told(perf_metrics: Any, measures: bo
     counts = JourneyCounts()
     chunks = await collect(decoder(perf_metrics, counts, measures=measures), await prefilled())
     assert chunks[-1].engine_data is None
-    assert shown(EngineMetrics(counts)) == {}
+    assert not any(name.startswith("kv_transfer") for name in shown(EngineMetrics(counts)))
 
 
 def test_what_did_not_happen_is_not_among_the_numbers() -> None:
