@@ -154,7 +154,7 @@ async def test_a_dead_engine_and_no_other_stage_hand_the_request_back() -> None:
     seen: Seen = []
     rungs = [
         Rung("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
-        Rung("other_stage", way(seen, 0, failing(NoInstanceError("nobody"))), without_engine=True),
+        Rung("other_stage", way(seen, 0, failing(NoInstanceError("no instance"))), without_engine=True),
     ]
     with pytest.raises(WorkerLeavingError, match="engine died"):
         await collect(ladder(rungs), request(5))

@@ -1,6 +1,6 @@
 """Each kernel is compiled by one process, once on a machine; the others wait for it and then load it.
 
-A kernel's machine code is one file: there, or not, whoever is killed when. A file lock is held from the moment in which
+A kernel's machine code is one file: there or not, whichever process is killed. A file lock is held from when
 a kernel is found missing until its file is there; the operating system drops the lock of a process that dies.
 """
 
