@@ -54,5 +54,5 @@ $(STAMP): pyproject.toml requirements/*.txt
 	@$(STEADILY) "  4/6 Dynamo"                   $(PIP) --no-deps -r requirements/dynamo.txt
 	@$(STEADILY) "  5/6 this project"             $(PIP) --no-deps --no-build-isolation -e .
 	@echo        "  6/6 kernels"
-	@$(BIN)/python -P -m trtllm_disagg.embedded.precompile
+	@$(BIN)/python -P -m trtllm_disagg.embedded.core.precompile
 	@touch $(STAMP)

@@ -12,9 +12,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.errors import OverloadedError
-from trtllm_disagg.handlers.live import Live
-from trtllm_disagg.thresholds import Thresholds
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from trtllm_disagg.protocols.base import HandoffProtocol
-from trtllm_disagg.protocols.dynamo import DYNAMO
+from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol
 from trtllm_disagg.types import (
     DecodePhase,
     Generate,

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager, suppress
 
 from trtllm_disagg.errors import WorkerLeavingError
-from trtllm_disagg.handlers.wait import Wait
+from trtllm_disagg.handlers.cancellation import Wait
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 #: A request that is told to end does so at once, unless it waits for something that cannot be cancelled.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -17,21 +18,114 @@ from trtllm_disagg.errors import (
     KvTransferError,
     PeerUnavailableError,
     RequestCancelledError,
+    StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.ahead import newest_states
-from trtllm_disagg.handlers.background import in_background
-from trtllm_disagg.handlers.cancellation import abort_when_stopped
-from trtllm_disagg.handlers.measured import tell_transfer
-from trtllm_disagg.handlers.outputs import OutputCursor
+from trtllm_disagg.handlers.cancellation import abort_when_stopped, in_background
+from trtllm_disagg.handlers.trace import tell_transfer
 from trtllm_disagg.types import (
+    DecodePhase,
     GenerateRequest,
     Handoff,
+    PrefillPhase,
     PrefillResult,
     RequestContext,
     TokenChunk,
+    Usage,
 )
 from trtllm_disagg.wire import encode_disaggregated_params, names_a_sender
+
+# RequestOutput of the LLM API (cumulative) -> TokenChunk (what is new).
+
+
+class OutputCursor:
+    """Reads one choice of one RequestOutput, and remembers how far."""
+
+    def __init__(self, num_prompt: int, *, skip: int = 0, cached_tokens: int | None = None) -> None:
+        """`skip` tokens have reached the client already; `cached_tokens` wins over this engine's count."""
+        self._num_prompt = num_prompt
+        self._position = skip
+        self._cached_tokens = cached_tokens
+
+    def advance(self, result: Any) -> TokenChunk | None:
+        """What came since the last call, None when nothing did. Raises StageTimeoutError."""
+        output = result.outputs[0]
+        tokens = output.token_ids[self._position :]
+        finish_reason = output.finish_reason
+        if finish_reason == "timeout":  # Dynamo's frontend has no such end
+            raise StageTimeoutError("the engine ran out of time for this request")
+        if not tokens and finish_reason is None:
+            return None
+        log_probs, top_logprobs = self._logprobs(output, tokens)
+        self._position += len(tokens)
+        return TokenChunk(
+            token_ids=list(tokens),
+            index=output.index,
+            log_probs=log_probs,
+            top_logprobs=top_logprobs,
+            finish_reason=finish_reason,
+            stop_reason=output.stop_reason if finish_reason else None,
+            completion_usage=self._usage(result, output) if finish_reason else None,
+        )
+
+    def _usage(self, result: Any, output: Any) -> Usage:
+        cached = self._cached_tokens if self._cached_tokens is not None else result.cached_tokens
+        return Usage.of(self._num_prompt, len(output.token_ids), cached or 0)
+
+    def _logprobs(
+        self, output: Any, tokens: list[int]
+    ) -> tuple[list[float] | None, list[list[dict[str, Any]]] | None]:
+        """None when one is missing: a shorter list would be read as the logprobs of other tokens."""
+        entries = (output.logprobs or [])[self._position : self._position + len(tokens)]
+        if not tokens or len(entries) < len(tokens):
+            return None, None
+        if isinstance(entries[0], float):  # TensorRT-LLM, when nobody asked for alternatives
+            return list(entries), None
+        if any(token not in entry for token, entry in zip(tokens, entries, strict=True)):
+            return None, None
+        chosen = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
+        top = [
+            [
+                {"rank": lp.rank or 0, "token_id": token, "token": None, "logprob": lp.logprob}
+                for token, lp in entry.items()
+            ]
+            for entry in entries
+        ]
+        return chosen, top
+
+
+# Reads an engine's output as fast as it comes, however slow the way to the client is.
+
+
+async def newest_states(result: Any, on_output: Callable[[], None]) -> AsyncGenerator[Any, None]:
+    """`result` (a RequestOutput, cumulative) when it has grown: once for all that came while the caller was busy. What
+    comes alone never waits. Raises what iterating the result raises, behind the last state.
+
+    `on_output` is called for each output of the engine, also while the caller is busy.
+    """
+    news = asyncio.Event()
+
+    async def read() -> None:
+        try:
+            async for _ in result:
+                on_output()
+                news.set()
+        finally:
+            news.set()
+
+    reader = asyncio.create_task(read(), name="read-ahead")
+    try:
+        has_ended = False
+        while not has_ended:
+            await news.wait()
+            news.clear()
+            has_ended = reader.done()
+            yield result
+        await reader
+    finally:
+        reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await reader
 
 
 class LocalPrefill:
@@ -170,3 +264,39 @@ _BY_CATEGORY: dict[str, type[DisaggError]] = {
 
 def _translate(error: BaseException) -> DisaggError:
     return _BY_CATEGORY.get(getattr(error, "category", ""), EngineError)(str(error))
+
+
+# Deadlines of the phases that run on this worker.
+
+
+def prefill_within(seconds: float, prefill: PrefillPhase) -> PrefillPhase:
+    """Raises StageTimeoutError; leaving the phase aborts it."""
+
+    async def timed(request: GenerateRequest, context: RequestContext) -> Handoff:
+        try:
+            async with asyncio.timeout(seconds):
+                return await prefill(request, context)
+        except TimeoutError:
+            raise StageTimeoutError(f"the prefill was not done within {seconds:g} s") from None
+
+    return timed
+
+
+def first_token_within(seconds: float, decode: DecodePhase) -> DecodePhase:
+    """The transfer of the KV is in that time."""
+
+    async def timed(
+        request: GenerateRequest, context: RequestContext, handoff: Handoff
+    ) -> AsyncGenerator[TokenChunk, None]:
+        async with aclosing(decode(request, context, handoff)) as chunks:
+            try:
+                async with asyncio.timeout(seconds):
+                    first = await anext(chunks, None)
+            except TimeoutError:
+                raise StageTimeoutError(f"decode gave no token within {seconds:g} s") from None
+            if first is not None:
+                yield first
+                async for chunk in chunks:
+                    yield chunk
+
+    return timed

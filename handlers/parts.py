@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtllm_disagg.config import Role, ScheduleStyle
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle
 from trtllm_disagg.engine import Engine
 from trtllm_disagg.handlers.remote import StageClient
-from trtllm_disagg.protocols.base import HandoffProtocol
-from trtllm_disagg.protocols.dynamo import DYNAMO
+from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.config import WorkerConfig
+from trtllm_disagg.config.thresholds import Live, Thresholds, read_policy_file
+from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.admission import Queued
-from trtllm_disagg.handlers.cached_prefix import CachedPrefix
-from trtllm_disagg.handlers.journal import JourneyCounts
-from trtllm_disagg.handlers.live import Live
-from trtllm_disagg.thresholds import Thresholds, read_policy_file
+from trtllm_disagg.handlers.decide import CachedPrefix
+from trtllm_disagg.handlers.trace import JourneyCounts
 
 log = logging.getLogger(__name__)
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
-from trtllm_disagg.errors import PeerUnavailableError, RequestCancelledError
-from trtllm_disagg.protocols.base import HandoffProtocol
-from trtllm_disagg.protocols.dynamo import DYNAMO
-from trtllm_disagg.protocols.recognise import result_of
+from trtllm_disagg.errors import (
+    DisaggError,
+    NoInstanceError,
+    PeerUnavailableError,
+    QueueUnusableError,
+    RequestCancelledError,
+)
+from trtllm_disagg.handlers.cancellation import in_background
+from trtllm_disagg.handoff_formats import result_of
+from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol
 from trtllm_disagg.types import (
     Errand,
     GenerateRequest,
     Handoff,
+    PrefillPhase,
     RequestContext,
     TokenChunk,
 )
@@ -148,3 +156,64 @@ def _fault(instance: StageInstance, what: str) -> PeerUnavailableError:
     error = PeerUnavailableError(what)
     error.peer = instance.instance_id
     return error
+
+
+# A handoff whose KV is on another prefill worker, and that no decode has begun to fetch.
+
+
+log = logging.getLogger(__name__)
+
+
+class RemoteDrain:
+    """Has a decode worker fetch and drop it, as `LocalDecode.drain` does where there is an engine for that."""
+
+    def __init__(self, client: StageClient, protocol: HandoffProtocol = DYNAMO) -> None:
+        self._client = client
+        self._protocol = protocol
+
+    def __call__(self, request: GenerateRequest) -> None:
+        in_background(self._fetch(request))
+
+    async def _fetch(self, request: GenerateRequest) -> None:
+        one_token = self._protocol.encode(request, DECODE) | {"stop_conditions": {"max_tokens": 1}}
+        try:
+            instance = await self._client.pick(request)
+            async with aclosing(instance.call(one_token, None)) as answers:
+                async for _ in answers:
+                    pass
+        except DisaggError as error:
+            # Best effort: the lease ends by itself.
+            log.info("a handoff that nobody wants waits for the end of its lease: %s", error)
+
+
+# A prefill through the queue, or without it where the queue cannot take it.
+
+
+def queued(
+    through: PrefillPhase,
+    direct: PrefillPhase,
+    passes_by: Callable[[GenerateRequest], bool] = lambda request: False,
+) -> PrefillPhase:
+    """`direct` runs a request that is too large for the queue, that the queue has lost with all that it had, or that
+    `passes_by`, because whoever has room is not who it asks for.
+    """
+
+    async def prefill(request: GenerateRequest, context: RequestContext) -> Handoff:
+        if passes_by(request):
+            return await direct(request, context)
+        try:
+            return await through(request, context)
+        except QueueUnusableError as error:
+            if context.is_stopped():
+                raise
+            unusable = error
+        log.warning("request %s: direct: %s", context.id(), unusable)
+        request.journey.fell_back("direct", str(unusable))
+        # Whoever was at it does not answer any more.
+        request.journey.facts.pop("prefill_instance", None)
+        try:
+            return await direct(request, context)
+        except NoInstanceError:
+            raise unusable from None  # says more than that nobody else is there
+
+    return prefill

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.engine import Engine
 from trtllm_disagg.errors import PeerUnavailableError
-from trtllm_disagg.handlers.attended import AttendedQueue
-from trtllm_disagg.handlers.auto import Auto
-from trtllm_disagg.handlers.breaker import Breaker
 from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
-from trtllm_disagg.handlers.choice import Choice
-from trtllm_disagg.handlers.deciding import QueueDepth, conditional, create_decider
-from trtllm_disagg.handlers.ladder import Rung, ladder
+from trtllm_disagg.handlers.circuit_breaker import Breaker, WatchedStage, patience_of
+from trtllm_disagg.handlers.concurrent import LocalPush, bare_push
+from trtllm_disagg.handlers.decide import Auto, QueueDepth, conditional, create_decider
+from trtllm_disagg.handlers.fallback import (
+    Replays,
+    Rung,
+    always,
+    ending_what_is_complete,
+    going_on,
+    ladder,
+    only_if_it_must,
+)
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
-from trtllm_disagg.handlers.migrated import going_on
-from trtllm_disagg.handlers.nothing_left import ending_what_is_complete
 from trtllm_disagg.handlers.parts import Parts
-from trtllm_disagg.handlers.patience import patience_of
 from trtllm_disagg.handlers.policy import Policy
-from trtllm_disagg.handlers.pushing import LocalPush, bare_push
-from trtllm_disagg.handlers.relay import relayed
 from trtllm_disagg.handlers.remote import StageClient
-from trtllm_disagg.handlers.resume import Replays, always, only_if_it_must
+from trtllm_disagg.handlers.route import Choice, relayed
+from trtllm_disagg.handlers.select import AttendedQueue
 from trtllm_disagg.handlers.strategies import ORDERS, build_strategy
-from trtllm_disagg.handlers.watched import WatchedStage
-from trtllm_disagg.protocols.choose import choose_protocol
+from trtllm_disagg.handoff_protocols import choose_protocol
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 

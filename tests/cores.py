@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from trtllm_disagg.embedded.core import EngineCore
-from trtllm_disagg.embedded.llm_args import LlmArgs
-from trtllm_disagg.embedded.messages import (
+from trtllm_disagg.embedded.connector.create import KvTransfers
+from trtllm_disagg.embedded.core.engine_core import EngineCore
+from trtllm_disagg.embedded.ipc.messages import (
     AddRequest,
     LogprobEntry,
     MadeHandoff,
@@ -22,8 +22,8 @@ from trtllm_disagg.embedded.messages import (
     SamplingSpec,
     TokenOutput,
 )
-from trtllm_disagg.embedded.parallel.team import Team
-from trtllm_disagg.embedded.transfers import KvTransfers
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.tensor_parallel.team import Team
 
 _HANG_SECONDS = 20.0
 

@@ -18,9 +18,9 @@ import httpx
 from openai import OpenAI
 
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, deployment_in_background
-from trtllm_disagg.deployment.cli import engine_configs_in
 from trtllm_disagg.deployment.plan import KV_ROUTED_ROLES, LOOPBACK, NO_WORKERS, Strategy
 from trtllm_disagg.deployment.process import ManagedProcess
+from trtllm_disagg.deployment.up_command import engine_configs_in
 
 ROOT = Path(__file__).parents[1]
 DEMO_CONFIGS = ROOT / "engine_configs" / "demo"

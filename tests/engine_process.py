@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trtllm_disagg.embedded.messages import MadeHandoff, Rendezvous
+from trtllm_disagg.embedded.ipc.messages import MadeHandoff, Rendezvous
 
 _ANSWER_SECONDS = 60.0
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -11,11 +11,11 @@ import msgspec
 
 from tests.cores import Answer, Core
 from tests.models import EOS
-from trtllm_disagg.embedded.grammar import grammar_of
-from trtllm_disagg.embedded.guided import Guide
-from trtllm_disagg.embedded.guides import NoGuides
-from trtllm_disagg.embedded.messages import SamplingSpec
-from trtllm_disagg.embedded.sampling_params import GuidedDecodingParams
+from trtllm_disagg.embedded.core.guides import NoGuides
+from trtllm_disagg.embedded.guided_decoding.grammar import grammar_of
+from trtllm_disagg.embedded.guided_decoding.guides import Guide
+from trtllm_disagg.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.embedded.params.sampling_params import GuidedDecodingParams
 
 PROMPT = [5 + i % 11 for i in range(40)]
 

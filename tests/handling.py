@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
-from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.recording_result import scripted_token
+from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire import decode_request
 

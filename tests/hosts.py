@@ -128,7 +128,7 @@ class Host:
 
 def _serve(address: str, model: str, seconds: str, backend: str) -> None:
     from tests.cores import Core
-    from trtllm_disagg.embedded.messages import MadeHandoff, Rendezvous
+    from trtllm_disagg.embedded.ipc.messages import MadeHandoff, Rendezvous
 
     core = Core(
         Path(model),

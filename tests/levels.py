@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 
-from trtllm_disagg.embedded.cpu import SETTING, environment_of, this_cpu
+from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, environment_of, this_cpu
 
 #: Families and dtypes, exactness, handoffs, guides. Chunks and reuse are in test_bfloat16.
 _EVERY = (

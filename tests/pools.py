@@ -14,10 +14,9 @@ import msgspec
 import numpy as np
 import torch
 
-from trtllm_disagg.kv_transfer.base import KvTransport, PeerCard
-from trtllm_disagg.kv_transfer.choose import create_transport
-from trtllm_disagg.kv_transfer.layout import KvLayout
-from trtllm_disagg.kv_transfer.reach import Network, OneHost, Reach
+from trtllm_disagg.kv_transfer.access import Network, OneHost, Reach
+from trtllm_disagg.kv_transfer.base import KvLayout, KvTransport, PeerCard
+from trtllm_disagg.kv_transfer.transports import create_transport
 
 ONE_HOST = OneHost()
 #: As between hosts, although both ends are on this one.

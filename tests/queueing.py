@@ -9,16 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tests.nats_server import NatsServer
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.errors import NoInstanceError
 from trtllm_disagg.handlers.remote import NoStage, StageClient, StageInstance
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import Broker
-from trtllm_disagg.prefill_queue.depth import DepthWatch
-from trtllm_disagg.prefill_queue.names import Names
-from trtllm_disagg.prefill_queue.pulling import Puller
-from trtllm_disagg.prefill_queue.pushing import QueueClient
-from trtllm_disagg.prefill_queue.room import Room
+from trtllm_disagg.prefill_queue.messages import Names
+from trtllm_disagg.prefill_queue.pull import Puller, Room
+from trtllm_disagg.prefill_queue.push import QueueClient
+from trtllm_disagg.prefill_queue.queue import DepthWatch
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording_llm import LLM, Script
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from tests.cores import Core
-from trtllm_disagg.embedded import core as core_module
-from trtllm_disagg.embedded import sampler
-from trtllm_disagg.embedded.parallel.follower import follow
-from trtllm_disagg.embedded.parallel.join import join_as_follower, join_as_leader, leave, own_rank
-from trtllm_disagg.embedded.parallel.team import Team
+from trtllm_disagg.embedded.core import engine_core as core_module
+from trtllm_disagg.embedded.model import sampler
+from trtllm_disagg.embedded.tensor_parallel.follower import follow
+from trtllm_disagg.embedded.tensor_parallel.group import join_as_follower, join_as_leader, leave, own_rank
+from trtllm_disagg.embedded.tensor_parallel.team import Team
 
 NEW_TOKENS = 8
 STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]

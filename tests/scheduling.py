@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from trtllm_disagg.embedded.block_manager import KvEventLog
-from trtllm_disagg.embedded.create_scheduler import create_blocks, create_scheduler
-from trtllm_disagg.embedded.kv_memory import LocalKvMemory
-from trtllm_disagg.embedded.llm_args import LlmArgs
-from trtllm_disagg.embedded.messages import SamplingSpec
-from trtllm_disagg.embedded.scheduler import Row
-from trtllm_disagg.embedded.sequence import Sequence, Status
+from trtllm_disagg.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
+from trtllm_disagg.embedded.kv_cache.memory import LocalKvMemory
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.scheduler.create import create_blocks, create_scheduler
+from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
 
 SIZE = 16

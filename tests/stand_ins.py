@@ -58,9 +58,9 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 UP = """
 import asyncio, json, sys
 from pathlib import Path
-from trtllm_disagg.deployment.backoff import Backoff
+from trtllm_disagg.deployment.waiting import Backoff
 from trtllm_disagg.deployment.plan import DeploymentConfig
-from trtllm_disagg.deployment.serve import serve
+from trtllm_disagg.deployment.running import serve
 from trtllm_disagg.deployment.status import status_for
 
 settings = json.loads(sys.argv[1])

@@ -33,22 +33,22 @@ COMMANDS = {
     ),
     "up": Command(
         "run a whole deployment on this machine",
-        "trtllm_disagg.deployment.cli",
+        "trtllm_disagg.deployment.up_command",
         "trtllm-disagg up --strategy decode_first --model .cache/demo-model --http-port 8000",
     ),
     "switch": Command(
         "change the order of the stages in a running deployment",
-        "trtllm_disagg.switching.cli",
+        "trtllm_disagg.admin.switch_command",
         "trtllm-disagg switch --run-dir DIR --to prefill_first",
     ),
     "set": Command(
         "change thresholds of a running deployment",
-        "trtllm_disagg.set_command",
+        "trtllm_disagg.admin.set_command",
         "trtllm-disagg set --run-dir DIR --max-local-prefill-length 500",
     ),
     "scale": Command(
         "change the number of workers of a running `up`",
-        "trtllm_disagg.deployment.scale_command",
+        "trtllm_disagg.admin.scale_command",
         "trtllm-disagg scale --run-dir DIR --prefill 2 --decode 3",
     ),
     "bench": Command(
@@ -108,7 +108,7 @@ def run(argv: list[str]) -> int:
     module.add_arguments(parser)
     namespace, unknown = parser.parse_known_args(_with_values(arguments))
     if unknown:
-        from trtllm_disagg.args import refuse_unknown_arguments
+        from trtllm_disagg.config.args import refuse_unknown_arguments
 
         refuse_unknown_arguments(parser, unknown)
     _log_to_stderr()

@@ -91,7 +91,7 @@ def serve_as_rank(name: str, args: dict[str, Any]) -> bool:
     """
     if name != "embedded":
         return False
-    from trtllm_disagg.embedded.parallel.launch import serve_as_rank as serve
+    from trtllm_disagg.embedded.tensor_parallel.launch import serve_as_rank as serve
 
     own = args.get("embedded") or {}
     return serve(args.get("tensor_parallel_size") or 1, own.get("num_threads") or 1, os.environ)

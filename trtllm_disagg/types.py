@@ -208,7 +208,7 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     disaggregated_params: dict[str, Any] | None = None
     engine_data: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    #: Dynamo gives it to the worker that goes on with this answer when this one dies (`handlers/migrated.py`).
+    #: Dynamo gives it to the worker that goes on with this answer when this one dies (`handlers/fallback.py`).
     worker_trace_link: dict[str, str] | None = None
 
     def going_on(self) -> TokenChunk:

@@ -7,13 +7,13 @@ import binascii
 import dataclasses
 import math
 import struct
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
-from trtllm_disagg.guides import require_guides
-from trtllm_disagg.protocols.recognise import HANDOFF_PATHS, given_in
+from trtllm_disagg.handoff_formats import HANDOFF_PATHS, given_in
 from trtllm_disagg.types import (
     Errand,
     GenerateRequest,
@@ -25,6 +25,50 @@ from trtllm_disagg.types import (
     TokenChunk,
     WireRequest,
 )
+
+# Which guides of a request can guide: `guided_json` and its like, as Dynamo's frontend forwards them.
+
+
+class _Guide(NamedTuple):
+    accepts: Callable[[Any], bool]
+    allowed: str
+
+
+def require_guides(given: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError, naming the field, for a guide that is empty or of the wrong type: to leave it out
+    would answer with any text. None is no guide. An empty list of choices never comes here: the frontend drops it.
+    """
+    for name, guide in _GUIDES.items():
+        value = given.get(name)
+        if value is not None and not guide.accepts(value):
+            raise InvalidRequestError(
+                f"guided_{name}: {str(value)[:100]!r} is not allowed; expected {guide.allowed}"
+            )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+#: By name in `sampling_options.guided_decoding`. An empty schema is one: any JSON.
+_GUIDES = {
+    "json": _Guide(
+        lambda value: isinstance(value, dict) or value is True or _is_text(value), "a JSON schema"
+    ),
+    "regex": _Guide(_is_text, "a regular expression that is not empty"),
+    "grammar": _Guide(_is_text, "a grammar that is not empty"),
+    "choice": _Guide(
+        lambda value: (
+            isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+        ),
+        "a list of texts, at least one",
+    ),
+    "json_object": _Guide(lambda value: isinstance(value, bool), "true or false"),
+    "structural_tag": _Guide(
+        lambda value: (isinstance(value, dict) and bool(value)) or _is_text(value), "an object"
+    ),
+}
+
 
 _NO_STOP, _NO_SAMPLING, _NO_OUTPUT, _NO_ROUTING = (
     StopConditions(),
@@ -109,7 +153,7 @@ def _require_servable(request: GenerateRequest) -> None:
             "echo (or prompt_logprobs) is not served: workers return nothing of the prompt; expected neither"
         )
     require_guides(request.sampling.guided_decoding or {})
-    # 0 comes from no client, but from a frontend whose worker died behind the last token (handlers/nothing_left.py).
+    # 0 comes from no client, but from a frontend whose worker died behind the last token (handlers/fallback.py).
     if request.stop.max_tokens is not None and request.stop.max_tokens < 0:
         raise InvalidRequestError(f"max_tokens={request.stop.max_tokens} is not allowed; expected at least 1")
 

@@ -14,20 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.activity import DRAINING, SERVING, Reporter, reporter_of
-from trtllm_disagg.admin_key import AdminKey
-from trtllm_disagg.config import Role, WorkerConfig, flag_of
-from trtllm_disagg.embedded.checkpoint import fingerprint
+from trtllm_disagg.commands import KeyVerifier, NoKeyVerifier, Verifier
+from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
+from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
+from trtllm_disagg.dynamo_runtime import Leaving, Registration, Runtime, ServedModel
+from trtllm_disagg.dynamo_runtime.publishers import create_publishers
+from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
+from trtllm_disagg.dynamo_runtime.system_port import require_system_port
+from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.engine import Engine, load_api, resolve_engine, serve_as_rank
-from trtllm_disagg.engine_config import build_engine_args, with_engine_args
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.departure import Departure
-from trtllm_disagg.handlers.fitting import FittingStage
-from trtllm_disagg.handlers.journal import journaled
 from trtllm_disagg.handlers.policy import Policy, watch_policy_file
 from trtllm_disagg.handlers.remote import NoStage, StageClient
-from trtllm_disagg.handlers.selection import (
+from trtllm_disagg.handlers.select import (
     BestCached,
+    FittingStage,
     InFlight,
     LeastLoaded,
     Random,
@@ -36,15 +39,19 @@ from trtllm_disagg.handlers.selection import (
     Selector,
 )
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.namesakes import ModelIdentity, Namesakes
-from trtllm_disagg.pairing import describe_worker, kind_of, require_callable, require_fit, require_pair
+from trtllm_disagg.handlers.trace import journaled
+from trtllm_disagg.keys import AdminKey
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
-from trtllm_disagg.publisher.create import create_publishers
-from trtllm_disagg.runtime import Leaving, Registration, Runtime, ServedModel
-from trtllm_disagg.runtime.freeze import watch_for_freezes
-from trtllm_disagg.runtime.system_port import require_system_port
-from trtllm_disagg.signed_command import KeyVerifier, NoKeyVerifier, Verifier
-from trtllm_disagg.standing import Standing
+from trtllm_disagg.stage_state import Standing
+from trtllm_disagg.startup import (
+    ModelIdentity,
+    Namesakes,
+    describe_worker,
+    kind_of,
+    require_callable,
+    require_fit,
+    require_pair,
+)
 
 log = logging.getLogger(__name__)
 

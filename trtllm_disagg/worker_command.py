@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import replace
 
-from trtllm_disagg.args import add_worker_arguments, config_from_namespace
+from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
 from trtllm_disagg.deployment.limits import look_at, needs_of_worker
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import servable_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Protocol, cast
 
-from trtllm_disagg.config import Strategy
+from trtllm_disagg.config.worker_config import Strategy
 from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.types import Generate
 

@@ -1,14 +1,11 @@
 """Requests are routed to decode workers, on their cache; a decode worker has a prefill worker start them."""
 
 from trtllm_disagg.handlers.chain import chain
-from trtllm_disagg.handlers.deadlines import first_token_within
-from trtllm_disagg.handlers.local import LocalDecode
+from trtllm_disagg.handlers.concurrent import RemotePush, together
+from trtllm_disagg.handlers.local import LocalDecode, first_token_within
 from trtllm_disagg.handlers.parts import Parts
-from trtllm_disagg.handlers.pins import names_prefill
-from trtllm_disagg.handlers.pushing import RemotePush
-from trtllm_disagg.handlers.queued import queued
-from trtllm_disagg.handlers.remote import RemotePrefill
-from trtllm_disagg.handlers.together import together
+from trtllm_disagg.handlers.remote import RemotePrefill, queued
+from trtllm_disagg.handlers.route import names_prefill
 from trtllm_disagg.types import Generate, PrefillPhase
 
 

@@ -1,14 +1,10 @@
 """Requests are routed to prefill workers, by their cache; a prefill worker has a decode worker go on."""
 
 from trtllm_disagg.handlers.chain import chain
-from trtllm_disagg.handlers.deadlines import prefill_within
-from trtllm_disagg.handlers.local import LocalPrefill
+from trtllm_disagg.handlers.concurrent import LocalPush, together
+from trtllm_disagg.handlers.local import LocalPrefill, prefill_within
 from trtllm_disagg.handlers.parts import Parts
-from trtllm_disagg.handlers.pushing import LocalPush
-from trtllm_disagg.handlers.queued import queued
-from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
-from trtllm_disagg.handlers.remote_drain import RemoteDrain
-from trtllm_disagg.handlers.together import together
+from trtllm_disagg.handlers.remote import RemoteDecode, RemoteDrain, RemotePrefill, queued
 from trtllm_disagg.types import Generate, PrefillPhase
 
 

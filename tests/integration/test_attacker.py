@@ -18,10 +18,10 @@ from tests.attacks import EVERY_DOOR, MAP_A_STOLEN_FILE, NIXL_WITH_A_STOLEN_CARD
 from tests.deployments import MODEL_NAME, Served, demo_config, served
 from tests.pools import pool_in_a_child
 from tests.strangers import UID, as_stranger, require
+from trtllm_disagg.kv_transfer.access import LocalDoor
 from trtllm_disagg.kv_transfer.base import PeerCard
 from trtllm_disagg.kv_transfer.control import ControlClient
-from trtllm_disagg.kv_transfer.doors import LocalDoor
-from trtllm_disagg.kv_transfer.nixl_address import NixlAddress, address_of
+from trtllm_disagg.kv_transfer.nixl_memory import NixlAddress, address_of
 
 TRANSPORTS = ("NIXL", "SHARED_MEMORY")
 #: Of a pool in a child: float32 0 and 1.

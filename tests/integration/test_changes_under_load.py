@@ -18,12 +18,12 @@ import httpx
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
 from tests.load import Load, bodies, first_stage
-from trtllm_disagg.admin_key import AdminKey
-from trtllm_disagg.control import Switch, encode_command
+from trtllm_disagg.commands import Switch, encode_command
 from trtllm_disagg.deployment import Deployment, running_deployment
-from trtllm_disagg.deployment.orders import Scale, order
+from trtllm_disagg.deployment.command_socket import Scale, order
 from trtllm_disagg.deployment.plan import Role
 from trtllm_disagg.interpreter import python
+from trtllm_disagg.keys import AdminKey
 
 SECONDS = 60.0
 

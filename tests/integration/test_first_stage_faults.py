@@ -17,7 +17,7 @@ from tests.conftest import Checkpoints
 from tests.deployments import Worker, wait_until
 from tests.integration.test_faults import config
 from trtllm_disagg.deployment import Deployment, running_deployment
-from trtllm_disagg.deployment.orders import Scale, order
+from trtllm_disagg.deployment.command_socket import Scale, order
 from trtllm_disagg.deployment.plan import Role, Strategy
 from trtllm_disagg.deployment.process import ManagedProcess
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.stand_ins import DEADLINE, Exits, StartUp, Up, nothing_runs
-from trtllm_disagg.deployment.orders import Scale, Switched, order
+from trtllm_disagg.deployment.command_socket import Scale, Switched, order
 from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.deployment.probe import lists_model
+from trtllm_disagg.deployment.process import lists_model
 from trtllm_disagg.deployment.run_dir import is_alive
 
 #: Waits that a test can afford.

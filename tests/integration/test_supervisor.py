@@ -19,12 +19,11 @@ from trtllm_disagg.deployment import (
     deployment_in_background,
     running_deployment,
 )
-from trtllm_disagg.deployment.cli import add_arguments, run
 from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.deployment.probe import lists_model
-from trtllm_disagg.deployment.process import ManagedProcess
+from trtllm_disagg.deployment.process import ManagedProcess, lists_model
 from trtllm_disagg.deployment.run_dir import is_alive, read_processes
-from trtllm_disagg.deployment.serve import ONE_INTERRUPT_SECONDS
+from trtllm_disagg.deployment.running import ONE_INTERRUPT_SECONDS
+from trtllm_disagg.deployment.up_command import add_arguments, run
 
 
 async def test_it_says_ready_once_everything_serves(start_up: StartUp) -> None:

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.handling import request
-from trtllm_disagg.handlers.ahead import newest_states
-from trtllm_disagg.handlers.outputs import OutputCursor
+from trtllm_disagg.handlers.local import OutputCursor, newest_states
 from trtllm_disagg.testing.recording_llm import LLM, RequestError, SamplingParams, Script
 from trtllm_disagg.types import TokenChunk
 

@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.args import (
+from trtllm_disagg.config.args import (
     WorkerArgumentParser,
     add_worker_arguments,
     config_from_namespace,
     parse_worker_args,
 )
-from trtllm_disagg.config import SETTINGS, Role, ScheduleStyle, Strategy, WorkerConfig, flag_of
+from trtllm_disagg.config.flags import FLAGS
+from trtllm_disagg.config.worker_config import (
+    ORCHESTRATION,
+    SETTINGS,
+    Role,
+    ScheduleStyle,
+    Strategy,
+    WorkerConfig,
+    flag_of,
+)
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.flags import FLAGS
-from trtllm_disagg.orchestration import ORCHESTRATION
 
 
 def parse(*argv: str, **environ: str) -> WorkerConfig:

@@ -1,6 +1,6 @@
 """How long a process that died waits, and when it is given up."""
 
-from trtllm_disagg.deployment.backoff import Backoff, Deaths
+from trtllm_disagg.deployment.waiting import Backoff, Deaths
 
 
 def delays(deaths: Deaths, ready: list[float | None]) -> list[float]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.args import parse_worker_args
-from trtllm_disagg.config import WorkerConfig
-from trtllm_disagg.deployment.cli import add_arguments, config_from
+from trtllm_disagg.config.args import parse_worker_args
+from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
+from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.deployment.run_dir import RunDir
-from trtllm_disagg.engine_config import build_engine_args, with_engine_args
+from trtllm_disagg.deployment.up_command import add_arguments, config_from
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.policy import Policy
 

@@ -20,7 +20,7 @@ from trtllm_disagg.bench.engine.scaling import Curve, Scaling
 from trtllm_disagg.bench.engine.speed import PREFILL, Speeds, decode_of
 from trtllm_disagg.bench.engine.targets import TARGETS, judged
 from trtllm_disagg.bench.figures import NOT_JUDGED, Figure
-from trtllm_disagg.embedded.cpu import CpuFeatures
+from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures
 
 # -- models, plans, targets
 

@@ -29,7 +29,7 @@ from trtllm_disagg.bench.kv_pulls import (
 from trtllm_disagg.bench.kv_shapes import SHAPES, KvShape, fill, filled_bytes
 from trtllm_disagg.bench.raw_copy import Memcpy, MemcpyBlocks, ProcessVmReadv
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.memory import huge_page_tensor
+from trtllm_disagg.kv_transfer.host import huge_page_tensor
 
 TINY = KvShape(
     "tiny", layers=2, kv_heads=1, head_dim=8, dtype="float32", prompt_tokens=64, tokens_per_block=8

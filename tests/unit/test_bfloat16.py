@@ -20,8 +20,8 @@ import torch
 from tests.conftest import Checkpoints
 from tests.cores import Core
 from tests.unit.test_exactness import PROMPTS, Logits, MakeCore, Recorder, recorder
-from trtllm_disagg.embedded.cpu import this_cpu
-from trtllm_disagg.embedded.model_loader import FAMILIES
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.model.model_loader import FAMILIES
 from trtllm_disagg.errors import ConfigError
 
 __all__ = ["recorder"]

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.replay import Replay
-from trtllm_disagg.embedded.block_manager import ROOT, BlockManager, KvEventLog, block_key, event_hash
+from trtllm_disagg.embedded.kv_cache.block_manager import (
+    ROOT,
+    BlockManager,
+    KvEventLog,
+    block_key,
+    event_hash,
+)
 from trtllm_disagg.errors import EngineError
 
 SIZE = 2

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.conftest import Checkpoints
 from tests.cores import Core
-from trtllm_disagg.handlers.cached_prefix import CachedPrefix
-from trtllm_disagg.publisher.kv_events import KvEventForwarder
+from trtllm_disagg.dynamo_runtime.publishers import KvEventForwarder
+from trtllm_disagg.handlers.decide import CachedPrefix
 
 BLOCK = 2
 #: Tokens in an engine's block.

@@ -8,7 +8,6 @@ import pytest
 
 from tests.handling import PROMPT
 from trtllm_disagg.handlers.cancellation import AbortGuard, abort_when_stopped
-from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.pair import leftover_tasks
 from trtllm_disagg.testing.recording_llm import (
     LLM,
@@ -18,6 +17,7 @@ from trtllm_disagg.testing.recording_llm import (
     SamplingParams,
     Script,
 )
+from trtllm_disagg.testing.stage_client import FakeContext
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -11,10 +11,10 @@ from tests.conftest import Checkpoints
 from tests.cores import Core
 from tests.meeting import Duo
 from tests.unit.test_core_handoff import prompt
-from trtllm_disagg.config import Role, WorkerConfig
-from trtllm_disagg.embedded.llm_args import LlmArgs
-from trtllm_disagg.embedded.messages import SamplingSpec
-from trtllm_disagg.engine_config import build_engine_args
+from trtllm_disagg.config.engine_args import build_engine_args
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
 
 NUM_LONG = 10
 LONG = 1500

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.scheduling import HANDLE, Engine, sequence, solo
-from trtllm_disagg.embedded.sequence import Status
+from trtllm_disagg.embedded.scheduler.sequence import Status
 
 
 def busy(**args: Any) -> Engine:

@@ -7,19 +7,19 @@ import sys
 
 import pytest
 
-from trtllm_disagg.embedded import core_client
-from trtllm_disagg.embedded.core_client import CoreClient
-from trtllm_disagg.embedded.messages import AbortRequest
-from trtllm_disagg.embedded.parallel.launch import Launch
+from trtllm_disagg.embedded.core import client as core_client
+from trtllm_disagg.embedded.core.client import CoreClient
+from trtllm_disagg.embedded.ipc.messages import AbortRequest
+from trtllm_disagg.embedded.tensor_parallel.launch import Launch
 from trtllm_disagg.errors import EngineError
 
 #: Says what its argument says, then closes, and stays until it is killed.
 STAYS = """
 import json, sys, threading
 import msgspec
-from trtllm_disagg.embedded.link import Link
-from trtllm_disagg.embedded.local_socket import connect
-from trtllm_disagg.embedded.messages import Command, Ready
+from trtllm_disagg.embedded.ipc.link import Link
+from trtllm_disagg.embedded.ipc.link import connect
+from trtllm_disagg.embedded.ipc.messages import Command, Ready
 link = Link(connect(json.loads(sys.stdin.readline())["address"]), msgspec.msgpack.Decoder(Command))
 if sys.argv[1] == "ready":
     link.send(Ready(1, 32, 100, 64, "", [], []))

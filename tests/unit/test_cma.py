@@ -7,16 +7,15 @@ import sys
 
 import pytest
 
-from trtllm_disagg.kv_transfer.choose import create_transport
-from trtllm_disagg.kv_transfer.cma import is_needed, why_no_cma
-from trtllm_disagg.kv_transfer.reach import Network, OneHost, Reach
+from trtllm_disagg.kv_transfer.access import Network, OneHost, Reach
+from trtllm_disagg.kv_transfer.transports import create_transport, is_needed, why_no_cma
 
 # As in a container without SYS_PTRACE: nobody may read this process, and its children cannot be privileged.
 _LOCKED_DOWN = """
 import ctypes, logging, os
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.kv_transfer.choose import create_transport
-from trtllm_disagg.kv_transfer.reach import OneHost
+from trtllm_disagg.kv_transfer.transports import create_transport
+from trtllm_disagg.kv_transfer.access import OneHost
 logging.basicConfig(level="WARNING", format="%(message)s")
 libc = ctypes.CDLL(None, use_errno=True)
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, CAP_SYS_PTRACE = 4, 24, 19

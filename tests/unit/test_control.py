@@ -16,16 +16,12 @@ from tests.meeting import wait_until
 from tests.pools import NETWORK
 from tests.strangers import as_stranger, require
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.base import PeerCard
-from trtllm_disagg.kv_transfer.channel import MAX_MESSAGE_BYTES
+from trtllm_disagg.kv_transfer.access import Door, LocalDoor, Network, PeerGoneError
+from trtllm_disagg.kv_transfer.base import KvLayout, PeerCard
 from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer
-from trtllm_disagg.kv_transfer.doors import Door, LocalDoor, PeerGoneError
-from trtllm_disagg.kv_transfer.endpoint import split_endpoint
-from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
-from trtllm_disagg.kv_transfer.layout import KvLayout
+from trtllm_disagg.kv_transfer.framing import MAX_MESSAGE_BYTES, Limits
+from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle, split_endpoint
 from trtllm_disagg.kv_transfer.lease import LeaseTable
-from trtllm_disagg.kv_transfer.reach import Network
-from trtllm_disagg.kv_transfer.reception import Limits
 
 CARD = PeerCard("prefill-1", "SHARED_MEMORY", KvLayout("m", 4, 32, 2, 16, "float32"), 8, b"address")
 SECONDS = 5.0

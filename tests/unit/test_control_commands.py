@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.handling import raw_request
-from trtllm_disagg.config import Strategy
-from trtllm_disagg.control import (
+from trtllm_disagg.commands import (
     CONTROL,
     Command,
     Describe,
@@ -18,9 +17,10 @@ from trtllm_disagg.control import (
     encode_command,
     is_control,
 )
+from trtllm_disagg.config.worker_config import Strategy
+from trtllm_disagg.dynamo_runtime import as_dynamo_handler
 from trtllm_disagg.errors import EngineError, InvalidRequestError
-from trtllm_disagg.runtime import as_dynamo_handler
-from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate
 
 

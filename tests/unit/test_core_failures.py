@@ -13,9 +13,9 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.cores import Answer, Core
-from trtllm_disagg.embedded.messages import MadeHandoff
+from trtllm_disagg.embedded.ipc.messages import MadeHandoff
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.kv_transfer import late
+from trtllm_disagg.kv_transfer import pull as late
 from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
 
 BLOCK = 32

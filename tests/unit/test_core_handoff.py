@@ -9,8 +9,8 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.cores import Core
-from trtllm_disagg.embedded.messages import SamplingSpec
-from trtllm_disagg.embedded.sequence import Status
+from trtllm_disagg.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.embedded.scheduler.sequence import Status
 
 BLOCK = 32
 BACKENDS = ["SHARED_MEMORY", "NIXL"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import Checkpoints
 from tests.cores import Answer, Core
-from trtllm_disagg.embedded.messages import MadeHandoff
+from trtllm_disagg.embedded.ipc.messages import MadeHandoff
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
 
 BLOCK = 32

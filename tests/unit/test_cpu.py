@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from trtllm_disagg.embedded.cpu import SETTING, CpuFeatures, environment_of, features_of, this_cpu
+from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, CpuFeatures, environment_of, features_of, this_cpu
 from trtllm_disagg.errors import ConfigError
 
 AVX2 = frozenset({"sse2", "avx", "avx2", "fma"})
@@ -82,7 +82,7 @@ def test_a_process_at_avx2_finds_torch_and_numba_there() -> None:
     program = """
 import torch
 from numba.core.registry import cpu_target
-from trtllm_disagg.embedded.cpu import this_cpu
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 numba = str(cpu_target.target_context.codegen().magic_tuple())
 print(this_cpu(), torch.backends.cpu.get_cpu_capability(), "+avx512f" in numba)
 """

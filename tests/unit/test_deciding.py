@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from tests.handling import ORDERS, collect, request, tokens_of, until
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.thresholds import Live, Thresholds
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.handlers.cached_prefix import CachedPrefix
-from trtllm_disagg.handlers.deciding import Decider, create_decider
-from trtllm_disagg.handlers.live import Live
+from trtllm_disagg.handlers.decide import CachedPrefix, Decider, create_decider
 from trtllm_disagg.handlers.policy import Policy, watch_policy_file
 from trtllm_disagg.testing.pair import make_pair
-from trtllm_disagg.thresholds import Thresholds
 from trtllm_disagg.types import GenerateRequest
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

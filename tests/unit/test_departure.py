@@ -11,7 +11,7 @@ import pytest
 from tests.handling import collect, request, tokens_of, until
 from trtllm_disagg.errors import EngineError, WorkerLeavingError
 from trtllm_disagg.handlers.departure import Departure
-from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 LAST = TokenChunk([9], finish_reason="stop")

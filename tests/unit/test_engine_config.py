@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from trtllm_disagg.config import WorkerConfig
-from trtllm_disagg.embedded.llm_args import LlmArgs
-from trtllm_disagg.engine_config import KV_EVENT_BUFFER_SIZE, build_engine_args, with_engine_args
+from trtllm_disagg.config.engine_args import KV_EVENT_BUFFER_SIZE, build_engine_args, with_engine_args
+from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.errors import ConfigError
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.config import Role, WorkerConfig
-from trtllm_disagg.embedded.llm_args import LlmArgs
-from trtllm_disagg.embedded.supported_args import refuse_unsupported
-from trtllm_disagg.engine_config import build_engine_args
+from trtllm_disagg.config.engine_args import build_engine_args
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
 
 FOLDER = Path(__file__).parents[2] / "engine_configs"
 FILES = sorted(FOLDER.glob("*/*.yaml"))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.cores import Core
-from trtllm_disagg.publisher.metrics import EngineMetrics
+from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics
 
 #: What the worker itself counts.
 QUEUE = {"requests_shed_total": 0, "queued_requests": 0, "queued_tokens": 0}

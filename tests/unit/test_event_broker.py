@@ -11,7 +11,7 @@ import psutil
 import pytest
 import zmq
 
-from trtllm_disagg.deployment.event_broker import EventBroker, broker_env
+from trtllm_disagg.deployment.brokers import EventBroker, broker_env
 
 
 @pytest.fixture

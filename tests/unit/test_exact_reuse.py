@@ -10,8 +10,8 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.cores import Core
-from trtllm_disagg.embedded import core as core_module
-from trtllm_disagg.embedded import sampler
+from trtllm_disagg.embedded.core import engine_core as core_module
+from trtllm_disagg.embedded.model import sampler
 
 #: One of each kind of attention: plain, with a window, with a softcap, and with transformers' modules around it.
 FAMILIES = ["llama", "mistral", "gemma2", "qwen3_moe"]

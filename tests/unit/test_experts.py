@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from trtllm_disagg.embedded.cpu import this_cpu
-from trtllm_disagg.embedded.experts import (
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.model.experts import (
     Mixing,
     PackedExperts,
     PackedRouter,
@@ -18,8 +18,8 @@ from trtllm_disagg.embedded.experts import (
     pack_experts,
     torch_mixing,
 )
-from trtllm_disagg.embedded.pack import Pack
-from trtllm_disagg.embedded.tiled_linear import TiledLinear
+from trtllm_disagg.embedded.model.linear import Pack
+from trtllm_disagg.embedded.model.tiled_linear import TiledLinear
 
 HIDDEN, NUM_EXPERTS = 64, 8
 
@@ -44,7 +44,7 @@ def mixture(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **mor
 
 
 def library() -> tuple[Pack, Mixing]:
-    from trtllm_disagg.embedded.linear import PackedLinear
+    from trtllm_disagg.embedded.model.linear import PackedLinear
 
     return PackedLinear, compiled_mixing()
 

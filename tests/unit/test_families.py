@@ -11,11 +11,11 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.cores import Core
-from trtllm_disagg.embedded import core as core_module
-from trtllm_disagg.embedded import plain_model
-from trtllm_disagg.embedded.forward_plan import ForwardPlan
-from trtllm_disagg.embedded.model_loader import FAMILIES
-from trtllm_disagg.embedded.model_runner import no_decode_rows
+from trtllm_disagg.embedded.core import engine_core as core_module
+from trtllm_disagg.embedded.model import plain_model
+from trtllm_disagg.embedded.model.forward_plan import ForwardPlan
+from trtllm_disagg.embedded.model.model_loader import FAMILIES
+from trtllm_disagg.embedded.model.model_runner import no_decode_rows
 
 #: 1: nothing but the last token; 32: one whole tile and block; 130: over five tiles, and over Mistral's window of 40.
 LENGTHS = (1, 2, 31, 32, 33, 65, 130)

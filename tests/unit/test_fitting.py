@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from tests.handling import request
-from trtllm_disagg.config import Role, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, PeerUnavailableError
-from trtllm_disagg.handlers import fitting
-from trtllm_disagg.handlers.attended import AttendedQueue
-from trtllm_disagg.handlers.fitting import FittingStage
-from trtllm_disagg.namesakes import ModelIdentity
-from trtllm_disagg.pairing import describe_worker, require_callable
+from trtllm_disagg.handlers import select as fitting
+from trtllm_disagg.handlers.select import AttendedQueue, FittingStage
+from trtllm_disagg.startup import ModelIdentity, describe_worker, require_callable
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import GenerateRequest, RequestContext
 

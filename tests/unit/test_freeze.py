@@ -13,9 +13,10 @@ from dynamo.runtime import Context
 
 from tests.handling import raw_request, until
 from tests.unit.test_standing import standing
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
-from trtllm_disagg.runtime import Registration, Runtime, ServedModel, freeze, refuse_control
-from trtllm_disagg.runtime.freeze import watch_for_freezes
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.dynamo_runtime import Registration, Runtime, ServedModel, refuse_control
+from trtllm_disagg.dynamo_runtime import shutdown as freeze
+from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 

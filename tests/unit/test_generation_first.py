@@ -10,7 +10,7 @@ from tests.conftest import Checkpoints
 from tests.cores import Core
 from tests.meeting import Duo, wait_until
 from tests.unit.test_core_handoff import prompt
-from trtllm_disagg.embedded.messages import Rendezvous, SamplingSpec
+from trtllm_disagg.embedded.ipc.messages import Rendezvous, SamplingSpec
 
 BLOCK = 32
 BLOCK_BYTES = 4 * 2 * BLOCK * 2 * 16 * 4

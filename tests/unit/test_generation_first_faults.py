@@ -16,8 +16,8 @@ from tests.cores import Core
 from tests.meeting import Duo
 from tests.unit.test_core_handoff import prompt
 from trtllm_disagg.kv_transfer.base import ReadTimeoutError
-from trtllm_disagg.kv_transfer.channel import ChannelClient
-from trtllm_disagg.kv_transfer.offer import Notice
+from trtllm_disagg.kv_transfer.framing import ChannelClient
+from trtllm_disagg.kv_transfer.handle import Notice
 
 BLOCK = 32
 MakeDuo = Callable[..., Duo]

@@ -14,10 +14,10 @@ from tests.conftest import Checkpoints
 from tests.guiding import tokens_of
 from tests.models import EOS, VOCAB
 from trtllm_disagg.embedded import LLM, RequestError, SamplingParams
-from trtllm_disagg.embedded.grammar import grammar_of
-from trtllm_disagg.embedded.grammar_trials import GrammarTrials, TrialStart
-from trtllm_disagg.embedded.messages import AddRequest, SamplingSpec
-from trtllm_disagg.embedded.sampling_params import GuidedDecodingParams
+from trtllm_disagg.embedded.guided_decoding.grammar import grammar_of
+from trtllm_disagg.embedded.guided_decoding.trials import GrammarTrials, TrialStart
+from trtllm_disagg.embedded.ipc.messages import AddRequest, SamplingSpec
+from trtllm_disagg.embedded.params.sampling_params import GuidedDecodingParams
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError
 from trtllm_disagg.interpreter import python
 
@@ -37,8 +37,8 @@ TAG = '{"structures": [{"begin": "a", "schema": "start: /a+/ start", "end": "a"}
 WALK = """
 import json, signal, sys
 from pathlib import Path
-from trtllm_disagg.embedded.guide_tokenizer import read_guide_tokenizer
-from trtllm_disagg.embedded.matchers import Matchers
+from trtllm_disagg.embedded.guided_decoding.guides import read_guide_tokenizer
+from trtllm_disagg.embedded.guided_decoding.guides import Matchers
 directory, size, end, token, grammars = json.loads(sys.stdin.readline())
 matchers = Matchers(read_guide_tokenizer(Path(directory)), size, [end])
 for grammar in grammars:

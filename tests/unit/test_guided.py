@@ -24,8 +24,8 @@ from tests.guiding import (
     tokens_of,
 )
 from tests.models import EOS
-from trtllm_disagg.embedded.messages import SamplingSpec
-from trtllm_disagg.embedded.sampling_params import GuidedDecodingParams
+from trtllm_disagg.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.embedded.params.sampling_params import GuidedDecodingParams
 
 OTHER = [200 - i % 13 for i in range(70)]
 SCHEMA = {

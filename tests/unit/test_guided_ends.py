@@ -14,9 +14,8 @@ from tests.conftest import Checkpoints
 from tests.cores import Core
 from tests.guiding import PROMPT, guide_of, guided, guiding_cores, regex, run, run_split, text_of, tokens_of
 from tests.models import EOS
-from trtllm_disagg.embedded.guide_tokenizer import GuideTokenizer, read_guide_tokenizer
-from trtllm_disagg.embedded.guided import Guides
-from trtllm_disagg.embedded.sampling_params import GuidedDecodingParams
+from trtllm_disagg.embedded.guided_decoding.guides import Guides, GuideTokenizer, read_guide_tokenizer
+from trtllm_disagg.embedded.params.sampling_params import GuidedDecodingParams
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.handling import request
-from trtllm_disagg.embedded.grammar import grammar_of
-from trtllm_disagg.embedded.messages import Ready
-from trtllm_disagg.embedded.request import sampling_spec
-from trtllm_disagg.embedded.sampling_params import GuidedDecodingParams, SamplingParams
+from trtllm_disagg.embedded.api.request import sampling_spec
+from trtllm_disagg.embedded.guided_decoding.grammar import grammar_of
+from trtllm_disagg.embedded.ipc.messages import Ready
+from trtllm_disagg.embedded.params.sampling_params import GuidedDecodingParams, SamplingParams
 from trtllm_disagg.engine import Engine, load_api
 from trtllm_disagg.errors import InvalidRequestError
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtllm_disagg.errors import HandoffRefusedError
+from trtllm_disagg.kv_transfer.base import KvLayout, prompt_digest
 from trtllm_disagg.kv_transfer.handle import MAX_BYTES, VERSION, KvHandle, decode_handle
-from trtllm_disagg.kv_transfer.layout import KvLayout, prompt_digest
 
 HANDLE = KvHandle(
     version=VERSION,

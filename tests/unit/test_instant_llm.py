@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.handling import collect, request
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.engine import Engine, load_api, resolve_engine
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.services import build_generate

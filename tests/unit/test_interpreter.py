@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from trtllm_disagg.deployment.plan import DeploymentConfig, plan
-from trtllm_disagg.embedded.parallel.launch import core_launch
+from trtllm_disagg.embedded.tensor_parallel.launch import core_launch
 from trtllm_disagg.interpreter import python
-from trtllm_disagg.kv_transfer.cma import why_no_cma
+from trtllm_disagg.kv_transfer.transports import why_no_cma
 
 #: What workers, frontends and engines import: ours, of the standard library, and of others.
 PLANTED = ("yaml", "torch", "msgspec", "ctypes", "argparse", "prometheus_client", "uvloop", "sitecustomize")

@@ -9,11 +9,11 @@ import pytest
 
 from tests.handling import collect, request
 from trtllm_disagg.errors import EngineError
-from trtllm_disagg.handlers.journal import PREFIX, journaled
 from trtllm_disagg.handlers.local import LocalBoth
-from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.handlers.trace import PREFIX, journaled
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording_llm import RequestError, Script
+from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -27,7 +27,7 @@ def entries(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level("INFO", logger="trtllm_disagg.handlers.journal")
+    caplog.set_level("INFO", logger="trtllm_disagg.handlers.trace")
     return caplog
 
 

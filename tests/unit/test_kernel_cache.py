@@ -11,13 +11,13 @@ from typing import IO, Any
 
 import pytest
 
-from trtllm_disagg.embedded.cpu import this_cpu
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 
 if not this_cpu().compiles:
     pytest.skip("this CPU level compiles nothing", allow_module_level=True)
 
-from trtllm_disagg.embedded.compiled import Kernel
-from trtllm_disagg.embedded.kernel_cache import CompileLocks
+from trtllm_disagg.embedded.cpu_kernels.compiled import Kernel
+from trtllm_disagg.embedded.cpu_kernels.kernel_cache import CompileLocks
 
 
 def double(x: int) -> int:
@@ -113,7 +113,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path, new_kernel: Callab
 PROGRAM = """
 import logging, sys
 from numba.extending import overload
-from trtllm_disagg.embedded.compiled import compiled
+from trtllm_disagg.embedded.cpu_kernels.compiled import compiled
 
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 

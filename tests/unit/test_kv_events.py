@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.handling import until
-from trtllm_disagg.handlers.cached_prefix import CachedPrefix
-from trtllm_disagg.publisher.kv_events import KvEventForwarder, signed
+from trtllm_disagg.dynamo_runtime.publishers import KvEventForwarder, signed
+from trtllm_disagg.handlers.decide import CachedPrefix
 from trtllm_disagg.testing.recording_llm import LLM
 from trtllm_disagg.testing.sinks import RecordingEventSink, Removed, Stored
 
@@ -179,7 +179,7 @@ async def test_events_are_polled_from_start_to_stop() -> None:
 async def test_an_event_that_makes_no_sense_does_not_end_publishing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtllm_disagg.publisher.base._PAUSE_AFTER_ERROR_SECONDS", 0.0)
+    monkeypatch.setattr("trtllm_disagg.dynamo_runtime.publishers._PAUSE_AFTER_ERROR_SECONDS", 0.0)
     sink = RecordingEventSink()
     publisher = KvEventForwarder(llm_with({"data": {}}, removed(5)), [sink], BLOCK)
     await publisher.start()

@@ -25,12 +25,11 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.ladder import Rung, ladder
-from trtllm_disagg.handlers.resume import Replays, always, only_if_it_must
-from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.handlers.fallback import Replays, Rung, always, ladder, only_if_it_must
 from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.testing.recording_llm import LLM, RequestError, Script
 from trtllm_disagg.testing.recording_result import scripted_token
+from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Errand, Generate, GenerateRequest, RequestContext, TokenChunk, Usage
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

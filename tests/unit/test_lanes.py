@@ -12,10 +12,10 @@ import torch
 
 from tests.pools import LAYOUT
 from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.access import LocalDoor
 from trtllm_disagg.kv_transfer.base import PeerCard
-from trtllm_disagg.kv_transfer.doors import LocalDoor
-from trtllm_disagg.kv_transfer.exchange import KvReceiver, KvSender, Pull
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
+from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender, Pull
 
 
 class NoBytes:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.pools import LAYOUT
+from trtllm_disagg.kv_transfer.access import LocalDoor
 from trtllm_disagg.kv_transfer.base import PeerCard
-from trtllm_disagg.kv_transfer.doors import LocalDoor
-from trtllm_disagg.kv_transfer.exchange import KvSender
+from trtllm_disagg.kv_transfer.pull import KvSender
 
 
 class CountingTransport:

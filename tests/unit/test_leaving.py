@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from tests.handling import collect, request, until
+from trtllm_disagg.dynamo_runtime import Leaving
 from trtllm_disagg.engine import Engine
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.departure import Departure
 from trtllm_disagg.handlers.local import LocalBoth
-from trtllm_disagg.runtime import Leaving
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from trtllm_disagg.embedded.link import Link
+from trtllm_disagg.embedded.ipc.link import Link
 
 Message = tuple[int, bytes]
 _decoder = msgspec.msgpack.Decoder(Message)

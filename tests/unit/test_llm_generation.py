@@ -10,7 +10,7 @@ import pytest
 
 from tests.models import EOS, VOCAB
 from trtllm_disagg.embedded import LLM, CompletionOutput, RequestOutput, SamplingParams
-from trtllm_disagg.embedded.request import PreprocessedInputs
+from trtllm_disagg.embedded.api.request import PreprocessedInputs
 
 PROMPT = [7, 30, 200, 11, 64, 5]
 #: The byte tokens that are printable ASCII, so that any two of them are text that is tokenized back to them.

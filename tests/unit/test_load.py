@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.handling import until
-from trtllm_disagg.publisher.base import NullPublisher
-from trtllm_disagg.publisher.load import StatsForwarder
+from trtllm_disagg.dynamo_runtime.publishers import NullPublisher, StatsForwarder
 from trtllm_disagg.testing.recording_llm import LLM
 from trtllm_disagg.testing.sinks import RecordingLoadSink, RecordingStatsSink
 

@@ -10,21 +10,21 @@ import pytest
 
 from tests.handling import collect, request
 from tests.unit.test_engine_metrics import shown
-from trtllm_disagg.embedded.messages import Measured
-from trtllm_disagg.embedded.perf_metrics import (
+from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics
+from trtllm_disagg.embedded.api.perf_metrics import (
     FINISHED_REASON,
     MetricNames,
     RequestPerfMetrics,
     TimingMetrics,
     metrics_dict,
 )
-from trtllm_disagg.handlers.journal import ENGINE_DATA, PREFIX, JourneyCounts, journaled
+from trtllm_disagg.embedded.ipc.messages import Measured
 from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE
-from trtllm_disagg.publisher.metrics import EngineMetrics
-from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.handlers.trace import ENGINE_DATA, PREFIX, JourneyCounts, journaled
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording_llm import Script
+from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, TokenChunk
 from trtllm_disagg.wire import decode_request, encode_request
 
@@ -53,7 +53,7 @@ def decoder(perf_metrics: Any, counts: JourneyCounts, *, measures: bool = True) 
 
 @pytest.mark.usefixtures("no_leaks")
 async def test_a_transfer_is_told_with_the_answer_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="trtllm_disagg.handlers.journal")
+    caplog.set_level("INFO", logger="trtllm_disagg.handlers.trace")
     counts = JourneyCounts()
     for _ in range(2):
         chunks = await collect(decoder(CAME, counts), await prefilled())

@@ -10,8 +10,7 @@ import pytest
 
 from tests.handling import PROMPT, collect, raw_request, request, tokens_of
 from trtllm_disagg.errors import EngineError
-from trtllm_disagg.handlers.migrated import Start, going_on
-from trtllm_disagg.handlers.resume import always, only_if_it_must
+from trtllm_disagg.handlers.fallback import Start, always, going_on, only_if_it_must
 from trtllm_disagg.types import Errand, GenerateRequest, RequestContext, TokenChunk, Usage
 from trtllm_disagg.wire import decode_request
 

@@ -18,16 +18,16 @@ import pytest
 from tests.models import write_tokenizer
 from trtllm_disagg import embedded, engine
 from trtllm_disagg.embedded import mount
-from trtllm_disagg.embedded.llm_args import LlmArgs
-from trtllm_disagg.embedded.mount import MOUNTED, NOT_SERVED, ROOT, mount_as_tensorrt_llm
-from trtllm_disagg.embedded.mounted_names import (
+from trtllm_disagg.embedded.api.mounted_names import (
     MetricsCollector,
     tokenizer_factory,
     update_llm_args_with_extra_options,
 )
-from trtllm_disagg.embedded.perf_metrics import MetricNames
-from trtllm_disagg.embedded.request import PreprocessedInputs, prompt_of
-from trtllm_disagg.embedded.supported_args import refuse_unsupported
+from trtllm_disagg.embedded.api.perf_metrics import MetricNames
+from trtllm_disagg.embedded.api.request import PreprocessedInputs, prompt_of
+from trtllm_disagg.embedded.mount import MOUNTED, NOT_SERVED, ROOT, mount_as_tensorrt_llm
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
 from trtllm_disagg.errors import ConfigError
 
 #: What upstream imports in a `try`, or for images and video only.
@@ -142,14 +142,14 @@ def test_mounting_twice_is_mounting_once(mounted: Any) -> None:
 
 
 def test_the_runner_runs_a_module_as_main(tmp_path: Path) -> None:
-    (tmp_path / "client.py").write_text(
+    (tmp_path / "broker.py").write_text(
         "import sys, tensorrt_llm as t\nprint(__name__, t.LLM.__module__, sys.argv[1:])"
     )
 
     done = run("-m", "trtllm_disagg.embedded.mount", "-m", "client", "--force", "-m", "x", path=tmp_path)
 
     assert done.stderr == ""
-    assert done.stdout == "__main__ trtllm_disagg.embedded.llm ['--force', '-m', 'x']\n"
+    assert done.stdout == "__main__ trtllm_disagg.embedded.api.llm ['--force', '-m', 'x']\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m"]])
@@ -173,7 +173,7 @@ def test_a_folder_on_the_path_may_mount(tmp_path: Path) -> None:
     done = run("-c", client, path=tmp_path)
 
     assert done.stderr == ""
-    assert done.stdout == "1.3.0rc29+embedded trtllm_disagg.embedded.result\n"
+    assert done.stdout == "1.3.0rc29+embedded trtllm_disagg.embedded.api.result\n"
 
 
 def test_the_package_itself_may_stand_for_every_module(

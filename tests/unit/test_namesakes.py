@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtllm_disagg.control import Told
+from trtllm_disagg.commands import Told
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.namesakes import ModelIdentity, Namesakes
+from trtllm_disagg.startup import ModelIdentity, Namesakes
 
 MINE = ModelIdentity(model="tiny", source="/models/a", weights="aaaa")
 PLACE = "dyn://dynamo.tensorrt_llm.generate"

@@ -19,8 +19,8 @@ from tests.meeting import wait_until
 from tests.pools import DIM, HEADS, LAYERS, NETWORK, ONE_HOST, SLOTS, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.base import ReadTimeoutError
-from trtllm_disagg.kv_transfer.choose import create_transport
 from trtllm_disagg.kv_transfer.nixl import NixlTransport
+from trtllm_disagg.kv_transfer.transports import create_transport
 
 
 @pytest.fixture(scope="module")

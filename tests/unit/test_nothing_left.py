@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.handling import collect, raw_request, request
-from trtllm_disagg.config import Strategy
+from trtllm_disagg.config.worker_config import Strategy
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.types import TokenChunk, Usage

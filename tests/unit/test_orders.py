@@ -17,20 +17,22 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.deployment.orders import (
+from trtllm_disagg.deployment.command_socket import (
     LIMITS,
+    ORDERS_SOCKET,
     Describe,
     Limits,
     Order,
     Scale,
     Switched,
     ThresholdsSet,
+    connect,
+    listen,
     order,
     taking_orders,
 )
 from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.deployment.run_dir import RunDir, is_alive, read_processes
-from trtllm_disagg.deployment.socket_file import ORDERS_SOCKET, connect, listen
 from trtllm_disagg.deployment.status import SilentStatus
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import Checkpoints
-from trtllm_disagg.config import Role, WorkerConfig
-from trtllm_disagg.embedded.checkpoint import fingerprint
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.namesakes import ModelIdentity
-from trtllm_disagg.pairing import describe_worker, require_fit, require_pair
+from trtllm_disagg.startup import ModelIdentity, describe_worker, require_fit, require_pair
 
 ARGS: dict[str, Any] = {"kv_cache_config": {"dtype": "auto"}, "cache_transceiver_config": {"backend": "NIXL"}}
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.cpu import this_cpu
-from trtllm_disagg.embedded.linear import PackedLinear
-from trtllm_disagg.embedded.panels import MOST_ROWS, panels_of
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.model.linear import MOST_ROWS, PackedLinear, panels_of
 
 SHAPES = [(64, 64), (192, 512), (128, 640), (1000, 96), (128, 1536), (64, 2816), (3, 2)]
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trtllm_disagg.embedded.block_manager import ROOT, BlockManager, KvEventLog
+from trtllm_disagg.embedded.kv_cache.block_manager import ROOT, BlockManager, KvEventLog
 
 SIZE = 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_disagg.embedded.partial_index import Found, NoPartialIndex, PartialIndex
+from trtllm_disagg.embedded.kv_cache.block_manager import Found, NoPartialIndex, PartialIndex
 
 SIZE = 4
 PARENTS = [b"one", b"two"]

@@ -16,10 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import Checkpoints
 from tests.models import write_checkpoint
-from trtllm_disagg.embedded.plain_config import PlainConfig, read_plain_config
-from trtllm_disagg.embedded.plain_model import FAMILIES, supports
-from trtllm_disagg.embedded.plain_weights import read_plain
-from trtllm_disagg.embedded.rope_tables import rope_tables
+from trtllm_disagg.embedded.model.plain_model import (
+    FAMILIES,
+    PlainConfig,
+    read_plain,
+    read_plain_config,
+    supports,
+)
+from trtllm_disagg.embedded.params.model_config import rope_tables
 
 
 def raw_config(directory: Path) -> dict[str, Any]:
@@ -167,8 +171,8 @@ def test_the_rotations_are_those_of_transformers(rope: dict[str, Any]) -> None:
 
 def test_an_engine_for_a_plain_decoder_starts_without_transformers(checkpoints: Checkpoints) -> None:
     program = (
-        "import sys; from trtllm_disagg.embedded.core import EngineCore;"
-        "from trtllm_disagg.embedded.llm_args import LlmArgs;"
+        "import sys; from trtllm_disagg.embedded.core.engine_core import EngineCore;"
+        "from trtllm_disagg.embedded.params.llm_args import LlmArgs;"
         "EngineCore(LlmArgs(model=sys.argv[1], kv_cache_config={'max_tokens': 256}), print).close();"
         "print('transformers' in sys.modules)"
     )

@@ -7,7 +7,7 @@ import pytest
 from tests.handling import collect, expected_tokens, request, tokens_of, until
 from tests.nats_server import NatsServer
 from tests.queueing import Queueing, queueing, raising
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -18,11 +18,10 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.prefill_queue import pulling
-from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.prefill_queue import pull as pulling
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording_llm import LLM
-from trtllm_disagg.testing.stage_client import RecordingStageClient
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 
 
 async def test_a_pulled_prefill_and_a_local_decode_are_one_answer(queue: Queueing) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.handling import collect, expected_tokens, request, tokens_of, until
 from tests.nats_server import NatsServer
 from tests.queueing import Pushing, Queueing, queueing
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing.pair import recording_engine

@@ -15,7 +15,8 @@ from tests.nats_server import NatsServer
 from tests.queueing import Queueing, blocked, queueing
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.remote import PREFILL
-from trtllm_disagg.prefill_queue import broker, pulling
+from trtllm_disagg.prefill_queue import broker
+from trtllm_disagg.prefill_queue import pull as pulling
 from trtllm_disagg.prefill_queue.messages import (
     MAX_BYTES,
     Answer,
@@ -26,7 +27,7 @@ from trtllm_disagg.prefill_queue.messages import (
     decode,
     encode,
 )
-from trtllm_disagg.prefill_queue.pushed import MAX_CLAIMS
+from trtllm_disagg.prefill_queue.push import MAX_CLAIMS
 from trtllm_disagg.testing.recording_llm import LLM
 from trtllm_disagg.wire import encode_request
 

@@ -14,14 +14,12 @@ from nats.js import JetStreamContext
 
 from tests.handling import collect, expected_tokens, request, tokens_of, until
 from tests.queueing import Queueing, closing
-from trtllm_disagg.config import Role, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import QueueUnusableError
-from trtllm_disagg.namesakes import ModelIdentity
-from trtllm_disagg.pairing import describe_worker, kind_of
 from trtllm_disagg.prefill_queue import broker
-from trtllm_disagg.prefill_queue.messages import Answer, FromPuller, decode
-from trtllm_disagg.prefill_queue.names import CONSUMER
-from trtllm_disagg.prefill_queue.pushing import QueueClient
+from trtllm_disagg.prefill_queue.messages import CONSUMER, Answer, FromPuller, decode
+from trtllm_disagg.prefill_queue.push import QueueClient
+from trtllm_disagg.startup import ModelIdentity, describe_worker, kind_of
 from trtllm_disagg.testing.recording_llm import LLM
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.nats_server import NatsServer
-from trtllm_disagg.config import Role, ScheduleStyle, Strategy, WorkerConfig
-from trtllm_disagg.control import SWITCHABLE
+from trtllm_disagg.commands import SWITCHABLE
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, Strategy, WorkerConfig
 from trtllm_disagg.errors import (
     ConfigError,
 )
 from trtllm_disagg.prefill_queue import NoPrefillQueue, broker, open_prefill_queue
-from trtllm_disagg.prefill_queue.names import Names
+from trtllm_disagg.prefill_queue.messages import Names
 
 
 async def test_who_has_no_use_for_a_queue_opens_none() -> None:

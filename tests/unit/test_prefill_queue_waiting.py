@@ -12,8 +12,8 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
     StageTimeoutError,
 )
-from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.stage_client import FakeContext
 
 
 async def depth_is(queue: Queueing, depth: int) -> None:

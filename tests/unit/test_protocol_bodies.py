@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.remote import DECODE, PREFILL
+from trtllm_disagg.handoff_formats import result_of
+from trtllm_disagg.handoff_protocols import PROTOCOLS, BootstrapProtocol, choose_protocol
 from trtllm_disagg.kv_transfer.handle import KvHandle
-from trtllm_disagg.protocols.bootstrap import BootstrapProtocol
-from trtllm_disagg.protocols.choose import PROTOCOLS, choose_protocol
-from trtllm_disagg.protocols.recognise import result_of
 from trtllm_disagg.types import (
     Errand,
     Handoff,

@@ -11,14 +11,13 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.handling import ORDERS, collect, request, tokens_of, until
 from tests.unit.test_protocol_refusals import forge, forged
-from trtllm_disagg.config import Role, ScheduleStyle, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, Strategy, WorkerConfig
 from trtllm_disagg.engine import Engine, load_api
 from trtllm_disagg.errors import InvalidRequestError, KvTransferError, OverloadedError
-from trtllm_disagg.handlers.pushing import Push
+from trtllm_disagg.handlers.concurrent import Push, together
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.handlers.together import together
-from trtllm_disagg.kv_transfer.endpoint import join_endpoint
-from trtllm_disagg.protocols.bootstrap import BootstrapProtocol
+from trtllm_disagg.handoff_protocols import BootstrapProtocol
+from trtllm_disagg.kv_transfer.handle import join_endpoint
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from tests.handling import ORDERS, collect, expected_tokens, raw_request, request, tokens_of
 from tests.unit.test_protocol_bodies import ASKING, HANDED_OVER, PARAMS
-from trtllm_disagg.config import Role, ScheduleStyle, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, Strategy, WorkerConfig
 from trtllm_disagg.errors import (
     ConfigError,
     HandoffRefusedError,
     InvalidRequestError,
     PeerUnavailableError,
 )
-from trtllm_disagg.protocols.recognise import result_of
+from trtllm_disagg.handoff_formats import result_of
 from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.testing.recording_llm import LLM, RequestError, Script
 from trtllm_disagg.types import PrefillResult, TokenChunk
@@ -207,7 +207,7 @@ async def test_two_phase_gives_the_chunks_of_dynamo(order: str, max_tokens: int 
 @pytest.mark.parametrize(("mine", "theirs"), [("dynamo", "two_phase"), ("two_phase", "dynamo")])
 @pytest.mark.parametrize("order", ORDERS)
 async def test_what_can_be_recognised_is_taken(order: str, mine: str, theirs: str) -> None:
-    """A deployment refuses this pair (pairing.py); the handlers would understand each other."""
+    """A deployment refuses this pair (startup.py); the handlers would understand each other."""
     pair, other = make_pair(order, handoff_protocol=mine), make_pair(order, handoff_protocol=theirs)
     assert other.client._serve is not None
     pair.client.serve_by(other.client._serve)

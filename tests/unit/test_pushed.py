@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from trtllm_disagg.errors import DisaggError, EngineError, StageTimeoutError
 from trtllm_disagg.handlers.remote import QUEUE_ID
-from trtllm_disagg.prefill_queue.heeded import heeded
+from trtllm_disagg.prefill_queue.broker import heeded
 from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, Failed, FromPuller, Item
-from trtllm_disagg.prefill_queue.pushed import MAX_CLAIMS, Pushed
-from trtllm_disagg.prefill_queue.room import Room
+from trtllm_disagg.prefill_queue.pull import Room
+from trtllm_disagg.prefill_queue.push import MAX_CLAIMS, Pushed
 
 ID = uuid.uuid4().hex
 

@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.cores import Core
 from trtllm_disagg.embedded import LLM, RequestError, SamplingParams
-from trtllm_disagg.embedded.parallel.launch import core_launch, require_ranks
+from trtllm_disagg.embedded.tensor_parallel.launch import core_launch, require_ranks
 from trtllm_disagg.errors import ConfigError
 
 MPIEXEC = str(Path(sysconfig.get_path("scripts")) / "mpiexec")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.hosts import write_key
-from trtllm_disagg.embedded.llm_args import LlmArgs
-from trtllm_disagg.embedded.supported_args import refuse_unsupported
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.kv_transfer import ucx
-from trtllm_disagg.kv_transfer.reach import KEY_FILE_VARIABLE, Network, OneHost, choose_reach
+from trtllm_disagg.kv_transfer import nixl as ucx
+from trtllm_disagg.kv_transfer.access import KEY_FILE_VARIABLE, Network, OneHost, choose_reach
 
 
 def llm_args(**args: Any) -> LlmArgs:

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from tests.pools import ONE_HOST
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer import relayout
-from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError, StagingTransport
-from trtllm_disagg.kv_transfer.choose import create_transport
-from trtllm_disagg.kv_transfer.layout import KvLayout
+from trtllm_disagg.kv_transfer.base import KvLayout, PeerCard, ReadTimeoutError, StagingTransport
 from trtllm_disagg.kv_transfer.nixl import NixlTransport
 from trtllm_disagg.kv_transfer.relayout import Shard, ShardReader, join_addresses, overlaps, shards_of
+from trtllm_disagg.kv_transfer.transports import create_transport
 
 LAYERS, SLOTS, HEADS, DIM = 2, 4, 4, 8
 THEIRS, OURS = 12, 10

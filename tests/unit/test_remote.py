@@ -17,8 +17,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
-from trtllm_disagg.testing.context import FakeContext
-from trtllm_disagg.testing.stage_client import RecordingStageClient
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import (
     Generate,
     GenerateRequest,

@@ -76,7 +76,7 @@ def test_a_choice_that_is_paused_says_so(checkpoints: Checkpoints) -> None:
 def test_each_step_can_be_logged(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, prints: bool
 ) -> None:
-    caplog.set_level("INFO", logger="trtllm_disagg.embedded.iteration_stats")
+    caplog.set_level("INFO", logger="trtllm_disagg.embedded.scheduler.statistics")
     core = Core(checkpoints(), print_iter_log=prints, enable_iter_perf_stats=False)
     core.generate(PROMPT, 3)
     lines = [message for message in caplog.messages if message.startswith("iter = ")]

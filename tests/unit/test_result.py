@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.embedded.messages import MadeHandoff, TokenOutput
-from trtllm_disagg.embedded.result import Logprob, RequestError, RequestOutput
+from trtllm_disagg.embedded.api.result import Logprob, RequestError, RequestOutput
+from trtllm_disagg.embedded.ipc.messages import MadeHandoff, TokenOutput
 
 aborted: list[int] = []
 

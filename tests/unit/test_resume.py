@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.handling import PROMPT, expected_tokens, request
 from trtllm_disagg.errors import EngineError
-from trtllm_disagg.handlers.resume import Appended, Everything, Replayed, has_ended, rest_of, the_end
+from trtllm_disagg.handlers.fallback import Appended, Everything, Replayed, has_ended, rest_of, the_end
 from trtllm_disagg.types import TokenChunk, Usage
 
 DELIVERED = expected_tokens(3)

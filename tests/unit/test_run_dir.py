@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.deployment.errors import RunDirInUseError
+from trtllm_disagg.deployment.plan import RunDirInUseError
 from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, birth, is_alive, read_processes
 from trtllm_disagg.errors import ConfigError
 

@@ -14,7 +14,15 @@ from dynamo.llm import exceptions as dynamo_errors
 from dynamo.runtime import Context
 
 from tests.handling import collect, expected_tokens, raw_request, request, tokens_of, until
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.dynamo_runtime import (
+    DynamoDirectory,
+    Runtime,
+    as_dynamo_handler,
+    from_dynamo,
+    refuse_control,
+    to_dynamo,
+)
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -29,19 +37,11 @@ from trtllm_disagg.errors import (
     WorkerLeavingError,
 )
 from trtllm_disagg.handlers.remote import NoStage
-from trtllm_disagg.handlers.selection import InFlight, RoundRobin, SelectedStage
+from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.runtime import (
-    DynamoDirectory,
-    Runtime,
-    as_dynamo_handler,
-    from_dynamo,
-    refuse_control,
-    to_dynamo,
-)
-from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording_llm import LLM, Script
+from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 #: Our error, what Dynamo is given for it, how it arrives at the other worker.

@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtllm_disagg.embedded.draw import uniform
-from trtllm_disagg.embedded.messages import SamplingSpec
-from trtllm_disagg.embedded.sampler import sample
-from trtllm_disagg.embedded.sequence import Sequence
+from trtllm_disagg.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.embedded.model.sampler import sample, uniform
+from trtllm_disagg.embedded.scheduler.sequence import Sequence
 
 VOCAB = 24
 DRAWS = 6000

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.scheduling import HANDLE, SIZE, TILE, Engine, sequence
-from trtllm_disagg.embedded.block_manager import BlockManager
-from trtllm_disagg.embedded.scheduler import Scheduler
-from trtllm_disagg.embedded.sequence import Status
+from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager
+from trtllm_disagg.embedded.scheduler.scheduler import Scheduler
+from trtllm_disagg.embedded.scheduler.sequence import Status
 
 
 def make(num_blocks: int = 16, *, chunked: bool = True, **args: Any) -> Engine:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.replay import Replay
 from tests.scheduling import HANDLE, TILE, Engine, sequence, solo
-from trtllm_disagg.embedded.block_manager import event_hash
+from trtllm_disagg.embedded.kv_cache.block_manager import event_hash
 
 KINDS = ["context_and_generation", "context_and_generation", "context_only", "generation_only"]
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.handling import request
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
-from trtllm_disagg.handlers.pins import NEXT
-from trtllm_disagg.handlers.selection import (
+from trtllm_disagg.handlers.route import NEXT
+from trtllm_disagg.handlers.select import (
     BestCached,
     InFlight,
     LeastLoaded,
@@ -24,7 +24,7 @@ from trtllm_disagg.handlers.selection import (
     SelectedStage,
     Selector,
 )
-from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 

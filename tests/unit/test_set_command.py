@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from trtllm_disagg.admin.set_command import set_thresholds
 from trtllm_disagg.cli import run
-from trtllm_disagg.control import Command, Set, Told
+from trtllm_disagg.commands import Command, Set, Told
+from trtllm_disagg.config.thresholds import NAMES
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
-from trtllm_disagg.set_command import set_thresholds
-from trtllm_disagg.thresholds import NAMES
 
 VALUES: dict[str, int | float | str | bool] = {"max_local_prefill_length": 500}
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.experts import pack_experts, torch_mixing
-from trtllm_disagg.embedded.parallel.group import RankGroup
-from trtllm_disagg.embedded.parallel.sharding import shard_model
-from trtllm_disagg.embedded.tiled_linear import TiledLinear
+from trtllm_disagg.embedded.model.experts import pack_experts, torch_mixing
+from trtllm_disagg.embedded.model.tiled_linear import TiledLinear
+from trtllm_disagg.embedded.tensor_parallel.group import RankGroup
+from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
 from trtllm_disagg.errors import ConfigError
 
 

@@ -8,10 +8,20 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.admin_key import KEY_BYTES, AdminKey
-from trtllm_disagg.control import CONTROL, Command, Describe, Set, Switch, encode_command
+from trtllm_disagg.commands import (
+    CONTROL,
+    VALID_SECONDS,
+    Command,
+    Describe,
+    KeySigner,
+    KeyVerifier,
+    NoKeyVerifier,
+    Set,
+    Switch,
+    encode_command,
+)
 from trtllm_disagg.errors import CommandRefusedError, ConfigError, InvalidRequestError
-from trtllm_disagg.signed_command import VALID_SECONDS, KeySigner, KeyVerifier, NoKeyVerifier
+from trtllm_disagg.keys import KEY_BYTES, AdminKey
 
 ME, ANOTHER = 7, 8
 KEY = AdminKey(b"k" * KEY_BYTES)

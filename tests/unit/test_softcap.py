@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from trtllm_disagg.embedded import attend_kernels
-from trtllm_disagg.embedded.kv_pool import KvPool
-from trtllm_disagg.embedded.softcap import capped_attention
-from trtllm_disagg.embedded.views import as_array
+from trtllm_disagg.embedded.cpu_kernels import attention_kernels as attend_kernels
+from trtllm_disagg.embedded.cpu_kernels.views import as_array
+from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.model.attention import capped_attention
 
 HEADS, KV_HEADS, DIM, KEYS, SIZE = 6, 2, 16, 45, 15
 SCALE, CAP = 0.7, 3.0

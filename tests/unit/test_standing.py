@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.handling import request, until
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
-from trtllm_disagg.control import Command, decode_command
+from trtllm_disagg.commands import Command, decode_command
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.policy import Policy
-from trtllm_disagg.standing import Standing
-from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.stage_state import Standing
+from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Errand, GenerateRequest, TokenChunk
 
 

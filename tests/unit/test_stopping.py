@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.embedded.messages import SamplingSpec
-from trtllm_disagg.embedded.sequence import Sequence
-from trtllm_disagg.embedded.stopping import Verdict, judge
+from trtllm_disagg.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.embedded.scheduler.sequence import Sequence, Verdict, judge
 
 EOS = 1
 GO_ON = Verdict()

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from tests.handling import ORDERS, PROMPT, STRATEGIES, collect, expected_tokens, request, tokens_of
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.handlers.strategies import STRATEGIES as TABLE
-from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.pair import make_pair, recording_engine
 from trtllm_disagg.testing.recording_llm import LLM, DisaggregatedParams, Script
 from trtllm_disagg.testing.recording_types import EOS_TOKEN
-from trtllm_disagg.testing.stage_client import RecordingStageClient
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import GenerateRequest, TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

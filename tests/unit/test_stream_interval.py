@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.cores import Core
-from trtllm_disagg.embedded.messages import SamplingSpec, TokenOutput
+from trtllm_disagg.embedded.ipc.messages import SamplingSpec, TokenOutput
 
 PROMPT = list(range(5, 45))
 

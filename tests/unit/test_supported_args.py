@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trtllm_disagg.embedded.llm_args import (
+from trtllm_disagg.embedded.params.llm_args import (
     CacheTransceiverConfig,
     CapacitySchedulerPolicy,
     ContextChunkingPolicy,
@@ -16,7 +16,7 @@ from trtllm_disagg.embedded.llm_args import (
     LoadFormat,
     SchedulerConfig,
 )
-from trtllm_disagg.embedded.supported_args import refuse_unsupported
+from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
 from trtllm_disagg.errors import ConfigError
 
 

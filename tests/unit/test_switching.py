@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.config import Role, Strategy
-from trtllm_disagg.control import Command, Switch, Told
+from trtllm_disagg.admin.switch_command import HttpFrontend, UnknownFrontends, switch
+from trtllm_disagg.commands import Command, Switch, Told
+from trtllm_disagg.config.worker_config import Role, Strategy
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError, StageTimeoutError
-from trtllm_disagg.switching.frontend import HttpFrontend, UnknownFrontends
-from trtllm_disagg.switching.run import switch
 
 ROLES = {Role.PREFILL: (1, 2), Role.DECODE: (3, 4)}
 

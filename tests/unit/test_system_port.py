@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
+from trtllm_disagg.dynamo_runtime.system_port import require_system_port
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.runtime.system_port import require_system_port
 
 HOST = "127.0.0.1"
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from tests.unit.test_sharding import ThreadCommunicator
-from trtllm_disagg.embedded.local_socket import listen
-from trtllm_disagg.embedded.messages import AddRequest, SamplingSpec
-from trtllm_disagg.embedded.model_runner import ModelRunner
-from trtllm_disagg.embedded.parallel.channel import Channel, Peer, RankLostError, accept, connect
-from trtllm_disagg.embedded.parallel.group import RankGroup
-from trtllm_disagg.embedded.parallel.steps import Broken, Built, Order, Step, StepRow, Stop
-from trtllm_disagg.embedded.parallel.team import Team
-from trtllm_disagg.embedded.scheduler import Row
-from trtllm_disagg.embedded.sequence import Sequence
+from trtllm_disagg.embedded.ipc.link import listen
+from trtllm_disagg.embedded.ipc.messages import AddRequest, SamplingSpec
+from trtllm_disagg.embedded.model.model_runner import ModelRunner
+from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.scheduler.sequence import Sequence
+from trtllm_disagg.embedded.tensor_parallel.channel import Channel, Peer, RankLostError, accept, connect
+from trtllm_disagg.embedded.tensor_parallel.group import RankGroup
+from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Built, Order, Step, StepRow, Stop
+from trtllm_disagg.embedded.tensor_parallel.team import Team
 from trtllm_disagg.errors import ConfigError, EngineError
 
 _orders = msgspec.msgpack.Decoder(Order)

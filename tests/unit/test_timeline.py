@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.demo.chat import Answer
+from trtllm_disagg.demo.chat import Answer, WrappedText
 from trtllm_disagg.demo.timeline import read_timeline, render
-from trtllm_disagg.demo.wrapped_text import WrappedText
-from trtllm_disagg.handlers.journal import PREFIX
+from trtllm_disagg.handlers.trace import PREFIX
 
 ANSWER = Answer(text="hello", sent=100.0, first_text=100.02, done=100.10)
 

@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from tests.meeting import wait_until
 from tests.pools import NETWORK, ONE_HOST, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.kv_transfer.base import ReadTimeoutError
-from trtllm_disagg.kv_transfer.channel import send_frame
-from trtllm_disagg.kv_transfer.choose import create_transport
-from trtllm_disagg.kv_transfer.reach import Network
-from trtllm_disagg.kv_transfer.runs import runs_of
-from trtllm_disagg.kv_transfer.tls_transport import Fetch, Store, TlsTransport
+from trtllm_disagg.kv_transfer.access import Network
+from trtllm_disagg.kv_transfer.base import ReadTimeoutError, runs_of
+from trtllm_disagg.kv_transfer.framing import send_frame
+from trtllm_disagg.kv_transfer.tls import Fetch, Store, TlsTransport
+from trtllm_disagg.kv_transfer.transports import create_transport
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.handling import collect, request, tokens_of, until
-from trtllm_disagg.config import Role, ScheduleStyle, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, Strategy, WorkerConfig
 from trtllm_disagg.engine import Engine, load_api
 from trtllm_disagg.errors import (
     ConfigError,
@@ -19,12 +19,10 @@ from trtllm_disagg.errors import (
     KvTransferError,
     RequestCancelledError,
 )
-from trtllm_disagg.handlers.pushing import LocalPush, Push, RemotePush
+from trtllm_disagg.handlers.concurrent import LocalPush, Push, RemotePush, together
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.handlers.together import together
-from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.pair import recording_engine
-from trtllm_disagg.testing.stage_client import RecordingStageClient
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
 
 ORDERS = ["prefill_first", "decode_first"]

@@ -20,18 +20,16 @@ from tests.handling import (
     tokens_of,
     until,
 )
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.engine_args import build_engine_args
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.dynamo_runtime.publishers import KvEventForwarder, StatsForwarder
 from trtllm_disagg.engine import Engine, LlmApi, load_api, resolve_engine
-from trtllm_disagg.engine_config import build_engine_args
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.publisher.kv_events import KvEventForwarder
-from trtllm_disagg.publisher.load import StatsForwarder
 from trtllm_disagg.testing import recording_llm
-from trtllm_disagg.testing.context import FakeContext
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.recording_llm import LLM, DisaggregatedParams, SamplingParams
 from trtllm_disagg.testing.sinks import RecordingEventSink, RecordingLoadSink, RecordingStatsSink, Stored
-from trtllm_disagg.testing.stage_client import RecordingStageClient
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import Generate
 from trtllm_disagg.wire import decode_request
 

@@ -18,12 +18,10 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     StageTimeoutError,
 )
-from trtllm_disagg.handlers.breaker import Breaker
-from trtllm_disagg.handlers.patience import Alarm, Patience
-from trtllm_disagg.handlers.watched import WatchedStage
-from trtllm_disagg.testing.context import FakeContext
+from trtllm_disagg.handlers.circuit_breaker import Alarm, Breaker, Patience, WatchedStage
 from trtllm_disagg.testing.pair import Pair, make_pair
 from trtllm_disagg.testing.recording_llm import Script
+from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

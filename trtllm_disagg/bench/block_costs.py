@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog
+from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager, KvEventLog
 
 SIZE = 32
 BLOCKS_PER_REQUEST = 32

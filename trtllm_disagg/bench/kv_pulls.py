@@ -17,9 +17,9 @@ from trtllm_disagg.bench.kv_sender import SenderProcess
 from trtllm_disagg.bench.kv_shapes import KvShape, filled_bytes
 from trtllm_disagg.bench.raw_copy import Memcpy, MemcpyBlocks, ProcessVmReadv
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.choose import create_transport
-from trtllm_disagg.kv_transfer.exchange import KvReceiver, Pull
-from trtllm_disagg.kv_transfer.reach import OneHost
+from trtllm_disagg.kv_transfer.access import OneHost
+from trtllm_disagg.kv_transfer.pull import KvReceiver, Pull
+from trtllm_disagg.kv_transfer.transports import create_transport
 
 PATTERNS = ("contiguous", "scattered")
 MEMCPY = "memcpy"

@@ -20,10 +20,10 @@ import torch
 from trtllm_disagg.bench.kv_shapes import KvShape, fill
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.interpreter import python
-from trtllm_disagg.kv_transfer.choose import create_transport
-from trtllm_disagg.kv_transfer.exchange import KvSender
+from trtllm_disagg.kv_transfer.access import OneHost
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
-from trtllm_disagg.kv_transfer.reach import OneHost
+from trtllm_disagg.kv_transfer.pull import KvSender
+from trtllm_disagg.kv_transfer.transports import create_transport
 
 LEASE_SECONDS = 600.0
 _PROMPT = bytes(16)

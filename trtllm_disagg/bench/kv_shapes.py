@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trtllm_disagg.kv_transfer.layout import KvLayout
+from trtllm_disagg.kv_transfer.base import KvLayout
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 #: Knuth's multiplicative hash: neighbouring words of the fill differ in every byte.

@@ -24,7 +24,7 @@ from trtllm_disagg.bench.streaming import Answer, BadAnswerError, Connection, as
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
 from trtllm_disagg.deployment.limits import look_at_limits
 from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
-from trtllm_disagg.deployment.scratch import scratch_directory
+from trtllm_disagg.deployment.run_dir import scratch_directory
 
 T = TypeVar("T")
 BASELINE: Strategy = "router"

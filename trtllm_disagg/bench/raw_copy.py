@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trtllm_disagg.bench.kv_shapes import KvShape
-from trtllm_disagg.kv_transfer.memory import huge_page_tensor
+from trtllm_disagg.kv_transfer.host import huge_page_tensor
 
 #: IOV_MAX: ranges that one call takes.
 _MAX_RANGES = 1024

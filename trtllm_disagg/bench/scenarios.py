@@ -21,7 +21,7 @@ from trtllm_disagg.bench.plot import require_matplotlib
 from trtllm_disagg.bench.progress import Progress
 from trtllm_disagg.bench.servers import DISAGGREGATED, MODES, Bench, Server, start_servers
 from trtllm_disagg.bench.workloads import SCALES, SEED_SCENARIOS, Ratios, Scale, Scenario
-from trtllm_disagg.kv_transfer.choose import ON_ONE_HOST
+from trtllm_disagg.kv_transfer.transports import ON_ONE_HOST
 from trtllm_disagg.model_directory import model_directory
 
 

@@ -28,7 +28,7 @@ from trtllm_disagg.bench.kv_shapes import SHAPES
 from trtllm_disagg.bench.machine import describe_machine, load
 from trtllm_disagg.bench.plot import plot_transfer, require_matplotlib
 from trtllm_disagg.bench.progress import Progress, wide_console
-from trtllm_disagg.kv_transfer.choose import ON_ONE_HOST
+from trtllm_disagg.kv_transfer.transports import ON_ONE_HOST
 
 #: Percent of memcpy that a pull should reach.
 TARGETS = {"contiguous": 85.0, "scattered": 65.0}

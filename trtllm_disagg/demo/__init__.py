@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trtllm_disagg.demo.chat import Answer, stream_chat
+from trtllm_disagg.demo.chat import Answer, WrappedText, stream_chat
 from trtllm_disagg.demo.timeline import Timeline, read_timeline, render
-from trtllm_disagg.demo.wrapped_text import WrappedText
 from trtllm_disagg.demo_model import build_demo_model
 from trtllm_disagg.deployment import (
     Deployment,
@@ -24,9 +23,9 @@ from trtllm_disagg.deployment import (
     DeploymentFailedError,
     deployment_in_background,
 )
-from trtllm_disagg.deployment.cli import default_name, engine_configs_in
 from trtllm_disagg.deployment.plan import NO_WORKERS, Strategy
 from trtllm_disagg.deployment.status import status_for
+from trtllm_disagg.deployment.up_command import default_name, engine_configs_in
 from trtllm_disagg.model_directory import is_hub_name, servable_model
 
 ORDERS: tuple[Strategy, ...] = ("prefill_first", "decode_first")

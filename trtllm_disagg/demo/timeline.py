@@ -1,4 +1,4 @@
-"""Who did what when, from the workers' journals (handlers/journal.py), drawn as bars."""
+"""Who did what when, from the workers' journals (handlers/trace.py), drawn as bars."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 
 from trtllm_disagg.demo.chat import Answer
-from trtllm_disagg.handlers.journal import PREFIX
+from trtllm_disagg.handlers.trace import PREFIX
 
 #: Of a bar.
 _WIDEST, _NARROWEST = 60, 20
 
 
 class KvTransfer(msgspec.Struct, frozen=True):
-    """Of KV that came to this worker (handlers/measured.py); zero when none did."""
+    """Of KV that came to this worker (handlers/trace.py); zero when none did."""
 
     kv_transfer_ms: float = 0.0
     kv_transfer_bytes: int = 0

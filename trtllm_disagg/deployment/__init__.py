@@ -1,7 +1,11 @@
 """A whole deployment on one machine: `trtllm-disagg up`, and the same for tests."""
 
-from trtllm_disagg.deployment.errors import DeploymentFailedError, PortInUseError, RunDirInUseError
-from trtllm_disagg.deployment.plan import DeploymentConfig
+from trtllm_disagg.deployment.plan import (
+    DeploymentConfig,
+    DeploymentFailedError,
+    PortInUseError,
+    RunDirInUseError,
+)
 from trtllm_disagg.deployment.running import Deployment, deployment_in_background, running_deployment
 
 __all__ = [

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from trtllm_disagg.activity import ACTIVITY_VARIABLE
-from trtllm_disagg.admin_key import KEY_FILE
-from trtllm_disagg.config import SETTINGS, check_value, flag_of
-from trtllm_disagg.deployment.backoff import Backoff
-from trtllm_disagg.deployment.event_broker import broker_env
-from trtllm_disagg.deployment.nats import STORE_DIR, nats_server_argv
-from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.flags import FLAGS
+from trtllm_disagg.config.flags import FLAGS
+from trtllm_disagg.config.worker_config import SETTINGS, check_value, flag_of
+from trtllm_disagg.deployment.brokers import STORE_DIR, broker_env, nats_server_argv
+from trtllm_disagg.deployment.waiting import Backoff
+from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.interpreter import SAFE_PATH, python
+from trtllm_disagg.keys import KEY_FILE
 
 Strategy = Literal["agg", "prefill_first", "decode_first", "router", "auto"]
 Role = Literal["nats", "frontend", "agg", "prefill", "decode"]
@@ -349,3 +348,18 @@ def _stage_flags(strategy: Strategy, role: Role) -> Iterator[str]:
 
 def _flag(name: str, value: object | None) -> tuple[str, ...]:
     return () if value is None else (name, str(value))
+
+
+# What can go wrong with a deployment as a whole.
+
+
+class PortInUseError(ConfigError):
+    """Somebody else listens where the frontend should."""
+
+
+class RunDirInUseError(ConfigError):
+    """The run directory belongs to a deployment that is still alive."""
+
+
+class DeploymentFailedError(DisaggError):
+    """The deployment did not come up, or cannot go on. The message is a report for people."""

@@ -9,12 +9,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from trtllm_disagg.deployment.backoff import Deaths
-from trtllm_disagg.deployment.errors import DeploymentFailedError
-from trtllm_disagg.deployment.plan import LOOPBACK, NO_WORKERS, DeploymentConfig, ProcessSpec, same_again
-from trtllm_disagg.deployment.ports import free_system_ports, is_free
+from trtllm_disagg.deployment.limits import free_system_ports, is_free
+from trtllm_disagg.deployment.plan import (
+    LOOPBACK,
+    NO_WORKERS,
+    DeploymentConfig,
+    DeploymentFailedError,
+    ProcessSpec,
+    same_again,
+)
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.report import continued, death_report, given_up_report
+from trtllm_disagg.deployment.waiting import Deaths
 
 
 class Owner(Protocol):

@@ -8,16 +8,17 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.admin_key import KEY_FILE, AdminKey
-from trtllm_disagg.deployment.errors import RunDirInUseError
-from trtllm_disagg.deployment.nats import STORE_DIR
-from trtllm_disagg.deployment.plan import DISCOVERY_DIR
+from trtllm_disagg.deployment.brokers import STORE_DIR
+from trtllm_disagg.deployment.plan import DISCOVERY_DIR, DeploymentFailedError, RunDirInUseError
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.keys import KEY_FILE, AdminKey
 
 PROCESSES_FILE = "processes.json"
 
@@ -145,3 +146,30 @@ def birth(pid: int) -> int:
 
 def _record(entry: dict[str, Any]) -> ProcessRecord:
     return ProcessRecord(**entry)
+
+
+# A temporary directory that goes when all went well, and stays with its logs when something failed.
+
+
+class Scratch:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_kept = False
+
+    def keep(self) -> None:
+        """There are logs in it that are worth reading."""
+        self.is_kept = True
+
+
+@contextmanager
+def scratch_directory(prefix: str) -> Iterator[Scratch]:
+    """For this user only. A deployment that failed keeps it: its report names logs in there."""
+    scratch = Scratch(Path(tempfile.mkdtemp(prefix=prefix)))
+    try:
+        yield scratch
+    except DeploymentFailedError:
+        scratch.keep()
+        raise
+    finally:
+        if not scratch.is_kept:
+            shutil.rmtree(scratch.path, ignore_errors=True)

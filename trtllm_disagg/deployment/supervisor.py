@@ -9,9 +9,7 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 
-from trtllm_disagg.deployment.errors import DeploymentFailedError
-from trtllm_disagg.deployment.event_broker import EventBroker
-from trtllm_disagg.deployment.first_of import first_of
+from trtllm_disagg.deployment.brokers import EventBroker
 from trtllm_disagg.deployment.guardian import MARK_VARIABLE, kill_marked, start_guardian, stop_guardian
 from trtllm_disagg.deployment.plan import (
     KV_ROUTED_ROLES,
@@ -19,11 +17,11 @@ from trtllm_disagg.deployment.plan import (
     STARTED_FIRST,
     STOP_ORDER,
     DeploymentConfig,
+    DeploymentFailedError,
     ProcessSpec,
     Role,
 )
-from trtllm_disagg.deployment.probe import answers, is_ready
-from trtllm_disagg.deployment.process import ManagedProcess
+from trtllm_disagg.deployment.process import ManagedProcess, answers, is_ready
 from trtllm_disagg.deployment.report import (
     death_report,
     late_report,
@@ -32,6 +30,7 @@ from trtllm_disagg.deployment.report import (
 from trtllm_disagg.deployment.restarts import Restarts
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import Status
+from trtllm_disagg.deployment.waiting import first_of
 from trtllm_disagg.errors import ERROR_PREFIX
 
 PROBE_SECONDS = 0.1

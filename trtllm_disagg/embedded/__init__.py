@@ -6,13 +6,20 @@ this does not import torch; the model runs in a process of its own.
 
 from typing import TYPE_CHECKING, Any
 
-from trtllm_disagg.embedded.disaggregated_params import (
+from trtllm_disagg.embedded.api.llm import DEFAULT_REQUEST_PRIORITY, LLM
+from trtllm_disagg.embedded.api.result import (
+    CompletionOutput,
+    GenerationResult,
+    Logprob,
+    RequestError,
+    RequestOutput,
+)
+from trtllm_disagg.embedded.params.disaggregated_params import (
     DisaggregatedParams,
     DisaggScheduleStyle,
     get_global_disagg_request_id,
 )
-from trtllm_disagg.embedded.llm import DEFAULT_REQUEST_PRIORITY, LLM
-from trtllm_disagg.embedded.llm_args import (
+from trtllm_disagg.embedded.params.llm_args import (
     CacheTransceiverConfig,
     CapacitySchedulerPolicy,
     ContextChunkingPolicy,
@@ -23,15 +30,11 @@ from trtllm_disagg.embedded.llm_args import (
     LoadFormat,
     SchedulerConfig,
 )
-from trtllm_disagg.embedded.result import (
-    CompletionOutput,
-    GenerationResult,
-    Logprob,
-    RequestError,
-    RequestOutput,
+from trtllm_disagg.embedded.params.sampling_params import (
+    GuidedDecodingParams,
+    SamplingParams,
+    SchedulingParams,
 )
-from trtllm_disagg.embedded.sampling_params import GuidedDecodingParams, SamplingParams
-from trtllm_disagg.embedded.scheduling_params import SchedulingParams
 
 __all__ = [
     "DEFAULT_REQUEST_PRIORITY",

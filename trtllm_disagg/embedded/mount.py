@@ -26,7 +26,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from types import ModuleType
 from typing import Any
 
-from trtllm_disagg.embedded.mounted_names import not_served
+from trtllm_disagg.embedded.api.mounted_names import not_served
 from trtllm_disagg.errors import ConfigError
 
 ROOT = "tensorrt_llm"

@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
 
-from trtllm_disagg.kv_transfer.layout import KvLayout
+from trtllm_disagg.errors import HandoffRefusedError
 
 if TYPE_CHECKING:
     import torch
+
+
+# What two KV pools must have in common before one may read the other's blocks.
+
+
+class KvLayout(msgspec.Struct, frozen=True):
+    """Shape of a pool without its number of blocks, which may differ."""
+
+    model: str
+    num_layers: int
+    tokens_per_block: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    #: Of the pool's dimensions. In another one every number could be the same.
+    order: str = "block, layer, k|v, slot, head, dim"
+
+    def fingerprint(self) -> bytes:
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).digest()
+
+    def require_same(self, other: KvLayout) -> None:
+        """Raise HandoffRefusedError with one line per differing field."""
+        mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
+        differing = [
+            f"{key}: prefill {theirs[key]!r}, decode {mine[key]!r}"
+            for key in mine
+            if mine[key] != theirs[key]
+        ]
+        if differing:
+            raise HandoffRefusedError("prefill and decode KV do not fit together: " + "; ".join(differing))
+
+
+def prompt_digest(prompt: Sequence[int], cache_salt: str) -> bytes:
+    """Binds a handoff to its prompt: 16 bytes over the token ids and the cache salt."""
+    # The salt at a fixed length, so that it cannot be mistaken for tokens.
+    hasher = hashlib.blake2b(hashlib.blake2b(cache_salt.encode()).digest(), digest_size=16)
+    hasher.update(b"".join(token.to_bytes(4, "little") for token in prompt))
+    return hasher.digest()
 
 
 class PeerCard(msgspec.Struct, frozen=True):
@@ -94,3 +133,20 @@ class StagingTransport(KvTransport, Protocol):
         Raises what `read` raises, but a read that may land late does not land in the pool.
         """
         ...
+
+
+# Neighbouring blocks move as one piece.
+
+
+def runs_of(blocks: np.ndarray) -> list[slice]:
+    """Stretches of block ids that grow by one, in order, as slices of a pool."""
+    if not len(blocks):
+        return []
+    breaks = np.flatnonzero(np.diff(blocks) != 1) + 1
+    starts = np.concatenate(([0], breaks))
+    ends = np.concatenate((breaks, [len(blocks)]))
+    firsts = blocks[starts]
+    return [
+        slice(int(first), int(first) + int(length))
+        for first, length in zip(firsts, ends - starts, strict=True)
+    ]

@@ -14,13 +14,11 @@ from typing import Any
 import msgspec
 
 from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.access import Door
 from trtllm_disagg.kv_transfer.base import PeerCard
-from trtllm_disagg.kv_transfer.channel import ChannelClient, ChannelServer
-from trtllm_disagg.kv_transfer.doors import Door
-from trtllm_disagg.kv_transfer.handle import UNREADABLE, KvHandle
+from trtllm_disagg.kv_transfer.framing import ChannelClient, ChannelServer, Limits, UnreadableError
+from trtllm_disagg.kv_transfer.handle import UNREADABLE, FromDecode, FromPrefill, KvHandle
 from trtllm_disagg.kv_transfer.lease import LeaseTable
-from trtllm_disagg.kv_transfer.offer import FromDecode, FromPrefill
-from trtllm_disagg.kv_transfer.reception import Limits, UnreadableError
 
 
 class GetCard(msgspec.Struct, tag="card"):

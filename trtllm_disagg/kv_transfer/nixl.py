@@ -1,4 +1,4 @@
-"""NIXL transport: READs and WRITEs a peer's registered memory (UCX: cma on one host, tcp between hosts; ucx.py).
+"""NIXL transport: READs and WRITEs a peer's registered memory (UCX: cma on one host, tcp between hosts; nixl.py).
 
 The rules here are measured, not taste (facts: nixl.md): progress thread off (it spins), strict locking, reads
 never on an event loop, metadata added once per peer, re-added only after the old one was removed.
@@ -7,25 +7,101 @@ never on an event loop, metadata added once per peer, re-added only after the ol
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import socket
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import torch
 
 from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.access import OneHost, Reach
 from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
-from trtllm_disagg.kv_transfer.memory import new_memory
-from trtllm_disagg.kv_transfer.nixl_address import NixlAddress, address_of
-from trtllm_disagg.kv_transfer.nixl_late import LateTransfer
-from trtllm_disagg.kv_transfer.nixl_staging import NixlStaging, block_table
-from trtllm_disagg.kv_transfer.reach import OneHost, Reach
-from trtllm_disagg.kv_transfer.running import own_mark
-from trtllm_disagg.kv_transfer.ucx import environment, error_mode, settings
+from trtllm_disagg.kv_transfer.host import new_memory, own_mark
+from trtllm_disagg.kv_transfer.nixl_memory import (
+    LateTransfer,
+    NixlAddress,
+    NixlStaging,
+    address_of,
+    block_table,
+)
+
+# What UCX under NIXL may use. On one host it must not listen on a network: it checks nothing there.
+
+
+log = logging.getLogger(__name__)
+
+#: KV by the system call that reads another process (the kernel asks for the same user), all else through shared
+#: memory that has no name. Nothing listens.
+_ONE_HOST = {"cpu": "posix,cma,self", "cuda": "posix,cma,cuda_copy,cuda_ipc,self"}
+_TUNING = {
+    "UCX_LOG_LEVEL": "error",
+    # A whole run of blocks in one system call, and all of a request's in one round: a tenth less time.
+    "UCX_CMA_SEG_SIZE": "16m",
+    "UCX_CMA_TX_QUOTA": "inf",
+}
+
+
+def error_mode(reach: Reach) -> str:
+    """Without tcp UCX offers none but `none`: a read of a dead peer is an error all the same, and a read by CMA has
+    ended when it returns.
+    """
+    return "none" if isinstance(reach, OneHost) else "peer"
+
+
+def settings(reach: Reach, device: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """UCX's variables. The user's own go first, except for what would open this host's memory to other users."""
+    tuning = {name: environ.get(name, value) for name, value in _TUNING.items()}
+    chosen = environ.get("UCX_TLS")
+    if isinstance(reach, OneHost):
+        safe = _ONE_HOST[device]
+        if chosen is not None and not set(chosen.split(",")) <= set(safe.split(",")):
+            log.warning(
+                "UCX_TLS=%s is not used: on one host KV moves by UCX_TLS=%s, which opens no port (SECURITY.md)",
+                chosen,
+                safe,
+            )
+        return tuning | {"UCX_TLS": safe}
+    if chosen is not None:
+        return tuning
+    between = {"UCX_NET_DEVICES": device_name} if (device_name := _device_of(reach.host)) else {}
+    # What a GPU's memory takes, UCX chooses best by itself.
+    return tuning | between | ({"UCX_TLS": "cma,tcp"} if device == "cpu" else {})
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """UCX reads its variables when an agent is made."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _device_of(host: str) -> str:
+    """The network device that has this address; empty when it cannot be told."""
+    try:
+        wanted = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return ""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] in wanted for address in addresses):
+            return name
+    return ""
+
 
 _POLL_SECONDS = 0.0002
 _DOING = {"READ": "reading KV from", "WRITE": "writing KV to"}

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.kv_transfer.access import Reach
 from trtllm_disagg.kv_transfer.base import PeerCard
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
-from trtllm_disagg.kv_transfer.reach import Reach
-from trtllm_disagg.kv_transfer.running import ProcessMark, own_mark
+from trtllm_disagg.kv_transfer.host import ProcessMark, own_mark
 
 #: Every page from the start; otherwise the first read of each block would pay for its pages.
 _PRESENT = mmap.MAP_SHARED | mmap.MAP_POPULATE

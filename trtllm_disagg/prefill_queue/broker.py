@@ -9,18 +9,53 @@ import re
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 from enum import Enum
+from typing import Any, TypeVar
 
 import nats.errors
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, BadRequestError, NotFoundError, ServiceUnavailableError
 
-from trtllm_disagg.config import flag_of
+from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.errors import ConfigError, OverloadedError, QueueUnusableError
-from trtllm_disagg.prefill_queue.client import NatsClient
-from trtllm_disagg.prefill_queue.heeded import heeded
-from trtllm_disagg.prefill_queue.messages import MAX_BYTES, NO, YES
-from trtllm_disagg.prefill_queue.names import CONSUMER, Names
+from trtllm_disagg.prefill_queue.messages import CONSUMER, MAX_BYTES, NO, YES, Names
+
+# NATS's client, which takes tls:// for a wish where it has to be a condition.
+
+
+class NatsClient(Client):
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        """The server's first word, before it is told anything. Without this, one that offers no TLS would be sent the
+        password and all else in the clear.
+        """
+        wants_tls = self._current_server is not None and self._current_server.uri.scheme == "tls"
+        if wants_tls and not info.get("tls_required"):
+            raise nats.errors.Error("this one offers no TLS")
+        await super()._process_info(info, initial_connection=initial_connection)
+
+
+# Waiting for a library that loses cancels.
+
+
+T = TypeVar("T")
+
+
+async def heeded(answer: Awaitable[T]) -> T:
+    """`answer`, but whoever is cancelled meanwhile hears of it.
+
+    `asyncio.wait_for` of Python 3.11 forgets a cancel that comes in the same turn as its result, and NATS's client
+    makes another error of some. Whoever then awaits the cancelled task would wait for ever.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        return await answer
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
+
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_disagg.config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.engine import Engine, LlmApi
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing import recording_llm

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from trtllm_disagg.embedded.llm_args import (
+from trtllm_disagg.embedded.params.llm_args import (
     CacheTransceiverConfig,
     CapacitySchedulerPolicy,
     ContextChunkingPolicy,

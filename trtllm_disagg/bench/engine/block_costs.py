@@ -7,7 +7,7 @@ import statistics
 import time
 
 from trtllm_disagg.bench.engine.remote import Start
-from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog
+from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager, KvEventLog
 
 _TOKENS_PER_BLOCK = 32
 _REQUEST_BLOCKS = 64

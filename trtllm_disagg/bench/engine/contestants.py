@@ -39,7 +39,7 @@ CONTESTANTS = {
     EMBEDDED: Contestant(
         f"{_PACKAGE}.own_engine:OwnEngine",
         checkpoints.safetensors,
-        # As core_client.py starts the engine's process.
+        # As client.py starts the engine's process.
         environment={"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
     ),
     LLAMA_CPP: Contestant(

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 import torch
 
 from trtllm_disagg.bench.engine.remote import Start
-from trtllm_disagg.embedded.core import EngineCore
-from trtllm_disagg.embedded.llm_args import LlmArgs
-from trtllm_disagg.embedded.messages import AddRequest, SamplingSpec, StepReport
+from trtllm_disagg.embedded.core.engine_core import EngineCore
+from trtllm_disagg.embedded.ipc.messages import AddRequest, SamplingSpec, StepReport
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
 
 TOKENS_PER_BLOCK = 32
 #: Prompt tokens that pass through the cache without evicting a decode row's context.

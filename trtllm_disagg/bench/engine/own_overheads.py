@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from trtllm_disagg.bench.engine.own_engine import OwnEngine
-from trtllm_disagg.embedded import core_process
-from trtllm_disagg.embedded.core_client import REPORTS
-from trtllm_disagg.embedded.link import Link
-from trtllm_disagg.embedded.local_socket import accept, listen
-from trtllm_disagg.embedded.messages import Report, StepReport
-from trtllm_disagg.embedded.scheduler import Row
+from trtllm_disagg.embedded.core import process as core_process
+from trtllm_disagg.embedded.core.client import REPORTS
+from trtllm_disagg.embedded.ipc.link import Link, accept, listen
+from trtllm_disagg.embedded.ipc.messages import Report, StepReport
+from trtllm_disagg.embedded.scheduler.scheduler import Row
 
 
 class _TimedRunner:
@@ -50,7 +49,7 @@ class OwnOverheads(OwnEngine):
 
 
 def _ipc_seconds(reports: Seq[StepReport]) -> list[float]:
-    """To encode and send each report, and to ask for commands: what core_process.py does between two steps."""
+    """To encode and send each report, and to ask for commands: what process.py does between two steps."""
     listener, address = listen()
     with listener:
         process = core_process.CoreProcess(core_process.Start({}, address))

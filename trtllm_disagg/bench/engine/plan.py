@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtllm_disagg.embedded.cpu import this_cpu
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 DTYPES = tuple(ITEM_BYTES)

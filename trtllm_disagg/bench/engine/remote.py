@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from trtllm_disagg.embedded.cpu import environment_of
+from trtllm_disagg.embedded.cpu_kernels.cpu import environment_of
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.interpreter import python
 

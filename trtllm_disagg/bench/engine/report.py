@@ -14,7 +14,7 @@ from trtllm_disagg.bench.engine.speed import Speeds
 from trtllm_disagg.bench.figures import NOT_JUDGED, Figure, Sample
 from trtllm_disagg.bench.machine import describe_machine, load
 from trtllm_disagg.bench.progress import wide_console
-from trtllm_disagg.embedded.cpu import this_cpu
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 
 _VERDICTS = {True: "ok", False: "missed", None: ""}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from trtllm_disagg.bench.figures import Figure, at_least, at_most
-from trtllm_disagg.embedded.cpu import CpuFeatures, this_cpu
+from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
 
 
 def _any(cpu: CpuFeatures) -> bool:

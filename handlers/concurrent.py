@@ -1,0 +1,154 @@
+"""The composition for schedule style generation_first: both phases at once, and decode has the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Protocol
+
+from trtllm_disagg.engine import Engine
+from trtllm_disagg.errors import (
+    ConfigError,
+    DisaggError,
+    KvTransferError,
+    PeerUnavailableError,
+    RequestCancelledError,
+)
+from trtllm_disagg.handlers.cancellation import abort_when_stopped
+from trtllm_disagg.handlers.local import OutputCursor, request_errors
+from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance
+from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol
+from trtllm_disagg.types import (
+    DecodePhase,
+    Generate,
+    GenerateRequest,
+    Handoff,
+    Rendezvous,
+    RequestContext,
+    TokenChunk,
+)
+
+# Prefill phases that write into a decode engine's blocks, while that engine's decode phase waits for them.
+
+
+#: Runs to the end of the prefill. Raises a DisaggError.
+Push = Callable[[GenerateRequest, RequestContext], Awaitable[object]]
+
+
+class PushPhase(Protocol):
+    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+        """Where decode finds the prefill engine that the push will run on."""
+        ...
+
+
+class LocalPush:
+    """context_only on this worker's engine. What it answers reaches the client through decode."""
+
+    def __init__(self, engine: Engine, protocol: HandoffProtocol = DYNAMO) -> None:
+        """Raises ConfigError for an engine that nobody can meet."""
+        self._engine = engine
+        self._protocol = protocol
+        self._endpoint = _reachable(engine.ctx_info_endpoint, "this engine")
+
+    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+        return self._protocol.meeting(self._engine.rendezvous(self._endpoint)), self
+
+    async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
+        result = self._engine.start_prefill(request)
+        async with abort_when_stopped(result, context):
+            with request_errors(self._engine):
+                await result.aresult()
+        chunk = OutputCursor(len(request.token_ids)).advance(result)
+        if chunk is None or chunk.finish_reason == "cancelled":
+            if context.is_stopped():
+                raise RequestCancelledError("the client left during prefill")
+            raise KvTransferError("the engine gave the prefill up")
+        return chunk
+
+
+class RemotePush:
+    """The same on an instance of the other stage."""
+
+    def __init__(self, client: StageClient, engine: Engine, protocol: HandoffProtocol = DYNAMO) -> None:
+        """`engine` makes the ids."""
+        self._client = client
+        self._protocol = protocol
+        self._engine = engine
+
+    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+        instance = await self._client.pick(request)
+        described = await instance.describe()
+        endpoint = _reachable(described.get("ctx_info_endpoint"), "the prefill worker's engine")
+        return self._protocol.meeting(self._engine.rendezvous(endpoint)), partial(self._call, instance)
+
+    async def _call(self, instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
+        async with aclosing(instance.call(self._protocol.encode(request, PREFILL), context)) as answers:
+            num_answers = len([answer async for answer in answers])
+        if num_answers != 1 and not context.is_stopped():
+            raise PeerUnavailableError(f"the prefill worker sent {num_answers} answers instead of one")
+
+
+def bare_push(push: LocalPush) -> Generate:
+    """The phase as a service, for a decode worker that waits for it."""
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        yield await push(request, context)
+
+    return generate
+
+
+def _reachable(endpoint: list[str] | None, who: str) -> list[str]:
+    if not endpoint:
+        raise ConfigError(f"{who} says no ctx_info_endpoint, which --schedule-style generation_first needs")
+    return endpoint
+
+
+def together(prefill: PushPhase, decode: DecodePhase) -> Generate:
+    """prefill_first: together(local push, remote decode); decode_first: together(remote push, local decode).
+
+    Decode gives its blocks first, prefill writes into them. Both are dispatched here, so neither waits for the
+    other to be asked; whichever fails ends the other.
+    """
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        rendezvous, push = await prefill.meet(request)
+        request = request.with_rendezvous(rendezvous)
+        pushing = asyncio.ensure_future(push(request, context))
+        try:
+            async with aclosing(decode(request, context, _NO_HANDOFF)) as chunks:
+                first = await _first_of(chunks, pushing)
+                if first is not None:
+                    yield first
+                    async for chunk in chunks:
+                        yield chunk
+        finally:
+            await _end(pushing)
+
+    return generate
+
+
+#: The engines hand the KV over among themselves.
+_NO_HANDOFF = Handoff(TokenChunk([]), None)
+
+
+async def _first_of(
+    chunks: AsyncGenerator[TokenChunk, None], pushing: asyncio.Future[Any]
+) -> TokenChunk | None:
+    """Decode's first chunk, None when it has none. A push that fails before it ends the wait, with its error."""
+    first = asyncio.ensure_future(anext(chunks, None))
+    try:
+        await asyncio.wait({first, pushing}, return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            pushing.result()
+        return await first
+    finally:
+        await _end(first)
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, DisaggError):
+        await task

@@ -1,0 +1,135 @@
+"""Which way a request is answered: as it asks itself, as another worker has decided, or as this worker does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from contextlib import aclosing
+
+from trtllm_disagg.config.thresholds import Live
+from trtllm_disagg.errors import InvalidRequestError, NoInstanceError, PeerUnavailableError
+from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.types import Errand, Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.wire import decode_chunk, encode_request
+
+# Which instances of the other stage a request asks for.
+#
+# Dynamo's frontend takes our first stage for whole workers. So it holds `decode_worker_id` (and the header
+# x-dynamo-worker-instance-id) against that stage, answers 400 for anybody else, and passes `prefill_worker_id`
+# (x-dynamo-prefill-instance-id) on without a look. Both may come with any instance, whatever its role; measured in
+# both
+# orders (docs/log.md).
+
+
+#: `nvext.annotations: ["disagg:next=1a2b,3c4d"]`: ids as logs print them, or decimal, as Dynamo does.
+NEXT = "disagg:next="
+
+_ID = re.compile(r"[0-9a-f]{1,16}|[0-9]{1,20}")
+
+
+def pins_of(request: GenerateRequest, own_id: int, known: Collection[int]) -> list[int]:
+    """The annotation's ids, else Dynamo's; this worker itself is no wish. `known` tells how a number was meant.
+    Raises InvalidRequestError for what is no id.
+    """
+    words = [w for a in request.annotations if a.startswith(NEXT) for w in a.removeprefix(NEXT).split(",")]
+    if words:
+        return [_read(word.strip().lower(), known) for word in words]
+    return [pin for pin in request.pins.values() if pin not in (None, own_id)]
+
+
+def names_prefill(request: GenerateRequest) -> bool:
+    """On a decode worker: whether it asks for certain prefill workers."""
+    return request.pins.get("prefill") is not None or any(a.startswith(NEXT) for a in request.annotations)
+
+
+def _read(word: str, known: Collection[int]) -> int:
+    if not _ID.fullmatch(word):
+        raise InvalidRequestError(
+            f"nvext.annotations: {NEXT + word!r} is not allowed; expected ids of instances, hexadecimal or decimal, "
+            "with commas"
+        )
+    readings = [int(word, base) for base in (16, 10) if base == 16 or word.isdecimal()]
+    return next((each for each in readings if each in known), readings[0])
+
+
+#: `nvext.annotations: ["disagg:decode_first"]`.
+PREFIX = "disagg:"
+
+
+class Choice:
+    def __init__(
+        self,
+        ways: Mapping[str, Generate],
+        deployed: Mapping[str, Generate],
+        strategy: Live[str],
+        check: Callable[[GenerateRequest], None],
+    ) -> None:
+        """`ways`, by the names that a request may ask for, do exactly that. `deployed` are those that a deployment
+        may have as its `strategy`; a decider is in them. `check` is for what else a request wishes for.
+        """
+        self._ways = ways
+        self._deployed = deployed
+        self._strategy = strategy
+        self._check = check
+
+    def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        """Raises InvalidRequestError for a name that is none."""
+        self._check(request)
+        if request.errand is not None and request.errand.strategy is not None:
+            name, reason = self._known(request.errand.strategy), "asked_by_worker"
+        elif (asked := self._asked(request)) is not None:
+            name, reason = asked, "annotation"
+        else:
+            name, reason = self._strategy.value, "default"
+            request.journey.chose(name, reason)
+            return self._deployed[name](request, context)
+        request.journey.chose(name, reason)
+        return self._ways[name](request, context)
+
+    def _asked(self, request: GenerateRequest) -> str | None:
+        """Raises InvalidRequestError when it asks for two."""
+        words = [a for a in request.annotations if a.startswith(PREFIX) and not a.startswith(NEXT)]
+        names = [self._known(word.removeprefix(PREFIX)) for word in dict.fromkeys(words)]
+        if len(names) > 1:
+            both = " and ".join(PREFIX + name for name in names)
+            raise InvalidRequestError(
+                f"nvext.annotations: {both} contradict each other; expected one of them"
+            )
+        return names[0] if names else None
+
+    def _known(self, name: str) -> str:
+        if name not in self._ways:
+            allowed = ", ".join([*(PREFIX + way for way in sorted(self._ways)), NEXT + "INSTANCE,..."])
+            raise InvalidRequestError(
+                f"nvext.annotations: {PREFIX + name!r} is not allowed; expected one of {allowed}"
+            )
+        return name
+
+
+# A whole request that a worker of the other role answers, because it is to run in that worker's order.
+
+
+def relayed(stage: StageClient, strategy: str) -> Generate:
+    errand = Errand("whole", strategy)
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        if request.errand is not None:
+            # Two workers without engines would send it to and fro.
+            raise NoInstanceError("this request was relayed already")
+        instance = await stage.pick(request)
+        request.journey.facts["first_stage"] = f"{instance.instance_id:x}"
+        has_ended = False
+        raw = encode_request(request, errand)
+        # A wish for an instance has been heard here; the other worker calls somebody else.
+        raw["annotations"] = [each for each in request.annotations if not each.startswith(NEXT)]
+        async with aclosing(instance.call(raw, context)) as answers:
+            async for raw in answers:
+                chunk = decode_chunk(raw)
+                has_ended = chunk.finish_reason is not None
+                yield chunk
+        if not has_ended and not context.is_stopped():
+            error = PeerUnavailableError("the other worker's answer stops without an end")
+            error.peer = instance.instance_id
+            raise error
+
+    return generate

@@ -1,0 +1,286 @@
+"""Which instance of the other stage gets a request: `--next-router`, and pins that a request brings along."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError, NoInstanceError
+from trtllm_disagg.handlers.remote import StageClient, StageInstance
+from trtllm_disagg.handlers.route import pins_of
+from trtllm_disagg.types import GenerateRequest, RequestContext
+
+log = logging.getLogger(__name__)
+
+#: Instances that were there once and are remembered, so that a pin to one of them is a wish and no mistake.
+_REMEMBERED = 4096
+
+_KV_ROUTER_SECONDS = 1.0
+
+
+class Directory(Protocol):
+    """The instances of the other stage."""
+
+    def instance_ids(self) -> Collection[int]: ...
+
+    def instance(self, instance_id: int) -> StageInstance: ...
+
+
+class Selector(Protocol):
+    async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
+        """One of `candidates`, of which there is one at least."""
+        ...
+
+
+class InFlight:
+    """What this worker has running on each instance, in tokens of their prompts."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}
+
+    def __getitem__(self, instance_id: int) -> int:
+        return self._tokens.get(instance_id, 0)
+
+    def add(self, instance_id: int, tokens: int) -> None:
+        rest = self[instance_id] + tokens
+        if rest:
+            self._tokens[instance_id] = rest
+        else:
+            self._tokens.pop(instance_id, None)
+
+
+class RoundRobin:
+    def __init__(self) -> None:
+        self._turns = itertools.count()
+
+    async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
+        return sorted(candidates)[next(self._turns) % len(candidates)]
+
+
+class Random:
+    def __init__(self, numbers: random.Random | None = None) -> None:
+        self._numbers = numbers or random.Random()
+
+    async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
+        return self._numbers.choice(candidates)
+
+
+class LeastLoaded:
+    """The fewest prompt tokens in flight from here; among equals, in turn."""
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
+        self._turns = RoundRobin()
+
+    async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
+        return await _cheapest(request, candidates, self._in_flight.__getitem__, self._turns)
+
+
+#: Tokens of a prompt that each instance has in its cache. May fail.
+Overlaps = Callable[[GenerateRequest], Awaitable[Mapping[int, int]]]
+
+
+class BestCached:
+    """The least work: what is not cached of this prompt there, plus what is in flight there."""
+
+    def __init__(self, overlaps: Overlaps, in_flight: InFlight, seconds: float = _KV_ROUTER_SECONDS) -> None:
+        """`seconds` for the router's answer; it takes less than one thousandth of that."""
+        self._overlaps = overlaps
+        self._seconds = seconds
+        self._in_flight = in_flight
+        self._turns = RoundRobin()
+        self._is_failing = False
+
+    async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
+        cached = await self._cached(request)
+        return await _cheapest(
+            request, candidates, lambda each: self._in_flight[each] - cached.get(each, 0), self._turns
+        )
+
+    async def _cached(self, request: GenerateRequest) -> Mapping[int, int]:
+        """Nothing, when the router cannot tell: a request does not fail of that."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                cached = await self._overlaps(request)
+        except Exception as error:
+            if not self._is_failing:
+                log.warning("the KV router does not answer, so load alone decides: %r", error)
+            self._is_failing = True
+            return {}
+        self._is_failing = False
+        return cached
+
+
+async def _cheapest(
+    request: GenerateRequest, candidates: Sequence[int], cost: Callable[[int], int], turns: RoundRobin
+) -> int:
+    costs = {each: cost(each) for each in candidates}
+    least = min(costs.values())
+    return await turns.choose(request, [each for each in candidates if costs[each] == least])
+
+
+class SelectedStage:
+    """A StageClient: pins first, then the selector, among who is there and has not failed this request."""
+
+    def __init__(
+        self, directory: Directory, selector: Selector, in_flight: InFlight, role: str, own_id: int = 0
+    ) -> None:
+        """`role` of the other stage: prefill or decode. `own_id` is this worker's instance."""
+        self._own_id = own_id
+        self._directory = directory
+        self._selector = selector
+        self._in_flight = in_flight
+        self._role = role
+        #: In the order in which they were last seen.
+        self._known: dict[int, None] = {}
+
+    def instance_ids(self) -> Collection[int]:
+        ids = self._directory.instance_ids()
+        for each in ids:
+            self._known.pop(each, None)
+            self._known[each] = None
+        for each in list(self._known)[: max(0, len(self._known) - _REMEMBERED)]:
+            del self._known[each]
+        return ids
+
+    async def pick(self, request: GenerateRequest) -> CountedInstance:
+        allowed = [each for each in self.instance_ids() if each not in request.avoid]
+        if not allowed:
+            raise NoInstanceError(f"no {self._role} instance is there that this request may be sent to")
+        chosen = await self._selector.choose(request, self._pinned(request, allowed) or allowed)
+        instance = self._directory.instance(chosen)
+        return CountedInstance(instance, self._in_flight, len(request.token_ids))
+
+    def check(self, request: GenerateRequest) -> None:
+        if request.errand is not None:
+            return  # the worker that sent it has looked
+        there = self.instance_ids()
+        strangers = [pin for pin in self._pins(request) if pin not in self._known]
+        if strangers:
+            names = ", ".join(f"{each:x}" for each in sorted(there)) or "none, nobody is there"
+            raise InvalidRequestError(
+                f"pinned {self._role} instance {strangers[0]:x} is not known; expected one of {names}"
+            )
+
+    def _pins(self, request: GenerateRequest) -> list[int]:
+        return pins_of(request, self._own_id, self._known)
+
+    def _pinned(self, request: GenerateRequest, allowed: Sequence[int]) -> list[int]:
+        pins = [pin for pin in self._pins(request) if pin in self._known]
+        there_too = [pin for pin in pins if pin in allowed]
+        if pins and not there_too:
+            names = ", ".join(f"{pin:x}" for pin in pins)
+            why = "is gone" if not set(pins) & request.avoid else "failed or is left alone"
+            because = f"pinned {self._role} instance {names} {why}"
+            if not any(because in told for told in request.journey.fallbacks):
+                request.journey.fell_back("other_instance", because)
+        return there_too
+
+
+class CountedInstance:
+    """Its calls count as load while they run."""
+
+    def __init__(self, instance: StageInstance, in_flight: InFlight, tokens: int) -> None:
+        self._instance = instance
+        self._in_flight = in_flight
+        self._tokens = tokens
+
+    @property
+    def instance_id(self) -> int:
+        return self._instance.instance_id
+
+    async def describe(self) -> dict[str, Any]:
+        return await self._instance.describe()
+
+    async def call(
+        self, request: dict[str, Any], context: RequestContext | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        self._in_flight.add(self.instance_id, self._tokens)
+        try:
+            async with aclosing(self._instance.call(request, context)) as answers:
+                async for answer in answers:
+                    yield answer
+        finally:
+            self._in_flight.add(self.instance_id, -self._tokens)
+
+
+# Only instances of the other stage that this worker fits together with are called.
+
+
+#: It is a round trip; who takes longer is not well, and the call's own deadline is for that.
+_DESCRIBE_SECONDS = 1.0
+
+
+class FittingStage:
+    """A StageClient. Instances come at any time, and each is asked who it is once, by the first request that could
+    go there.
+    """
+
+    def __init__(self, stage: StageClient, require_fit: Callable[[dict[str, Any]], None]) -> None:
+        """`require_fit` raises ConfigError for an instance that says of itself what does not fit."""
+        self._stage = stage
+        self._require_fit = require_fit
+        self._fitting: dict[int, bool] = {}
+
+    def instance_ids(self) -> Collection[int]:
+        return [each for each in self._stage.instance_ids() if self._fitting.get(each, True)]
+
+    def check(self, request: GenerateRequest) -> None:
+        self._stage.check(request)
+
+    async def pick(self, request: GenerateRequest) -> StageInstance:
+        while True:
+            picked = await self._stage.pick(request)
+            if await self._fits(picked):
+                return picked
+            request = request.avoiding(picked.instance_id)
+
+    async def _fits(self, instance: StageInstance) -> bool:
+        known = self._fitting.get(instance.instance_id)
+        if known is not None:
+            return known
+        try:
+            async with asyncio.timeout(_DESCRIBE_SECONDS):
+                self._require_fit(await instance.describe())
+        except ConfigError as error:
+            log.error("instance %x is not called: %s", instance.instance_id, error)
+            return self._remember(instance, False)
+        except (DisaggError, TimeoutError):
+            # Whoever calls it will see, and the next request asks again.
+            return True
+        return self._remember(instance, True)
+
+    def _remember(self, instance: StageInstance, fits: bool) -> bool:
+        there = self._stage.instance_ids()
+        self._fitting = {each: known for each, known in self._fitting.items() if each in there}
+        self._fitting[instance.instance_id] = fits
+        return fits
+
+
+# A prefill queue that nobody pulls from is no way to get an answer.
+
+
+class AttendedQueue:
+    """A StageClient: the queue, as long as there is a prefill worker. Otherwise a request would wait in it for
+    `--queue-timeout` before this worker serves it alone.
+    """
+
+    def __init__(self, queue: StageClient, workers: StageClient) -> None:
+        self._queue = queue
+        self._workers = workers
+
+    def instance_ids(self) -> Collection[int]:
+        return self._queue.instance_ids()
+
+    def check(self, request: GenerateRequest) -> None:
+        self._queue.check(request)
+
+    async def pick(self, request: GenerateRequest) -> StageInstance:
+        if not self._workers.instance_ids():
+            raise NoInstanceError("no prefill worker is there to take anything from the queue")
+        return await self._queue.pick(request)

@@ -1,0 +1,117 @@
+"""`trtllm-disagg set`: other thresholds for the workers of a running deployment."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trtllm_disagg.admin import where
+from trtllm_disagg.admin.switch_command import Worker, Workers, all_workers
+from trtllm_disagg.commands import SWITCHABLE, Set, Signer
+from trtllm_disagg.config.args import argument_parser_of
+from trtllm_disagg.config.flags import FLAGS
+from trtllm_disagg.config.thresholds import ADMISSION, NAMES
+from trtllm_disagg.config.worker_config import flag_of
+from trtllm_disagg.deployment.command_socket import ThresholdsSet, order
+from trtllm_disagg.errors import ConfigError, DisaggError
+
+Values = Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where.add_arguments(parser)
+    parser.add_argument("--instance", metavar="ID", help="only this worker, hexadecimal (default: all)")
+    for name in NAMES:
+        parser.add_argument(
+            flag_of(name),
+            type=argument_parser_of(name),
+            metavar="N",
+            help=f"{FLAGS[name].help} (default: as it is)",
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code: 0 when all have them, 1 when a worker could not be told, 2 when a setting is wrong."""
+    values = {name: getattr(args, name) for name in NAMES if getattr(args, name) is not None}
+    if not values:
+        raise ConfigError(f"say what: one or more of {', '.join(map(flag_of, NAMES))}")
+    if args.run_dir is not None and args.namespace:
+        raise ConfigError("--run-dir says where everything is; give no --namespace with it")
+    instance = None if args.instance is None else _instance_id(args.instance)
+    up = where.describe_up(args.run_dir)
+    signer = where.signer(args.run_dir, args.key_file, os.environ)
+    try:
+        failed = asyncio.run(_set(up, args.namespace, signer, values, instance))
+        if up is not None and instance is None:
+            order(args.run_dir, ThresholdsSet(values))
+    except ConfigError:
+        raise
+    except DisaggError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 1 if failed else 0
+
+
+async def _set(
+    up: dict[str, Any] | None, namespace: str | None, signer: Signer, values: Values, instance: int | None
+) -> int:
+    async with where.workers_of(up, namespace, signer) as workers:
+        return await set_thresholds(workers, values, instance, print, _complain)
+
+
+async def set_thresholds(
+    workers: Workers,
+    values: Values,
+    instance: int | None,
+    say: Callable[[str], None],
+    complain: Callable[[str], None],
+) -> int:
+    """How many could not be told; the others have them. Each is said with its old values and the new ones.
+
+    Raises ConfigError, before a worker is told anything, when none has a use for them.
+    """
+    failed = 0
+    for each in _meant(await all_workers(workers), values, instance):
+        try:
+            answer = await workers.tell(each.endpoint_id, each.instance_id, Set(dict(values)))
+        except DisaggError as error:
+            complain(f"error: {each}: {error}")
+            failed += 1
+        else:
+            say(f"{each}: {', '.join(answer.get('changed') or ()) or 'has these already'}")
+    return failed
+
+
+def _meant(workers: Sequence[Worker], values: Values, instance: int | None) -> list[Worker]:
+    for_all = set(values) <= set(ADMISSION)
+    told = [
+        each for each in workers if for_all or (each.is_.role != "agg" and each.is_.strategy in SWITCHABLE)
+    ]
+    if not told:
+        there = ", ".join(f"{each} under {each.is_.strategy}" for each in workers) or "no worker"
+        raise ConfigError.bad_value(
+            "set", "thresholds", f"prefill or decode workers of {', '.join(SWITCHABLE)}; there is: {there}"
+        )
+    if instance is None:
+        return told
+    chosen = [each for each in told if each.instance_id == instance]
+    if not chosen:
+        raise ConfigError.bad_value("--instance", f"{instance:x}", f"one of {', '.join(map(str, told))}")
+    return chosen
+
+
+def _instance_id(text: str) -> int:
+    try:
+        return int(text, 16)
+    except ValueError:
+        raise ConfigError.bad_value(
+            "--instance", text, "a hexadecimal instance id, as logs and answers have it"
+        ) from None
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

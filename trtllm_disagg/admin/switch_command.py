@@ -1,0 +1,312 @@
+"""`trtllm-disagg switch`: flags, and where the deployment is."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.request import Request, urlopen
+
+import msgspec
+
+from trtllm_disagg.admin import where
+from trtllm_disagg.commands import SWITCHABLE, Command, Description, Signer, Switch, Told
+from trtllm_disagg.config.worker_config import Role, Strategy
+from trtllm_disagg.deployment.command_socket import Switched, order
+from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
+
+# Who has to become what, from what all workers say of themselves. Nothing is told to anybody here.
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    endpoint_id: str
+    instance_id: int
+    is_: Description
+
+    def __str__(self) -> str:
+        return f"{self.is_.role} {self.instance_id:x}"
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchPlan:
+    """First all of `first` are told, then all of `second`. Telling somebody what it is already changes nothing, so
+    that a plan which was carried out by half is finished by making it anew.
+    """
+
+    to: Strategy
+    model: str
+    first: tuple[Worker, ...]
+    second: tuple[Worker, ...]
+
+    @property
+    def is_done(self) -> bool:
+        return all(w.is_.strategy is self.to and w.is_.registered for w in self.first) and all(
+            w.is_.strategy is self.to and not w.is_.registered for w in self.second
+        )
+
+
+def worker(endpoint_id: str, instance_id: int, said: dict[str, Any]) -> Worker:
+    """Raises ConfigError for somebody who is no worker of ours."""
+    try:
+        return Worker(endpoint_id, instance_id, msgspec.convert(said, Description))
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"instance {instance_id:x} at {endpoint_id} is no trtllm-disagg worker: {error}"
+        ) from None
+
+
+def require_switchable(to: str) -> None:
+    """Raises ConfigError for what no running deployment can become."""
+    if to not in SWITCHABLE:
+        raise ConfigError.bad_value(
+            "--to",
+            to,
+            f"one of {', '.join(SWITCHABLE)}; router and agg need other workers, in a deployment of their own",
+        )
+
+
+def plan_switch(to: str, workers: Sequence[Worker]) -> SwitchPlan:
+    """Raises ConfigError, naming what is allowed, when `to` is no strategy that these workers can run."""
+    require_switchable(to)
+    roles = Counter(w.is_.role for w in workers)
+    there = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "none"
+    if not roles[Role.PREFILL] or not roles[Role.DECODE]:
+        raise ConfigError.bad_value(
+            "--to",
+            to,
+            f"a strategy whose workers are there; it needs prefill and decode, there are: {there} (at the usual "
+            "endpoints of the namespace; none of their own by --endpoint or --next-endpoint)",
+        )
+    fixed = {w.is_.strategy for w in workers if w.is_.role is not Role.AGG} - set(SWITCHABLE)
+    if fixed or roles[Role.AGG]:
+        raise ConfigError.bad_value(
+            "--to",
+            to,
+            f"no switch of a deployment of {there} under {', '.join(fixed) or 'agg'}: its frontend treats them "
+            "otherwise; start another deployment",
+        )
+    for each in workers:
+        if each.is_.fixed_by:
+            raise ConfigError.bad_value(
+                "--to",
+                to,
+                f"no switch: {each} was started with {' and '.join(each.is_.fixed_by)}; only workers at the usual "
+                "endpoints can be switched",
+            )
+    models = sorted({w.is_.model for w in workers})
+    if len(models) > 1:
+        raise ConfigError.bad_value(
+            "--namespace", ", ".join(models), "the namespace of one model; there are several in this one"
+        )
+    strategy = Strategy(to)
+    first = tuple(w for w in workers if w.is_.role is strategy.first_stage_role)
+    return SwitchPlan(strategy, models[0], first, tuple(w for w in workers if w not in first))
+
+
+# Whether a frontend sends requests to a worker already: asked over HTTP, without a token being generated.
+
+
+POLL_SECONDS = 0.05
+_TIMEOUT_SECONDS = 5.0
+
+
+async def knows(url: str, model: str, instance_id: int) -> bool:
+    """It refuses a pin to a worker that it does not know, and else answers what it would do, and does nothing."""
+    return await asyncio.to_thread(_knows, url, model, instance_id)
+
+
+def _knows(url: str, model: str, instance_id: int) -> bool:
+    # A model may be served under one of the two only.
+    return any(
+        _would_send(f"{url}/v1/{path}", {"model": model, "max_tokens": 1, **asked}, instance_id)
+        for path, asked in _ASKED.items()
+    )
+
+
+def _would_send(url: str, body: dict[str, Any], instance_id: int) -> bool:
+    body |= {"nvext": {"annotations": ["query_instance_id:"], "extra_fields": ["worker_id"]}}
+    headers = {"content-type": "application/json", "x-dynamo-worker-instance-id": str(instance_id)}
+    request = Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
+            answer = json.load(response)
+            return bool(answer["nvext"]["worker_id"]["decode_worker_id"] == instance_id)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+_ASKED: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "?"},
+    "chat/completions": {"messages": [{"role": "user", "content": "?"}]},
+}
+
+
+class Frontend(Protocol):
+    async def knows(self, model: str, instance_id: int) -> bool:
+        """It may send requests of `model` to that worker."""
+        ...
+
+
+class HttpFrontend:
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def knows(self, model: str, instance_id: int) -> bool:
+        return await knows(self._url, model, instance_id)
+
+
+class UnknownFrontends:
+    """Nobody said where they are: they are given some time instead, from the first question on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._asked_at: float | None = None
+
+    async def knows(self, model: str, instance_id: int) -> bool:
+        now = time.monotonic()
+        self._asked_at = self._asked_at or now
+        return now - self._asked_at >= self._seconds
+
+
+# Carries out a plan, in the one order in which no request fails: who comes, then who leaves.
+
+
+Say = Callable[[str], None]
+
+
+class Workers(Protocol):
+    """`runtime.Controller`."""
+
+    async def workers(self) -> Sequence[Told]: ...
+
+    async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]: ...
+
+
+async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, say: Say) -> str:
+    """The line that says what runs now.
+
+    Raises ConfigError before anybody was told anything. A DisaggError later, or the death of this process at any
+    point, leaves a deployment that serves: in the old order, the new one, or both; the same call finishes it.
+    """
+    plan = plan_switch(to, await all_workers(workers))
+    if plan.is_done:
+        return f"{plan.model} runs {plan.to} already: {_names(plan.first)} first"
+    began = time.monotonic()
+    for each in plan.first:
+        await workers.tell(each.endpoint_id, each.instance_id, Switch(plan.to.value))
+        say(f"{each} is a first stage under {plan.to}")
+    await _known(plan, frontend, timeout)
+    say(f"the frontend sends requests to {_names(plan.first)}")
+    for each in plan.second:
+        await workers.tell(each.endpoint_id, each.instance_id, Switch(plan.to.value))
+        say(f"{each} is a second stage; it finishes its requests")
+    left = await _finished(plan, workers, timeout)
+    rest = f"; {left} requests still run on the old first stage" if left else ""
+    return f"switched {plan.model} to {plan.to} in {time.monotonic() - began:.1f} s{rest}"
+
+
+async def all_workers(workers: Workers) -> list[Worker]:
+    """Raises ConfigError when somebody there is no worker of ours."""
+    return [worker(told.endpoint_id, told.instance_id, told.said) for told in await workers.workers()]
+
+
+async def _known(plan: SwitchPlan, frontend: Frontend, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    for each in plan.first:
+        while not await frontend.knows(plan.model, each.instance_id):
+            if time.monotonic() > deadline:
+                raise StageTimeoutError(
+                    f"after {timeout:g} s the frontend does not send requests to {each}; the old first stage "
+                    "stays beside it; switch again to go on or back"
+                )
+            await asyncio.sleep(POLL_SECONDS)
+
+
+async def _finished(plan: SwitchPlan, workers: Workers, timeout: float) -> int:
+    """Requests that the old first stage still has after `timeout` seconds. They end there in their own time."""
+    deadline = time.monotonic() + timeout
+    while left := sum(
+        each.is_.whole_requests
+        for each in await all_workers(workers)
+        if each.is_.role is not plan.to.first_stage_role
+    ):
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(POLL_SECONDS)
+    return left
+
+
+def _names(workers: Iterable[Worker]) -> str:
+    return ", ".join(map(str, workers))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    # Not `choices`: a refusal says why, too.
+    add(
+        "--to",
+        required=True,
+        metavar="{" + ",".join(SWITCHABLE) + "}",
+        help="the strategy to run from now on",
+    )
+    where.add_arguments(parser)
+    add(
+        "--frontend",
+        metavar="URL",
+        help="without --run-dir: a frontend to ask when it knows the new first stage",
+    )
+    add(
+        "--settle",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="without any frontend to ask: how long they get to learn of it (default: %(default)g)",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="for each step (default: %(default)g)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code: 0 when switched, 1 when it failed on the way, 2 when a setting is wrong."""
+    require_switchable(args.to)
+    if args.run_dir is not None and (args.namespace or args.frontend):
+        raise ConfigError("--run-dir says where everything is; give no --namespace and no --frontend with it")
+    up = where.describe_up(args.run_dir)
+    signer = where.signer(args.run_dir, args.key_file, os.environ)
+    try:
+        print(asyncio.run(_switch(args, up, signer)))
+        if up is not None:
+            order(args.run_dir, Switched(args.to))
+    except ConfigError:
+        raise
+    except DisaggError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _switch(args: argparse.Namespace, up: dict[str, Any] | None, signer: Signer) -> str:
+    async with where.workers_of(up, args.namespace, signer) as workers:
+        return await switch(workers, _frontend(args, up), args.to, args.timeout, _say)
+
+
+def _frontend(args: argparse.Namespace, up: dict[str, Any] | None) -> Frontend:
+    url = up["url"] if up else args.frontend
+    return HttpFrontend(url.rstrip("/")) if url else UnknownFrontends(args.settle)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,119 @@
+"""Where a running deployment is: that of an `up`, by its run directory, or any other one, by Dynamo's discovery; and
+the key that its workers ask for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping
+from contextlib import asynccontextmanager, contextmanager, redirect_stderr
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtllm_disagg.commands import KeySigner, Signer
+from trtllm_disagg.config.flags import FLAGS
+from trtllm_disagg.config.worker_config import flag_of
+from trtllm_disagg.deployment.command_socket import Describe, order
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.keys import KEY_FILE, AdminKey
+
+if TYPE_CHECKING:
+    from trtllm_disagg.dynamo_runtime import Controller
+
+
+# A command's output without the log of the runtime under it.
+
+
+_STDERR = 2
+
+
+@contextmanager
+def quiet_runtime(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Inside, what Python prints to stderr arrives there, and what Dynamo's runtime logs does not.
+
+    The runtime writes a line for each of its own requests at every level, `off` included, past Python to descriptor 2;
+    what it writes later, when the process ends, DYN_LOG keeps back, so its module must be imported inside. Where the
+    user has set DYN_LOG, the runtime's log stays.
+    """
+    if environ.get("DYN_LOG"):
+        yield
+        return
+    environ["DYN_LOG"] = "off"
+    sys.stderr.flush()
+    with os.fdopen(os.dup(_STDERR), "w", buffering=1) as ours, redirect_stderr(ours):
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), _STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(ours.fileno(), _STDERR)
+
+
+KEY_FLAG = "--key-file"
+_KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
+#: A worker that leaves waits until all frontends have heard of it.
+_ANSWER_SECONDS = 60.0
+_PLANES = (("DYN_DISCOVERY_BACKEND", "file"), ("DYN_REQUEST_PLANE", "tcp"), ("DYN_EVENT_PLANE", "zmq"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run directory of a running `up`")
+    parser.add_argument(
+        "--namespace", metavar="NAME", help="without --run-dir: Dynamo namespace [DYN_NAMESPACE]"
+    )
+    parser.add_argument(
+        KEY_FLAG,
+        type=Path,
+        metavar="FILE",
+        help=f"key of the workers, as in their {flag_of('admin_key_file')} (default: that in --run-dir, or "
+        f"[{_KEY_VARIABLE}], or the one that the launch scripts make)",
+    )
+
+
+def describe_up(run_dir: Path | None) -> dict[str, Any] | None:
+    """What an `up` says of itself; None when there is none to ask. Raises ConfigError when none is running there."""
+    return order(run_dir, Describe()) if run_dir is not None else None
+
+
+def signer(run_dir: Path | None, key_file: Path | None, environ: Mapping[str, str]) -> Signer:
+    """Signs what workers are told. Raises ConfigError when there is no key."""
+    named = key_file or (run_dir and run_dir / KEY_FILE) or environ.get(_KEY_VARIABLE)
+    path = Path(named) if named else _key_of_launch_scripts(environ)
+    if not named and not path.exists():
+        raise ConfigError(
+            f"{KEY_FLAG} is missing: workers obey only with the key that they have by {flag_of('admin_key_file')}; "
+            "give that file, or --run-dir for the workers of an `up`"
+        )
+    return KeySigner(AdminKey.read(path, KEY_FLAG))
+
+
+def _key_of_launch_scripts(environ: Mapping[str, str]) -> Path:
+    """Where launch/lib.sh makes one."""
+    state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or "/", ".local", "state")
+    return Path(state, "trtllm-disagg", "admin.key")
+
+
+@asynccontextmanager
+async def workers_of(
+    up: dict[str, Any] | None, namespace: str | None, signer: Signer
+) -> AsyncIterator[Controller]:
+    if up is not None:
+        os.environ["DYN_FILE_KV"] = up["discovery"]
+        namespace = up["namespace"]
+    backend, request_plane, event_plane = (
+        ("file", "tcp", "zmq") if up else tuple(os.environ.get(name) or default for name, default in _PLANES)
+    )
+    with quiet_runtime(os.environ):
+        from trtllm_disagg.dynamo_runtime import controller
+
+        async with controller(
+            backend=backend,
+            request_plane=request_plane,
+            event_plane=event_plane,
+            namespace=namespace or os.environ.get("DYN_NAMESPACE") or "dynamo",
+            signer=signer,
+            timeout=_ANSWER_SECONDS,
+        ) as workers:
+            yield workers

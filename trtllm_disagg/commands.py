@@ -1,0 +1,224 @@
+"""What a running worker can be told, and how that looks on the wire.
+
+A command travels as a request with the one key CONTROL. No client of a frontend can send it: the frontend refuses
+keys that it does not know, and whatever it sends has tokens, which no command has.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from trtllm_disagg.config.worker_config import Role, Strategy, flag_of
+from trtllm_disagg.errors import CommandRefusedError, InvalidRequestError
+from trtllm_disagg.keys import AdminKey
+
+CONTROL = "trtllm_disagg.commands"
+
+#: Between these a deployment can switch while it serves: the same workers run all of them.
+SWITCHABLE = (Strategy.PREFILL_FIRST, Strategy.DECODE_FIRST, Strategy.AUTO)
+
+
+class Describe(msgspec.Struct, frozen=True, tag_field="command", tag="describe", forbid_unknown_fields=True):
+    """Who are you?"""
+
+
+class Switch(msgspec.Struct, frozen=True, tag_field="command", tag="switch", forbid_unknown_fields=True):
+    """Be the first or the second stage, as your role is under `to`."""
+
+    to: str
+
+    @property
+    def strategy(self) -> Strategy:
+        return switchable(self.to)
+
+
+class Set(msgspec.Struct, frozen=True, tag_field="command", tag="set", forbid_unknown_fields=True):
+    """Thresholds: all of `values`, or none when one of them is refused by its name."""
+
+    values: dict[str, int | float | str | bool]
+
+
+Command = Describe | Switch | Set
+COMMANDS: tuple[str, ...] = ("describe", "switch", "set")
+
+
+def is_control(request: Mapping[str, Any]) -> bool:
+    return CONTROL in request and "token_ids" not in request
+
+
+def encode_command(command: Command) -> dict[str, Any]:
+    return {CONTROL: msgspec.to_builtins(command)}
+
+
+def decode_command(raw: Any) -> Command:
+    """Raise InvalidRequestError naming the key that does not fit, and what is allowed."""
+    try:
+        command: Command = msgspec.convert(raw, Command)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(
+            f"{CONTROL}: {error}; expected a command of {', '.join(COMMANDS)}"
+        ) from None
+    if isinstance(command, Switch):
+        switchable(command.to)
+    return command
+
+
+def switchable(to: str) -> Strategy:
+    """Raise InvalidRequestError unless a running deployment can become that."""
+    if to not in SWITCHABLE:
+        raise InvalidRequestError(
+            f"to: {to!r} is not allowed; expected one of {', '.join(SWITCHABLE)} "
+            "(router and agg need other workers; start a deployment of their own)"
+        )
+    return Strategy(to)
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What a switch has to know of a worker; it tells more."""
+
+    role: Role
+    strategy: Strategy
+    model: str
+    #: The frontend knows it, and may send it requests.
+    registered: bool = False
+    #: Whole requests, from a frontend, that it is answering.
+    whole_requests: int = 0
+    #: Flags of its start without which it could be switched.
+    fixed_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A worker, and what it says of itself: a `Description` and more, if it is one of ours."""
+
+    endpoint_id: str
+    instance_id: int
+    said: dict[str, Any]
+
+
+# Control commands that prove their origin: only the holder of the deployment's key can change a worker.
+#
+# A worker's endpoint can be reached by every process that can open a connection to it. So a command that changes
+# something carries a signature over the command, the instance that it is for, the time, and a nonce. To ask what a
+# worker
+# is needs none.
+
+
+#: How far the clocks of two hosts may differ. So long a worker remembers the nonces that it has seen.
+VALID_SECONDS = 60.0
+
+Clock = Callable[[], float]
+
+
+class SignedCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """On the wire. `order` is the JSON of an `Order`, to the byte as it was signed."""
+
+    order: str
+    key: str
+    signature: str
+
+
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`command` for the worker `instance_id`; `at` is in seconds since the epoch."""
+
+    command: dict[str, Any]
+    instance_id: int
+    at: float
+    nonce: str
+
+
+class Signer(Protocol):
+    def request(self, command: Command, instance_id: int) -> dict[str, Any]:
+        """What is sent to the worker `instance_id`."""
+        ...
+
+
+class Verifier(Protocol):
+    def command_of(self, raw: Any) -> Command:
+        """Raises CommandRefusedError without a valid signature, InvalidRequestError for what is no command."""
+        ...
+
+
+class KeySigner:
+    def __init__(self, key: AdminKey, clock: Clock = time.time) -> None:
+        self._key = key
+        self._clock = clock
+
+    def request(self, command: Command, instance_id: int) -> dict[str, Any]:
+        plain = encode_command(command)
+        order = Order(plain[CONTROL], instance_id, self._clock(), secrets.token_hex(16))
+        text = msgspec.json.encode(order).decode()
+        signed = SignedCommand(text, self._key.id, self._key.signature(text))
+        return {CONTROL: msgspec.to_builtins(signed)}
+
+
+class KeyVerifier:
+    """Takes each command once, for `instance_id` only, and only while it is fresh."""
+
+    def __init__(self, key: AdminKey, instance_id: int, clock: Clock = time.time) -> None:
+        self._key = key
+        self._instance_id = instance_id
+        self._clock = clock
+        #: Nonce -> when its command is too old anyway.
+        self._seen: dict[str, float] = {}
+
+    def command_of(self, raw: Any) -> Command:
+        if not _is_signed(raw):
+            return _unsigned(raw, f"this worker takes commands signed with the key {self._key.id} only")
+        signed = _convert(raw, SignedCommand)
+        if not self._key.has_signed(signed.order, signed.signature):
+            raise CommandRefusedError(
+                f"{CONTROL}: signed with another key ({signed.key[:12]!r}) than this worker's ({self._key.id})"
+            )
+        order = msgspec.json.decode(signed.order, type=Order)
+        self._require_fresh(order)
+        return decode_command(order.command)
+
+    def _require_fresh(self, order: Order) -> None:
+        now = self._clock()
+        if order.instance_id != self._instance_id:
+            raise CommandRefusedError(f"{CONTROL}: signed for another worker, instance {order.instance_id:x}")
+        if not abs(now - order.at) <= VALID_SECONDS:
+            raise CommandRefusedError(
+                f"{CONTROL}: signed {now - order.at:.0f} s ago by this worker's clock; expected at most "
+                f"{VALID_SECONDS:g} (do the clocks of the two hosts agree?)"
+            )
+        self._seen = {nonce: until for nonce, until in self._seen.items() if until >= now}
+        if order.nonce in self._seen:
+            raise CommandRefusedError(f"{CONTROL}: this worker has had this command already")
+        self._seen[order.nonce] = order.at + VALID_SECONDS
+
+
+class NoKeyVerifier:
+    """Of a worker that was started without a key."""
+
+    def command_of(self, raw: Any) -> Command:
+        why = f"this worker has no key and takes no commands; start it with {flag_of('admin_key_file')} FILE"
+        if _is_signed(raw):
+            raise CommandRefusedError(f"{CONTROL}: {why}")
+        return _unsigned(raw, why)
+
+
+def _is_signed(raw: Any) -> bool:
+    return isinstance(raw, dict) and "signature" in raw
+
+
+def _unsigned(raw: Any, why_not: str) -> Command:
+    """Only what changes nothing."""
+    command = decode_command(raw)
+    if not isinstance(command, Describe):
+        raise CommandRefusedError(f"{CONTROL}: not signed; {why_not}")
+    return command
+
+
+def _convert(raw: Any, kind: type[SignedCommand]) -> SignedCommand:
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"{CONTROL}: {error}") from None

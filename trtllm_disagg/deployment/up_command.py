@@ -1,0 +1,206 @@
+"""`trtllm-disagg up`: flags to `DeploymentConfig`, and the run itself."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trtllm_disagg.config.args import argument_parser_of
+from trtllm_disagg.config.flags import FLAGS
+from trtllm_disagg.config.worker_config import SETTINGS, flag_of
+from trtllm_disagg.deployment.plan import (
+    BEYOND_DRAIN_SECONDS,
+    NEXT_ROUTERS,
+    PREFILL_DISPATCHES,
+    STRATEGIES,
+    WORKER_ROLES,
+    DeploymentConfig,
+    Role,
+    Strategy,
+)
+from trtllm_disagg.deployment.run_dir import scratch_directory
+from trtllm_disagg.deployment.running import serve
+from trtllm_disagg.deployment.status import status_for
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.model_directory import servable_model
+
+COUNT_FLAGS: Mapping[Role, str] = {
+    "agg": "--agg-workers",
+    "prefill": "--prefill-workers",
+    "decode": "--decode-workers",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = DeploymentConfig
+    add = parser.add_argument
+    add("--strategy", required=True, choices=STRATEGIES, help="which stage takes the request first")
+    add("--model", required=True, help="model directory or Hugging Face name")
+    add("--served-model-name", help="name for clients (default: the name of the model directory)")
+    add("--prefill-workers", type=int, metavar="N", help=f"(default: {default.prefill_workers})")
+    add("--decode-workers", type=int, metavar="N", help=f"(default: {default.decode_workers})")
+    add("--agg-workers", type=int, metavar="N", help=f"only with agg (default: {default.agg_workers})")
+    add("--http-host", default=default.http_host, help="(default: %(default)s)")
+    add(
+        "--http-port",
+        type=int,
+        default=default.http_port,
+        metavar="PORT",
+        help="0 takes any free port (default: %(default)s)",
+    )
+    add("--namespace", default=default.namespace, help="Dynamo namespace (default: %(default)s)")
+    add(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="logs and processes.json (default: a temporary directory, kept when something failed)",
+    )
+    add("--engine", help="which module offers the LLM API (default: the worker's)")
+    add(
+        "--engine-configs",
+        type=Path,
+        metavar="DIR",
+        help="directory with agg.yaml, or prefill.yaml and decode.yaml (default: none)",
+    )
+    add(
+        "--kv-block-size",
+        type=int,
+        metavar="TOKENS",
+        help="for all workers and the router (default: the engine's)",
+    )
+    add(
+        "--next-router",
+        choices=NEXT_ROUTERS,
+        help="how a worker chooses the one that it calls (default: the worker's, round_robin)",
+    )
+    add(
+        "--prefill-dispatch",
+        choices=PREFILL_DISPATCHES,
+        default=default.prefill_dispatch,
+        help="queue: starts a NATS server, and prefill workers pull from it (default: %(default)s)",
+    )
+    add(
+        "--startup-timeout",
+        type=float,
+        default=default.startup_timeout,
+        metavar="SECONDS",
+        help="(default: %(default)g)",
+    )
+    drain = FLAGS["drain_seconds"]
+    add(
+        flag_of("drain_seconds"),
+        type=argument_parser_of("drain_seconds"),
+        metavar="SECONDS",
+        help="how long a worker that leaves waits for its requests; then other workers go on with them "
+        f"(default: {SETTINGS['drain_seconds'].default:g}) [{drain.variables[0]}]",
+    )
+    add(
+        "--stop-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"when a process that was told to stop is killed (default: {BEYOND_DRAIN_SECONDS:g} s after draining)",
+    )
+    add(
+        "--no-restart",
+        dest="restart",
+        action="store_false",
+        help="a process that dies is not started again (default: it is, after 1, 2, 4 ... 30 s)",
+    )
+    add(
+        "--worker-args",
+        type=shlex.split,
+        default=[],
+        metavar="'...'",
+        help="more arguments for every worker (one alone: --worker-args=--flag)",
+    )
+    add(
+        "--frontend-args",
+        type=shlex.split,
+        default=[],
+        metavar="'...'",
+        help="more arguments for dynamo.frontend (one alone: --frontend-args=--flag)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code: that of `serve`."""
+    if args.run_dir is not None:
+        return _serve(config_from(args, args.run_dir))
+    with scratch_directory("trtllm-disagg-") as scratch:
+        if (code := _serve(config_from(args, scratch.path))) == 1:
+            scratch.keep()
+        return code
+
+
+def _serve(config: DeploymentConfig) -> int:
+    config = replace(config, model=str(servable_model(config.model)))
+    return asyncio.run(serve(config, status_for(sys.stderr)))
+
+
+def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
+    return DeploymentConfig(
+        strategy=args.strategy,
+        model=args.model,
+        served_model_name=args.served_model_name or default_name(args.model),
+        run_dir=run_dir,
+        http_host=args.http_host,
+        http_port=args.http_port,
+        namespace=args.namespace,
+        engine=args.engine,
+        engine_configs=engine_configs_in(args.engine_configs, args.strategy) if args.engine_configs else {},
+        kv_block_size=args.kv_block_size,
+        next_router=args.next_router,
+        prefill_dispatch=args.prefill_dispatch,
+        worker_args=tuple(args.worker_args),
+        frontend_args=tuple(args.frontend_args),
+        startup_timeout=args.startup_timeout,
+        drain_seconds=_drain_seconds(args.drain_seconds, os.environ),
+        stop_timeout=args.stop_timeout,
+        restart=args.restart,
+        **_worker_counts(args),
+    )
+
+
+def _drain_seconds(given: float | None, environ: Mapping[str, str]) -> float | None:
+    """As a worker takes it: the flag, else the variable."""
+    variable = FLAGS["drain_seconds"].variables[0]
+    if given is None and environ.get(variable):
+        parsed: float = argument_parser_of("drain_seconds", variable)(environ[variable])
+        return parsed
+    return given
+
+
+def default_name(model: str) -> str:
+    """The name of the directory; a Hugging Face name is kept whole."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def engine_configs_in(directory: Path, strategy: Strategy) -> dict[Role, Path]:
+    """The YAML file of every role that `strategy` needs."""
+    files = {role: (directory / f"{role}.yaml").absolute() for role in WORKER_ROLES[strategy]}
+    missing = [file.name for file in files.values() if not file.is_file()]
+    if missing:
+        raise ConfigError.bad_value(
+            "--engine-configs", str(directory), f"a directory with {' and '.join(missing)}"
+        )
+    return files
+
+
+def _worker_counts(args: argparse.Namespace) -> dict[str, Any]:
+    counts: dict[str, Any] = {}
+    for role, flag in COUNT_FLAGS.items():
+        count = getattr(args, f"{role}_workers")
+        if count is None:
+            continue
+        if role not in WORKER_ROLES[args.strategy]:
+            fitting = ", ".join(name for name in STRATEGIES if role in WORKER_ROLES[name])
+            raise ConfigError.bad_value(flag, count, f"--strategy {fitting}, not {args.strategy}")
+        counts[f"{role}_workers"] = count
+    return counts

@@ -1,0 +1,23 @@
+"""Everything of Dynamo's runtime that a worker uses. Only this package and `publisher/` import `dynamo`."""
+
+from trtllm_disagg.dynamo_runtime.controller import Controller, controller
+from trtllm_disagg.dynamo_runtime.errors import from_dynamo, to_dynamo
+from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, refuse_control
+from trtllm_disagg.dynamo_runtime.shutdown import Leaving
+from trtllm_disagg.dynamo_runtime.stage_client import DynamoDirectory, DynamoStageInstance
+from trtllm_disagg.dynamo_runtime.worker_endpoint import Registration, Runtime, ServedModel
+
+__all__ = [
+    "Controller",
+    "DynamoDirectory",
+    "DynamoStageInstance",
+    "Leaving",
+    "Registration",
+    "Runtime",
+    "ServedModel",
+    "as_dynamo_handler",
+    "controller",
+    "from_dynamo",
+    "refuse_control",
+    "to_dynamo",
+]

@@ -1,0 +1,246 @@
+"""A publisher runs beside the handlers for as long as the worker serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Protocol
+
+from dynamo.llm import KvEventPublisher, WorkerMetricsPublisher
+
+from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics, expose
+from trtllm_disagg.handlers.policy import Policy
+
+log = logging.getLogger(__name__)
+
+#: TensorRT-LLM answers at once when it has nothing.
+_PAUSE_SECONDS = 0.01
+_PAUSE_AFTER_ERROR_SECONDS = 1.0
+
+
+class Publisher(Protocol):
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class NullPublisher:
+    """Publishing is off."""
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    async def stop(self) -> None:
+        """Nothing to stop."""
+
+
+class PollingPublisher(ABC):
+    """Polls from start to stop. A poll that fails is logged; the next one is tried all the same."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._task: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    async def poll(self) -> None:
+        """Fetch what the engine has, and pass it on."""
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=self._name)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            pause = _PAUSE_SECONDS
+            try:
+                await self.poll()
+            except Exception:
+                log.exception("%s: publishing failed", self._name)
+                pause = _PAUSE_AFTER_ERROR_SECONDS
+            await asyncio.sleep(pause)
+
+
+# The engine's statistics -> the router's load, and the worker's /metrics. The only reader of that stream.
+
+
+_WAIT_SECONDS = 2.0
+
+
+class LoadSink(Protocol):
+    """Dynamo's WorkerMetricsPublisher, as far as we use it."""
+
+    def publish(
+        self, dp_rank: int | None, active_decode_blocks: int | None = None, kv_used_blocks: int | None = None
+    ) -> None: ...
+
+
+class StatsSink(Protocol):
+    def update(self, stat: Mapping[str, Any]) -> None: ...
+
+
+class StatsForwarder(PollingPublisher):
+    """Needs enable_iter_perf_stats. Of what came together, the router gets the newest and the metrics all."""
+
+    def __init__(self, llm: Any, load: LoadSink, metrics: StatsSink) -> None:
+        super().__init__("engine-stats")
+        self._llm = llm
+        self._load = load
+        self._metrics = metrics
+
+    async def start(self) -> None:
+        # The engine has no statistics before its first step, but the router asks.
+        self._load.publish(None, kv_used_blocks=0)
+        await super().start()
+
+    async def poll(self) -> None:
+        newest: dict[int | None, int] = {}
+        async for stat in self._llm.get_stats_async(timeout=_WAIT_SECONDS):
+            self._metrics.update(stat)
+            used = (stat.get("kvCacheStats") or {}).get("usedNumBlocks", 0)
+            newest[stat.get("attentionDpRank")] = used
+        for rank, used in newest.items():
+            self._load.publish(rank, kv_used_blocks=used)
+
+
+# The engine's KV cache events -> the router's index (facts: trtllm.md section 4, dynamo.md section 4).
+
+
+class EventSink(Protocol):
+    """Dynamo's KvEventPublisher, as far as we use it."""
+
+    def publish_stored(
+        self,
+        token_ids: list[int],
+        num_block_tokens: list[int],
+        block_hashes: list[int],
+        parent_hash: int | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> None: ...
+
+    def publish_removed(self, block_hashes: list[int]) -> None: ...
+
+
+class KvEventForwarder(PollingPublisher):
+    """Only whole blocks are published: the router cannot place a request on a part of one."""
+
+    def __init__(
+        self,
+        llm: Any,
+        sinks: Sequence[EventSink],
+        block_size: int,
+        on_gap: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_gap` is told when events were lost."""
+        super().__init__("kv-events")
+        self._on_gap = on_gap
+        self._llm = llm
+        self._sinks = sinks
+        self._block_size = block_size
+        #: Blocks that the router was not told about, so that it is not told of their end either.
+        self._unknown: set[int | str] = set()
+        self._next_event_id: dict[int | None, int] = {}
+        self._window = 0
+
+    async def poll(self) -> None:
+        async for event in self._llm.get_kv_cache_events_async(timeout=_WAIT_SECONDS):
+            self.forward(event)
+
+    def forward(self, event: dict[str, Any]) -> None:
+        """One event of TensorRT-LLM's format."""
+        self._note_gaps(event)
+        if not self._is_of_widest_window(event):
+            return
+        data = event["data"]
+        if data["type"] == "stored":
+            self._stored(data)
+        elif data["type"] == "removed":
+            self._removed(data)
+
+    def _stored(self, data: dict[str, Any]) -> None:
+        blocks = data["blocks"]
+        whole = list(takewhile(lambda block: len(block["tokens"]) == self._block_size, blocks))
+        # What follows a part of a block hangs on something that the router does not know.
+        self._unknown.update(block["block_hash"] for block in blocks[len(whole) :])
+        if whole:
+            parent = data["parent_hash"]
+            token_ids = [token["token_id"] for block in whole for token in block["tokens"]]
+            for sink in self._sinks:
+                sink.publish_stored(
+                    token_ids=token_ids,
+                    num_block_tokens=[self._block_size] * len(whole),
+                    block_hashes=[signed(block["block_hash"]) for block in whole],
+                    parent_hash=None if parent is None else signed(parent),
+                    cache_salt=whole[0].get("cache_salt"),
+                )
+
+    def _removed(self, data: dict[str, Any]) -> None:
+        known = [block for block in data["block_hashes"] if block not in self._unknown]
+        self._unknown.difference_update(data["block_hashes"])
+        if known:
+            for sink in self._sinks:
+                sink.publish_removed([signed(block) for block in known])
+
+    def _is_of_widest_window(self, event: dict[str, Any]) -> bool:
+        """A model with sliding windows tells of every block once per window; one of them is enough."""
+        window = event.get("window_size") or 0
+        self._window = max(self._window, window)
+        return window == self._window
+
+    def _note_gaps(self, event: dict[str, Any]) -> None:
+        event_id, rank = event.get("event_id"), event.get("attention_dp_rank")
+        if event_id is None:
+            return
+        due = self._next_event_id.get(rank, event_id)
+        if event_id != due:
+            log.warning(
+                "KV event %d came where %d was due: the router's view of this cache is stale; raise "
+                "kv_cache_config.event_buffer_max_size",
+                event_id,
+                due,
+            )
+            self._on_gap()
+        self._next_event_id[rank] = event_id + 1
+
+
+def signed(block_hash: int | str) -> int:
+    """The engine's unsigned 64 bits, or the start of its SHA-256 in hexadecimal, as a signed number."""
+    number = int(block_hash[:16], 16) if isinstance(block_hash, str) else block_hash
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+# Which publishers a worker runs.
+
+
+async def create_publishers(
+    config: WorkerConfig, endpoint: Any, peer_endpoint: Any, llm: Any, block_size: int, policy: Policy
+) -> list[Publisher]:
+    """One for cache events and one for statistics; null ones where the flags say so. `endpoint` is where frontends find
+    this worker, `peer_endpoint` where workers do.
+    """
+    sinks: list[EventSink] = []
+    listened_at = [(endpoint, config.publish_kv_events), (peer_endpoint, config.tells_peers)]
+    for each in (each for each, is_listened_at in listened_at if is_listened_at):
+        sinks.append(KvEventPublisher(each, kv_block_size=block_size, enable_local_indexer=True))
+    if config.reads_kv_events:
+        sinks.append(policy.cached)
+    events: Publisher = (
+        KvEventForwarder(llm, sinks, block_size, on_gap=policy.cached.clear) if sinks else NullPublisher()
+    )
+    stats: Publisher = NullPublisher()
+    if config.publish_metrics:
+        load, metrics = WorkerMetricsPublisher(), EngineMetrics(policy.counts, policy.queued)
+        await load.create_endpoint(endpoint)
+        expose(metrics, endpoint, config)
+        stats = StatsForwarder(llm, load, metrics)
+    return [events, stats]

@@ -1,0 +1,1 @@
+"""The LLM API of TensorRT-LLM on the embedded engine."""

@@ -1,0 +1,1 @@
+"""KV transfer as the engine core sees it."""

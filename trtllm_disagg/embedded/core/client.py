@@ -1,0 +1,193 @@
+"""The worker's end of the engine core process: start it, talk to it, notice its death."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from trtllm_disagg import errors
+from trtllm_disagg.embedded.ipc.link import Link, accept, listen
+from trtllm_disagg.embedded.ipc.messages import Command, Failed, Ready, Report, Shutdown, StepReport
+from trtllm_disagg.embedded.tensor_parallel.launch import RankWatch, core_launch
+
+log = logging.getLogger(__name__)
+
+REPORTS = msgspec.msgpack.Decoder(Report)
+_POLL_SECONDS = 0.2
+_END_SECONDS = 5
+
+
+class CoreClient:
+    """`on_report` and `on_death` are called on this client's receiver thread; `send` is thread-safe."""
+
+    def __init__(
+        self,
+        args: dict[str, Any],
+        *,
+        num_threads: int,
+        on_report: Callable[[StepReport], None],
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._on_report = on_report
+        self._on_death = on_death
+        self._closing = False
+        self._failure: str | None = None
+        self._ranks = RankWatch(())
+        self._open = contextlib.ExitStack()
+        listener, address = listen()
+        self._open.enter_context(listener)
+        self._process = self._spawn(args, address, num_threads)
+        try:
+            self._link = self._open.enter_context(contextlib.closing(self._accept(listener)))
+            self._link.wait_at_most(_POLL_SECONDS)
+            self.ready = self._wait_ready()
+        except BaseException:
+            self._cleanup()
+            raise
+        self._ranks = RankWatch(self.ready.pids)
+        self._receiver = threading.Thread(target=self._receive, name="engine-receiver", daemon=True)
+        self._receiver.start()
+
+    @property
+    def alive(self) -> bool:
+        return not self._closing and self._process.poll() is None
+
+    def send(self, command: Command) -> None:
+        """To a core that has died, nothing is sent; `on_death` tells of that."""
+        if not self._closing:
+            self._link.send(command)
+
+    def close(self) -> None:
+        """Ask the core to end, and end it if it does not."""
+        if self._closing:
+            return
+        self.send(Shutdown())
+        self._closing = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_END_SECONDS)
+        self._receiver.join(timeout=5)
+        self._cleanup()
+
+    # -- internals
+
+    def _spawn(self, args: dict[str, Any], address: str, num_threads: int) -> subprocess.Popen[bytes]:
+        process = core_launch(args["tensor_parallel_size"], num_threads, os.environ).start()
+        start = {"args": args, "address": address}
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; _accept says so
+            process.stdin.write(msgspec.json.encode(start) + b"\n")
+            process.stdin.flush()
+        return process
+
+    def _accept(self, listener: socket.socket) -> Link[Report]:
+        listener.settimeout(_POLL_SECONDS)
+        while True:
+            has_ended = self._process.poll() is not None
+            try:
+                connection = accept(listener)
+            except TimeoutError:
+                if has_ended:
+                    raise errors.EngineError(f"{self._exit_code()} while starting") from None
+            else:
+                return Link(connection, REPORTS)
+
+    def _wait_ready(self) -> Ready:
+        while True:
+            has_ended = self._process.poll() is not None
+            try:
+                reports = iter(received := self._link.receive(wait=True))
+            except EOFError:
+                self._end()
+                raise errors.EngineError(f"{self._exit_code()} while starting") from None
+            if has_ended and not received:
+                raise errors.EngineError(f"{self._exit_code()} while starting")
+            for report in reports:
+                if isinstance(report, Ready):
+                    for later in reports:
+                        self._tell(later)
+                    return report
+                if isinstance(report, Failed):
+                    raise _start_error(report)
+
+    def _receive(self) -> None:
+        try:
+            while not self._closing:
+                if not self._deliver(wait=True) and not self._closing:
+                    self._look_after()
+                if self._failure is not None:
+                    self._on_death(self._failure)
+                    self._end()
+                    return
+        except Exception as error:
+            # Without this thread every request would wait for ever.
+            log.exception("receiving from the engine process failed")
+            if not self._closing:
+                self._on_death(f"receiving from the engine process failed: {error}")
+
+    def _look_after(self) -> None:
+        """It is silent: because there is nothing to say?"""
+        if self._process.poll() is not None:
+            self._deliver(wait=False)  # what it said last
+            self._failure = self._failure or self._exit_code()
+        elif who := self._ranks.who_stopped():
+            self._failure = who
+            self._ranks.kill()
+
+    def _deliver(self, *, wait: bool) -> bool:
+        """What it says, when it says something in time."""
+        try:
+            reports = self._link.receive(wait=wait)
+        except EOFError:
+            # It is ending. Who has nothing to say any more, and stays, hangs; nobody shall wait for it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+            if self._process.poll() is None and not self._closing:
+                self._failure = self._failure or "the engine process has closed its socket"
+            return False
+        for report in reports:
+            self._tell(report)
+        return bool(reports)
+
+    def _tell(self, report: Report) -> None:
+        if isinstance(report, StepReport):
+            self._on_report(report)
+        elif isinstance(report, Failed):
+            self._failure = f"the engine cannot go on: {report.message}"
+
+    def _exit_code(self) -> str:
+        return f"the engine process ended with exit code {self._process.returncode}"
+
+    def _end(self) -> None:
+        """Now, if it does not soon by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_END_SECONDS)
+        self._ranks.kill()
+        self._process.kill()
+        self._process.wait()
+
+    def _cleanup(self) -> None:
+        self._closing = True
+        if self._process.poll() is None:
+            self._ranks.kill()
+            self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._open.close()
+
+
+def _start_error(report: Failed) -> Exception:
+    """The core's own exception where it is one of ours, else an EngineError that names it."""
+    kind = getattr(errors, report.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.DisaggError):
+        return kind(report.message)
+    return errors.EngineError(f"the engine cannot start: {report.kind}: {report.message}")

@@ -1,0 +1,89 @@
+"""`python -m trtllm_disagg.embedded.core.precompile [DTYPE ...]`: compile the kernels now, not when the first engine starts.
+
+By a model of one layer with no sense in it: what is compiled depends on the types of numbers only.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from trtllm_disagg.embedded.core.warmup import take_first_steps
+from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
+from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.model.forward_plan import choose_forward
+from trtllm_disagg.embedded.model.model_loader import load_model, read_shape
+from trtllm_disagg.embedded.model.model_runner import ModelRunner
+from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig
+from trtllm_disagg.steadily import steadily
+
+DTYPES = ("float32", "bfloat16")
+
+_WIDTH, _BLOCKS, _TOKENS_PER_BLOCK = 64, 4, 32
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": _WIDTH,
+    "hidden_size": _WIDTH,
+    "intermediate_size": _WIDTH,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": _WIDTH,
+    "max_position_embeddings": _BLOCKS * _TOKENS_PER_BLOCK,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_MATRICES = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+
+
+def precompile(dtype: str, cpu: CpuFeatures) -> None:
+    """All that an engine for models of this dtype needs; done at once when it is there already."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="trtllm-disagg-") as name:
+        directory = Path(name)
+        _write_model(directory, dtype)
+        shape = read_shape(directory, dtype)
+        plan = choose_forward(directory, EmbeddedConfig(), shape, torch.device("cpu"), cpu)
+        pool = KvPool(torch.zeros(_BLOCKS, 1, 2, _TOKENS_PER_BLOCK, 1, _WIDTH, dtype=shape.dtype))
+        forward = plan.make_forward(load_model(directory, shape, plan.kind), pool, shape.max_positions)
+        runner = ModelRunner(forward, pool, plan.take_decode_rows)
+        take_first_steps(runner, directory, _BLOCKS, _TOKENS_PER_BLOCK)
+        runner.close()
+
+
+def _write_model(directory: Path, dtype: str) -> None:
+    (directory / "config.json").write_text(json.dumps(_CONFIG | {"dtype": dtype}))
+    kind = getattr(torch, dtype)
+    weights = {"model.embed_tokens.weight": torch.ones(_WIDTH, _WIDTH, dtype=kind)}
+    weights |= {f"model.layers.0.{m}_proj.weight": torch.ones(_WIDTH, _WIDTH, dtype=kind) for m in _MATRICES}
+    norms = ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")
+    weights |= {f"{norm}.weight": torch.ones(_WIDTH, dtype=kind) for norm in norms}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+
+def main(dtypes: Sequence[str]) -> int:
+    """Every dtype in a process of its own, at the same time. Exit status 0: all is there."""
+    if not this_cpu().compiles:
+        return 0
+    if len(dtypes) == 1:
+        precompile(dtypes[0], this_cpu())
+        return 0
+    command = (sys.executable, "-P", "-m", "trtllm_disagg.embedded.core.precompile")
+    with steadily("compiling kernels (once)"):
+        processes = [subprocess.Popen((*command, dtype)) for dtype in dtypes or DTYPES]
+        return max(process.wait() for process in processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,228 @@
+"""The engine core as a process of its own: commands in, one report a step out, over a Unix socket.
+
+Started by client.py. Standard input carries the start message and then stays open: when it closes, the
+worker is gone, and so is this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trtllm_disagg.activity import reporter_of
+from trtllm_disagg.embedded.ipc.link import Link, connect
+from trtllm_disagg.embedded.ipc.messages import (
+    AddRequest,
+    Command,
+    Failed,
+    Ready,
+    Report,
+    Shutdown,
+    StepReport,
+)
+from trtllm_disagg.embedded.tensor_parallel.group import leave, own_rank
+from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB
+
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded.params.llm_args import LlmArgs
+
+log = logging.getLogger("trtllm_disagg.embedded")
+
+_LAST_WORDS_SECONDS = 2.0
+
+_commands = msgspec.msgpack.Decoder(Command)
+
+#: After so long without work, memory that steps needed goes back to the system.
+_IDLE_SECONDS = 1.0
+
+
+class Start(msgspec.Struct):
+    """The first line of standard input, JSON."""
+
+    args: dict[str, Any]
+    #: Of the worker's socket.
+    address: str
+    log_level: str = "INFO"
+
+
+class CoreProcess:
+    def __init__(self, start: Start) -> None:
+        self._link = Link(connect(start.address), _commands)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._num_active = 0
+        #: Process ids of the other ranks. They end with this one, if they are not stopped.
+        self.others: list[int] = []
+        self._poll = select.poll()
+        self._poll.register(self._link, select.POLLIN)
+        self._poll.register(self._wake_fd, select.POLLIN)
+
+    def wake(self) -> None:
+        """From any thread: there is something to do."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def report(self, message: Report) -> None:
+        """From any thread."""
+        self._link.send(message)
+
+    def fail(self, reason: str) -> None:
+        """From any thread, and for good: say why the engine cannot go on, and end the process."""
+        self.report(Failed("EngineError", reason))
+        self._link.flush(_LAST_WORDS_SECONDS)
+        os._exit(1)
+
+    def serve(self, core: Any) -> None:
+        """Until Shutdown. Sleeps whenever the core has nothing to do."""
+        ready: Ready = core.ready()
+        self.others = ready.pids[1:]
+        self.report(ready)
+        is_tidy = False
+        while True:
+            timeout = 0.0 if core.has_work else core.seconds_to_deadline()
+            if not is_tidy:
+                timeout = _IDLE_SECONDS if timeout is None else min(timeout, _IDLE_SECONDS)
+            commands = self._receive(timeout)
+            is_idle = not (commands or core.has_work)
+            if is_idle and not is_tidy:
+                _return_free_memory()
+            is_tidy = is_idle
+            for command in commands:
+                match command:
+                    case Shutdown():
+                        return
+                    case _:
+                        _apply(core, command)
+            report: StepReport = core.step()
+            if report.outputs or report.events or report.stats or report.num_active != self._num_active:
+                self._num_active = report.num_active
+                self.report(report)
+
+    def close(self) -> None:
+        self._link.flush(_LAST_WORDS_SECONDS)
+        self._link.close()
+
+    def _receive(self, timeout: float | None) -> list[Command]:
+        commands: list[Command] = []
+        for fd, _ in self._poll.poll(None if timeout is None else int(timeout * 1000) + (timeout > 0)):
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+            else:
+                commands = self._commands()
+        return commands
+
+    def _commands(self) -> list[Command]:
+        try:
+            return self._link.receive(wait=False)
+        except EOFError:
+            self._poll.unregister(self._link)  # who watches the parent ends this process
+            return []
+
+
+def _apply(core: Any, command: Command) -> None:
+    if isinstance(command, AddRequest):
+        core.add(command)
+    else:
+        core.abort(command.request_id)  # type: ignore[union-attr]
+
+
+def _exit_with_parent(process: CoreProcess) -> None:
+    """Ends this process when the worker is gone, however it went."""
+
+    def watch() -> None:
+        # Not sys.stdin: its lock would block the interpreter's shutdown.
+        while os.read(0, 4096):
+            pass
+        for pid in process.others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> int:
+    # What an engine makes, UCX's shared memory for one, is its user's alone.
+    os.umask(0o077)
+    # Ctrl-C reaches the whole process group; the worker decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if own_rank():
+        from trtllm_disagg.embedded.tensor_parallel import follower
+
+        return follower.main()
+    start = msgspec.json.decode(_read_line(), type=Start)
+    logging.basicConfig(level=start.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    process = CoreProcess(start)
+    _exit_with_parent(process)
+    try:
+        core = _build(start, process)
+    except Exception as error:  # whatever it is, the worker must hear of it
+        log.debug("engine start failed", exc_info=True)
+        process.report(Failed(type(error).__name__, str(error)))
+        process.close()
+        return 1
+    try:
+        process.serve(core)
+    finally:
+        core.close()
+        process.close()
+    if IN_JOB in sys.argv:
+        leave()
+    return 0
+
+
+def use_cpus(args: LlmArgs, rank: int) -> None:
+    """Threads and processors of this rank; each gets its share of the processors when there are enough."""
+    import torch
+
+    torch.set_num_threads(args.embedded.num_threads)
+    if (cpus := args.embedded.cpu_affinity) is not None:
+        os.sched_setaffinity(0, cpus[rank :: args.tensor_parallel_size] or cpus)
+
+
+def _read_line() -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        if not (part := os.read(0, 65536)):
+            raise SystemExit("the worker went away before it said what to run")
+        line += part
+    return bytes(line)
+
+
+def _build(start: Start, process: CoreProcess) -> Any:
+    reporter = reporter_of(os.environ)
+    reporter.tell("loading libraries")
+    from trtllm_disagg.embedded.core.engine_core import EngineCore
+    from trtllm_disagg.embedded.params.llm_args import LlmArgs
+    from trtllm_disagg.embedded.tensor_parallel.team import open_team
+
+    args = LlmArgs.model_validate(start.args)
+    team = open_team(args, process.fail)
+    use_cpus(args, rank=0)
+    core = EngineCore(args, process.wake, team, reporter)
+    gc.collect()
+    return core
+
+
+def _return_free_memory() -> None:
+    """What loading, packing and long prompts took and freed; glibc keeps it otherwise."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    if IN_JOB in sys.argv:  # its launcher waits for the end of MPI, which is in the C library's exit
+        sys.exit(status)
+    # All is closed; to take torch and UCX apart as well would take the worker's shutdown seconds.
+    os._exit(status)

@@ -1,0 +1,1 @@
+"""Compiled CPU kernels: LLVM IR and numba, kept on disk once compiled."""

@@ -1,0 +1,1 @@
+"""Guided decoding: grammars, their trial compilation, and the masks that they give."""

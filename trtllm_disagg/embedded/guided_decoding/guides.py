@@ -1,0 +1,203 @@
+"""Guided decoding in the engine core, by llguidance: a grammar beside a sequence says what may come next.
+
+`Guides` compiles each grammar (grammar.py has the worker's side) once; a `Guide` advances over the tokens
+of one choice, wherever they were sampled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
+
+from trtllm_disagg.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.embedded.params.checkpoint import read_json
+from trtllm_disagg.errors import ConfigError, InvalidRequestError
+
+# What guided decoding needs to know of a model's tokenizer, read without transformers where that is safe.
+
+
+@dataclass(frozen=True, slots=True)
+class GuideTokenizer:
+    #: The content of a tokenizer.json.
+    text: str
+    #: How many tokens it knows, added ones too.
+    size: int
+    eos_token_id: int | None
+
+
+def read_guide_tokenizer(directory: Path) -> GuideTokenizer:
+    """transformers takes a second and 100 MB to read the same. It is asked when tokenizer.json is not all there is
+    to know. Raises ConfigError for a tokenizer that cannot guide.
+    """
+    file, config = directory / "tokenizer.json", _settings(directory)
+    if not file.exists():
+        return _read_with_transformers(directory)
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ConfigError(f"guided_decoding_backend: cannot read {file}: {error}") from error
+    if not _knows(tokenizer, config.get("added_tokens_decoder")):
+        return _read_with_transformers(directory)
+    end = config.get("eos_token")
+    content = end.get("content") if isinstance(end, dict) else end
+    return _of(tokenizer, tokenizer.token_to_id(content) if isinstance(content, str) else None)
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    file = directory / "tokenizer_config.json"
+    return read_json(file) if file.exists() else {}
+
+
+def _knows(tokenizer: Tokenizer, added: Any) -> bool:
+    """Some list tokens in tokenizer_config.json that tokenizer.json lacks."""
+    return not added or (
+        isinstance(added, dict)
+        and all(
+            isinstance(token, dict) and tokenizer.id_to_token(int(number)) == token.get("content")
+            for number, token in added.items()
+        )
+    )
+
+
+def _read_with_transformers(directory: Path) -> GuideTokenizer:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"guided_decoding_backend: {directory} has a slow tokenizer; a tokenizer.json is needed"
+        )
+    return _of(Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), tokenizer.eos_token_id)
+
+
+def _of(tokenizer: Tokenizer, end: int | None) -> GuideTokenizer:
+    # llguidance tokenizes single pieces of text.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return GuideTokenizer(tokenizer.to_str(), tokenizer.get_vocab_size(with_added_tokens=True), end)
+
+
+# Grammars, compiled by llguidance for one model's tokens. Needs no torch.
+
+
+_SILENT = 0
+#: Else an error carries the parser's state.
+_LIMITS = LLParserLimits(verbose_errors=False)
+#: llguidance's words that a caller cannot know.
+_SENTENCES = {
+    "NoExtensionBias": "no token can begin an answer; is a rule of the grammar defined by itself alone?"
+}
+
+
+class Matchers:
+    def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """Raises ConfigError for a tokenizer that cannot guide."""
+        known: Sequence[int | None] = end_ids or [tokenizer.eos_token_id]
+        # A tokenizer may know more tokens than the model.
+        self.end_ids = [token for token in known if token is not None and token < vocab_size]
+        if not self.end_ids:
+            raise ConfigError("guided_decoding_backend: neither the model nor its tokenizer has an end token")
+        try:
+            self.tokens = LLTokenizer(
+                tokenizer.text, n_vocab=max(vocab_size, tokenizer.size), eos_token=self.end_ids
+            )
+        except ValueError as error:
+            raise ConfigError(f"guided_decoding_backend: the tokenizer cannot guide: {error}") from error
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
+        matcher = LLMatcher(self.tokens, grammar, log_level=_SILENT, limits=_LIMITS)
+        # Its copies know what it knows by now: the first mask is the dearest.
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise InvalidRequestError(f"guided decoding: {sentence(matcher.get_error())}")
+        return matcher
+
+
+def sentence(error: str) -> str:
+    """What llguidance says, for a caller."""
+    first = error.strip().partition("\n")[0]
+    return _SENTENCES.get(first, first)
+
+
+_CACHED_GRAMMARS = 256
+
+
+class Guide:
+    """`barred` (vocabulary) is True for each token that must not come next."""
+
+    def __init__(self, matcher: LLMatcher, vocab: Vocabulary, enders: Seq[int]) -> None:
+        """`enders` end the answer, and so are allowed exactly when the grammar is complete."""
+        self._matcher = matcher
+        self._vocab = vocab
+        self.enders = tuple(enders) or vocab.end_ids
+        self._refresh()
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The model's own: nothing can follow one of these, even when the request wants to see them."""
+        return self._vocab.end_ids
+
+    def advance(self, token: int) -> None:
+        """Raises InvalidRequestError for a token that was barred, and when the grammar gets out of hand."""
+        if not self._matcher.consume_token(token):
+            raise InvalidRequestError(f"guided decoding: token {token} does not fit: {self._reason()}")
+        self._refresh()
+
+    def _refresh(self) -> None:
+        barred = self._vocab.barred_by(self._matcher)
+        if self._matcher.is_error():
+            raise InvalidRequestError(f"guided decoding: {self._reason()}")
+        barred[self._vocab.end_ids,] = True
+        #: Nothing but an end can follow.
+        self.exhausted = bool(barred.all())
+        if self._matcher.is_accepting():
+            barred[self.enders,] = False
+        elif self.exhausted:
+            raise InvalidRequestError("guided decoding: no token of this model can go on in the grammar")
+        self.barred = barred
+
+    def _reason(self) -> str:
+        return sentence(self._matcher.get_error())
+
+
+class Vocabulary:
+    """The tokens as llguidance sees them, and the model's row of logits."""
+
+    def __init__(self, tokens: LLTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
+        self.tokens = tokens
+        self.end_ids = tuple(end_ids)
+        self._size = vocab_size
+        self._words = numpy.zeros(-(-tokens.vocab_size // 32), dtype=numpy.uint32)
+
+    def barred_by(self, matcher: LLMatcher) -> torch.Tensor:
+        matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        allowed = self._words.view(numpy.uint8)
+        barred = numpy.unpackbits(~allowed, count=self._size, bitorder="little")
+        return torch.from_numpy(barred.view(numpy.bool_))
+
+
+class Guides:
+    def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
+        """Raises ConfigError for a tokenizer that cannot guide."""
+        matchers = Matchers(tokenizer, vocab_size, end_ids)
+        self._vocab = Vocabulary(matchers.tokens, vocab_size, matchers.end_ids)
+        self._compiled = functools.lru_cache(maxsize=_CACHED_GRAMMARS)(matchers.compile)
+
+    def start(self, sampling: SamplingSpec) -> Guide | None:
+        """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
+        if sampling.grammar is None:
+            return None
+        shown = sampling.include_stop
+        stops = () if shown else tuple(word[0] for word in sampling.stop_words if len(word) == 1)
+        matcher = self._compiled(sampling.grammar).deep_copy()
+        return Guide(matcher, self._vocab, tuple(dict.fromkeys(sampling.end_ids + stops)))

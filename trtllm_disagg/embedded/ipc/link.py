@@ -1,0 +1,177 @@
+"""Messages between the worker and its engine core: one Unix socket, with nobody in between.
+
+A thread that would send and receive for others has to be woken, and wakes them: half of what a request costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections import deque
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_HEADER = struct.Struct("<I")
+_TIMEVAL = struct.Struct("ll")
+_CHUNK_BYTES = 1 << 16
+#: As much as the system lets us have: what fits is sent without a thread.
+_BUFFER_BYTES = 4 << 20
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Link(Generic[T]):
+    """Messages in order, each with its length in front. `send` from any thread, `receive` from one."""
+
+    def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        """`decoder`: of what the other side sends."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        self._connection = connection
+        self._decoder = decoder
+        self._chunk = memoryview(bytearray(_CHUNK_BYTES))
+        self._received = bytearray()
+        self._lock = threading.Lock()
+        #: What the socket had no room for, and who sends it when there is some.
+        self._backlog: deque[bytes] = deque()
+        self._sender: threading.Thread | None = None
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def wait_at_most(self, seconds: float) -> None:
+        """From now on, `receive` does not wait longer."""
+        whole = int(seconds)
+        timeout = _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))
+        # Not settimeout: with that, Python asks whether there is something before it takes it, and `send` would wait.
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+
+    def send(self, message: Any) -> None:
+        """Never waits, however slow the other side is. When it is gone, nothing is sent."""
+        payload = _encoder.encode(message)
+        frame = _HEADER.pack(len(payload)) + payload
+        with self._lock, contextlib.suppress(OSError):
+            if not self._backlog:
+                frame = frame[self._send_now(frame) :]
+            if frame:
+                self._backlog.append(frame)
+                if len(self._backlog) == 1:
+                    self._sender = threading.Thread(
+                        target=self._send_backlog, name="link-sender", daemon=True
+                    )
+                    self._sender.start()
+
+    def flush(self, seconds: float) -> None:
+        """Wait until all is sent."""
+        if (sender := self._sender) is not None:
+            sender.join(seconds)
+
+    def receive(self, *, wait: bool) -> list[T]:
+        """All that has come. With `wait`, when nothing has, what comes within the time of `wait_at_most`.
+
+        Raises EOFError when the other side is gone, and all it said has been received.
+        """
+        messages: list[T] = []
+        while (count := self._read(0 if wait else socket.MSG_DONTWAIT)) is not None:
+            if count == 0 and not messages:
+                raise EOFError("the other process is gone")
+            self._received += self._chunk[:count]
+            self._take_whole(messages)
+            if count < _CHUNK_BYTES:
+                break
+            wait = False
+        return messages
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            # Also ends a send or receive that waits.
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _read(self, flags: int) -> int | None:
+        """How many bytes there were: 0 at the end, None when nothing came in time."""
+        try:
+            return self._connection.recv_into(self._chunk, 0, flags)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:  # it closed without having read all; no error is left for the next call
+            return 0
+
+    def _take_whole(self, messages: list[T]) -> None:
+        """Those of which all bytes have come."""
+        start, end = 0, len(self._received)
+        with memoryview(self._received) as view:
+            while end - start >= _HEADER.size:
+                first = start + _HEADER.size
+                after = first + _HEADER.unpack_from(view, start)[0]
+                if after > end:
+                    break
+                messages.append(self._decoder.decode(view[first:after]))
+                start = after
+        del self._received[:start]
+
+    def _send_now(self, frame: bytes) -> int:
+        """How many bytes there was room for."""
+        try:
+            return self._connection.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
+    def _send_backlog(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                self._connection.sendall(self._backlog[0])
+            with self._lock:
+                self._backlog.popleft()
+                if not self._backlog:
+                    return
+
+
+# Sockets between processes of one user on one host that leave no file behind, however those processes end.
+#
+# Their names are in the kernel only, where every user of the host can see them, so both sides look at the user of the
+# other.
+
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+def listen() -> tuple[socket.socket, str]:
+    """A socket for `accept`, and its address for `connect`."""
+    address = f"trtllm-disagg-{os.getpid()}-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0{address}")
+    listener.listen()
+    return listener, address
+
+
+def accept(listener: socket.socket) -> socket.socket:
+    """The next connection of a process of this user; others are closed. Raises TimeoutError as the listener does."""
+    while True:
+        connection, _ = listener.accept()
+        if _user_of(connection) == os.getuid():
+            return connection
+        connection.close()
+
+
+def connect(address: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(f"\0{address}")
+        if _user_of(connection) != os.getuid():
+            raise PermissionError(f"the process that listens at {address} is another user's")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])

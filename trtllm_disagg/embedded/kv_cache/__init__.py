@@ -1,0 +1,1 @@
+"""The paged KV cache: block accounting, prefix reuse, and the memory itself."""

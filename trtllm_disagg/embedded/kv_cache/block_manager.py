@@ -1,0 +1,392 @@
+"""Paged KV accounting: which block belongs to whom, which ones hold a reusable prefix, what the router is told.
+
+A block is free, in use (reference count > 0), cached (no user, but its content is a known prefix: reusable until
+evicted, oldest first) or quarantined (a late write may still land in it). Every block is in exactly one of these
+states; `check()` proves it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from trtllm_disagg.errors import EngineError
+
+# Which known block starts with the longest part of these tokens? A radix tree below every block's parent.
+#
+# A lookup, an addition and a removal cost one walk over the tokens of a block, however many blocks are known.
+
+
+Tokens = tuple[int, ...]
+
+
+class Found(NamedTuple):
+    block: int
+    #: Tokens from the block's start that are the same.
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Node:
+    """What comes after a common start, by the next token. A leaf, where a block's tokens end, names the block."""
+
+    edges: dict[int, tuple[Tokens, _Node]] = field(default_factory=dict)
+    block: int = -1
+
+
+class PartialIndex:
+    """All blocks have the same number of tokens; two with the same parent differ somewhere."""
+
+    def __init__(self) -> None:
+        self._roots: dict[bytes, _Node] = {}
+        self._place_of: dict[int, tuple[bytes, Tokens]] = {}
+
+    def add(self, parent: bytes, tokens: Seq[int], block: int) -> None:
+        rest = tuple(tokens)
+        self._place_of[block] = (parent, rest)
+        node = self._roots.setdefault(parent, _Node())
+        while rest[0] in node.edges:
+            label, child = node.edges[rest[0]]
+            shared = _shared(label, rest)
+            if shared < len(label):
+                fork = _Node({label[shared]: (label[shared:], child)})
+                node.edges[rest[0]] = (label[:shared], fork)
+                child = fork
+            node, rest = child, rest[shared:]
+        node.edges[rest[0]] = (rest, _Node(block=block))
+
+    def remove(self, block: int) -> None:
+        parent, rest = self._place_of.pop(block)
+        node = root = self._roots[parent]
+        above: tuple[_Node, Tokens] | None = None
+        while True:
+            label, child = node.edges[rest[0]]
+            if len(label) == len(rest):
+                break
+            above, node, rest = (node, label), child, rest[len(label) :]
+        del node.edges[rest[0]]
+        if not root.edges:
+            del self._roots[parent]
+        elif above is not None and len(node.edges) == 1:
+            # A fork with one way on is no fork.
+            (onwards, only), (grandparent, label) = next(iter(node.edges.values())), above
+            grandparent.edges[label[0]] = (label + onwards, only)
+
+    def longest(self, parent: bytes, tokens: Seq[int]) -> Found | None:
+        """A block below `parent` that shares the most tokens from its start on; None when none shares any."""
+        node, depth = self._roots.get(parent), 0
+        while node is not None and depth < len(tokens):
+            label, child = node.edges.get(tokens[depth], ((), None))
+            shared = _shared(label, tokens[depth : depth + len(label)])
+            depth += shared
+            if child is None or shared < len(label):
+                node = child or node
+                break
+            node = child
+        if node is None or not depth:
+            return None
+        while node.edges:
+            _, node = next(iter(node.edges.values()))
+        return Found(node.block, depth)
+
+    def has_children(self, key: bytes) -> bool:
+        return key in self._roots
+
+    def holds(self, blocks: set[int]) -> bool:
+        """These, and no others?"""
+        return set(self._place_of) == blocks
+
+
+class NoPartialIndex:
+    """Only whole blocks are reused."""
+
+    def add(self, parent: bytes, tokens: Seq[int], block: int) -> None:
+        """Nothing is looked for later."""
+
+    def remove(self, block: int) -> None:
+        """Nothing was added."""
+
+    def longest(self, parent: bytes, tokens: Seq[int]) -> Found | None:
+        return None
+
+    def has_children(self, key: bytes) -> bool:
+        return False
+
+    def holds(self, blocks: set[int]) -> bool:
+        return True
+
+
+def _shared(a: Seq[int], b: Seq[int]) -> int:
+    """How many tokens both start with."""
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
+ROOT = b""
+
+
+def block_key(parent: bytes, tokens: Seq[int], salt: bytes = b"") -> bytes:
+    """Names a full block by its content and all that comes before it (16 bytes; its first 8 are the event's hash)."""
+    hasher = hashlib.blake2b(parent or salt, digest_size=16)
+    hasher.update(array("I", tokens).tobytes())
+    return hasher.digest()
+
+
+class BlockManager:
+    def __init__(
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        *,
+        enable_reuse: bool,
+        events: KvEventLog,
+        enable_partial_reuse: bool = False,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.tokens_per_block = tokens_per_block
+        self._enable_reuse = enable_reuse
+        self._events = events
+        # popitem() takes from the end: low ids first.
+        self._free: dict[int, None] = dict.fromkeys(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._refs = [0] * num_blocks
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._partial: PartialIndex | NoPartialIndex = (
+            PartialIndex() if enable_reuse and enable_partial_reuse else NoPartialIndex()
+        )
+        self._quarantined: set[int] = set()
+        self.reused_blocks = 0
+        self.missed_blocks = 0
+        self.allocated_blocks = 0
+        events.created(num_blocks)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be allocated now: free ones, and cached ones that would be evicted."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    # -- prefix reuse
+
+    def prompt_keys(self, prompt: Seq[int], salt: bytes) -> list[bytes]:
+        """Keys of the prompt's full blocks, first to last."""
+        size, keys, parent = self.tokens_per_block, [], ROOT
+        for start in range(0, len(prompt) - size + 1, size):
+            parent = block_key(parent, prompt[start : start + size], salt)
+            keys.append(parent)
+        return keys
+
+    def match(self, keys: Seq[bytes]) -> list[int]:
+        """The longest run of known blocks from the start. Not acquired yet."""
+        blocks: list[int] = []
+        if self._enable_reuse:
+            for key in keys:
+                block = self._block_of.get(key)
+                if block is None:
+                    break
+                blocks.append(block)
+        return blocks
+
+    def match_start(self, parent: bytes, tokens: Seq[int], salt: bytes) -> Found | None:
+        """The known block after `parent` (ROOT: the first of a prompt) that has the most of these tokens at its
+        start; they are fewer than a block, or no whole block of them is known. Not acquired yet.
+        """
+        return self._partial.longest(parent or salt, tokens)
+
+    def is_spare(self, block: int) -> bool:
+        """A known block that nobody uses, and that is no other known block's parent."""
+        return block in self._cached and not self._partial.has_children(self._key_of[block])
+
+    def take_over(self, block: int) -> None:
+        """Become the one user of a spare block, whose content is not known any more."""
+        del self._cached[block]
+        self._forget(block)
+        self._refs[block] = 1
+        self.reused_blocks += 1
+
+    def touch(self, block: int) -> None:
+        """A known block was of use without becoming anybody's."""
+        if block in self._cached:
+            self._cached.move_to_end(block)
+        self.reused_blocks += 1
+
+    def acquire(self, blocks: Seq[int]) -> None:
+        """Become a user of known blocks."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._cached[block]
+            self._refs[block] += 1
+        self.reused_blocks += len(blocks)
+
+    def commit(
+        self, tokens: Seq[int], blocks: Seq[int], keys: list[bytes], salt: bytes, cache_salt: str = ""
+    ) -> None:
+        """The full blocks of `tokens` hold their KV now. `keys` names those of an earlier call, and grows.
+        `cache_salt` is the salt as the client wrote it, for the router.
+
+        Content that is known already stays where it was. That may have been evicted since, from under our later
+        blocks: then it is committed again, in ours, so that a stored block's parent is always known.
+        """
+        size = self.tokens_per_block
+        full = len(tokens) // size
+        if not self._enable_reuse or full <= len(keys):
+            return
+        first = len(self.match(keys))
+        for start in range(len(keys) * size, full * size, size):
+            keys.append(block_key(keys[-1] if keys else ROOT, tokens[start : start + size], salt))
+        parent = keys[first - 1] if first else ROOT
+        new: list[tuple[bytes, Seq[int]]] = []
+        for i in range(first, full):
+            key, block = keys[i], blocks[i]
+            if key in self._block_of:
+                self._events.stored(parent, new, cache_salt)
+                parent, new = key, []
+            else:
+                content = tokens[i * size : (i + 1) * size]
+                self._block_of[key], self._key_of[block] = block, key
+                self._partial.add((keys[i - 1] if i else ROOT) or salt, content, block)
+                new.append((key, content))
+        self._events.stored(parent, new, cache_salt)
+
+    # -- allocation
+
+    def can_allocate(self, count: int, besides: Seq[int] = ()) -> bool:
+        """Could `count` blocks be allocated by someone who acquires the known blocks `besides` as well?"""
+        return count <= self.num_available - sum(self._refs[block] == 0 for block in besides)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks in ascending order, so that neighbours are merged into runs by whoever moves them.
+
+        Raises EngineError when there are not enough; callers ask `can_allocate` first.
+        """
+        if not self.can_allocate(count):
+            raise EngineError(f"{count} KV blocks wanted, {self.num_available} available")
+        blocks = sorted(self._take() for _ in range(count))
+        for block in blocks:
+            self._refs[block] = 1
+        self.allocated_blocks += count
+        self.missed_blocks += count
+        return blocks
+
+    def release(self, blocks: Seq[int]) -> None:
+        """Stop using blocks. Last ones first, so that the end of a prefix is evicted before its start."""
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if block in self._key_of:
+                    self._cached[block] = None
+                else:
+                    self._free[block] = None
+
+    def quarantine(self, blocks: Seq[int]) -> None:
+        """Take blocks out of circulation, until `restore`: a late write may still land in them."""
+        for block in blocks:
+            self._refs[block] = 0
+            self._quarantined.add(block)
+
+    def restore(self, blocks: Seq[int]) -> None:
+        """Nothing can be written into these quarantined blocks any more."""
+        for block in blocks:
+            self._quarantined.remove(block)
+            self._free[block] = None
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.popitem()[0]
+        block, _ = self._cached.popitem(last=False)
+        self._forget(block)
+        return block
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        self._partial.remove(block)
+        self._events.removed(key)
+
+    # -- invariants
+
+    def known_keys(self) -> set[bytes]:
+        return set(self._block_of)
+
+    def check(self) -> None:
+        """Raise EngineError unless every block is in exactly one state and the prefix index fits."""
+        used = {block for block, refs in enumerate(self._refs) if refs > 0}
+        states = [set(self._free), set(self._cached), used, self._quarantined]
+        if sum(map(len, states)) != self.num_blocks or len(set().union(*states)) != self.num_blocks:
+            counts = dict(zip(("free", "cached", "used", "quarantined"), map(len, states), strict=True))
+            raise EngineError(f"KV block accounting is broken: {counts} of {self.num_blocks}")
+        if {block: key for key, block in self._block_of.items()} != self._key_of or set(self._free) & set(
+            self._key_of
+        ):
+            raise EngineError("KV prefix index is broken")
+        if not self._partial.holds(set(self._key_of)):
+            raise EngineError("KV partial-block index is broken")
+
+
+class KvEventLog:
+    """KV cache events in TensorRT-LLM's format (facts: trtllm.md section 4); the oldest are dropped when full."""
+
+    def __init__(self, max_size: int, window_size: int) -> None:
+        self._max_size = max_size
+        self._window_size = window_size
+        self._next_id = 0
+        self._events: deque[dict[str, Any]] = deque(maxlen=max_size)
+
+    def created(self, num_blocks: int) -> None:
+        self._add({"type": "created", "num_blocks_per_cache_level": [num_blocks, 0]})
+
+    def stored(self, parent: bytes, blocks: Seq[tuple[bytes, Seq[int]]], cache_salt: str = "") -> None:
+        if blocks and self._max_size:
+            self._add(
+                {
+                    "type": "stored",
+                    "parent_hash": event_hash(parent) if parent else None,
+                    "blocks": [_stored_block(key, tokens, cache_salt) for key, tokens in blocks],
+                }
+            )
+
+    def removed(self, key: bytes) -> None:
+        self._add({"type": "removed", "block_hashes": [event_hash(key)]})
+
+    def take(self) -> list[dict[str, Any]]:
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _add(self, data: dict[str, Any]) -> None:
+        if not self._max_size:
+            return
+        self._events.append({"event_id": self._next_id, "data": data, "window_size": self._window_size})
+        self._next_id += 1
+
+
+def event_hash(key: bytes) -> int:
+    """A block's hash in events: unsigned 64 bits."""
+    return int.from_bytes(key[:8], "little")
+
+
+def _stored_block(key: bytes, tokens: Seq[int], cache_salt: str) -> dict[str, Any]:
+    block = {
+        "type": "stored_block",
+        "block_hash": event_hash(key),
+        "tokens": [{"type": "unique_token", "token_id": int(t), "token_extra_id": 0} for t in tokens],
+        "cache_level": 0,
+        "priority": 35,
+    }
+    return block | {"cache_salt": cache_salt} if cache_salt else block

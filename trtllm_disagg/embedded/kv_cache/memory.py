@@ -1,0 +1,126 @@
+"""What happens to KV blocks besides attention: the start of one is copied, those of a paused sequence are put aside.
+
+Blocks and slots are plain numbers, so that the same orders can be given to every rank's part of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class KvMemory(Protocol):
+    def copy_start(self, source: int, target: int, num_tokens: int) -> None:
+        """The first `num_tokens` of a block into another one."""
+        ...
+
+    def save(self, slot: int, blocks: Seq[int]) -> None:
+        """Put a copy of these blocks aside under a number."""
+        ...
+
+    def restore(self, slot: int, first: int, blocks: Seq[int]) -> None:
+        """What was saved, from its block number `first` on, into as many of these blocks as there are saved."""
+        ...
+
+    def drop(self, slot: int) -> None: ...
+
+
+class LocalKvMemory:
+    """Of this process: `kv[block, layer, k|v, slot, head, dim]`. Copies are kept in main memory."""
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self._kv = kv
+        self._saved: dict[int, torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def copy_start(self, source: int, target: int, num_tokens: int) -> None:
+        self._kv[target, :, :, :num_tokens] = self._kv[source, :, :, :num_tokens]
+
+    @torch.inference_mode()
+    def save(self, slot: int, blocks: Seq[int]) -> None:
+        self._saved[slot] = self._kv.index_select(0, self._index(blocks)).cpu()
+
+    @torch.inference_mode()
+    def restore(self, slot: int, first: int, blocks: Seq[int]) -> None:
+        saved = self._saved[slot][first : first + len(blocks)].to(self._kv.device)
+        self._kv.index_copy_(0, self._index(blocks[: len(saved)]), saved)
+
+    def drop(self, slot: int) -> None:
+        del self._saved[slot]
+
+    def _index(self, blocks: Seq[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.long, device=self._kv.device)
+
+
+class Saved(NamedTuple):
+    slot: int
+    num_tokens: int
+
+
+class SwapSpace:
+    """Room for the KV of paused sequences: at most `max_blocks` blocks are kept aside."""
+
+    def __init__(self, memory: KvMemory, max_blocks: int, tokens_per_block: int) -> None:
+        self._memory = memory
+        self._max_blocks = max_blocks
+        self._tokens_per_block = tokens_per_block
+        self._sizes: dict[int, int] = {}
+        self._next = 0
+
+    @property
+    def num_used(self) -> int:
+        return sum(self._sizes.values())
+
+    def save(self, blocks: Seq[int], num_tokens: int) -> Saved | None:
+        """The blocks that hold these tokens' KV; None when there is no room."""
+        used = blocks[: -(-num_tokens // self._tokens_per_block)]
+        if self.num_used + len(used) > self._max_blocks or not used:
+            return None
+        slot, self._next = self._next, self._next + 1
+        self._memory.save(slot, used)
+        self._sizes[slot] = len(used)
+        return Saved(slot, num_tokens)
+
+    def restore(self, saved: Saved, num_known: int, blocks: Seq[int]) -> None:
+        """Into a sequence's blocks, but for the first `num_known`, which hold it already."""
+        missing = blocks[num_known : self._sizes[saved.slot]]
+        if missing:
+            self._memory.restore(saved.slot, num_known, missing)
+
+    def drop(self, saved: Saved) -> None:
+        self._memory.drop(saved.slot)
+        del self._sizes[saved.slot]
+
+
+# The KV memory of an engine: paged, a block of all layers in one piece.
+
+
+class KvPool:
+    """`kv[block, layer, k|v, slot, head, dim]`, so that a block moves to another engine as one range of bytes.
+
+    Seen as `rows` (rows, head, dim), a token's *place* is the row of its key in the first layer; `key_row` and
+    `value_row` say how far behind that its key and value of a layer are.
+    """
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self.kv = kv
+        _, num_layers, _, self.tokens_per_block, num_heads, head_dim = kv.shape
+        self.rows_per_block = 2 * num_layers * self.tokens_per_block
+        self.rows = kv.view(-1, num_heads, head_dim)
+        #: K or V of a block in a layer.
+        self._parts = kv.view(-1, self.tokens_per_block, num_heads, head_dim)
+        self._parts_per_block = 2 * num_layers
+
+    def key_row(self, layer: int) -> int:
+        return 2 * layer * self.tokens_per_block
+
+    def value_row(self, layer: int) -> int:
+        return self.key_row(layer) + self.tokens_per_block
+
+    def keys_and_values(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's part of these blocks (int64), one behind the other: copies (tokens, heads, dim)."""
+        first = blocks * self._parts_per_block + 2 * layer
+        keys, values = (self._parts.index_select(0, first + kind).flatten(0, 1) for kind in (0, 1))
+        return keys, values

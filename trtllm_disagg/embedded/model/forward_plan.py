@@ -1,0 +1,139 @@
+"""How a model is computed here: in which dtype, by which products and kernels. Decided once, before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trtllm_disagg.activity import Reporter
+from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
+from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.model.experts import Mixing, compiled_mixing, pack_experts, torch_mixing
+from trtllm_disagg.embedded.model.linear import Pack, convert_rest, pack_linears
+from trtllm_disagg.embedded.model.model_loader import ForwardKind, ModelShape, is_plain
+from trtllm_disagg.embedded.model.model_runner import Forward, HfForward, TakeDecodeRows, no_decode_rows
+from trtllm_disagg.embedded.model.sizing import available_bytes
+from trtllm_disagg.embedded.model.tiled_linear import TiledLinear
+from trtllm_disagg.embedded.params.checkpoint import count_weights
+from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig, LlmArgs
+from trtllm_disagg.errors import ConfigError
+
+#: Of the memory that is available, for float32 copies of bfloat16 weights.
+_MOST_OF_MEMORY = 0.8
+_KEY = "embedded.weights"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    #: The lean forward, or transformers' modules.
+    kind: ForwardKind
+    #: Of all numbers between the weights, the KV pool and the logits.
+    dtype: torch.dtype
+    take_decode_rows: TakeDecodeRows
+    #: How products are computed, and what lies between those of experts; None: as transformers does.
+    pack: Pack | None = None
+    mixing: Mixing | None = None
+    #: How they are held, on every rank.
+    weights: Literal["auto", "float32", "bfloat16"] = "auto"
+    #: For the log.
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """A token's bits depend on its request only, not on what else runs (tests/unit/test_exactness.py)."""
+        return self.pack is not None and self.dtype == torch.float32
+
+    def told_to_all(self, args: LlmArgs) -> LlmArgs:
+        """With what was decided here by the memory that is free now: every rank must decide the same."""
+        embedded = args.embedded.model_copy(update={"weights": self.weights})
+        return args.model_copy(update={"embedded": embedded})
+
+    def make_forward(
+        self, model: Any, pool: KvPool, max_positions: int, reporter: Reporter | None = None
+    ) -> Forward:
+        """The model as a step calls it. `model` is load_model's, and cannot be used afterwards."""
+        if self.pack is None or self.mixing is None:
+            return HfForward(model.to(pool.kv.device), pool)
+        if self.kind == "plain":
+            from trtllm_disagg.embedded.model.plain_forward import PlainForward
+
+            return PlainForward(model, pool, max_positions, self.dtype, self.pack, reporter)
+        pack_experts(model, self.pack, self.mixing)
+        pack_linears(model, self.pack)
+        convert_rest(model, self.dtype)
+        return HfForward(model, pool)
+
+
+def choose_forward(
+    directory: Path, config: EmbeddedConfig, shape: ModelShape, device: torch.device, cpu: CpuFeatures
+) -> ForwardPlan:
+    """With embedded.forward `transformers` its own modules run even where a leaner forward is known. Raises
+    ConfigError for embedded.weights that the model does not have.
+    """
+    if device.type == "cuda":
+        return ForwardPlan("modules", shape.dtype, no_decode_rows)
+    if config.weights == "bfloat16" and shape.dtype != torch.bfloat16:
+        raise ConfigError.bad_value(_KEY, config.weights, "auto or float32, for a float32 model")
+    products = _choose_products(directory, config, shape, cpu)
+    plan = ForwardPlan(
+        "modules",
+        products.dtype,
+        no_decode_rows,
+        products.pack,
+        torch_mixing(),
+        products.weights,
+        (f"CPU level {cpu} ({SETTING} can lower it)", *products.remarks),
+    )
+    if not cpu.compiles:
+        return plan
+    from trtllm_disagg.embedded.model.decode_rows import DecodeRows
+
+    is_lean = config.forward == "auto" and is_plain(directory)
+    kind: ForwardKind = "plain" if is_lean else "modules"
+    return replace(plan, kind=kind, take_decode_rows=DecodeRows.of, mixing=compiled_mixing())
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    dtype: torch.dtype
+    pack: Pack
+    weights: Literal["float32", "bfloat16"]
+    remarks: tuple[str, ...] = ()
+
+
+def _choose_products(
+    directory: Path, config: EmbeddedConfig, shape: ModelShape, cpu: CpuFeatures
+) -> _Products:
+    library = _packed_linear() if cpu.compiles else None
+    is_slow = ("torch's own products, which are slower",) if cpu.compiles and library is None else ()
+    in_float32 = TiledLinear if library is None else partial(library, dtype=torch.float32)
+    if shape.dtype == torch.float32:
+        return _Products(torch.float32, in_float32, "float32", is_slow)
+    if library is not None and cpu.has_bfloat16 and config.weights != "float32":
+        return _Products(torch.bfloat16, library, "bfloat16")
+    said = "a bfloat16 model, computed in float32"
+    if config.weights == "bfloat16" or (config.weights == "auto" and not _has_room(directory)):
+        remark = f"{said}; its weights stay bfloat16, which makes every step slower ({_KEY})"
+        kept = partial(TiledLinear, kept=torch.bfloat16)
+        return _Products(torch.float32, kept, "bfloat16", (remark,))
+    return _Products(
+        torch.float32, in_float32, "float32", (f"{said}, its weights take twice their size", *is_slow)
+    )
+
+
+def _has_room(directory: Path) -> bool:
+    """For all weights as float32, and what a step needs besides."""
+    return 4 * count_weights(directory) < _MOST_OF_MEMORY * available_bytes()
+
+
+def _packed_linear() -> Callable[..., nn.Module] | None:
+    """None where torch's private operators are others than expected."""
+    from trtllm_disagg.embedded.model.linear import PackedLinear, packing_works
+
+    return PackedLinear if packing_works() else None

@@ -1,0 +1,182 @@
+"""nn.Linear with a oneDNN-prepacked weight: faster on the CPU, and in float32 independent of the batch.
+
+torch's own float32 linear gives a row other bits when other rows join it; the prepacked one does not, for any
+number of rows from two on (facts: engine.md section 1b). A few rows go through our own kernel, which reads the same
+packed weight and gives the same bits at up to twice the speed; where it does not, one row is computed as two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trtllm_disagg.embedded.cpu_kernels import gemm_small_m as panel_product
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL
+from trtllm_disagg.embedded.cpu_kernels.views import as_array
+
+# A packed weight as gemm_small_m.py reads it: where it lies and in which blocks it is summed, proven by trying.
+
+
+#: oneDNN has been seen to sum over all inputs at once, or over these many at a time.
+_BLOCKS = (512, 1024)
+#: From here on oneDNN is as fast.
+MOST_ROWS = 48
+#: oneDNN is asked for a large product: with several threads it may cut the sums of a small one differently.
+_PROBE_ROWS = 64
+_PROBED = (1, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """Reads memory that it does not own: the packed tensor must live as long."""
+
+    address: int
+    num_panels: int
+    inputs: int
+    #: How many inputs are summed before the sum is added to the total.
+    block: int
+    multiply: Callable[..., None]
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x (rows, inputs) -> (rows, 64 * panels) float32; what lies beyond the last output is no number of use."""
+        out = torch.empty((x.shape[0], self.num_panels * PANEL))
+        self.multiply(as_array(x), self.address, self.block, out.numpy(), 0, self.num_panels)
+        return out
+
+
+def panels_of(
+    packed: torch.Tensor, dtype: torch.dtype, outputs: int, inputs: int, library: Callable[..., torch.Tensor]
+) -> Panels | None:
+    """None unless the kernel gives `library`'s bits on this weight. `library` maps (rows, inputs) to (rows, outputs)
+    with the same packed weight and no bias.
+    """
+    kernel = _kernel(dtype)
+    if kernel is None or inputs % 2:
+        return None
+    num_panels = -(-outputs // PANEL)
+    try:
+        address, nbytes = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
+    except (AttributeError, RuntimeError):  # operators private to torch
+        return None
+    if nbytes != num_panels * PANEL * inputs * dtype.itemsize:
+        return None
+    numbers = np.random.default_rng(0).standard_normal((_PROBE_ROWS, inputs), np.float32)
+    x = torch.from_numpy(numbers).to(dtype)
+    expected = library(x)
+    for block in (*_BLOCKS, inputs):
+        panels = Panels(address, num_panels, inputs, block, kernel)
+        if all(
+            torch.equal(panels.product(x[:rows])[:, :outputs].to(dtype), expected[:rows]) for rows in _PROBED
+        ):
+            return panels
+    return None
+
+
+def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
+    kernel: Any = None
+    if dtype == torch.float32:
+        kernel = panel_product.multiply_float32
+    elif dtype == torch.bfloat16 and this_cpu().has_bfloat16:
+        kernel = panel_product.multiply_bfloat16
+    return kernel  # type: ignore[no-any-return]
+
+
+_HINT_ROWS = 8
+
+
+class PackedLinear(nn.Module):
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype | None = None) -> None:
+        """Computes in `dtype`; None: in the weights' own."""
+        super().__init__()
+        dtype = dtype or linear.weight.dtype
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        # Model code looks at weight.dtype; the numbers themselves are only in the packed copy.
+        self.weight = linear.weight.detach().to("meta", dtype)
+        # A copy: one number that stays in the mapped file keeps all of it in memory.
+        self.bias_values: torch.Tensor | None = (
+            None if linear.bias is None else linear.bias.detach().to(dtype, copy=True)
+        )
+        weight = linear.weight.detach().to(dtype).contiguous()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HINT_ROWS)
+        self._pad_single_row = weight.dtype == torch.float32
+        #: None: the kernel does not know this weight's layout.
+        self.panels: Panels | None = panels_of(
+            self._packed, weight.dtype, self.out_features, self.in_features, self._library_product
+        )
+        self._few_rows = MOST_ROWS if self.panels is not None else 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        shape = (*x.shape[:-1], self.out_features)
+        if rows.shape[0] == 0:  # a step in which no row samples
+            return x.new_empty(shape)
+        if rows.shape[0] <= self._few_rows:
+            return self._panel_product(rows.contiguous()).to(x.dtype).view(shape)
+        if self._pad_single_row and rows.shape[0] == 1:
+            return self._library(rows.expand(2, -1).contiguous())[:1].view(shape)
+        return self._library(rows).view(shape)
+
+    def _panel_product(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self.panels is not None
+        out = self.panels.product(rows)[:, : self.out_features]
+        return out if self.bias_values is None else out + self.bias_values
+
+    def _library(self, rows: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self._packed, self.bias_values, "none", [], ""
+        )
+        return y
+
+    def _library_product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Without the bias."""
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, None, "none", [], "")
+        return y
+
+
+def packing_works() -> bool:
+    """The operators are private to torch, so they are tried before they are relied upon."""
+    try:
+        linear = nn.Linear(16, 16)
+        x = torch.randn(3, 16)
+        with torch.inference_mode():
+            return torch.allclose(PackedLinear(linear)(x), linear(x), atol=1e-5)
+    except (AttributeError, RuntimeError):
+        return False
+
+
+# Replacing the products of a tree of modules by others that compute the same.
+
+
+#: How a product is computed here. It has `in_features` and `out_features`.
+Pack = Callable[[nn.Linear], nn.Module]
+
+
+def packed(module: nn.Module, pack: Pack) -> nn.Module:
+    """A plain nn.Linear, or a layer made of some, with its weights packed."""
+    if type(module) is nn.Linear:
+        return pack(module)
+    pack_linears(module, pack)
+    return module
+
+
+def pack_linears(module: nn.Module, pack: Pack) -> None:
+    """Replace every plain nn.Linear below `module`."""
+    for name, child in module.named_children():
+        if type(child) is nn.Linear:
+            setattr(module, name, pack(child))
+        else:
+            pack_linears(child, pack)
+
+
+def convert_rest(module: nn.Module, dtype: torch.dtype) -> None:
+    """What has not been packed becomes `dtype`, and a copy, so that the checkpoint file that it is mapped from can
+    go.
+    """
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype, copy=True)

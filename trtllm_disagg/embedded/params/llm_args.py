@@ -1,0 +1,347 @@
+"""The arguments of LLM(...) with TensorRT-LLM's names and defaults (facts: trtllm.md section 1).
+
+An unknown name is refused, like there. What the embedded engine does not do: supported_args.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum, StrEnum
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
+
+# The arguments of LLM(...) about KV: its cache, its events, its way to other engines.
+#
+# Names and defaults are TensorRT-LLM's (facts: trtllm.md section 1).
+
+
+#: That a queue can be told to hold.
+MOST_RECORDS = 2**31 - 1
+
+
+class StrictModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+
+class KVEventsConfig(StrictModel):
+    """Events pushed over ZeroMQ by the engine itself, instead of polled."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] | None = None
+    endpoint: str = Field(default="tcp://*:5557", min_length=1)
+    replay_endpoint: str | None = Field(default=None, min_length=1)
+    buffer_steps: PositiveInt = 10_000
+    hwm: PositiveInt = 100_000
+    max_queue_size: PositiveInt = 100_000
+    topic: str = ""
+
+
+class BlockReuseConfig(StrictModel):
+    policy: Literal["all_reusable", "per_request", "per_conversation"] = "all_reusable"
+    max_num_turns: PositiveInt = 1
+
+
+class KvCacheConfig(StrictModel):
+    enable_block_reuse: bool = True
+    max_tokens: PositiveInt | None = None
+    max_attention_window: list[int] | None = Field(default=None, min_length=1)
+    sink_token_length: int | None = None
+    free_gpu_memory_fraction: float | None = Field(default=0.9, ge=0, le=1)
+    host_cache_size: NonNegativeInt | None = None
+    disk_cache_size: NonNegativeInt | None = None
+    disk_cache_path: str | None = None
+    cross_kv_cache_fraction: float | None = Field(default=None, ge=0, le=1)
+    secondary_offload_min_priority: int | None = None
+    event_buffer_max_size: int = Field(default=0, ge=0, le=MOST_RECORDS)
+    attention_dp_events_gather_period_ms: int = 5
+    kv_events_config: KVEventsConfig | None = None
+    enable_partial_reuse: bool = True
+    copy_on_partial_reuse: bool = True
+    use_uvm: bool = False
+    max_gpu_total_bytes: NonNegativeInt = 0
+    iteration_stats_interval: PositiveInt = 1
+    dtype: str = "auto"
+    tokens_per_block: PositiveInt = 32
+    use_kv_cache_manager_v2: bool | Literal["auto"] = "auto"
+    kv_cache_event_hash_algo: Literal["auto", "v1_block_key", "v2_sha256", "v2_sha256_64"] = "auto"
+    block_reuse_config: BlockReuseConfig = Field(default_factory=BlockReuseConfig)
+    pool_ratio: list[float] | None = None
+    avg_seq_len: PositiveInt | None = None
+    max_util_for_resume: float = Field(default=0.95, gt=0, le=1)
+
+    @field_validator("tokens_per_block")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("Input should be a power of two")
+        return value
+
+    @field_validator("dtype")
+    @classmethod
+    def _lower_case(cls, value: str) -> str:
+        return value.lower()
+
+
+class CacheTransceiverConfig(StrictModel):
+    """Without a backend, KV never leaves the engine. SHARED_MEMORY and TLS are names of the embedded engine only."""
+
+    backend: Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI", "SHARED_MEMORY", "TLS"] | None = None
+    transceiver_runtime: Literal["CPP", "PYTHON", "auto"] | None = "auto"
+    max_tokens_in_buffer: int | None = None
+    kv_transfer_timeout_ms: PositiveInt | None = 60_000
+    kv_transfer_sender_future_timeout_ms: PositiveInt | None = 1000
+    kv_transfer_poll_interval_ms: PositiveInt | None = 5000
+    kv_cache_bounce_size_mb: NonNegativeInt = 0
+    enable_pipelined_transfer: bool = False
+
+    @model_validator(mode="after")
+    def _python_runtime_needs_nixl_and_an_end(self) -> Self:
+        if self.transceiver_runtime == "PYTHON" and self.backend not in (None, "DEFAULT", "NIXL"):
+            raise ValueError(f"transceiver_runtime PYTHON needs backend NIXL, not {self.backend}")
+        if self.transceiver_runtime == "PYTHON" and self.kv_transfer_timeout_ms is None:
+            raise ValueError("transceiver_runtime PYTHON needs a finite kv_transfer_timeout_ms")
+        return self
+
+
+__all__ = [
+    "BaseLlmArgs",
+    "BlockReuseConfig",
+    "CacheTransceiverConfig",
+    "CapacitySchedulerPolicy",
+    "ContextChunkingPolicy",
+    "CudaGraphConfig",
+    "DynamicBatchConfig",
+    "EmbeddedConfig",
+    "KVEventsConfig",
+    "KvCacheConfig",
+    "LlmArgs",
+    "LoadFormat",
+    "SchedulerConfig",
+    "refuse_unsupported",
+]
+
+log = logging.getLogger(__name__)
+
+#: The options of a feature that only TensorRT-LLM has: carried, never looked into.
+Opaque = dict[str, Any] | None
+
+
+class CapacitySchedulerPolicy(StrEnum):
+    MAX_UTILIZATION = "MAX_UTILIZATION"
+    GUARANTEED_NO_EVICT = "GUARANTEED_NO_EVICT"
+    STATIC_BATCH = "STATIC_BATCH"
+
+
+class ContextChunkingPolicy(StrEnum):
+    FIRST_COME_FIRST_SERVED = "FIRST_COME_FIRST_SERVED"
+    EQUAL_PROGRESS = "EQUAL_PROGRESS"
+    FORCE_CHUNK = "FORCE_CHUNK"
+
+
+class LoadFormat(Enum):
+    AUTO = 0
+    DUMMY = 1
+    VISION_ONLY = 2
+    GMS = 3
+
+
+class DynamicBatchConfig(StrictModel):
+    enable_batch_size_tuning: bool = True
+    enable_max_num_tokens_tuning: bool = False
+    dynamic_batch_moving_average_window: int = 128
+
+
+class SchedulerConfig(StrictModel):
+    capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    context_chunking_policy: ContextChunkingPolicy | None = None
+    dynamic_batch_config: DynamicBatchConfig | None = None
+    waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
+    use_python_scheduler: bool = False
+    enable_prefix_aware_scheduling: bool = True
+
+
+class CudaGraphConfig(StrictModel):
+    max_batch_size: NonNegativeInt | None = None
+    batch_sizes: list[int] | None = None
+    enable_padding: bool = False
+    mode: Literal["decode", "encode"] = "decode"
+
+
+class EmbeddedConfig(StrictModel):
+    """What only the embedded engine has."""
+
+    #: Of each rank.
+    num_threads: int = Field(default=1, ge=1, le=1024)
+    #: Shared out among the ranks when there are as many.
+    cpu_affinity: list[int] | None = Field(default=None, min_length=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    #: transformers: its own modules even for families that have a leaner forward here.
+    forward: Literal["auto", "transformers"] = "auto"
+    #: How a bfloat16 model's weights are held: as they are; or as float32, and computed with in float32. auto: as they
+    #: are where the CPU multiplies bfloat16; else as float32, as long as there is memory for it.
+    weights: Literal["auto", "float32", "bfloat16"] = "auto"
+    #: KV tokens of preempted requests that may be put aside (MAX_UTILIZATION); what has no room there is computed
+    #: again. None: a quarter of the pool.
+    swap_tokens: NonNegativeInt | None = None
+    #: A loopback address: KV moves between workers of this user on this host. Another one: the address that workers on
+    #: other hosts reach this one at; it needs a key.
+    transfer_host: str = Field(default="127.0.0.1", min_length=1)
+    #: The same file on every host, readable by its owner only. None: TRTLLM_DISAGG_TRANSFER_KEY_FILE.
+    transfer_key_file: Path | None = None
+
+
+class BaseLlmArgs(StrictModel):
+    """The arguments that all of TensorRT-LLM's backends share."""
+
+    model: str | Path
+    tokenizer: Any = None
+    tokenizer_mode: Literal["auto", "slow"] = "auto"
+    custom_tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    model_kwargs: Opaque = None
+    load_format: LoadFormat = LoadFormat.AUTO
+
+    tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: PositiveInt = 1
+    context_parallel_size: PositiveInt = 1
+    gpus_per_node: PositiveInt | None = None
+    moe_cluster_parallel_size: int | None = Field(default=None, validate_default=True)
+    moe_tensor_parallel_size: int | None = Field(default=None, validate_default=True)
+    moe_expert_parallel_size: int | None = Field(default=None, validate_default=True)
+    enable_attention_dp: bool = False
+    enable_lm_head_tp_in_adp: bool = False
+    pp_partition: list[int] | None = None
+    cp_config: Opaque = None
+
+    enable_lora: bool = False
+    lora_config: Opaque = None
+    peft_cache_config: Opaque = None
+    speculative_config: Opaque = None
+    sparse_attention_config: Opaque = None
+    kv_cache_compression_config: Opaque = None
+
+    kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
+    scheduler_config: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    cache_transceiver_config: CacheTransceiverConfig | None = None
+    enable_chunked_prefill: bool = False
+    max_batch_size: PositiveInt = 2048
+    max_input_len: PositiveInt = 1024
+    max_seq_len: PositiveInt | None = None
+    max_beam_width: PositiveInt = 1
+    max_num_tokens: PositiveInt = 8192
+
+    guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = None
+    batched_logits_processor: Any = None
+    gather_generation_logits: bool = False
+    post_processor_hook: str | None = None
+    num_postprocess_workers: NonNegativeInt = 0
+    num_serve_frontends: PositiveInt = 1
+    reasoning_parser: str | None = None
+
+    iter_stats_max_iterations: int | None = Field(default=None, ge=-1)
+    request_stats_max_iterations: int | None = Field(default=None, ge=-1)
+    return_perf_metrics: bool = False
+    perf_metrics_output_dir: str | None = None
+    perf_metrics_max_requests: NonNegativeInt = 0
+    prometheus_metrics_config: Opaque = None
+    otlp_traces_endpoint: str | None = None
+    telemetry_config: Opaque = None
+
+    backend: Literal["pytorch"] | None = None
+    orchestrator_type: Literal["rpc", "ray"] | None = None
+    env_overrides: dict[str, str] | None = None
+
+    @field_validator("max_batch_size", "max_input_len", "max_beam_width", "max_num_tokens", mode="before")
+    @classmethod
+    def _none_means_default(cls, value: Any, info: Any) -> Any:
+        return cls.model_fields[info.field_name].default if value is None else value
+
+    @field_validator("moe_cluster_parallel_size", "moe_tensor_parallel_size", "moe_expert_parallel_size")
+    @classmethod
+    def _unset_is_minus_one(cls, value: int | None) -> int:
+        return -1 if value is None else value
+
+    @field_validator("load_format", mode="before")
+    @classmethod
+    def _any_spelling(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.upper() in LoadFormat.__members__:
+            return LoadFormat[value.upper()]
+        if isinstance(value, (int, LoadFormat)) and not isinstance(value, bool):
+            return value
+        names = ", ".join(name.lower() for name in LoadFormat.__members__)
+        raise ValueError(f"Input should be one of {names}")
+
+    @field_validator("env_overrides", mode="before")
+    @classmethod
+    def _values_are_text(cls, value: Any) -> Any:
+        return {str(k): str(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+class LlmArgs(BaseLlmArgs):
+    """The arguments of the PyTorch backend: the ones that LLM(...) takes."""
+
+    generation_config: Literal["trtllm", "auto"] = "trtllm"
+    enable_iter_perf_stats: bool = False
+    enable_iter_req_stats: bool = False
+    max_stats_len: int = Field(default=1000, ge=-1, le=MOST_RECORDS)
+    print_iter_log: bool = False
+    stream_interval: PositiveInt = 1
+    batch_wait_timeout_ms: float = Field(default=0, ge=0)
+    batch_wait_timeout_iters: NonNegativeInt = 0
+    batch_wait_max_tokens_ratio: float = Field(default=0, ge=0, le=1)
+    disable_overlap_scheduler: bool = False
+    enable_early_first_token_response: bool = False
+
+    attn_backend: str = "TRTLLM"
+    cuda_graph_config: CudaGraphConfig | None = Field(default_factory=CudaGraphConfig)
+    moe_config: Opaque = None
+    attention_dp_config: Opaque = None
+    torch_compile_config: Opaque = None
+    allreduce_strategy: str | None = "AUTO"
+    enable_autotuner: bool = True
+    garbage_collection_gen0_threshold: int = 20_000
+
+    kv_connector_config: Any = None
+    sleep_config: Any = None
+    dwdp_config: Opaque = None
+
+    embedded: EmbeddedConfig = Field(default_factory=EmbeddedConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed_arguments(cls, data: Any) -> Any:
+        """`sampler_type` is gone, but old files that named the one sampler left still load."""
+        if not isinstance(data, dict) or "sampler_type" not in data:
+            return data
+        if data["sampler_type"] not in ("auto", "TorchSampler", None):
+            raise ValueError(f"sampler_type {data['sampler_type']!r} was removed; leave it out")
+        log.warning("sampler_type is gone, and has no effect")
+        return {key: value for key, value in data.items() if key != "sampler_type"}
+
+
+def as_plain(value: Any) -> Any:
+    """pydantic models of TensorRT-LLM's names come as objects; LlmArgs takes those and plain dicts alike."""
+    return value.model_dump() if isinstance(value, BaseModel) else value
+
+
+def core_args(args: LlmArgs) -> dict[str, Any]:
+    """What the engine's own process has to know, JSON-safe."""
+    # What is excluded has one allowed value, or stays on the worker's side.
+    told = args.model_dump(mode="json", exclude={"tokenizer", "load_format"})
+    return told | {"tokenizer": str(args.tokenizer) if isinstance(args.tokenizer, (str, Path)) else None}

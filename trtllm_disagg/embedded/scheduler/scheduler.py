@@ -1,0 +1,175 @@
+"""Who runs in the next step: every decode row first, then prefill chunks with what is left of the token budget.
+
+Who may start, and with how many KV blocks, is `capacity.py`; how prompts share a budget is `chunking.py`; where the
+blocks come from is `capacity.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trtllm_disagg.embedded.scheduler.capacity import Capacity, Plan, Reservations
+from trtllm_disagg.embedded.scheduler.chunking import Chunking
+from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
+
+
+@dataclass(slots=True)
+class Row:
+    """`num_tokens` of this sequence go through the model in this step."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def tokens(self) -> list[int]:
+        sequence = self.sequence
+        return sequence.tokens[sequence.num_computed : sequence.num_computed + self.num_tokens]
+
+    @property
+    def samples(self) -> bool:
+        """Only a row that reaches the end of what is known yields a token; a partial prefill does not."""
+        return self.sequence.num_computed + self.num_tokens == len(self.sequence.tokens)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the start."""
+
+    admitted: int = 0
+    finished: int = 0
+    #: One request may be paused several times.
+    paused: int = 0
+    #: How long the admitted ones had waited, all together.
+    queued_seconds: float = 0.0
+
+
+class Scheduler:
+    def __init__(
+        self,
+        reservations: Reservations,
+        capacity: Capacity,
+        chunking: Chunking,
+        *,
+        max_batch_size: int,
+        max_num_tokens: int,
+        by_priority: bool = False,
+    ) -> None:
+        self._reservations = reservations
+        self._capacity = capacity
+        self._chunking = chunking
+        # Every decode row takes a token of the budget, in every step.
+        self._max_active = min(max_batch_size, max_num_tokens)
+        self._max_num_tokens = max_num_tokens
+        self._by_priority = by_priority
+        self.counts = Counts()
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.receiving: set[Sequence] = set()
+        #: Preempted; the one admitted first is the first to go on.
+        self.paused: list[Sequence] = []
+
+    @property
+    def has_runnable(self) -> bool:
+        """False when nothing can run before someone else frees blocks: a lease that ends, a pull that finishes."""
+        return bool(self.running) or (self._opens() and self._plan_next() is not None)
+
+    @property
+    def num_active(self) -> int:
+        """Admitted and not done yet, paused ones included."""
+        return self._num_in_batch + len(self.paused)
+
+    @property
+    def _num_in_batch(self) -> int:
+        return len(self.running) + len(self.receiving)
+
+    def add(self, sequence: Sequence) -> None:
+        """First come first served; by priority when told so, and then among equals."""
+        place = len(self.waiting)
+        while self._by_priority and place and self.waiting[place - 1].priority < sequence.priority:
+            place -= 1
+        self.waiting.insert(place, sequence)
+
+    def admit(self) -> Iterator[Sequence]:
+        """Move paused and waiting sequences in, first ones first, while there is room.
+
+        Yields those that want their KV pulled.
+        """
+        if not self._opens():
+            return
+        while plan := self._plan_next():
+            sequence = plan.sequence
+            self._reservations.carry_out(plan)
+            if sequence.status is Status.PAUSED:
+                self.paused.remove(sequence)
+            else:
+                self.waiting.popleft()
+                self._count_in(sequence)
+            if sequence.wants_kv:
+                sequence.status = Status.RECEIVING
+                self.receiving.add(sequence)
+                yield sequence
+            else:
+                sequence.status = Status.RUNNING
+                self.running.append(sequence)
+
+    def received(self, sequence: Sequence) -> None:
+        """The KV of a sequence is here: a generation_only one decodes from token two on."""
+        self.receiving.discard(sequence)
+        sequence.status = Status.RUNNING
+        self.running.append(sequence)
+
+    def schedule(self) -> list[Row]:
+        self._capacity.grow(self.running, self._pause)
+        rows = [Row(s, 1) for s in self.running if not s.in_prefill]
+        prompts = [s for s in self.running if s.in_prefill]
+        shares = self._chunking.share(prompts, self._max_num_tokens - len(rows))
+        return rows + [Row(s, tokens) for s, tokens in zip(prompts, shares, strict=True) if tokens]
+
+    def finish(self, sequence: Sequence) -> None:
+        """It is done, whatever it was doing; its blocks stay with the caller."""
+        self.counts.finished += 1
+        match sequence.status:
+            case Status.WAITING:
+                self.waiting.remove(sequence)
+            case Status.RUNNING:
+                self.running.remove(sequence)
+            case Status.RECEIVING:
+                self.receiving.remove(sequence)
+            case Status.PAUSED:
+                self.paused.remove(sequence)
+                self._reservations.forget(sequence)
+        sequence.status = Status.FINISHED
+
+    def find(self, request_id: int) -> list[Sequence]:
+        return [s for s in self.everyone() if s.request_id == request_id]
+
+    def everyone(self) -> list[Sequence]:
+        return [*self.waiting, *self.running, *self.receiving, *self.paused]
+
+    def _opens(self) -> bool:
+        return self._capacity.opens(self._num_in_batch)
+
+    def _plan_next(self) -> Plan | None:
+        """For the first in line; None when there is nobody, or no room for it."""
+        if self._num_in_batch >= self._max_active or not (self.paused or self.waiting):
+            return None
+        first = self.paused[0] if self.paused else self.waiting[0]
+        return self._reservations.plan(
+            first, self._capacity.tokens_to_start(first), self._capacity.headroom(first, self.running)
+        )
+
+    def _count_in(self, sequence: Sequence) -> None:
+        sequence.order = self.counts.admitted
+        self.counts.admitted += 1
+        self.counts.queued_seconds += time.monotonic() - sequence.arrived
+
+    def _pause(self, sequence: Sequence) -> None:
+        self.counts.paused += 1
+        self.running.remove(sequence)
+        self._reservations.give_up(sequence)
+        sequence.status = Status.PAUSED
+        bisect.insort(self.paused, sequence, key=lambda s: s.order)

@@ -1,0 +1,197 @@
+"""Per-iteration statistics in TensorRT-LLM's format (facts: trtllm.md section 4)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+
+from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.scheduler.scheduler import Counts, Row, Scheduler
+from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
+
+# Statistics of each request in each step, in TensorRT-LLM's format (`requestStats`).
+
+
+def request_stats(rows: Seq[Row], scheduler: Scheduler) -> list[dict[str, Any]]:
+    """After a step of these rows: of those first, which may have ended in it, then of all others. One a choice."""
+    ran = [row.sequence for row in rows]
+    others = [sequence for sequence in scheduler.everyone() if sequence not in set(ran)]
+    return [_of(sequence, True) for sequence in ran] + [_of(sequence, False) for sequence in others]
+
+
+def _of(sequence: Sequence, scheduled: bool) -> dict[str, Any]:
+    admission = sequence.admission
+    prompt_blocks = admission.reused + admission.missed
+    return {
+        "id": sequence.request_id,
+        "stage": _stage(sequence),
+        "contextPrefillPosition": min(sequence.num_computed, sequence.num_prompt),
+        "numGeneratedTokens": sequence.num_output,
+        "avgNumDecodedTokensPerIter": 1.0 if sequence.num_output else 0.0,
+        "scheduled": scheduled,
+        "paused": sequence.status is Status.PAUSED,
+        "disServingStats": _transfer(sequence),
+        "allocTotalBlocksPerRequest": admission.allocated,
+        "allocNewBlocksPerRequest": admission.allocated,
+        "reusedBlocksPerRequest": admission.reused,
+        "missedBlocksPerRequest": admission.missed,
+        "kvCacheHitRatePerRequest": admission.reused / prompt_blocks if prompt_blocks else 0.0,
+    }
+
+
+def _stage(sequence: Sequence) -> str:
+    if sequence.status is Status.FINISHED:
+        return "GENERATION_COMPLETE"
+    if sequence.status is Status.WAITING:
+        return "QUEUED"
+    return "CONTEXT_IN_PROGRESS" if sequence.in_prefill else "GENERATION_IN_PROGRESS"
+
+
+def _transfer(sequence: Sequence) -> dict[str, Any] | None:
+    """Of KV that came here, for a request that is measured (`return_perf_metrics`)."""
+    measured = sequence.measured
+    if measured is None or not measured.transfer_end:
+        return None
+    seconds = measured.transfer_end - measured.transfer_start
+    return {"kvCacheTransferMS": seconds * 1000, "kvCacheSize": measured.transfer_bytes}
+
+
+log = logging.getLogger(__name__)
+
+
+class IterationStats:
+    def __init__(self, args: LlmArgs) -> None:
+        self._enabled = args.enable_iter_perf_stats
+        self._tells_requests = args.enable_iter_req_stats
+        self._prints = args.print_iter_log
+        self._max_batch_size = args.max_batch_size
+        #: Nothing tunes them while the engine runs.
+        self._sizes = {
+            f"max{name}{kind}": size
+            for name, size in (("BatchSize", args.max_batch_size), ("NumTokens", args.max_num_tokens))
+            for kind in ("Static", "TunerRecommended", "Runtime")
+        }
+        self._process = psutil.Process()
+        self._counts = Counts()
+        self._iteration = 0
+        self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._pulls = 0
+        self._pulled_bytes = 0
+        self._saved_bytes = 0
+        self._pushes = 0
+        self._pushed_bytes = 0
+        self._held: tuple[int, ...] = ()
+
+    def received(self, bytes_moved: int, bytes_saved: int) -> None:
+        """A prompt's KV has come from another engine; saved are the blocks that were here already."""
+        self._pulls += 1
+        self._pulled_bytes += bytes_moved
+        self._saved_bytes += bytes_saved
+
+    def pushed(self, bytes_moved: int) -> None:
+        """A prompt's KV was written to another engine."""
+        self._pushes += 1
+        self._pushed_bytes += bytes_moved
+
+    def of_step(
+        self,
+        rows: Seq[Row],
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        num_handoffs: int,
+        seconds: float,
+    ) -> list[dict[str, Any]]:
+        """One dict for a step that ran, or that changed what is held; none when statistics are off."""
+        paused = scheduler.paused
+        held = (scheduler.num_active, len(paused), len(scheduler.waiting), blocks.num_used, num_handoffs)
+        if not (self._enabled or self._prints) or (not rows and held == self._held):
+            return []
+        self._held = held
+        # Rows have been computed by now, so "in prefill" is asked of where they started.
+        context = [r for r in rows if r.sequence.num_computed - r.num_tokens < r.sequence.num_prompt]
+        context_tokens = sum(r.num_tokens for r in context)
+        self._iteration += 1
+        if self._prints:
+            log.info(
+                "iter = %d, num_scheduled_requests: %d, states = {num_ctx_requests: %d, num_ctx_tokens: %d, "
+                "num_generation_tokens: %d}, active: %d, queued: %d, used KV blocks: %d of %d, step: %.2f ms",
+                *(self._iteration, len(rows), len(context), context_tokens, len(rows) - len(context)),
+                *(scheduler.num_active, len(scheduler.waiting), blocks.num_used, blocks.num_blocks),
+                seconds * 1000,
+            )
+        if not self._enabled:
+            return []
+        self._prefill_tokens += context_tokens
+        self._decode_tokens += len(rows) - len(context)
+        reused, missed = blocks.reused_blocks, blocks.missed_blocks
+        counts, before = replace(scheduler.counts), self._counts
+        self._counts = counts
+        return [
+            {
+                "timestamp": time.strftime("%m-%d-%Y %H:%M:%S"),
+                "iter": self._iteration,
+                "iterLatencyMS": seconds * 1000,
+                "newActiveRequestsQueueLatencyMS": (counts.queued_seconds - before.queued_seconds) * 1000,
+                "numNewActiveRequests": counts.admitted - before.admitted,
+                "numActiveRequests": scheduler.num_active,
+                "numQueuedRequests": len(scheduler.waiting),
+                "numCompletedRequests": counts.finished - before.finished,
+                "maxNumActiveRequests": self._max_batch_size,
+                **self._sizes,
+                "gpuMemUsage": torch.cuda.memory_allocated(),
+                "cpuMemUsage": self._process.memory_info().rss,
+                "pinnedMemUsage": 0,
+                "kvCacheStats": {
+                    "maxNumBlocks": blocks.num_blocks,
+                    "freeNumBlocks": blocks.num_available,
+                    "usedNumBlocks": blocks.num_used,
+                    "tokensPerBlock": blocks.tokens_per_block,
+                    "allocTotalBlocks": blocks.allocated_blocks,
+                    "allocNewBlocks": blocks.allocated_blocks,
+                    "reusedBlocks": reused,
+                    "missedBlocks": missed,
+                    "cacheHitRate": reused / (reused + missed) if reused + missed else 0.0,
+                },
+                "inflightBatchingStats": {
+                    "numScheduledRequests": len(rows),
+                    "numContextRequests": len(context),
+                    "numGenRequests": len(rows) - len(context),
+                    "numPausedRequests": len(paused),
+                    "numCtxTokens": context_tokens,
+                    "microBatchId": 0,
+                    "avgNumDecodedTokensPerIter": 1.0,
+                    "numCtxKvTokens": sum(r.sequence.num_computed for r in context),
+                    "numGenKvTokens": sum(r.sequence.num_computed for r in rows)
+                    - sum(r.sequence.num_computed for r in context),
+                    "numQueuedContextRequests": sum(not s.is_generation_only for s in scheduler.waiting),
+                    "numQueuedCtxTokens": sum(
+                        s.num_prompt for s in scheduler.waiting if not s.is_generation_only
+                    ),
+                    "numQueuedGenRequests": sum(s.is_generation_only for s in scheduler.waiting),
+                    "numQueuedGenKvTokens": sum(
+                        s.num_prompt for s in scheduler.waiting if s.is_generation_only
+                    ),
+                    "numPausedKvTokens": sum(len(s.tokens) for s in paused),
+                },
+                **({"requestStats": request_stats(rows, scheduler)} if self._tells_requests else {}),
+                # Ours: finished prefills whose KV waits for a decode, and running totals that prove who did what.
+                "numHandoffsHeld": num_handoffs,
+                "totals": {
+                    "prefillTokens": self._prefill_tokens,
+                    "decodeTokens": self._decode_tokens,
+                    "kvPulls": self._pulls,
+                    "kvBytesPulled": self._pulled_bytes,
+                    "kvBytesSaved": self._saved_bytes,
+                    "kvPushes": self._pushes,
+                    "kvBytesPushed": self._pushed_bytes,
+                },
+            }
+        ]

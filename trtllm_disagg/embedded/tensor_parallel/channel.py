@@ -1,0 +1,97 @@
+"""Sockets between rank 0 and the others, on one host: for steps, for KV transfers, and to tell who is alive.
+
+A rank that waits in an MPI collective for one that has died would wait for ever. So every rank has a thread that
+sleeps on the last one, and ends the process when it closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from trtllm_disagg.embedded.ipc import link as local_socket
+from trtllm_disagg.errors import EngineError
+
+_HEADER = struct.Struct("<I")
+_HELLO = struct.Struct("<IIB")
+_KINDS = range(3)
+_encoder = msgspec.msgpack.Encoder()
+T = TypeVar("T")
+
+
+class Channel:
+    """Messages in order, each with its length in front. The sockets are this user's only (link.py)."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def send(self, message: Any) -> None:
+        payload = _encoder.encode(message)
+        self._connection.sendall(_HEADER.pack(len(payload)) + payload)
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
+        """Sleeps until there is one. Raises EOFError when the other side is gone."""
+        (length,) = _HEADER.unpack(_read(self._connection, _HEADER.size))
+        return decoder.decode(_read(self._connection, length))
+
+
+class Peer:
+    """Another rank, as this one sees it."""
+
+    def __init__(self, rank: int, pid: int, orders: Channel, transfers: Channel, lifeline: Channel) -> None:
+        self.rank, self.pid = rank, pid
+        self.orders, self.transfers, self.lifeline = orders, transfers, lifeline
+
+
+def accept(listener: socket.socket, size: int) -> list[Peer]:
+    """The peers of rank 0, all `size - 1` of them, by rank."""
+    found: dict[tuple[int, int], Channel] = {}
+    pids: dict[int, int] = {}
+    while len(found) < len(_KINDS) * (size - 1):
+        connection = local_socket.accept(listener)
+        rank, pid, kind = _HELLO.unpack(_read(connection, _HELLO.size))
+        found[rank, kind] = Channel(connection)
+        pids[rank] = pid
+    return [Peer(r, pids[r], *(found[r, kind] for kind in _KINDS)) for r in range(1, size)]
+
+
+def connect(address: str, rank: int) -> Peer:
+    """Rank 0, from another rank."""
+    channels = []
+    for kind in _KINDS:
+        connection = local_socket.connect(address)
+        connection.sendall(_HELLO.pack(rank, os.getpid(), kind))
+        channels.append(Channel(connection))
+    return Peer(0, 0, *channels)
+
+
+def watch(peer: Peer, decoder: msgspec.msgpack.Decoder[T], on_end: Callable[[T | None], None]) -> None:
+    """Call `on_end` from a thread when the peer is gone, with its last word when it left one."""
+
+    def wait() -> None:
+        last: T | None = None
+        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError):
+            last = peer.lifeline.receive(decoder)
+        on_end(last)
+
+    threading.Thread(target=wait, name=f"rank-{peer.rank}-watch", daemon=True).start()
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        if not (part := connection.recv(count - len(parts))):
+            raise EOFError("the other rank is gone")
+        parts += part
+    return bytes(parts)
+
+
+class RankLostError(EngineError):
+    """A rank died, or cannot go on; without it nobody can."""

@@ -1,0 +1,198 @@
+"""Rank 0's side: the engine core asks for a forward, and all ranks run it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from trtllm_disagg import errors
+from trtllm_disagg.embedded.kv_cache.memory import KvMemory
+from trtllm_disagg.embedded.model.model_runner import ModelRunner
+from trtllm_disagg.embedded.params.llm_args import LlmArgs, core_args
+from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.tensor_parallel.channel import Peer, RankLostError, watch
+from trtllm_disagg.embedded.tensor_parallel.group import RankGroup, join_as_leader
+from trtllm_disagg.embedded.tensor_parallel.messages import (
+    Broken,
+    Build,
+    CopyStart,
+    Drop,
+    Reply,
+    Restore,
+    Save,
+    Stop,
+    step_of,
+)
+from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
+
+log = logging.getLogger(__name__)
+
+_replies = msgspec.msgpack.Decoder(Reply)
+_last_words = msgspec.msgpack.Decoder(Broken)
+
+
+class Runner(Protocol):
+    def run(self, rows: Seq[Row]) -> torch.Tensor:
+        """Logits (sampling rows, vocabulary). Valid until the next call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Alone:
+    """One process is the whole engine."""
+
+    size = 1
+    peers: tuple[Peer, ...] = ()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all ranks, this one first."""
+        return [os.getpid()]
+
+    def start(self, args: LlmArgs, num_blocks: int) -> None:
+        """There is nobody to start."""
+
+    def shard(self, model: Any) -> None:
+        """All of the model is here."""
+
+    def memory(self, memory: KvMemory) -> KvMemory:
+        return memory
+
+    def lead(self, runner: ModelRunner) -> Runner:
+        return runner
+
+    def close(self) -> None:
+        """There is nobody to stop."""
+
+
+class Team:
+    """Rank 0 with its peers. A peer that is lost takes the engine with it: `on_lost` is told why, once."""
+
+    def __init__(self, group: RankGroup, peers: list[Peer], on_lost: Callable[[str], None]) -> None:
+        self.size = group.size
+        self.pids = [os.getpid(), *(peer.pid for peer in peers)]
+        self._group = group
+        self.peers = tuple(peers)
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._is_over = False
+        for peer in peers:
+            watch(peer, _last_words, partial(self._gone, peer))
+
+    def start(self, args: LlmArgs, num_blocks: int) -> None:
+        """The others begin to load their part, while this rank loads its own."""
+        self._tell(Build(core_args(args), num_blocks))
+
+    def shard(self, model: Any) -> None:
+        shard_model(model, self._group)
+
+    def memory(self, memory: KvMemory) -> KvMemory:
+        """What happens to blocks between steps happens to every rank's part of them."""
+        return _LedMemory(memory, self)
+
+    def lead(self, runner: ModelRunner) -> Runner:
+        """Waits until the others are ready too. Raises what kept them, e.g. ConfigError."""
+        for peer in self.peers:
+            try:
+                reply = peer.orders.receive(_replies)
+            except (OSError, EOFError):
+                raise RankLostError(_death_of(peer)) from None
+            if isinstance(reply, Broken):
+                raise _error_of(peer, reply)
+        return _Led(runner, self)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_over = True
+        with contextlib.suppress(RankLostError):
+            # The sockets stay, to the end of both processes: who sees one close takes the other for dead.
+            self._tell(Stop())
+
+    def _tell(self, order: msgspec.Struct) -> None:
+        for peer in self.peers:
+            try:
+                peer.orders.send(order)
+            except OSError:
+                raise RankLostError(_death_of(peer)) from None
+
+    def _gone(self, peer: Peer, last: Broken | None) -> None:
+        self.lost(_death_of(peer) if last is None else str(_error_of(peer, last)))
+
+    def lost(self, reason: str) -> None:
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+        self._on_lost(reason)
+
+
+class _Led:
+    """Every step is announced before it runs here. One that fails here leaves the others in the middle of it."""
+
+    def __init__(self, runner: ModelRunner, team: Team) -> None:
+        self._runner = runner
+        self._team = team
+
+    def run(self, rows: Seq[Row]) -> torch.Tensor:
+        try:
+            self._team._tell(step_of(rows, self._runner.tokens_per_block))
+            return self._runner.run(rows)
+        except Exception as error:
+            self._team.lost(f"a step failed on rank 0: {type(error).__name__}: {error}")
+            raise
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class _LedMemory:
+    """Announced like steps, and in the same order."""
+
+    def __init__(self, memory: KvMemory, team: Team) -> None:
+        self._memory = memory
+        self._team = team
+
+    def copy_start(self, source: int, target: int, num_tokens: int) -> None:
+        self._team._tell(CopyStart(source, target, num_tokens))
+        self._memory.copy_start(source, target, num_tokens)
+
+    def save(self, slot: int, blocks: Seq[int]) -> None:
+        self._team._tell(Save(slot, list(blocks)))
+        self._memory.save(slot, blocks)
+
+    def restore(self, slot: int, first: int, blocks: Seq[int]) -> None:
+        self._team._tell(Restore(slot, first, list(blocks)))
+        self._memory.restore(slot, first, blocks)
+
+    def drop(self, slot: int) -> None:
+        self._team._tell(Drop(slot))
+        self._memory.drop(slot)
+
+
+def open_team(args: LlmArgs, on_lost: Callable[[str], None]) -> Alone | Team:
+    """As many ranks as `tensor_parallel_size` says; they have been started already (`launch.py`)."""
+    if args.tensor_parallel_size == 1:
+        return Alone()
+    group, peers = join_as_leader(args.tensor_parallel_size, on_lost)
+    return Team(group, peers, on_lost)
+
+
+def _death_of(peer: Peer) -> str:
+    return f"rank {peer.rank} of the engine (process {peer.pid}) died"
+
+
+def _error_of(peer: Peer, reply: Broken) -> errors.DisaggError:
+    kind = getattr(errors, reply.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.DisaggError):
+        return kind(reply.message)
+    return RankLostError(f"rank {peer.rank} of the engine: {reply.kind}: {reply.message}")

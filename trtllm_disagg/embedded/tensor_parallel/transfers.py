@@ -1,0 +1,271 @@
+"""KV transfer with several ranks: every rank serves its own pool and reads into it, all when rank 0 says so.
+
+Rank 0 has the leases, the control channel and the requests. To those, its pool and those of the other ranks look
+like one transport. The orders have a socket and a thread of their own, since a read may take longer than a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from trtllm_disagg import errors
+from trtllm_disagg.embedded.tensor_parallel.channel import Channel, Peer
+from trtllm_disagg.errors import DisaggError, KvTransferError
+from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError, StagingTransport
+from trtllm_disagg.kv_transfer.relayout import Shard, ShardReader, join_addresses, shards_of
+
+log = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 5.0
+#: As many senders as rank 0 reads from at a time (kv_transfer/pull.py).
+_READERS = 64
+
+
+class Serve(msgspec.Struct, tag="serve"):
+    id: int
+    sender: str
+
+
+class Read(msgspec.Struct, tag="read"):
+    id: int
+    card: PeerCard
+    #: int32 block ids.
+    remote: bytes
+    local: bytes
+    timeout: float
+
+
+class Forget(msgspec.Struct, tag="forget"):
+    card: PeerCard
+
+
+class Tick(msgspec.Struct, tag="tick"):
+    """A receiver may be connecting."""
+
+
+class Close(msgspec.Struct, tag="close"):
+    pass
+
+
+Order = Serve | Read | Forget | Tick | Close
+
+
+class Done(msgspec.Struct):
+    """The answer to Serve and Read."""
+
+    id: int
+    moved: int = 0
+    address: bytes = b""
+    error: str = ""
+    kind: str = ""
+    may_land_later: bool = False
+
+
+_orders = msgspec.msgpack.Decoder(Order)
+_answers = msgspec.msgpack.Decoder(Done)
+
+
+class TeamTransport:
+    """`KvTransport` over the pools of all ranks. With one rank, too: a sender may have another number of them."""
+
+    def __init__(self, transport: StagingTransport, peers: Sequence[Peer]) -> None:
+        self.name = transport.name
+        self._transport = transport
+        self._helpers = [_Helper(peer) for peer in peers]
+        self._reader: ShardReader | None = None
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Rank 0's pool; the others make theirs themselves."""
+        pool = self._transport.allocate(shape, dtype, device)
+        self._reader = ShardReader(self._transport, pool, 0, 1 + len(self._helpers))
+        return pool
+
+    def serve(self, sender: str) -> bytes:
+        shards = [Shard(sender, self._transport.serve(sender))]
+        for helper in self._helpers:
+            name = f"{sender}/{helper.rank}"
+            shards.append(Shard(name, _require(helper.serve(name).result()).address))
+        return join_addresses(shards)
+
+    def read(
+        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        """All ranks at the same time. Ends when the last one has ended, whatever became of the others."""
+        assert self._reader is not None
+        asked = [helper.read(peer, remote_blocks, local_blocks, timeout) for helper in self._helpers]
+        own = partial(self._reader.read, peer, remote_blocks, local_blocks, timeout)
+        outcomes = [_outcome(own)]
+        for answer in asked:
+            outcomes.append(_outcome(partial(_moved, answer, timeout)))
+        failures = [outcome.error for outcome in outcomes if outcome.error is not None]
+        late = [e for e in failures if isinstance(e, ReadTimeoutError) and e.may_land_later]
+        if late:
+            raise ReadTimeoutError(
+                str(late[0]), may_land_later=True, has_ended=lambda: all(e.has_ended() for e in late)
+            )
+        if failures:
+            raise failures[0]
+        return sum(outcome.moved for outcome in outcomes)
+
+    def write(
+        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        """Between engines of one rank each; the core refuses GENERATION_FIRST for others."""
+        if self._helpers or len(shards_of(peer)) > 1:
+            raise KvTransferError("KV is pushed between engines of tensor_parallel_size 1 only")
+        return self._transport.write(peer, remote_blocks, local_blocks, timeout)
+
+    def forget(self, peer: PeerCard) -> None:
+        assert self._reader is not None
+        for helper in self._helpers:
+            helper.tell(Forget(peer))
+        with contextlib.suppress(KvTransferError):
+            self._reader.forget(peer)
+
+    def progress(self) -> None:
+        for helper in self._helpers:
+            helper.tell(Tick())
+        self._transport.progress()
+
+    def close(self) -> None:
+        for helper in self._helpers:
+            helper.tell(Close())
+        self._transport.close()
+
+
+class _Outcome(NamedTuple):
+    moved: int
+    error: Exception | None
+
+
+def _outcome(read: Callable[[], int]) -> _Outcome:
+    try:
+        return _Outcome(read(), None)
+    except (DisaggError, ReadTimeoutError) as error:
+        return _Outcome(0, error)
+
+
+def _moved(answer: Future[Done], timeout: float) -> int:
+    try:
+        return _require(answer.result(timeout + _GRACE_SECONDS)).moved
+    except TimeoutError as error:
+        if isinstance(error, ReadTimeoutError):
+            raise
+        raise ReadTimeoutError("a rank did not say that its read has ended", may_land_later=True) from None
+
+
+def _require(done: Done) -> Done:
+    """Raise what the other rank raised."""
+    if not done.kind:
+        return done
+    if done.kind == ReadTimeoutError.__name__:
+        raise ReadTimeoutError(done.error, may_land_later=done.may_land_later)
+    kind = getattr(errors, done.kind, None)
+    if isinstance(kind, type) and issubclass(kind, DisaggError):
+        raise kind(done.error)
+    raise KvTransferError(f"{done.kind}: {done.error}")
+
+
+class _Helper:
+    """Rank 0's end of another rank's transfers. Thread-safe."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.rank = peer.rank
+        self._channel = peer.transfers
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[Done]] = {}
+        threading.Thread(target=self._receive, name=f"kv-rank-{peer.rank}", daemon=True).start()
+
+    def serve(self, sender: str) -> Future[Done]:
+        return self._ask(Serve(next(self._ids), sender))
+
+    def read(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> Future[Done]:
+        return self._ask(Read(next(self._ids), peer, remote.tobytes(), local.tobytes(), timeout))
+
+    def tell(self, order: msgspec.Struct) -> None:
+        with self._lock, contextlib.suppress(OSError):  # a rank that is gone ends the engine elsewhere
+            self._channel.send(order)
+
+    def _ask(self, order: Serve | Read) -> Future[Done]:
+        future: Future[Done] = Future()
+        self._pending[order.id] = future
+        self.tell(order)
+        return future
+
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                done = self._channel.receive(_answers)
+                self._pending.pop(done.id).set_result(done)
+        for future in list(self._pending.values()):
+            future.set_exception(KvTransferError(f"rank {self.rank} of the engine is gone"))
+
+
+class TransferService:
+    """The same on another rank: its transport, at rank 0's orders."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._built: Future[tuple[StagingTransport, ShardReader]] = Future()
+        self._readers = ThreadPoolExecutor(_READERS, "kv-pull")
+        threading.Thread(target=self._serve, name="kv-orders", daemon=True).start()
+
+    def start(self, transport: StagingTransport, pool: torch.Tensor, rank: int, num_ranks: int) -> None:
+        self._built.set_result((transport, ShardReader(transport, pool, rank, num_ranks)))
+
+    def fail(self, error: Exception) -> None:
+        """This rank cannot be built; rank 0 may be waiting for it here."""
+        if not self._built.done():
+            self._built.set_exception(error)
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while not isinstance(order := self._channel.receive(_orders), Close):
+                self._obey(order)
+        self._readers.shutdown(cancel_futures=True)
+        if self._built.done() and self._built.exception() is None:
+            self._built.result()[0].close()
+
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Serve():
+                self._answer(order.id, lambda: Done(order.id, address=self._transport.serve(order.sender)))
+            case Read():
+                self._readers.submit(self._answer, order.id, lambda: self._read(order))
+            case Tick():
+                self._transport.progress()
+            case Forget():
+                with contextlib.suppress(KvTransferError):
+                    self._built.result()[1].forget(order.card)
+
+    @property
+    def _transport(self) -> StagingTransport:
+        """Waits until there is one; raises what kept it."""
+        return self._built.result()[0]
+
+    def _read(self, order: Read) -> Done:
+        remote, local = (np.frombuffer(ids, np.int32) for ids in (order.remote, order.local))
+        _, reader = self._built.result()
+        return Done(order.id, moved=reader.read(order.card, remote, local, order.timeout))
+
+    def _answer(self, order_id: int, work: Callable[[], Done]) -> None:
+        try:
+            done = work()
+        except Exception as error:  # rank 0 waits for an answer
+            late: Any = getattr(error, "may_land_later", False)
+            done = Done(order_id, error=str(error), kind=type(error).__name__, may_land_later=late)
+        with self._lock, contextlib.suppress(OSError):
+            self._channel.send(done)

@@ -1,0 +1,184 @@
+"""Reads a handoff, in whichever protocol it is written.
+
+All of them say the same two things, a prefill result or a meeting, and all are checked here alike. So a worker
+takes what it can recognise, whatever it writes itself; what says something twice is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, NamedTuple
+
+import msgspec
+
+from trtllm_disagg.errors import ConfigError, HandoffRefusedError
+from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle, join_endpoint, split_endpoint
+from trtllm_disagg.types import (
+    KvTransferParams,
+    PrefillResult,
+    PromptTokensDetails,
+    Rendezvous,
+    TokenChunk,
+    WireRequest,
+)
+
+# A handoff as vLLM's `kv_transfer_params`, there and back.
+#
+# Its plain fields say where the KV is, for whoever looks at a body on its way. Engines go by the handle, which is
+# bound to prompt, sender and lease; so the plain fields have to say what the handle says, or all of it is refused.
+
+
+Params = dict[str, Any]
+
+_NOWHERE: Params = {
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def asking(*, remote_decode: bool) -> Params:
+    """For prefill's body: whether somebody will come for the KV."""
+    return {"do_remote_decode": remote_decode, "do_remote_prefill": False} | _NOWHERE
+
+
+def handing_over(result: PrefillResult) -> Params:
+    """For prefill's answer, and for decode's body. An engine whose handle is opaque to us has null for a place."""
+    details = result.prompt_tokens_details
+    return {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        **_place_of(result.disaggregated_params),
+        "remote_handle": result.disaggregated_params,
+        "remote_cached_tokens": details.cached_tokens if details is not None else None,
+    }
+
+
+def read_params(raw: object) -> PrefillResult | None:
+    """From prefill's answer. Raise HandoffRefusedError."""
+    try:
+        return result_in(msgspec.convert(raw, KvTransferParams))
+    except msgspec.ValidationError as error:
+        raise HandoffRefusedError(f"kv_transfer_params: {error}") from None
+
+
+def result_in(params: KvTransferParams) -> PrefillResult | None:
+    """None where prefill has yet to be done. Raise HandoffRefusedError; types and ranges are checked already."""
+    if params.do_remote_decode and params.do_remote_prefill:
+        raise HandoffRefusedError(
+            "kv_transfer_params: do_remote_decode and do_remote_prefill are both true; expected one of them"
+        )
+    if not params.do_remote_prefill:
+        _require_place(params, _NOWHERE, "null, because no prefill was done")
+        return None
+    if params.remote_handle is None:
+        raise HandoffRefusedError(
+            "kv_transfer_params: remote_handle is missing; without it no engine finds the KV"
+        )
+    _require_place(params, _place_of(params.remote_handle), "what its remote_handle says")
+    cached = params.remote_cached_tokens
+    return PrefillResult(params.remote_handle, None if cached is None else PromptTokensDetails(cached))
+
+
+def _require_place(params: KvTransferParams, place: Params, expected: str) -> None:
+    for name, value in place.items():
+        if getattr(params, name) != value:
+            raise HandoffRefusedError(f"kv_transfer_params: {name} is not as expected: {expected}")
+
+
+def _place_of(disaggregated_params: Params) -> Params:
+    handle = _handle_in(disaggregated_params.get("opaque_state"))
+    if handle is None:
+        return _NOWHERE
+    host, port = split_endpoint(handle.endpoint) or (None, None)
+    return {
+        "remote_engine_id": handle.sender,
+        "remote_block_ids": handle.blocks,
+        "remote_host": host,
+        "remote_port": port,
+    }
+
+
+def _handle_in(opaque_state: object) -> KvHandle | None:
+    """None for what the embedded engine has not made; whether an engine takes it is the engine's word."""
+    try:
+        return decode_handle(base64.b64decode(opaque_state, validate=True))  # type: ignore[arg-type]
+    except (HandoffRefusedError, TypeError, ValueError):
+        return None
+
+
+# A rendezvous as bootstrap_host, bootstrap_port and bootstrap_room, there and back.
+
+
+_KEYS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+
+
+def keys_of(rendezvous: Rendezvous) -> dict[str, Any]:
+    """Raise ConfigError for an engine that is not met at one endpoint."""
+    place = (
+        split_endpoint(rendezvous.ctx_info_endpoint[0]) if len(rendezvous.ctx_info_endpoint) == 1 else None
+    )
+    if place is None:
+        raise ConfigError(
+            "--handoff-protocol bootstrap names one host and port, and the prefill engine is met at "
+            f"{rendezvous.ctx_info_endpoint}; --handoff-protocol dynamo can say that"
+        )
+    return dict(zip(_KEYS, (*place, rendezvous.disagg_request_id), strict=True))
+
+
+def room_in(wire: WireRequest) -> Rendezvous | None:
+    """Raise HandoffRefusedError when a key is missing or names no place. Types and ranges are checked already."""
+    given = {name: getattr(wire, name) for name in _KEYS}
+    if all(value is None for value in given.values()):
+        return None
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        raise HandoffRefusedError(
+            f"request: {', '.join(missing)} missing; expected all of {', '.join(_KEYS)}"
+        )
+    endpoint = join_endpoint(given["bootstrap_host"], given["bootstrap_port"])
+    if split_endpoint(endpoint) is None:
+        raise HandoffRefusedError(f"request: bootstrap_host {given['bootstrap_host']!r} is no host")
+    return Rendezvous(given["bootstrap_room"], [endpoint])
+
+
+#: An error at one of these paths is a bad handoff, whatever else the request asks for.
+HANDOFF_PATHS = ("$.prefill_result", "$.kv_transfer_params", "$.rendezvous", "$.bootstrap_")
+
+
+class Given(NamedTuple):
+    """What a request brings for its phase."""
+
+    prefill_result: PrefillResult | None
+    rendezvous: Rendezvous | None
+    #: A decode comes after this prefill, whatever `max_tokens` says.
+    goes_on: bool
+
+
+def given_in(wire: WireRequest) -> Given:
+    """Raise HandoffRefusedError."""
+    params, room = wire.kv_transfer_params, room_in(wire)
+    forms = {
+        "prefill_result": wire.prefill_result,
+        "kv_transfer_params": params,
+        "rendezvous": wire.rendezvous,
+        "bootstrap_room": room,
+    }
+    present = [name for name, value in forms.items() if value is not None]
+    if len(present) > 1:
+        raise HandoffRefusedError(f"request: has {' and '.join(present)}; expected at most one of them")
+    if params is not None:
+        return Given(result_in(params), None, params.do_remote_decode)
+    return Given(wire.prefill_result, wire.rendezvous or room, False)
+
+
+def result_of(chunk: TokenChunk) -> PrefillResult | None:
+    """What prefill's answer hands over; None when it is the whole answer. Raise HandoffRefusedError."""
+    if chunk.kv_transfer_params is not None:
+        return read_params(chunk.kv_transfer_params)
+    if chunk.disaggregated_params is None:
+        return None
+    usage = chunk.completion_usage
+    details = usage.prompt_tokens_details if usage is not None else None
+    return PrefillResult(chunk.disaggregated_params, details)

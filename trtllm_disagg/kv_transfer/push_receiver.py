@@ -1,0 +1,288 @@
+"""The decode engine's side of offers: KV that a prefill engine is to write here.
+
+Decode may give up at any moment. Its blocks are its own again only when the writer has said that it stopped, or is
+known to be dead; a writer that says neither keeps them, and is asked again and again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError, OverloadedError
+from trtllm_disagg.kv_transfer.access import PeerGoneError
+from trtllm_disagg.kv_transfer.control import ControlClient
+from trtllm_disagg.kv_transfer.handle import (
+    MAX_OFFER_SECONDS,
+    UNREADABLE,
+    Failure,
+    Notice,
+    Offer,
+    StillOffered,
+    Watch,
+    Withdraw,
+    new_ticket,
+)
+from trtllm_disagg.kv_transfer.peers import Cards, Lanes
+
+log = logging.getLogger(__name__)
+
+_CONTROL_SECONDS = 5.0
+_WATCH_SECONDS = 0.5
+_tickets = msgspec.msgpack.Decoder(list[bytes])
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Expected:
+    """One request's KV on its way here, from a prefill engine that may not have begun."""
+
+    endpoint: str
+    request: int
+    prompt: bytes
+    blocks: list[int]
+    num_known: int
+    seconds: float
+    ticket: bytes = field(default_factory=new_ticket)
+    #: The prefill engine; empty as long as nothing was offered to it.
+    prefill: str = ""
+    notice: Notice | None = None
+    error: DisaggError | None = None
+    #: Nobody writes into the blocks any more.
+    stopped: bool = False
+
+
+class KvExpecter:
+    """An expectation leaves the table exactly once: by notice, by failure, or because it was given up."""
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: str,
+        layout: bytes,
+        cards: Cards,
+        client: ControlClient,
+        lanes: Lanes,
+        on_news: Callable[[], None],
+        on_busy: Callable[[], None],
+    ) -> None:
+        """`on_busy`: somebody may write here from now on."""
+        self._on_busy = on_busy
+        self._name = name
+        self._endpoint = endpoint
+        self._layout = layout
+        self._cards = cards
+        self._client = client
+        self._lanes = lanes
+        self._on_news = on_news
+        self._lock = threading.Lock()
+        self._waiting: dict[bytes, Expected] = {}
+        #: Given up, and its writer has not said yet that it stopped.
+        self._limbo: dict[bytes, Expected] = {}
+        self._freed: queue.SimpleQueue[Expected] = queue.SimpleQueue()
+        self._stuck: queue.SimpleQueue[Expected] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._watching: set[str] = set()
+        self._watcher = threading.Thread(target=self._watch_all, name="kv-watch", daemon=True)
+        self._watcher.start()
+
+    # -- the engine's thread
+
+    def expect(self, expected: Expected) -> None:
+        with self._lock:
+            self._waiting[expected.ticket] = expected
+        self._on_busy()
+        self._lanes.submit(expected.endpoint, self._offer, expected)
+
+    def give_up(self, expected: Expected) -> bool:
+        """True when its blocks may be used again; else `take_freed` tells, some time."""
+        with self._lock:
+            self._waiting.pop(expected.ticket, None)
+            if expected.stopped:
+                return True
+            self._limbo[expected.ticket] = expected
+        self._lanes.submit(expected.endpoint, self._withdraw, expected)
+        return False
+
+    def decline(self, endpoint: str, request: int) -> None:
+        """Nothing will be offered for this request; best effort, prefill's wait ends by itself."""
+        self._lanes.submit(endpoint, self._decline, endpoint, request)
+
+    def take_freed(self) -> list[Expected]:
+        """Given up, and nobody writes there any more."""
+        return _take(self._freed)
+
+    def take_stuck(self) -> list[Expected]:
+        """Given up, but the writer does not say that it stopped. It may be told more than once."""
+        return _take(self._stuck)
+
+    @property
+    def is_busy(self) -> bool:
+        """Somebody may write here."""
+        return bool(self._waiting or self._limbo)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._watcher.join(timeout=5)
+
+    # -- the control channel's threads
+
+    def noticed(self, notice: Notice) -> bytes:
+        return self._leave(notice.ticket, notice=notice, stopped=True)
+
+    def failed(self, failure: Failure) -> bytes:
+        error = KvTransferError(f"prefill: {failure.reason}")
+        return self._leave(failure.ticket, error=error, stopped=failure.stopped)
+
+    def still_offered(self, question: StillOffered) -> bytes:
+        return b"held" if question.ticket in self._waiting else b"gone"
+
+    def _leave(
+        self,
+        ticket: bytes,
+        *,
+        notice: Notice | None = None,
+        error: DisaggError | None = None,
+        stopped: bool,
+    ) -> bytes:
+        with self._lock:
+            expected = self._waiting.pop(ticket, None)
+            if expected is None:
+                return b"gone"
+            expected.notice, expected.error, expected.stopped = notice, error, stopped
+        self._on_news()
+        return b"taken"
+
+    # -- on the prefill engine's lane
+
+    def _offer(self, expected: Expected) -> None:
+        if expected.ticket not in self._waiting:
+            return
+        try:
+            card = self._cards.of(expected.endpoint)
+            expected.prefill = card.sender
+            answer = self._client.say(expected.endpoint, self._offer_of(expected), _CONTROL_SECONDS)
+            if answer == b"stranger":  # restarted since we got its card
+                self._cards.drop(expected.endpoint)
+                expected.prefill = self._cards.of(expected.endpoint).sender
+                answer = self._client.say(expected.endpoint, self._offer_of(expected), _CONTROL_SECONDS)
+            if answer != b"ok":
+                self._leave(expected.ticket, error=_refused(answer), stopped=True)
+        except PeerGoneError as error:
+            self._cards.drop(expected.endpoint)
+            self._leave(expected.ticket, error=error, stopped=True)
+        except KvTransferError as error:
+            self._cards.drop(expected.endpoint)
+            # The offer may have been taken although its answer was lost.
+            self._leave(expected.ticket, error=error, stopped=not expected.prefill)
+        except DisaggError as error:
+            self._leave(expected.ticket, error=error, stopped=True)
+        except Exception as error:
+            log.exception("offering blocks to %s failed unexpectedly", expected.endpoint)
+            reason = KvTransferError(f"{type(error).__name__}: {error}")
+            self._leave(expected.ticket, error=reason, stopped=not expected.prefill)
+
+    def _offer_of(self, expected: Expected) -> Offer:
+        return Offer(
+            request=expected.request,
+            ticket=expected.ticket,
+            prefill=expected.prefill,
+            decode=self._name,
+            endpoint=self._endpoint,
+            layout=self._layout,
+            prompt=expected.prompt,
+            blocks=expected.blocks,
+            num_known=expected.num_known,
+            seconds=min(expected.seconds, MAX_OFFER_SECONDS),
+        )
+
+    def _decline(self, endpoint: str, request: int) -> None:
+        with contextlib.suppress(DisaggError):
+            prefill = self._cards.of(endpoint).sender
+            self._client.say(endpoint, Withdraw(prefill, request, new_ticket()), _CONTROL_SECONDS)
+
+    def _withdraw(self, expected: Expected) -> None:
+        if not expected.prefill:  # given up before it was offered: prefill waits for nothing
+            self._decline(expected.endpoint, expected.request)
+        question = Withdraw(expected.prefill, expected.request, expected.ticket)
+        try:
+            stopped = not expected.prefill or (
+                self._client.say(expected.endpoint, question, _CONTROL_SECONDS) == b"stopped"
+            )
+        except PeerGoneError:
+            stopped = True
+        except KvTransferError:
+            stopped = False
+        if not stopped:
+            self._stuck.put(expected)
+        else:
+            with self._lock:
+                known = self._limbo.pop(expected.ticket, None)
+            if known is not None:
+                self._freed.put(expected)
+        self._on_news()
+
+    # -- is the writer alive?
+
+    def _watch_all(self) -> None:
+        while not self._closed.wait(_WATCH_SECONDS):
+            with self._lock:
+                waiting = [e for e in self._waiting.values() if e.prefill]
+                limbo = list(self._limbo.values())
+            for endpoint, prefill in {(e.endpoint, e.prefill) for e in waiting}:
+                mine = [e.ticket for e in waiting if e.prefill == prefill and e.endpoint == endpoint]
+                self._once(endpoint, self._watch, endpoint, prefill, mine)
+            for endpoint in {e.endpoint for e in limbo}:
+                self._once(endpoint, self._withdraw_all, [e for e in limbo if e.endpoint == endpoint])
+
+    def _once(self, endpoint: str, work: Callable[..., None], *args: object) -> None:
+        """On the lane, unless the same work waits there already."""
+        key = f"{work.__name__} {endpoint}"
+
+        def run() -> None:
+            self._watching.discard(key)
+            work(*args)
+
+        if key not in self._watching:
+            self._watching.add(key)
+            self._lanes.submit(endpoint, run)
+
+    def _withdraw_all(self, given_up: list[Expected]) -> None:
+        for expected in given_up:
+            if expected.ticket in self._limbo:
+                self._withdraw(expected)
+
+    def _watch(self, endpoint: str, prefill: str, tickets: list[bytes]) -> None:
+        try:
+            lost = _tickets.decode(self._client.say(endpoint, Watch(prefill, tickets), _CONTROL_SECONDS))
+            reason = f"prefill worker {prefill} ended this request without a word"
+        except PeerGoneError:
+            lost, reason = tickets, f"prefill worker {prefill} is gone"
+        except (KvTransferError, *UNREADABLE):
+            return  # it may come back; every expectation has a deadline
+        for ticket in lost:
+            self._leave(ticket, error=KvTransferError(reason), stopped=True)
+        if lost:
+            self._cards.drop(endpoint)
+
+
+def _refused(answer: bytes) -> DisaggError:
+    reason = answer.decode(errors="replace")[:100]
+    if answer == b"full":
+        return OverloadedError("the prefill worker has too many offers")
+    if answer == b"left":
+        return KvTransferError("the prefill worker has given up on this request")
+    return HandoffRefusedError(f"the prefill worker does not take these blocks: {reason}")
+
+
+def _take(arrivals: queue.SimpleQueue[Expected]) -> list[Expected]:
+    taken: list[Expected] = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            taken.append(arrivals.get_nowait())
+    return taken

@@ -1,0 +1,257 @@
+"""Between hosts: blocks over TLS, to and from peers that have the key.
+
+UCX over tcp checks nothing, and is slower than a socket. A read has ended when it returns or raises, so nothing lands
+late in blocks that are read into.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import torch
+
+from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.kv_transfer.access import Network, Reach
+from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError, runs_of
+from trtllm_disagg.kv_transfer.framing import (
+    Limits,
+    Reception,
+    UnreadableError,
+    receive_frame,
+    receive_message,
+    send_frame,
+)
+from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.kv_transfer.host import new_memory
+
+_LIMITS = Limits()
+#: A peer that sends nothing for so long is taken for dead.
+_SILENCE_SECONDS = 30.0
+_PIECE_BYTES = 1 << 20
+_OK = b"ok"
+#: int32 block ids of one message.
+_Ids = Annotated[bytes, msgspec.Meta(min_length=4, max_length=1 << 19)]
+
+
+class Fetch(msgspec.Struct, tag="fetch"):
+    """Answered "ok" and the blocks, one behind the other."""
+
+    blocks: _Ids
+    block_bytes: int
+
+
+class Store(msgspec.Struct, tag="store"):
+    """Followed by the blocks; answered "ok" when they are there."""
+
+    blocks: _Ids
+    block_bytes: int
+
+
+_requests = msgspec.msgpack.Decoder(Fetch | Store)
+
+
+class TlsTransport:
+    name = "TLS"
+
+    def __init__(self, reach: Reach) -> None:
+        if not isinstance(reach, Network):
+            raise ConfigError.bad_value(
+                "cache_transceiver_config.backend",
+                self.name,
+                "DEFAULT, NIXL or SHARED_MEMORY on one host; TLS is for an embedded.transfer_host that is not loopback",
+            )
+        self._door = reach.door()
+        self._blocks = np.empty((0, 0), np.uint8)
+        self._reception: Reception | None = None
+        self._lock = threading.Lock()
+        #: Connections that nothing uses now, by endpoint.
+        self._idle: dict[str, list[tuple[socket.socket, float]]] = {}
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type != "cpu":
+            raise ConfigError.bad_value(
+                "cache_transceiver_config.backend", self.name, "NIXL on a CUDA device; TLS is for the CPU"
+            )
+        pool = new_memory(shape, dtype, device)
+        self._blocks = pool.view(torch.uint8).numpy().reshape(shape[0], -1)
+        return pool
+
+    def serve(self, sender: str) -> bytes:
+        self._reception = Reception(self._door, self._converse, "kv-data", _LIMITS)
+        self._reception.start()
+        return self._reception.endpoint.encode()
+
+    def read(
+        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        self._fetch(peer, remote_blocks, [self._blocks[run] for run in runs_of(local_blocks)], timeout)
+        return len(local_blocks) * self._blocks.shape[1]
+
+    def write(
+        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        deadline = time.monotonic() + timeout
+        with self._connection(peer, timeout, writes=True) as connection:
+            ids = remote_blocks.astype(np.int32).tobytes()
+            _say(connection, Store(ids, self._blocks.shape[1]), deadline)
+            for run in runs_of(local_blocks):
+                _send(connection, self._blocks[run], deadline)
+            _require_ok(peer, connection, deadline)
+        return len(local_blocks) * self._blocks.shape[1]
+
+    @contextlib.contextmanager
+    def fetched(
+        self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
+    ) -> Iterator[np.ndarray]:
+        into = np.empty((len(blocks), block_bytes), np.uint8)
+        self._fetch(peer, blocks, [into], timeout)
+        yield into
+
+    def forget(self, peer: PeerCard) -> None:
+        with self._lock:
+            idle = self._idle.pop(_endpoint_of(peer), [])
+        for connection, _ in idle:
+            connection.close()
+
+    def progress(self) -> None:
+        """Peers are served on threads of their own."""
+
+    def close(self) -> None:
+        if self._reception is not None:
+            self._reception.close()
+            self._reception = None
+        with self._lock:
+            idle = [connection for connections in self._idle.values() for connection, _ in connections]
+            self._idle.clear()
+        for connection in idle:
+            connection.close()
+
+    # -- the reader's and the writer's end
+
+    def _fetch(self, peer: PeerCard, blocks: np.ndarray, into: list[np.ndarray], timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        with self._connection(peer, timeout, writes=False) as connection:
+            _say(connection, Fetch(blocks.astype(np.int32).tobytes(), into[0].shape[1]), deadline)
+            _require_ok(peer, connection, deadline)
+            for part in into:
+                _receive(connection, part, deadline)
+
+    @contextlib.contextmanager
+    def _connection(self, peer: PeerCard, timeout: float, *, writes: bool) -> Iterator[socket.socket]:
+        """One that nothing else uses; after a failure it is not used again."""
+        endpoint = _endpoint_of(peer)
+        connection = None
+        try:
+            connection = self._take_idle(endpoint) or self._door.connect(endpoint, timeout)
+            yield connection
+        except (OSError, EOFError, ValueError, OverflowError, KvTransferError) as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, TimeoutError):
+                doing = "writing KV to" if writes else "reading KV from"
+                # What was sent may still be on its way into the peer's blocks.
+                raise ReadTimeoutError(
+                    f"{doing} {peer.sender} took longer than {timeout:.1f} s", may_land_later=writes
+                ) from error
+            if isinstance(error, KvTransferError):
+                raise
+            raise KvTransferError(f"KV transfer with {peer.sender} failed: {error}") from error
+        except BaseException:
+            if connection is not None:
+                connection.close()
+            raise
+        with self._lock:
+            self._idle.setdefault(endpoint, []).append((connection, time.monotonic()))
+
+    def _take_idle(self, endpoint: str) -> socket.socket | None:
+        """The one used last, unless the peer has hung up on it by now."""
+        with self._lock:
+            idle = self._idle.get(endpoint, [])
+            connection, used = idle.pop() if idle else (None, 0.0)
+        if connection is not None and time.monotonic() - used > _LIMITS.idle / 2:
+            connection.close()
+            return None
+        return connection
+
+    # -- the end of the pool's owner
+
+    def _converse(self, connection: socket.socket, peer: str) -> None:
+        while (message := receive_message(connection, _LIMITS)) is not None:
+            try:
+                request = _requests.decode(message)
+            except UNREADABLE as error:
+                raise UnreadableError(f"unreadable message of {len(message)} bytes: {error}") from error
+            if reason := self._why_not(request):
+                send_frame(connection, reason.encode())
+                raise UnreadableError(reason)
+            runs = [self._blocks[run] for run in runs_of(np.frombuffer(request.blocks, np.int32))]
+            if isinstance(request, Fetch):
+                send_frame(connection, _OK)
+                for run in runs:
+                    connection.sendall(_bytes_of(run))
+            else:
+                for run in runs:
+                    _receive(connection, run, math.inf)
+                send_frame(connection, _OK)
+
+    def _why_not(self, request: Fetch | Store) -> str:
+        if request.block_bytes != self._blocks.shape[1]:
+            return f"blocks of {request.block_bytes} bytes were asked for; these have {self._blocks.shape[1]}"
+        if len(request.blocks) % 4:
+            return "block ids are not whole"
+        blocks = np.frombuffer(request.blocks, np.int32)
+        if blocks.min() < 0 or blocks.max() >= len(self._blocks):
+            return f"block ids are outside of [0, {len(self._blocks)})"
+        return ""
+
+
+def _endpoint_of(peer: PeerCard) -> str:
+    return peer.address.decode(errors="replace")
+
+
+def _left(deadline: float) -> float:
+    """Raises TimeoutError when there is nothing left."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _say(connection: socket.socket, request: Fetch | Store, deadline: float) -> None:
+    connection.settimeout(_left(deadline))
+    send_frame(connection, msgspec.msgpack.encode(request))
+
+
+def _require_ok(peer: PeerCard, connection: socket.socket, deadline: float) -> None:
+    answer = receive_frame(connection, _left(deadline))
+    if answer != _OK:
+        raise KvTransferError(f"{peer.sender} refused: {answer.decode(errors='replace')[:200]}")
+
+
+def _bytes_of(blocks: np.ndarray) -> memoryview:
+    return blocks.reshape(-1).data
+
+
+def _send(connection: socket.socket, blocks: np.ndarray, deadline: float) -> None:
+    connection.settimeout(_left(deadline))
+    connection.sendall(_bytes_of(blocks))
+
+
+def _receive(connection: socket.socket, blocks: np.ndarray, deadline: float) -> None:
+    view = _bytes_of(blocks)
+    for start in range(0, len(view), _PIECE_BYTES):
+        piece = view[start : start + _PIECE_BYTES]
+        connection.settimeout(min(_left(deadline), _SILENCE_SECONDS))  # a system call: not for every record
+        while piece:
+            count = connection.recv_into(piece)
+            if not count:
+                raise EOFError("connection closed by the peer")
+            piece = piece[count:]

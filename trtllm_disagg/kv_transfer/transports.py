@@ -1,0 +1,136 @@
+"""Which transport `cache_transceiver_config.backend` means."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import subprocess
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.interpreter import python
+from trtllm_disagg.kv_transfer.access import Network, OneHost, Reach
+from trtllm_disagg.kv_transfer.base import StagingTransport
+
+# May processes of this machine read each other's memory? NIXL's fast way on one host (CMA) depends on it.
+
+
+_TIMEOUT_SECONDS = 20.0
+_MARK = b"trtllm-disagg\0"
+
+# Not a child's memory: Yama's ptrace_scope 1 allows that, and workers are no children of each other.
+_READ_PARENT = f"""
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+class iovec(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+size = {len(_MARK)}
+buffer = ctypes.create_string_buffer(size)
+mine, theirs = iovec(ctypes.addressof(buffer), size), iovec(int(sys.argv[2]), size)
+count = libc.process_vm_readv(
+    int(sys.argv[1]), ctypes.byref(mine), ctypes.c_ulong(1), ctypes.byref(theirs), ctypes.c_ulong(1), ctypes.c_ulong(0)
+)
+print(os.strerror(ctypes.get_errno()) if count != size else "" if buffer.raw == {_MARK!r} else "read other bytes")
+"""
+
+
+def why_no_cma() -> str:
+    """Empty when another process could read this one's memory just now; else what the kernel said."""
+    mark = ctypes.create_string_buffer(_MARK, len(_MARK))
+    command = python("-S", "-E", "-c", _READ_PARENT, str(os.getpid()), str(ctypes.addressof(mark)))
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"the self-test failed: {error}"
+    return done.stdout.strip()
+
+
+def is_needed(reach: Reach, device: str) -> bool:
+    """Workers on one host move KV by CMA; a GPU's memory goes other ways."""
+    return device == "cpu" and isinstance(reach, OneHost)
+
+
+log = logging.getLogger(__name__)
+
+TRANSPORTS = {
+    "NIXL": "trtllm_disagg.kv_transfer.nixl:NixlTransport",
+    "SHARED_MEMORY": "trtllm_disagg.kv_transfer.shared_memory:SharedMemoryTransport",
+    "TLS": "trtllm_disagg.kv_transfer.tls:TlsTransport",
+}
+ON_ONE_HOST = ("NIXL", "SHARED_MEMORY")
+#: Where Linux lists devices for RDMA.
+_RDMA = Path("/sys/class/infiniband")
+
+
+def create_transport(
+    backend: str, reach: Reach, *, needs_cma: bool = False, on_gpu: bool = False
+) -> StagingTransport:
+    """DEFAULT means on one host NIXL, or shared memory where NIXL is not installed or may not read other processes'
+    memory, which `needs_cma` asks for; between hosts TLS, or NIXL for a GPU's memory or where there is RDMA. Raises
+    ConfigError for any other name, and where a transport would not work.
+    """
+    if backend == "DEFAULT":
+        if isinstance(reach, Network) and not on_gpu and not _has_rdma():
+            return _create("TLS", reach)
+        return _default(reach, needs_cma)
+    if backend not in TRANSPORTS:
+        raise ConfigError.bad_value(
+            "cache_transceiver_config.backend",
+            backend,
+            f"one of DEFAULT, {', '.join(TRANSPORTS)} on the embedded engine",
+        )
+    if backend == "NIXL" and needs_cma and (reason := why_no_cma()):
+        raise ConfigError.bad_value("cache_transceiver_config.backend", backend, _CMA_NEEDED.format(reason))
+    try:
+        return _create(backend, reach)
+    except ImportError as error:
+        raise ConfigError(
+            f"cache_transceiver_config.backend: {backend} is not installed ({error}); "
+            "pip install nixl-cu12==1.5.1, or set SHARED_MEMORY for workers on one host"
+        ) from error
+
+
+def _default(reach: Reach, needs_cma: bool) -> StagingTransport:
+    try:
+        transport = _create("NIXL", reach)
+    except ImportError as error:
+        if isinstance(reach, Network):
+            raise ConfigError(
+                f"KV of a GPU, or over RDMA, moves between hosts by NIXL, which is not installed ({error})"
+            ) from error
+        log.warning("NIXL is not installed (%s): KV moves through shared memory, on this host only", error)
+        return _create("SHARED_MEMORY", reach)
+    if needs_cma and (reason := why_no_cma()):
+        log.warning(
+            "processes may not read each other's memory here (process_vm_readv: %s): KV moves through shared "
+            "memory, on this host only",
+            reason,
+        )
+        return _create("SHARED_MEMORY", reach)
+    return transport
+
+
+def _has_rdma() -> bool:
+    return _RDMA.is_dir() and any(_RDMA.iterdir())
+
+
+_CMA_NEEDED = (
+    "a machine where processes of one user may read each other's memory (process_vm_readv: {}): set sysctl "
+    "kernel.yama.ptrace_scope=0, or run containers with --cap-add SYS_PTRACE and one pid namespace; or set "
+    "SHARED_MEMORY for workers on one host"
+)
+
+
+def _create(name: str, reach: Reach) -> StagingTransport:
+    module, _, attribute = TRANSPORTS[name].partition(":")
+    return cast(StagingTransport, getattr(import_module(module), attribute)(reach))

@@ -1,0 +1,284 @@
+"""A prefill worker at the queue: takes an item when it has room, runs it, answers who has pushed it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing
+
+import nats.errors
+from nats.aio.msg import Msg
+
+from trtllm_disagg.errors import DisaggError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.prefill_queue.broker import ACK_SECONDS, Broker, Reply, heeded
+from trtllm_disagg.prefill_queue.messages import (
+    MAX_ERROR_CHARS,
+    Answer,
+    Beat,
+    Cancel,
+    Claim,
+    Failed,
+    FromPuller,
+    Item,
+    UnreadableError,
+    decode,
+    encode,
+)
+from trtllm_disagg.types import Generate, GenerateRequest
+from trtllm_disagg.wire import decode_request, encode_chunk
+
+# How much a prefill worker takes on at once: what one step of its engine computes, and no more.
+
+
+class Room:
+    """A worker pulls while fewer than `max_tokens` prompt tokens and `max_items` items are in it.
+
+    So short prompts fill a step together, a long one is alone, and the engine always has its next step's work. What
+    waits beyond that waits in the queue, where any worker may take it.
+    """
+
+    def __init__(self, max_items: int, max_tokens: int) -> None:
+        self._max_items = max_items
+        self._max_tokens = max_tokens
+        self._inside: dict[object, int] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def is_there(self) -> bool:
+        return len(self._inside) < self._max_items and sum(self._inside.values()) < self._max_tokens
+
+    async def wait(self) -> None:
+        while not self.is_there:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def enter(self, who: object, num_tokens: int) -> None:
+        self._inside[who] = num_tokens
+
+    def leave(self, who: object) -> None:
+        self._inside.pop(who, None)
+        self._changed.set()
+
+
+# The context of a request that came through the queue.
+
+
+class PulledContext:
+    """A RequestContext: stopped when the pusher says so, or is gone."""
+
+    def __init__(self, request_id: str | None) -> None:
+        self._id = request_id
+        self._stopped = asyncio.Event()
+
+    def id(self) -> str | None:
+        return self._id
+
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    async def async_killed_or_stopped(self) -> bool:
+        return await self._stopped.wait()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+log = logging.getLogger(__name__)
+
+#: Also how long a worker that is told to stop may still get an item; it gives that back at once.
+_PULL_SECONDS = 0.5
+_BEAT_SECONDS = ACK_SECONDS / 3
+#: An item that this worker must not run is offered again so soon, and so often before it fails.
+_OFFER_AGAIN_SECONDS = 0.05
+MAX_OFFERS = 40
+
+
+class Puller:
+    """From `start` on it pulls; `stop` leaves what it has not begun to the others."""
+
+    def __init__(self, broker: Broker, instance_id: int, room: Room, generate: Generate) -> None:
+        """`generate` is asked for the errand "prefill"."""
+        self._broker = broker
+        self._instance_id = instance_id
+        self._room = room
+        self._generate = generate
+        self._id = uuid.uuid4().hex
+        self._contexts: dict[str, PulledContext] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+        self._is_asking = False
+        self._loop: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._broker.listen(self._broker.names.puller(self._id), self._hear)
+        self._loop = asyncio.create_task(self._pull(), name="prefill-queue")
+
+    def stop(self) -> None:
+        """No further item is begun."""
+        self._stopping.set()
+        if self._loop is not None and not self._is_asking:
+            self._loop.cancel()
+
+    async def drained(self) -> None:
+        """After `stop`: until all that was begun has ended."""
+        if self._loop is not None:
+            await asyncio.wait({self._loop})
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def close(self) -> None:
+        """At once: what was begun is stopped."""
+        self.stop()
+        tasks = [*self._tasks, *([self._loop] if self._loop is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pull(self) -> None:
+        while not self._stopping.is_set():
+            await self._room.wait()
+            await self._broker.wait_until_usable()
+            message = await self._ask()
+            if message is None:
+                continue
+            if self._stopping.is_set():
+                await _settle(message.nak())
+            else:
+                self._begin(message)
+
+    async def _ask(self) -> Msg | None:
+        """Not to be cancelled by `stop`: an item that was on its way would be nobody's for a while."""
+        self._is_asking = True
+        try:
+            return await self._broker.pull(_PULL_SECONDS)
+        finally:
+            self._is_asking = False
+
+    def _begin(self, message: Msg) -> None:
+        try:
+            item: Item = decode(message.data, Item)
+        except UnreadableError as error:
+            log.warning("an unreadable item was in the prefill queue, and is dropped: %s", error)
+            task = asyncio.create_task(_settle(message.term()))
+        else:
+            task = asyncio.create_task(self._serve(message, item))
+            self._room.enter(task, _num_tokens(item))
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._room.leave(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a queued prefill failed unexpectedly", exc_info=task.exception())
+
+    async def _serve(self, message: Msg, item: Item) -> None:
+        attempt = message.metadata.num_delivered
+        if self._instance_id in item.avoid and attempt < MAX_OFFERS:
+            await _settle(message.nak(_OFFER_AGAIN_SECONDS))
+            return
+        pusher = self._broker.names.pusher(item.pusher)
+        claim = Claim(item.id, attempt, self._instance_id, self._id)
+        reply = await self._broker.ask(pusher, encode(claim))
+        if reply is Reply.NONE and attempt < MAX_OFFERS:
+            # The pusher may be busy, or NATS on its way back.
+            await _settle(message.nak(ACK_SECONDS))
+        elif reply is Reply.YES:
+            async with self._at_work(message, item, attempt) as context:
+                await self._run(item, attempt, context)
+            await _settle(message.ack())
+        else:
+            log.info("request %s: nobody waits for this prefill any more", item.request_id)
+            await _settle(message.ack())
+
+    async def _run(self, item: Item, attempt: int, context: PulledContext) -> None:
+        """Gives the pusher an answer or an error; without a pusher that takes it, the KV is let go."""
+        try:
+            request = self._read(item)
+            async with aclosing(self._generate(request, context)) as chunks:
+                async for chunk in chunks:
+                    if not await self._may_be_taken(item, Answer(item.id, attempt, encode_chunk(chunk))):
+                        # Before it goes on: that is how the prefill phase knows who has the handoff.
+                        context.stop()
+        except DisaggError as error:
+            if not context.is_stopped():
+                log.warning("request %s: %s: %s", item.request_id, type(error).__name__, error)
+            await self._tell(item, Failed(item.id, attempt, error.category, str(error)[:MAX_ERROR_CHARS]))
+        except Exception as error:
+            # A bug of ours fails this request, not the worker.
+            log.exception("request %s failed unexpectedly", item.request_id)
+            said = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+            await self._tell(item, Failed(item.id, attempt, DisaggError.category, said))
+
+    def _read(self, item: Item) -> GenerateRequest:
+        request = decode_request(item.request)
+        if request.errand is None or request.errand.stage != "prefill":
+            raise InvalidRequestError("the prefill queue is for the errand prefill")
+        if self._instance_id in item.avoid:
+            raise PeerUnavailableError("no other prefill worker takes this request")
+        return request
+
+    async def _may_be_taken(self, item: Item, answer: Answer) -> bool:
+        """A pusher that is there and does not say a word stands still perhaps, and takes the handoff when it goes on;
+        if not, the lease ends by itself. When NATS is gone, so is what was pushed through it.
+        """
+        reply = await self._tell(item, answer)
+        if reply is Reply.NONE:
+            # It may as well have died with the answer on its way: then nobody hears this any more.
+            reply = await self._tell(item, Beat(item.id, answer.attempt))
+            return reply is not Reply.NOBODY and self._broker.is_usable
+        return reply is Reply.YES
+
+    async def _tell(self, item: Item, said: FromPuller) -> Reply:
+        """What the pusher says to it."""
+        pusher = self._broker.names.pusher(item.pusher)
+        try:
+            data = encode(said)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DisaggError(f"the answer cannot be sent: {error}") from error
+        return await self._broker.ask(pusher, data)
+
+    @contextlib.asynccontextmanager
+    async def _at_work(self, message: Msg, item: Item, attempt: int) -> AsyncIterator[PulledContext]:
+        """Inside, a cancel is heard, and both JetStream and the pusher hear that somebody is at it."""
+        context = self._contexts[item.id] = PulledContext(item.request_id)
+        beating = asyncio.create_task(self._beat(message, item, attempt, context))
+        try:
+            yield context
+        finally:
+            beating.cancel()
+            if self._contexts.get(item.id) is context:
+                del self._contexts[item.id]
+
+    async def _beat(self, message: Msg, item: Item, attempt: int, context: PulledContext) -> None:
+        while self._contexts.get(item.id) is context:
+            await asyncio.sleep(_BEAT_SECONDS)
+            await _settle(message.in_progress())
+            await self._broker.tell(self._broker.names.pusher(item.pusher), encode(Beat(item.id, attempt)))
+
+    async def _hear(self, message: Msg) -> None:
+        try:
+            cancel: Cancel = decode(message.data, Cancel)
+        except UnreadableError as error:
+            log.warning("an unreadable cancel of a queued prefill: %s", error)
+            return
+        context = self._contexts.get(cancel.item)
+        if context is not None:
+            context.stop()
+
+
+async def _settle(saying: Awaitable[None]) -> None:
+    """To JetStream, about an item. If that is lost, the item comes again, and its pusher knows what to do."""
+    with contextlib.suppress(nats.errors.Error, asyncio.TimeoutError, OSError):
+        await heeded(saying)
+
+
+def _num_tokens(item: Item) -> int:
+    """Of its prompt, before anybody has looked whether it is one."""
+    tokens = item.request.get("token_ids")
+    if isinstance(tokens, bytes):
+        return len(tokens) // 4
+    return len(tokens) if isinstance(tokens, list) else 0

@@ -1,1 +1,0 @@
-"""`trtllm-disagg switch`: another order for a deployment that serves."""
