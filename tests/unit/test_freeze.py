@@ -38,7 +38,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freeze, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(freeze, "_FREEZE_POLL_SECONDS", 0.0)
 
 
 @contextlib.asynccontextmanager

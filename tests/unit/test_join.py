@@ -16,7 +16,7 @@ MPIEXEC = str(Path(sysconfig.get_path("scripts")) / "mpiexec")
 #: Rank 0 is gone before MPI has started; rank 1 waits for it in there.
 JOIN = """
 import os
-from trtllm_disagg.embedded.tensor_parallel import join
+from trtllm_disagg.embedded.tensor_parallel import group as join
 join._JOIN_SECONDS = 1.0
 if join.own_rank():
     join.join_as_follower()

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Tokens, requests and a share; `config/worker_config.py` has the defaults, `decide.py` and `admission.py` the rules."""
+    """Tokens, requests and a share; `worker_config.py` has the defaults, `decide.py` and `admission.py` the rules."""
 
     max_local_prefill_length: int
     max_prefill_queue_size: int

@@ -80,7 +80,14 @@ NOT_SERVED = {
 #: Where our names live; the first that has one wins.
 _SOURCES = tuple(
     f"trtllm_disagg.embedded{part}"
-    for part in ("", ".llm_args", ".disaggregated_params", ".request", ".perf_metrics", ".mounted_names")
+    for part in (
+        "",
+        ".params.llm_args",
+        ".params.disaggregated_params",
+        ".api.request",
+        ".api.perf_metrics",
+        ".api.mounted_names",
+    )
 )
 
 

@@ -1,4 +1,4 @@
-"""`python -m trtllm_disagg.embedded.core.precompile [DTYPE ...]`: compile the kernels now, not when the first engine starts.
+"""`python -m trtllm_disagg.embedded.core.precompile [DTYPE ...]`: compile the kernels before the first engine starts.
 
 By a model of one layer with no sense in it: what is compiled depends on the types of numbers only.
 """

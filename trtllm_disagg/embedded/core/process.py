@@ -30,11 +30,11 @@ from trtllm_disagg.embedded.ipc.messages import (
     Shutdown,
     StepReport,
 )
-from trtllm_disagg.embedded.tensor_parallel.group import leave, own_rank
+from trtllm_disagg.embedded.tensor_parallel.group import leave, own_rank, use_cpus
 from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB
 
 if TYPE_CHECKING:
-    from trtllm_disagg.embedded.params.llm_args import LlmArgs
+    pass
 
 log = logging.getLogger("trtllm_disagg.embedded")
 
@@ -178,15 +178,6 @@ def main() -> int:
     if IN_JOB in sys.argv:
         leave()
     return 0
-
-
-def use_cpus(args: LlmArgs, rank: int) -> None:
-    """Threads and processors of this rank; each gets its share of the processors when there are enough."""
-    import torch
-
-    torch.set_num_threads(args.embedded.num_threads)
-    if (cpus := args.embedded.cpu_affinity) is not None:
-        os.sched_setaffinity(0, cpus[rank :: args.tensor_parallel_size] or cpus)
 
 
 def _read_line() -> bytes:

@@ -17,23 +17,12 @@ from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.cpu_kernels.kernel_cache import CompileLocks, KernelCache
 from trtllm_disagg.embedded.cpu_kernels.kernel_folder import kernel_folder
 
-_SOURCES = (
-    "attend_kernels",
-    "compiled",
-    "decode_step",
-    "head_sums",
-    "kernels",
-    "lanes",
-    "panel_product",
-    "team",
-)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _version() -> str:
     """Of all kernels, and of the processor as they may use it."""
-    here = Path(__file__).parent
-    sources = [(here / f"{name}.py").read_bytes() for name in _SOURCES]
+    sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.blake2b(b"".join([*sources, repr(this_cpu()).encode()]), digest_size=6).hexdigest()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from trtllm_disagg.embedded.tensor_parallel.channel import Peer, watch
-from trtllm_disagg.embedded.tensor_parallel.group import RankGroup, join_as_follower, leave
+from trtllm_disagg.embedded.tensor_parallel.group import RankGroup, join_as_follower, leave, use_cpus
 from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB
 from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Build, Built, Order, Stop
 
@@ -85,7 +85,6 @@ def _wait_for_end(leader: Peer) -> None:
 
 
 def _build(build: Build, group: RankGroup, transfers: TransferService) -> ShardOfEngine:
-    from trtllm_disagg.embedded.core.process import use_cpus
     from trtllm_disagg.embedded.params.llm_args import LlmArgs
     from trtllm_disagg.embedded.tensor_parallel.shard import build_shard
 

@@ -80,7 +80,8 @@ def _byte_type() -> Any:
 
 
 if TYPE_CHECKING:
-    pass
+    from trtllm_disagg.embedded.params.llm_args import LlmArgs
+
 
 _JOIN_SECONDS = 60.0
 _GRACE_SECONDS = 3.0
@@ -182,3 +183,12 @@ def _deadline(on_late: Callable[[], None]) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         timer.cancel()
+
+
+def use_cpus(args: LlmArgs, rank: int) -> None:
+    """Threads and processors of this rank; each gets its share of the processors when there are enough."""
+    import torch
+
+    torch.set_num_threads(args.embedded.num_threads)
+    if (cpus := args.embedded.cpu_affinity) is not None:
+        os.sched_setaffinity(0, cpus[rank :: args.tensor_parallel_size] or cpus)
