@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments import Fleet, Served
-from tests.models import write_checkpoint
+from tests.support.deployments import Fleet, Served
+from tests.support.models import write_checkpoint
 from trtllm_disagg.deployment.plan import Strategy
 
 Checkpoints = Callable[..., Path]

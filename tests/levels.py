@@ -13,20 +13,20 @@ from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, environment_of, this
 
 #: Families and dtypes, exactness, handoffs, guides. Chunks and reuse are in test_bfloat16.
 _EVERY = (
-    "tests/unit/test_families.py",
-    "tests/unit/test_bfloat16.py",
-    "tests/unit/test_experts.py",
-    "tests/unit/test_guided.py::test_every_answer_matches",
-    "tests/unit/test_guided.py::test_disaggregated_gives_the_same_tokens",
-    "tests/unit/test_exactness.py::test_batched",
-    "tests/unit/test_exactness.py::test_disaggregated",
+    "tests/unit/embedded/model/test_families.py",
+    "tests/unit/embedded/model/test_bfloat16.py",
+    "tests/unit/embedded/model/test_experts.py",
+    "tests/unit/embedded/guided_decoding/test_guided.py::test_every_answer_matches",
+    "tests/unit/embedded/guided_decoding/test_guided.py::test_disaggregated_gives_the_same_tokens",
+    "tests/unit/embedded/model/test_exactness.py::test_batched",
+    "tests/unit/embedded/model/test_exactness.py::test_disaggregated",
 )
 #: Where kernels are compiled.
 _COMPILED = (
-    "tests/unit/test_linear.py",
-    "tests/unit/test_panels.py",
-    "tests/unit/test_fused_decode.py",
-    "tests/unit/test_first_steps.py",
+    "tests/unit/embedded/model/test_linear.py",
+    "tests/unit/embedded/model/test_panels.py",
+    "tests/unit/embedded/model/test_fused_decode.py",
+    "tests/unit/embedded/core/test_first_steps.py",
 )
 _CHOSEN = {"avx2": (*_EVERY, *_COMPILED), "torch": _EVERY}
 

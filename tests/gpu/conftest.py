@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import Checkpoints
-from tests.cores import Core
+from tests.support.cores import Core
 
 HERE = Path(__file__).parent
 MakeCore = Callable[..., Core]

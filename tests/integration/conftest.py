@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import trtllm_disagg
-from tests.stand_ins import STAND_IN, UP, StartUp, Up
+from tests.support.stand_ins import STAND_IN, UP, StartUp, Up
 from trtllm_disagg.deployment import DeploymentConfig
 
 

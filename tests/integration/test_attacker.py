@@ -14,10 +14,10 @@ import psutil
 import pytest
 import yaml
 
-from tests.attacks import EVERY_DOOR, MAP_A_STOLEN_FILE, NIXL_WITH_A_STOLEN_CARD
-from tests.deployments import MODEL_NAME, Served, demo_config, served
-from tests.pools import pool_in_a_child
-from tests.strangers import UID, as_stranger, require
+from tests.support.attacks import EVERY_DOOR, MAP_A_STOLEN_FILE, NIXL_WITH_A_STOLEN_CARD
+from tests.support.deployments import MODEL_NAME, Served, demo_config, served
+from tests.support.pools import pool_in_a_child
+from tests.support.strangers import UID, as_stranger, require
 from trtllm_disagg.kv_transfer.access import LocalDoor
 from trtllm_disagg.kv_transfer.base import PeerCard
 from trtllm_disagg.kv_transfer.control import ControlClient

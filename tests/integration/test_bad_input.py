@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.deployments import (
+from tests.parity.answers import Api, Question, Refusal, ask
+from tests.support.deployments import (
     DEMO_CONFIGS,
     DISAGGREGATED,
     FIXED,
@@ -23,7 +24,6 @@ from tests.deployments import (
     demo_model,
     served,
 )
-from tests.parity.answers import Api, Question, Refusal, ask
 from trtllm_disagg.deployment import DeploymentFailedError
 from trtllm_disagg.deployment.plan import Strategy
 from trtllm_disagg.deployment.run_dir import read_processes
@@ -130,7 +130,7 @@ def test_a_setting_that_no_machine_can_honour(settings: str, words: str) -> None
 
 
 def test_a_broken_checkpoint(tmp_path: Path) -> None:
-    """One line, before anything is loaded. All that can be wrong with one: tests/unit/test_model_refusals.py."""
+    """One line, before anything is loaded. All that can be wrong with one: test_model_refusals.py."""
     model = Path(shutil.copytree(demo_model(), tmp_path / "model"))
     with (model / "model.safetensors").open("r+b") as weights:
         weights.truncate(100_000)

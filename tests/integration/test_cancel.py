@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.deployments import DISAGGREGATED, MODEL_NAME, WORKER_SIDE, Fleet, Served, wait_until
 from tests.parity.answers import Answer, Question, Refusal, ask
+from tests.support.deployments import DISAGGREGATED, MODEL_NAME, WORKER_SIDE, Fleet, Served, wait_until
 from trtllm_disagg.deployment.plan import Strategy
 
 TIMES = 10

@@ -17,7 +17,7 @@ import httpx
 
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
-from tests.load import Load, bodies, first_stage
+from tests.support.load import Load, bodies, first_stage
 from trtllm_disagg.commands import Switch, encode_command
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.command_socket import Scale, order

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments import WORKER_SIDE, Served, demo_config, served, wait_until
 from tests.parity.answers import Answer, Question, ask
 from tests.parity.cases import ids
 from tests.parity.conftest import oracle  # noqa: F401 - a fixture
 from tests.parity.oracle import Oracle
+from tests.support.deployments import WORKER_SIDE, Served, demo_config, served, wait_until
 from trtllm_disagg.deployment.plan import Strategy
 
 BLOCK = 16

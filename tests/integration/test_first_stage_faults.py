@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.deployments import Worker, wait_until
 from tests.integration.test_faults import config
+from tests.support.deployments import Worker, wait_until
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.command_socket import Scale, order
 from trtllm_disagg.deployment.plan import Role, Strategy

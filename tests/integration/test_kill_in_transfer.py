@@ -9,8 +9,8 @@ from typing import Any, Literal
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.engine_process import EngineProcess, Kill
-from tests.unit.test_core_handoff import prompt
+from tests.support.engine_process import EngineProcess, Kill
+from tests.unit.embedded.core.test_core_handoff import prompt
 
 #: Of a lease, and of a read or a write: how long a peer's death may cost blocks.
 SECONDS = 1.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.deployments import MODEL_NAME, Served, Worker, demo_config, served, wait_until
+from tests.support.deployments import MODEL_NAME, Served, Worker, demo_config, served, wait_until
 from trtllm_disagg.deployment.plan import Strategy
 
 #: Two workers of the stage that the frontend knows, one of the other.

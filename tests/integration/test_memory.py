@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.models import write_checkpoint
+from tests.support.models import write_checkpoint
 from trtllm_disagg.embedded import LLM, SamplingParams
 
 MIB = 2**20

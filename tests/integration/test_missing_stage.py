@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.dynamo_deployment import COMPLETIONS, START_TIMEOUT, DynamoDeployment
+from tests.support.dynamo_deployment import COMPLETIONS, START_TIMEOUT, DynamoDeployment
 
 #: By the model's name, which is its namespace too: the roles of first and second stage.
 ORDERS = {"prefill_first": ("prefill", "decode"), "decode_first": ("decode", "prefill")}

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.deployments import DEMO_CONFIGS, WORKER_SIDE, Served, Worker, served, wait_until
+from tests.support.deployments import DEMO_CONFIGS, WORKER_SIDE, Served, Worker, served, wait_until
 from trtllm_disagg.deployment import DeploymentConfig
 from trtllm_disagg.deployment.plan import Strategy
 from trtllm_disagg.deployment.up_command import engine_configs_in

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.dynamo_deployment import DynamoDeployment
+from tests.support.dynamo_deployment import DynamoDeployment
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
 
 #: No model is loaded: what is refused is refused before that.

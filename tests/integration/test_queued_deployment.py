@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.integration.test_changes_under_load import scale, switch
 from tests.integration.test_faults import PROMPTS, Said, ask, ask_all, config, texts, told
-from tests.load import Load, bodies
+from tests.support.load import Load, bodies
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.process import ManagedProcess

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stand_ins import DEADLINE, Exits, StartUp, Up, nothing_runs
+from tests.support.stand_ins import DEADLINE, Exits, StartUp, Up, nothing_runs
 from trtllm_disagg.deployment.command_socket import Scale, Switched, order
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.process import lists_model

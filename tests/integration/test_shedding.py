@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.deployments import Served, served, wait_until
+from tests.support.deployments import Served, served, wait_until
 from trtllm_disagg.cli import run
 from trtllm_disagg.deployment import DeploymentConfig
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.deployments import DISAGGREGATED, MODEL_NAME, Served, demo_model, wait_until
+from tests.support.deployments import DISAGGREGATED, MODEL_NAME, Served, demo_model, wait_until
 from trtllm_disagg.deployment.plan import Strategy
 
 BLOCK = 16  # tokens, as engine_configs/demo says

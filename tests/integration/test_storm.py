@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.conftest import Checkpoints
-from tests.storm import blow
+from tests.support.storm import blow
 
 
 async def test_no_block_is_lost_and_every_answer_is_right(checkpoints: Checkpoints) -> None:

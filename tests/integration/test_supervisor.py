@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.stand_ins import Exits, StartUp, nothing_runs
+from tests.support.stand_ins import Exits, StartUp, nothing_runs
 from trtllm_disagg.deployment import (
     DeploymentConfig,
     DeploymentFailedError,

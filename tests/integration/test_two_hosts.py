@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.attacks import EVERY_DOOR
 from tests.conftest import Checkpoints
-from tests.hosts import ADDRESSES, Host, two_hosts, why_not, write_key
-from tests.strangers import as_stranger, require
-from tests.unit.test_core_handoff import prompt
+from tests.support.attacks import EVERY_DOOR
+from tests.support.hosts import ADDRESSES, Host, two_hosts, why_not, write_key
+from tests.support.strangers import as_stranger, require
+from tests.unit.embedded.core.test_core_handoff import prompt
 
 SECONDS = 1.5
 Hosts = tuple[Host, Host]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.deployments import DEMO_CONFIGS, demo_model
+from tests.support.deployments import DEMO_CONFIGS, demo_model
 from trtllm_disagg.deployment.run_dir import ProcessRecord, is_alive, read_processes
 from trtllm_disagg.interpreter import python
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.dynamo_deployment import COMPLETIONS, JSON, Answer, DynamoDeployment
-from tests.models import EOS, write_checkpoint
+from tests.support.dynamo_deployment import COMPLETIONS, JSON, Answer, DynamoDeployment
+from tests.support.models import EOS, write_checkpoint
 from trtllm_disagg.embedded import LLM, SamplingParams
 
 pytest.importorskip("dynamo.trtllm._version")

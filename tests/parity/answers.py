@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from openai import APIStatusError, OpenAI
 
-from tests.deployments import MODEL_NAME
+from tests.support.deployments import MODEL_NAME
 
 Api = Literal["chat", "completions"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tests.deployments import Fleet, demo_model
 from tests.parity.answers import Answer, Question, Refusal, ask
 from tests.parity.oracle import Oracle
+from tests.support.deployments import Fleet, demo_model
 from trtllm_disagg.deployment.plan import Strategy
 
 Answers = list[Answer | Refusal]

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from tests.deployments import DEMO_CONFIGS
 from tests.parity.answers import Answer, Question, TokenLogprob, Usage, float32
+from tests.support.deployments import DEMO_CONFIGS
 from trtllm_disagg.embedded import LLM, RequestOutput, SamplingParams
 
 #: Options whose names and meanings are the same in OpenAI's API, as Dynamo extends it, and in SamplingParams.

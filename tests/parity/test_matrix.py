@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.deployments import FIXED, Served
 from tests.parity.answers import Answer, Api, Question, Refusal, ask, without_cached_tokens
 from tests.parity.cases import BOTH, CASES, MIXTURE, ROOM, Case, say
 from tests.parity.conftest import Examination
 from tests.parity.oracle import Oracle
+from tests.support.deployments import FIXED, Served
 from trtllm_disagg.deployment.plan import Strategy
 
 CASE = {case.name: case for case in CASES}

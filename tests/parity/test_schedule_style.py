@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.deployments import Served, demo_config, served
 from tests.parity.answers import Api, ask, without_cached_tokens
 from tests.parity.cases import CASES
 from tests.parity.oracle import Oracle
+from tests.support.deployments import Served, demo_config, served
 from trtllm_disagg.deployment.plan import Strategy
 
 CASE = {case.name: case for case in CASES}

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.deployments import WORKER_SIDE, Served
 from tests.parity.answers import Answer, Api, Question, Refusal, ask
 from tests.parity.cases import CASES, say
 from tests.parity.oracle import Oracle
+from tests.support.deployments import WORKER_SIDE, Served
 from trtllm_disagg.deployment.plan import Strategy
 
 CASE = {case.name: case for case in CASES}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.conftest import Checkpoints
-from tests.nats_server import NatsServer, nats_server
-from tests.queueing import Queueing, queueing
+from tests.support.nats_server import NatsServer, nats_server
+from tests.support.queueing import Queueing, queueing
 from trtllm_disagg.embedded import LLM as EmbeddedLLM
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.pair import leftover_tasks

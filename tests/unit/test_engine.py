@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.handling import PROMPT, request
+from tests.support.handling import PROMPT, request
 from trtllm_disagg import embedded
 from trtllm_disagg.engine import Engine, load_api, resolve_engine
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, WorkerLeavingError

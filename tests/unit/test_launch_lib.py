@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments import ROOT, wait_until
+from tests.support.deployments import ROOT, wait_until
 
 #: As a worker or a frontend: writes down how it was started, and its role when it is told to stop.
 STAND_IN = f"""#!{sys.executable} -P

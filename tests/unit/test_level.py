@@ -96,7 +96,7 @@ def test_level_torch_needs_no_kernel_and_no_compiler(checkpoints: Checkpoints, f
 import sys
 from pathlib import Path
 sys.modules["numba"] = sys.modules["llvmlite"] = None  # not installed
-from tests.cores import Core
+from tests.support.cores import Core
 for dtype in ("float32", "bfloat16"):
     core = Core(Path(sys.argv[1]), dtype=dtype)
     core.run(*(core.add(range(2, 2 + length), 8) for length in (1, 33, 70)))

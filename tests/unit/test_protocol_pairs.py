@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.handling import ORDERS, collect, request, tokens_of, until
+from tests.support.handling import ORDERS, collect, request, tokens_of, until
 from tests.unit.test_protocol_refusals import forge, forged
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, Strategy, WorkerConfig
 from trtllm_disagg.engine import Engine, load_api

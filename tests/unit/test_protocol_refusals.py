@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.handling import ORDERS, collect, expected_tokens, raw_request, request, tokens_of
+from tests.support.handling import ORDERS, collect, expected_tokens, raw_request, request, tokens_of
 from tests.unit.test_protocol_bodies import ASKING, HANDED_OVER, PARAMS
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, Strategy, WorkerConfig
 from trtllm_disagg.errors import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.handling import request, until
+from tests.support.handling import request, until
 from trtllm_disagg.commands import Command, decode_command
 from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.handling import (
+from tests.support.handling import (
     ORDERS,
     PROMPT,
     collect,

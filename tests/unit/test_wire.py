@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.handling import raw_request, request
+from tests.support.handling import raw_request, request
 from trtllm_disagg import embedded
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.remote import DECODE

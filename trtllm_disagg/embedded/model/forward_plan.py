@@ -46,7 +46,7 @@ class ForwardPlan:
 
     @property
     def is_exact(self) -> bool:
-        """A token's bits depend on its request only, not on what else runs (tests/unit/test_exactness.py)."""
+        """A token's bits depend on its request only, not on what else runs (test_exactness.py)."""
         return self.pack is not None and self.dtype == torch.float32
 
     def told_to_all(self, args: LlmArgs) -> LlmArgs:

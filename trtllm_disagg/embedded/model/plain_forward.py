@@ -1,6 +1,6 @@
 """A lean forward for the plain decoder families on the CPU: four matrix products a layer, one kernel between each.
 
-Same numbers as transformers' own modules (tests/unit/test_families.py), at a fraction of their operations. A step in
+Same numbers as transformers' own modules (test_families.py), at a fraction of their operations. A step in
 which every row decodes is one compiled call (fused_decode.py). Whatever it does not know runs through
 `model_runner.py`.
 """

@@ -1,0 +1,209 @@
+"""Deployments of the demo model that tests share, and what they say of themselves from outside."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+from trtllm_disagg.deployment import Deployment, DeploymentConfig, deployment_in_background
+from trtllm_disagg.deployment.plan import KV_ROUTED_ROLES, LOOPBACK, NO_WORKERS, Strategy
+from trtllm_disagg.deployment.process import ManagedProcess
+from trtllm_disagg.deployment.up_command import engine_configs_in
+
+ROOT = Path(__file__).parents[2]
+DEMO_CONFIGS = ROOT / "engine_configs" / "demo"
+DEMO_MODEL = ROOT / ".cache" / "demo-model"
+MODEL_NAME = "demo"
+
+#: The strategies in which a worker calls a worker, and all that have two kinds of worker.
+WORKER_SIDE: tuple[Strategy, ...] = ("prefill_first", "decode_first")
+#: Those that answer every request in one way.
+FIXED: tuple[Strategy, ...] = ("agg", *WORKER_SIDE, "router")
+DISAGGREGATED: tuple[Strategy, ...] = (*WORKER_SIDE, "router")
+
+SETTLE_SECONDS = 20.0
+POLL_SECONDS = 0.02
+#: A deployment loads for as long as it computes, and there may be two cores.
+LOADING_AT_ONCE = 2
+
+#: What a worker still has to do, or holds. All are 0 when nobody wants anything of it.
+HELD = (
+    "dynamo_component_inflight_requests",
+    "trtllm_disagg_requests_active",
+    "trtllm_disagg_queued_requests",
+    "trtllm_disagg_queued_tokens",
+    "trtllm_disagg_handoffs_held",
+    "trtllm_disagg_kv_blocks_used",
+)
+
+
+def demo_model() -> Path:
+    """The model of `make model`; made now if nobody did."""
+    if not (DEMO_MODEL / "demo_model.json").is_file():
+        subprocess.run([sys.executable, "-m", "trtllm_disagg", "demo-model", str(DEMO_MODEL)], check=True)
+    return DEMO_MODEL
+
+
+def demo_config(strategy: Strategy, run_dir: Path, **changes: Any) -> DeploymentConfig:
+    settings: dict[str, Any] = {
+        "strategy": strategy,
+        "model": str(demo_model()),
+        "served_model_name": MODEL_NAME,
+        "run_dir": run_dir,
+        "http_port": 0,
+        "engine": "embedded",
+        "engine_configs": engine_configs_in(DEMO_CONFIGS, strategy),
+    }
+    return DeploymentConfig(**{**settings, **changes})
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = SETTLE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not after {seconds:g} s: {what}"
+        time.sleep(POLL_SECONDS)
+
+
+class Worker:
+    """One worker of a deployment, as its own /metrics page shows it."""
+
+    def __init__(self, process: ManagedProcess, http: httpx.Client) -> None:
+        self.name = process.name
+        self.role = process.role
+        self.log = process.log
+        self._url = f"http://{LOOPBACK}:{process.spec.system_port}/metrics"
+        self._http = http
+
+    @cached_property
+    def instance_id(self) -> int:
+        match = re.search(r'worker_id="([0-9a-f]+)"', self._page())
+        assert match is not None, f"{self.name} shows no worker_id"
+        return int(match[1], 16)
+
+    def metric(self, name: str) -> float:
+        """Of all its endpoints `generate`; 0 as long as the worker does not show it."""
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in self._page().splitlines()
+            if line.startswith(name + "{") and 'dynamo_endpoint="generate"' in line
+        )
+
+    def labels(self, name: str, label: str) -> set[str]:
+        """The values of a label that a metric has here."""
+        lines = [line for line in self._page().splitlines() if line.startswith(name + "{")]
+        return {match[1] for line in lines if (match := re.search(rf'\b{label}="([^"]*)"', line))}
+
+    def held(self) -> dict[str, float]:
+        return {name: value for name in HELD if (value := self.metric(name))}
+
+    def _page(self) -> str:
+        return self._http.get(self._url).raise_for_status().text
+
+
+class Served:
+    """A deployment that answers, with clients for it."""
+
+    def __init__(self, deployment: Deployment, openai: OpenAI, http: httpx.Client) -> None:
+        self.deployment = deployment
+        self.strategy = deployment.config.strategy
+        self.openai = openai
+        self.http = http
+        self.workers = [
+            Worker(process, http) for process in deployment.processes if process.role not in NO_WORKERS
+        ]
+
+    @property
+    def url(self) -> str:
+        return self.deployment.base_url
+
+    @property
+    def first_stage(self) -> list[Worker]:
+        """Those that the frontend may send requests to."""
+        return [worker for worker in self.workers if worker.role in KV_ROUTED_ROLES[self.strategy]]
+
+    @property
+    def second_stage(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker not in self.first_stage]
+
+    def of_role(self, role: str) -> list[Worker]:
+        return [worker for worker in self.workers if worker.role == role]
+
+    def total(self, name: str, workers: Iterable[Worker] | None = None) -> float:
+        return sum(worker.metric(name) for worker in (self.workers if workers is None else workers))
+
+    def wait_until_idle(self) -> None:
+        """Nobody runs, waits for or holds anything. Fails when somebody still does after SETTLE_SECONDS."""
+        held: Mapping[str, Any] = {}
+
+        def is_idle() -> bool:
+            nonlocal held
+            held = {worker.name: left for worker in self.workers if (left := worker.held())}
+            return not held
+
+        try:
+            wait_until(is_idle, f"{self.strategy} is idle")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; left: {held}") from None
+
+
+@contextmanager
+def served(config: DeploymentConfig) -> Iterator[Served]:
+    with (
+        deployment_in_background(config) as deployment,
+        OpenAI(base_url=f"{deployment.base_url}/v1", api_key="none", max_retries=0, timeout=60.0) as openai,
+        httpx.Client(timeout=60.0) as http,
+    ):
+        yield Served(deployment, openai, http)
+
+
+class Fleet:
+    """One deployment per strategy. All that will be needed load side by side, as soon as one is asked for."""
+
+    def __init__(self, run_dirs: Path, wanted: Iterable[Strategy]) -> None:
+        self._run_dirs = run_dirs
+        self._wanted = set(wanted)
+        self._slots = threading.Semaphore(LOADING_AT_ONCE)
+        self._done = threading.Event()
+        self._ready: dict[Strategy, Future[Served]] = {}
+        self._keepers: list[threading.Thread] = []
+
+    def __getitem__(self, strategy: Strategy) -> Served:
+        if not self._ready:
+            self._load()
+        return self._ready[strategy].result()
+
+    def close(self) -> None:
+        """Stop all, side by side."""
+        self._done.set()
+        for keeper in self._keepers:
+            keeper.join()
+
+    def _load(self) -> None:
+        demo_model()
+        self._ready = {strategy: Future() for strategy in FIXED if strategy in self._wanted}
+        for strategy in self._ready:
+            self._keepers.append(threading.Thread(target=self._keep, args=(strategy,), name=strategy))
+            self._keepers[-1].start()
+
+    def _keep(self, strategy: Strategy) -> None:
+        ready = self._ready[strategy]
+        with ExitStack() as stack:
+            try:
+                with self._slots:
+                    config = demo_config(strategy, self._run_dirs / strategy)
+                    ready.set_result(stack.enter_context(served(config)))
+            except Exception as error:
+                ready.set_exception(error)
+            self._done.wait()

@@ -1,0 +1,95 @@
+"""Small KV pools of a transport, in this process or in a child of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+
+from trtllm_disagg.kv_transfer.access import Network, OneHost, Reach
+from trtllm_disagg.kv_transfer.base import KvLayout, KvTransport, PeerCard
+from trtllm_disagg.kv_transfer.transports import create_transport
+
+ONE_HOST = OneHost()
+#: As between hosts, although both ends are on this one.
+NETWORK = Network("127.0.0.1", b"k" * 32)
+
+LAYERS, SLOTS, HEADS, DIM = 3, 4, 2, 8
+LAYOUT = KvLayout("m", LAYERS, SLOTS, HEADS, DIM, "float32")
+
+
+class Pool:
+    """`kv[block, layer, k|v, ...]`, filled with numbers that say where they are."""
+
+    def __init__(self, backend: str, num_blocks: int, name: str, reach: Reach = ONE_HOST) -> None:
+        self.transport: KvTransport = create_transport(backend, reach)
+        shape = (num_blocks, LAYERS, 2, SLOTS, HEADS, DIM)
+        self.kv = self.transport.allocate(shape, torch.float32, torch.device("cpu"))
+        self.card = PeerCard(name, self.transport.name, LAYOUT, num_blocks, self.transport.serve(name))
+        self._closed = threading.Event()
+        self._pump = threading.Thread(target=self._progress, daemon=True)
+        self._pump.start()
+
+    def fill(self, start: float) -> None:
+        self.kv.copy_(torch.arange(self.kv.numel()).view(self.kv.shape) + start)
+
+    def read(self, peer: PeerCard, remote: Sequence[int], local: Sequence[int], timeout: float = 10.0) -> int:
+        return self.transport.read(peer, np.asarray(remote, np.int32), np.asarray(local, np.int32), timeout)
+
+    def write(
+        self, peer: PeerCard, remote: Sequence[int], local: Sequence[int], timeout: float = 10.0
+    ) -> int:
+        return self.transport.write(peer, np.asarray(remote, np.int32), np.asarray(local, np.int32), timeout)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._pump.join()
+        self.transport.close()
+
+    def _progress(self) -> None:
+        """As a sender with leases does: readers connect through it."""
+        while not self._closed.wait(0.001):
+            self.transport.progress()
+
+
+@contextmanager
+def pool_in_a_child(backend: str, reach: Literal["host", "network"] = "host") -> Any:
+    """(its card, its process): a filled pool that is served until the process ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.pools", backend, reach],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        size = int(process.stdout.readline())
+        yield msgspec.msgpack.decode(process.stdout.read(size), type=PeerCard), process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def _serve(backend: str, reach: str) -> None:
+    pool = Pool(backend, 8, f"child-{os.getpid()}", NETWORK if reach == "network" else ONE_HOST)
+    pool.fill(0.0)
+    card = msgspec.msgpack.encode(pool.card)
+    sys.stdout.buffer.write(b"%d\n" % len(card) + card)
+    sys.stdout.buffer.flush()
+    sys.stdin.buffer.read()
+    pool.close()
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

@@ -1,0 +1,157 @@
+"""Workers around one prefill queue in this process, each with a NATS connection and a recording LLM of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from tests.support.nats_server import NatsServer
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.errors import NoInstanceError
+from trtllm_disagg.handlers.remote import NoStage, StageClient, StageInstance
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.prefill_queue.broker import Broker
+from trtllm_disagg.prefill_queue.messages import Names
+from trtllm_disagg.prefill_queue.pull import Puller, Room
+from trtllm_disagg.prefill_queue.push import QueueClient
+from trtllm_disagg.prefill_queue.queue import DepthWatch
+from trtllm_disagg.testing.pair import recording_engine
+from trtllm_disagg.testing.recording_llm import LLM, Script
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+_namespaces = itertools.count(1)
+
+
+class Nobody(NoStage):
+    """No worker can be asked but through the queue."""
+
+    async def pick(self, request: GenerateRequest) -> StageInstance:
+        raise NoInstanceError("nobody is there")
+
+
+def worker_config(namespace: str, role: Role, strategy: Strategy) -> WorkerConfig:
+    return WorkerConfig(
+        model="org/model",
+        role=role,
+        strategy=strategy,
+        namespace=namespace,
+        prefill_dispatch="queue",
+        # What fails here is the caller's to know.
+        max_tries=1,
+        on_missing_stage="fail",
+    )
+
+
+@dataclass
+class Pushing:
+    client: QueueClient
+    watch: DepthWatch
+    broker: Broker
+    generate: Generate
+    llm: LLM
+
+
+@dataclass
+class Pulling:
+    puller: Puller
+    broker: Broker
+    instance_id: int
+    llm: LLM
+
+    async def die(self) -> None:
+        """As a killed process: nobody answers any more, and nothing is settled."""
+        await self.broker.close()
+        await self.puller.close()
+
+    async def leave(self) -> None:
+        """As on a SIGTERM."""
+        self.puller.stop()
+        await self.puller.drained()
+
+
+@dataclass
+class Queueing:
+    """One queue. What it makes, it closes."""
+
+    server: NatsServer
+    strategy: Strategy = Strategy.DECODE_FIRST
+    namespace: str = field(default_factory=lambda: f"test-{next(_namespaces)}")
+    kind: str = "kind"
+    pushers: list[Pushing] = field(default_factory=list)
+    pullers: list[Pulling] = field(default_factory=list)
+
+    @property
+    def names(self) -> Names:
+        return Names.of(worker_config(self.namespace, Role.PREFILL, self.strategy), self.kind)
+
+    async def connect(self) -> Broker:
+        return await Broker.connect(self.server.url, self.names)
+
+    async def pusher(self, timeout: float = 20.0, stage: StageClient | None = None) -> Pushing:
+        """A worker of the strategy's first stage, with a queue timeout in seconds."""
+        broker = await self.connect()
+        client = QueueClient(broker, timeout)
+        await client.start()
+        watch = DepthWatch(broker, client.waits)
+        await watch.start()
+        engine = recording_engine()
+        role = self.strategy.first_stage_role
+        assert role is not None
+        config = worker_config(self.namespace, role, self.strategy)
+        generate = build_generate(config, engine, stage or Nobody(), prefills=client, waiting=watch)
+        self.pushers.append(Pushing(client, watch, broker, generate, engine.llm))
+        return self.pushers[-1]
+
+    async def puller(
+        self,
+        instance_id: int = 0xA,
+        max_items: int = 4,
+        max_tokens: int = 1000,
+        serve: Generate | None = None,
+    ) -> Pulling:
+        """A prefill worker. `serve` answers in the place of its engine."""
+        broker = await self.connect()
+        engine = recording_engine()
+        config = worker_config(self.namespace, Role.PREFILL, self.strategy)
+        generate = serve or build_generate(config, engine, NoStage())
+        puller = Puller(broker, instance_id, Room(max_items, max_tokens), generate)
+        await puller.start()
+        self.pullers.append(Pulling(puller, broker, instance_id, engine.llm))
+        return self.pullers[-1]
+
+    async def close(self) -> None:
+        for pulling in self.pullers:
+            await pulling.die()
+        for pushing in self.pushers:
+            await pushing.watch.stop()
+            await pushing.broker.close()
+
+
+@asynccontextmanager
+async def queueing(server: NatsServer, strategy: Strategy = Strategy.DECODE_FIRST) -> AsyncIterator[Queueing]:
+    async with closing(Queueing(server, strategy)) as queue:
+        yield queue
+
+
+@asynccontextmanager
+async def closing(queue: Queueing) -> AsyncIterator[Queueing]:
+    try:
+        yield queue
+    finally:
+        await queue.close()
+
+
+def raising(error: Exception) -> Generate:
+    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        raise error
+
+    return generate
+
+
+def blocked() -> tuple[Script, asyncio.Semaphore]:
+    """A request that gets one token for each permit."""
+    gate = asyncio.Semaphore(0)
+    return Script(gate=gate), gate

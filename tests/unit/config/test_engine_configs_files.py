@@ -1,0 +1,69 @@
+"""Every file in engine_configs/ loads, explains itself, and fits its partner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.config.engine_args import build_engine_args
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
+
+FOLDER = Path(__file__).parents[3] / "engine_configs"
+FILES = sorted(FOLDER.glob("*/*.yaml"))
+MODELS = sorted(path.name for path in FOLDER.iterdir())
+
+
+def load(path: Path) -> dict[str, Any]:
+    engine = "embedded" if path.parent.name == "demo" else "tensorrt_llm"
+    return build_engine_args(
+        WorkerConfig(model="org/model", role=Role(path.stem), engine=engine, extra_engine_args=str(path))
+    )
+
+
+def short_name(path: Path) -> str:
+    return str(path.relative_to(FOLDER))
+
+
+def test_every_model_has_the_three_roles() -> None:
+    assert MODELS == ["demo", "llama-3.1-8b", "qwen3"]
+    for model in MODELS:
+        roles = [path.stem for path in FILES if path.parent.name == model]
+        assert roles == ["agg", "decode", "prefill"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=short_name)
+def test_a_file_loads_without_an_unknown_key(path: Path) -> None:
+    LlmArgs(**load(path))
+
+
+@pytest.mark.parametrize("path", FILES, ids=short_name)
+def test_every_key_says_why(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert [line for line in lines if not line.startswith("#") and " # " not in line] == []
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("demo/*.yaml")), ids=short_name)
+def test_the_embedded_engine_honours_all_of_the_demo(path: Path) -> None:
+    assert refuse_unsupported(LlmArgs(**load(path))) == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_two_sides_of_a_pair_fit(model: str) -> None:
+    prefill, decode = (LlmArgs(**load(FOLDER / model / f"{role}.yaml")) for role in ("prefill", "decode"))
+    assert prefill.max_seq_len == decode.max_seq_len
+    assert prefill.dtype == decode.dtype
+    for name in ("tokens_per_block", "dtype", "enable_block_reuse"):
+        assert getattr(prefill.kv_cache_config, name) == getattr(decode.kv_cache_config, name)
+    assert prefill.cache_transceiver_config == decode.cache_transceiver_config
+    for side in (prefill, decode):
+        assert side.enable_chunked_prefill
+        assert side.max_seq_len is not None
+        assert side.cache_transceiver_config is not None
+        buffer = side.cache_transceiver_config.max_tokens_in_buffer
+        assert buffer is None or buffer >= side.max_seq_len
+    assert prefill.disable_overlap_scheduler or model == "demo"

@@ -1,0 +1,87 @@
+"""Control commands: what a worker takes, what it refuses by name, and that no frontend's request is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.handling import raw_request
+from trtllm_disagg.commands import (
+    CONTROL,
+    Command,
+    Describe,
+    Set,
+    Switch,
+    decode_command,
+    encode_command,
+    is_control,
+)
+from trtllm_disagg.config.worker_config import Strategy
+from trtllm_disagg.dynamo_runtime import as_dynamo_handler
+from trtllm_disagg.errors import EngineError, InvalidRequestError
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import Generate
+
+
+@pytest.mark.parametrize(
+    "command", [Describe(), Switch("prefill_first"), Set({"max_local_prefill_length": 7, "eff": 0.5})]
+)
+def test_a_command_crosses_the_wire(command: Command) -> None:
+    encoded = encode_command(command)
+    assert is_control(encoded)
+    assert decode_command(encoded[CONTROL]) == command
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (None, "expected a command of describe, switch, set"),
+        ([], "expected a command of describe, switch, set"),
+        ({"command": "stop"}, "stop"),
+        ({"command": "switch"}, "to"),
+        ({"command": "switch", "to": 5}, r"\$.to"),
+        ({"command": "switch", "to": "decode_first", "now": True}, "now"),
+        ({"command": "switch", "to": "sideways"}, "prefill_first, decode_first, auto"),
+        ({"command": "switch", "to": "router"}, "prefill_first, decode_first, auto"),
+        ({"command": "switch", "to": "agg"}, "prefill_first, decode_first, auto"),
+        ({"command": "set", "values": {"a": [1]}}, "values"),
+    ],
+)
+def test_what_is_no_command_is_refused_by_name(raw: Any, named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        decode_command(raw)
+
+
+def test_only_orders_can_be_switched_to() -> None:
+    switched = [Switch(name).strategy for name in ("prefill_first", "decode_first", "auto")]
+    assert switched == [Strategy.PREFILL_FIRST, Strategy.DECODE_FIRST, Strategy.AUTO]
+
+
+def _refuses() -> Generate:
+    def generate(request: Any, context: Any) -> Any:
+        raise EngineError("it was asked for tokens")
+
+    return generate
+
+
+async def _answers(raw: dict[str, Any]) -> list[Any]:
+    async def obey(command: Any) -> dict[str, Any]:
+        return {"obeyed": command}
+
+    handler = as_dynamo_handler(_refuses(), dict, obey)
+    return [answer async for answer in handler(raw, context=FakeContext())]
+
+
+async def test_a_command_is_obeyed_and_a_request_with_tokens_never_is() -> None:
+    command = encode_command(Describe())
+    assert await _answers(command) == [{"obeyed": {"command": "describe"}}]
+    # Whatever comes from a frontend has tokens.
+    with pytest.raises(Exception, match="it was asked for tokens"):
+        await _answers(raw_request() | command)
+
+
+async def test_who_has_no_standing_refuses_commands() -> None:
+    handler = as_dynamo_handler(_refuses(), dict)
+    with pytest.raises(Exception, match="takes no control commands"):
+        [answer async for answer in handler(encode_command(Describe()), context=FakeContext())]

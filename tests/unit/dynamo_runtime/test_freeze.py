@@ -1,0 +1,186 @@
+"""A worker that was frozen for so long that discovery may have forgotten it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+
+import pytest
+from dynamo.runtime import Context
+
+from tests.support.handling import raw_request, until
+from tests.unit.test_standing import standing
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.dynamo_runtime import Registration, Runtime, ServedModel, refuse_control
+from trtllm_disagg.dynamo_runtime import shutdown as freeze
+from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+
+class Clock:
+    """Half a second from look to look; `gap` more in the next sleep, which is before each second look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.gap = 0.0
+        self._sleeps = itertools.cycle([False, True])
+
+    def __call__(self) -> float:
+        self.now += 0.5
+        if next(self._sleeps):
+            self.now += self.gap
+            self.gap = 0.0
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freeze, "_FREEZE_POLL_SECONDS", 0.0)
+
+
+@contextlib.asynccontextmanager
+async def watching(thaws: list[float], clock: Clock, error: Exception | None = None) -> AsyncIterator[None]:
+    async def thaw() -> None:
+        thaws.append(clock.now)
+        if error is not None:
+            raise error
+
+    watcher = asyncio.create_task(watch_for_freezes(thaw, clock))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
+
+
+async def test_a_freeze_is_told_once() -> None:
+    thaws: list[float] = []
+    clock = Clock()
+    async with watching(thaws, clock):
+        for count in (1, 2):
+            clock.gap = 20.0
+            await until(lambda: len(thaws) == count)  # noqa: B023
+            seen = clock.now
+            await until(lambda: clock.now > seen + 10)  # noqa: B023
+            assert len(thaws) == count
+
+
+async def test_a_busy_moment_is_no_freeze() -> None:
+    thaws: list[float] = []
+    clock = Clock()
+    async with watching(thaws, clock):
+        clock.gap = 3.0
+        await until(lambda: clock.now > 20)
+    assert not thaws
+
+
+async def test_the_watch_goes_on_when_discovery_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+    thaws: list[float] = []
+    clock = Clock()
+    async with watching(thaws, clock, OSError("no directory")):
+        for count in (1, 2):
+            clock.gap = 20.0
+            await until(lambda: len(thaws) == count)  # noqa: B023
+    assert "start it again" in caplog.text
+
+
+async def test_what_is_told_again_is_what_was_there() -> None:
+    worker, registration, _ = standing("decode", "decode_first")
+    await worker.take()
+    await worker.renew()
+    assert [word for word, _ in registration.history] == ["enter", "renew"]
+    assert registration.is_there
+
+
+def remove_files(directory: Path) -> None:
+    for each in directory.rglob("*"):
+        if each.is_file():
+            each.unlink()
+
+
+def files_of_endpoints(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file() and "generate" in str(path)]
+
+
+async def nobody(*_: object) -> AsyncIterator[None]:
+    yield
+
+
+async def test_who_was_forgotten_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Dynamo's own file discovery, whose files somebody else has removed."""
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST))
+    registration = Registration(runtime, ServedModel(16, 8, 1, 64, 64), tells_peers=False)
+    serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
+    seen = await runtime.stage("dyn://dynamo.decode.generate")
+    try:
+        await until(lambda: seen.instance_ids() == [runtime.instance_id])
+        await asyncio.to_thread(remove_files, tmp_path)
+        await until(lambda: seen.instance_ids() == [])
+        await registration.renew()
+        await until(lambda: seen.instance_ids() == [runtime.instance_id])
+    finally:
+        runtime.shutdown()
+        await serving
+
+
+async def test_a_worker_that_has_left_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen while it leaves, it would be told that it was forgotten."""
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST))
+    serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
+    seen = await runtime.stage("dyn://dynamo.decode.generate")
+    try:
+        await until(lambda: seen.instance_ids() == [runtime.instance_id])
+        await runtime.leave()
+        await until(lambda: seen.instance_ids() == [])
+        await runtime.list_again()
+        model = ServedModel(16, 8, 1, 64, 64)
+        await runtime.register(model)
+        await runtime.register_for_peers(model)
+        assert await asyncio.to_thread(files_of_endpoints, tmp_path) == []
+    finally:
+        runtime.shutdown()
+        await serving
+
+
+async def test_serving_ends_with_the_last_endpoint_and_not_with_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker comes to the frontends' endpoint later than to its role's, and relays there."""
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    go_on = asyncio.Event()
+
+    async def relay(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        yield TokenChunk([1])
+        await go_on.wait()
+        yield TokenChunk([2], finish_reason="stop")
+
+    # A directory that is no model: there will be no card of it, and the endpoint is served before that is known.
+    config = WorkerConfig(model=str(tmp_path), role=Role.PREFILL, strategy=Strategy.PREFILL_FIRST)
+    runtime = Runtime(config)
+    serving = asyncio.create_task(runtime.serve(relay, dict, refuse_control))
+    peer = await runtime.stage("dyn://dynamo.prefill.generate")
+    await until(lambda: peer.instance_ids() == [runtime.instance_id])
+    with contextlib.suppress(Exception):
+        await runtime.register(ServedModel(16, 8, 1, 64, 64))
+    front = await runtime.stage("dyn://dynamo.tensorrt_llm.generate")
+    await until(lambda: front.instance_ids() == [runtime.instance_id])
+    answers = front.instance(runtime.instance_id).call(raw_request(), Context())
+    seen = [(await anext(answers))["token_ids"]]
+    runtime.shutdown()
+    await asyncio.wait([serving], timeout=0.5)
+    assert not serving.done()
+    go_on.set()
+    seen += [answer["token_ids"] async for answer in answers]
+    await serving
+    assert seen == [[1], [2]]
+
+
+_unused: Generate = nobody  # type: ignore[assignment]

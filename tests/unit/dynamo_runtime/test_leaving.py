@@ -1,0 +1,140 @@
+"""The order in which a worker leaves: out of discovery, wait for what runs, hand the rest back, end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from tests.support.handling import collect, request, until
+from trtllm_disagg.dynamo_runtime import Leaving
+from trtllm_disagg.engine import Engine
+from trtllm_disagg.errors import WorkerLeavingError
+from trtllm_disagg.handlers.departure import Departure
+from trtllm_disagg.handlers.local import LocalBoth
+from trtllm_disagg.testing.pair import recording_engine
+from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
+
+
+class Place:
+    """Discovery and the runtime, and the prefill queue; what was done, in order."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.done: list[str] = []
+        self._broken = broken
+        self.ended = asyncio.Event()
+
+    async def leave(self) -> None:
+        self.done.append("leave")
+        if self._broken:
+            raise RuntimeError("discovery is gone")
+
+    async def drained(self) -> None:
+        self.done.append("queue drained")
+
+    def shutdown(self) -> None:
+        self.done.append("shutdown")
+        self.ended.set()
+
+
+def leaving(place: Place, departure: Departure, engine: Engine, seconds: float = 30.0) -> Leaving:
+    return Leaving(place, departure, engine, place, seconds)
+
+
+async def relayed(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+    """An answer that this worker's engine has no part in, and that never ends."""
+    yield TokenChunk([1])
+    await asyncio.Event().wait()
+
+
+async def test_an_idle_worker_leaves_and_ends() -> None:
+    place = Place()
+    leaving(place, Departure(), recording_engine()).leave("it was told to stop")
+    await place.ended.wait()
+    assert place.done == ["leave", "leave", "queue drained", "shutdown"]
+
+
+async def test_relayed_requests_are_waited_for_however_idle_the_engine_is() -> None:
+    place, departure, gate = Place(), Departure(), asyncio.Event()
+
+    async def one_more(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        await gate.wait()
+        yield TokenChunk([1], finish_reason="stop")
+
+    answering = asyncio.create_task(collect(departure.attending(one_more), request()))
+    await until(lambda: departure.num_running)
+    leaving(place, departure, recording_engine()).leave("it was told to stop")
+    await until(lambda: "queue drained" in place.done)
+    assert not place.ended.is_set()
+    gate.set()
+    await place.ended.wait()
+    assert len(await answering) == 1
+
+
+async def test_what_runs_for_too_long_is_handed_back_before_the_runtime_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    place, departure = Place(), Departure()
+    answering = asyncio.create_task(collect(departure.attending(relayed), request()))
+    await until(lambda: departure.num_running)
+    leaving(place, departure, recording_engine(), seconds=0.0).leave("it was told to stop")
+    with pytest.raises(WorkerLeavingError):
+        await answering
+    await place.ended.wait()
+    assert "1 requests still run after 0 s" in caplog.text
+
+
+async def test_a_dead_engine_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    place, engine = Place(), recording_engine()
+    engine.llm.is_healthy = False
+    leaving(place, Departure(), engine).leave("its engine died")
+    await place.ended.wait()
+    assert "cannot be told" not in caplog.text
+
+
+async def test_the_grace_period_comes_before_anything_is_waited_for() -> None:
+    place = Place()
+    leaving(place, Departure(), recording_engine()).leave("it was told to stop", grace_seconds=600)
+    await until(lambda: place.done == ["leave", "leave"])
+    await asyncio.sleep(0)
+    assert place.done == ["leave", "leave"]
+
+
+async def test_a_worker_leaves_once() -> None:
+    place, departure = Place(), Departure()
+    leaver = leaving(place, departure, recording_engine())
+    leaver.leave("its engine died")
+    leaver.leave("it was told to stop", grace_seconds=600)
+    await place.ended.wait()
+    assert place.done.count("shutdown") == 1
+    with pytest.raises(WorkerLeavingError, match="its engine died"):
+        await collect(departure.attending(LocalBoth(recording_engine())), request())
+
+
+async def test_a_worker_that_cannot_leave_discovery_ends_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    place = Place(broken=True)
+    leaving(place, Departure(), recording_engine()).leave("it was told to stop")
+    await place.ended.wait()
+    assert "discovery is gone" in caplog.text
+    assert place.done[-1] == "shutdown"
+
+
+async def test_an_engine_that_does_not_say_whether_it_is_idle_is_not_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """TensorRT-LLM without its iteration statistics. What is relayed is waited for all the same."""
+    place, departure = Place(), Departure()
+    answering = asyncio.create_task(collect(departure.attending(relayed), request()))
+    await until(lambda: departure.num_running)
+    leaving(place, departure, recording_engine(), seconds=0.05).leave("it was told to stop")
+    with pytest.raises(WorkerLeavingError):
+        await answering
+    await place.ended.wait()
+
+    place = Place()
+    leaving(place, Departure(), recording_engine()).leave("it was told to stop")
+    await place.ended.wait()
+    assert "whether all is quiet cannot be told: iteration statistics" in caplog.text

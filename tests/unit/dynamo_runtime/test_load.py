@@ -1,0 +1,81 @@
+"""The engine's statistics become the router's load, and what /metrics shows."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.support.handling import until
+from trtllm_disagg.dynamo_runtime.publishers import NullPublisher, StatsForwarder
+from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.sinks import RecordingLoadSink, RecordingStatsSink
+
+
+def stat(used: int, rank: int | None = None) -> dict[str, Any]:
+    return {"kvCacheStats": {"usedNumBlocks": used}} | ({} if rank is None else {"attentionDpRank": rank})
+
+
+class Published:
+    """A forwarder on a recording LLM."""
+
+    def __init__(self, *stats: dict[str, Any]) -> None:
+        self.llm = LLM("m", enable_iter_perf_stats=True)
+        self.llm.stats = list(stats)
+        self.load, self.metrics = RecordingLoadSink(), RecordingStatsSink()
+        self.publisher = StatsForwarder(self.llm, self.load, self.metrics)
+
+
+async def test_the_router_gets_the_newest_and_the_metrics_get_all() -> None:
+    published = Published(stat(3), stat(5))
+    await published.publisher.poll()
+    assert published.load.loads == [(None, 5)]
+    assert published.metrics.stats == [stat(3), stat(5)]
+    assert published.llm.stats == []
+    assert published.llm.calls_of("get_stats_async") == [{"timeout": 2.0}]
+
+
+async def test_every_rank_has_its_own_load() -> None:
+    published = Published(stat(3, 0), stat(7, 1), stat(4, 0))
+    await published.publisher.poll()
+    assert published.load.loads == [(0, 4), (1, 7)]
+
+
+async def test_nothing_new_is_not_published() -> None:
+    published = Published()
+    await published.publisher.poll()
+    assert published.load.loads == []
+
+
+@pytest.mark.parametrize("record", [{}, {"kvCacheStats": None}, {"kvCacheStats": {}}])
+async def test_a_record_without_cache_counts_is_no_load(record: dict[str, Any]) -> None:
+    published = Published(record)
+    await published.publisher.poll()
+    assert published.load.loads == [(None, 0)]
+
+
+async def test_the_router_hears_of_an_idle_worker_at_once() -> None:
+    published = Published()
+    await published.publisher.start()
+    assert published.load.loads == [(None, 0)]
+    published.llm.stats.append(stat(9))
+    await until(lambda: len(published.load.loads) == 2)
+    await published.publisher.stop()
+    assert published.load.loads == [(None, 0), (None, 9)]
+
+
+async def test_a_failure_is_logged_and_does_not_reach_stop(caplog: pytest.LogCaptureFixture) -> None:
+    """TensorRT-LLM without enable_iter_perf_stats, say."""
+    publisher = StatsForwarder(LLM("m"), RecordingLoadSink(), RecordingStatsSink())
+    await publisher.start()
+    await asyncio.sleep(0.02)
+    await publisher.stop()
+    assert "engine-stats: publishing failed" in caplog.text
+    assert "enable_iter_perf_stats" in caplog.text
+
+
+async def test_publishing_can_be_off() -> None:
+    publisher = NullPublisher()
+    await publisher.start()
+    await publisher.stop()

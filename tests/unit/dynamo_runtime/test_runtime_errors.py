@@ -1,0 +1,332 @@
+"""Errors on their way through Dynamo: what it makes of them, and the real way from worker to worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from traceback import format_exception
+from typing import Any
+
+import pytest
+from dynamo.llm import exceptions as dynamo_errors
+from dynamo.runtime import Context
+
+from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.dynamo_runtime import (
+    DynamoDirectory,
+    Runtime,
+    as_dynamo_handler,
+    from_dynamo,
+    refuse_control,
+    to_dynamo,
+)
+from trtllm_disagg.errors import (
+    ConfigError,
+    DisaggError,
+    EngineError,
+    HandoffRefusedError,
+    InvalidRequestError,
+    KvTransferError,
+    OverloadedError,
+    PeerUnavailableError,
+    RequestCancelledError,
+    StageTimeoutError,
+    WorkerLeavingError,
+)
+from trtllm_disagg.handlers.remote import NoStage
+from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.testing.pair import recording_engine
+from trtllm_disagg.testing.recording_llm import LLM, Script
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+#: Our error, what Dynamo is given for it, how it arrives at the other worker.
+CROSSINGS: list[tuple[DisaggError, type[Exception], type[DisaggError]]] = [
+    (InvalidRequestError("n=2: no"), dynamo_errors.InvalidArgument, InvalidRequestError),
+    (HandoffRefusedError("n=2: no"), dynamo_errors.InvalidArgument, InvalidRequestError),
+    (ConfigError("n=2: no"), dynamo_errors.InvalidArgument, InvalidRequestError),
+    (OverloadedError("n=2: no"), dynamo_errors.HttpError, OverloadedError),
+    (PeerUnavailableError("n=2: no"), dynamo_errors.CannotConnect, PeerUnavailableError),
+    (KvTransferError("n=2: no"), dynamo_errors.CannotConnect, PeerUnavailableError),
+    (StageTimeoutError("n=2: no"), dynamo_errors.ConnectionTimeout, StageTimeoutError),
+    (RequestCancelledError("n=2: no"), dynamo_errors.CannotConnect, PeerUnavailableError),
+    (WorkerLeavingError("n=2: no"), dynamo_errors.EngineShutdown, PeerUnavailableError),
+    (EngineError("n=2: no"), dynamo_errors.Unknown, EngineError),
+]
+crossings = pytest.mark.parametrize(
+    ("error", "given", "arrives_as"), CROSSINGS, ids=lambda v: type(v).__name__
+)
+
+
+def failing(error: Exception | None, chunks_before: int = 0) -> Generate:
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        for _ in range(chunks_before):
+            yield TokenChunk([5])
+        if error is not None:
+            raise error
+
+    return generate
+
+
+async def handled(generate: Generate, context: FakeContext | None = None) -> list[dict[str, Any]]:
+    handler = as_dynamo_handler(generate, lambda: {"role": "decode"})
+    return [answer async for answer in handler(raw_request(), context=context or FakeContext())]
+
+
+# -- to Dynamo
+
+
+@crossings
+def test_what_dynamo_is_given(
+    error: DisaggError, given: type[Exception], arrives_as: type[DisaggError]
+) -> None:
+    translated = to_dynamo(error)
+    assert type(translated) is given
+    assert "n=2: no" in str(translated)
+
+
+def test_a_connection_that_timed_out_is_a_peer_that_is_gone() -> None:
+    """Dynamo's own words when a killed worker does not answer; no stage has run out of its time."""
+    error = from_dynamo(ValueError("DeadlineExceeded: TCP connect to 127.0.0.1:9 timed out"))
+    assert type(error) is PeerUnavailableError
+    assert "timed out" in str(error)
+
+
+@crossings
+async def test_a_handler_raises_dynamos_errors(
+    error: DisaggError, given: type[Exception], arrives_as: type[DisaggError]
+) -> None:
+    """Without ours behind it: Dynamo prints what it gets with all tracebacks, for each bad request."""
+    with pytest.raises(given) as caught:
+        await handled(failing(error, chunks_before=1))
+    assert "Traceback" not in "".join(format_exception(caught.value)).partition("\n")[2]
+
+
+def test_an_overloaded_worker_says_529() -> None:
+    overloaded = to_dynamo(OverloadedError("full"))
+    assert isinstance(overloaded, dynamo_errors.HttpError)
+    assert overloaded.code == OverloadedError.status == 529
+
+
+STAYING = [error for error, _, _ in CROSSINGS if not isinstance(error, WorkerLeavingError)]
+
+
+@pytest.mark.parametrize("error", STAYING, ids=lambda v: type(v).__name__)
+def test_no_error_takes_a_worker_that_stays_out_of_service(error: DisaggError) -> None:
+    """Dynamo stops sending requests to an instance for seconds after these."""
+    blacklisting = (
+        dynamo_errors.EngineShutdown,
+        dynamo_errors.WorkerUnavailable,
+        dynamo_errors.StreamIncomplete,
+    )
+    assert not isinstance(to_dynamo(error), blacklisting)
+
+
+async def test_a_bug_of_ours_fails_the_request_only(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(dynamo_errors.Unknown, match="KeyError: 'x'"):
+        await handled(failing(KeyError("x")))
+    assert "request request-1 failed unexpectedly" in caplog.text
+
+
+async def test_a_bad_request_is_refused_before_any_handler() -> None:
+    handler = as_dynamo_handler(failing(None), dict)
+    with pytest.raises(dynamo_errors.InvalidArgument, match="token_ids"):
+        await anext(handler({"token_ids": 5}, context=FakeContext()))
+
+
+class Endless(list[int]):
+    """A prompt that cannot be looked at."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("its tokens were looked at")
+
+
+@pytest.mark.parametrize("tokens", [Endless(), [5] * 65, bytes(4 * 65)])
+async def test_a_prompt_that_is_too_long_is_refused_before_its_tokens_are_looked_at(tokens: Any) -> None:
+    handler = as_dynamo_handler(failing(None), dict, longest_prompt=64)
+    with pytest.raises(dynamo_errors.InvalidArgument, match=r"the prompt has \d+ tokens; max_seq_len 64"):
+        await anext(handler(raw_request() | {"token_ids": tokens}, context=FakeContext()))
+
+
+@pytest.mark.parametrize("tokens", [[5] * 64, bytes(4 * 64)])
+async def test_a_prompt_of_just_that_length_is_left_to_the_engine(tokens: Any) -> None:
+    handler = as_dynamo_handler(failing(None, chunks_before=1), dict, longest_prompt=64)
+    assert [chunk async for chunk in handler(raw_request() | {"token_ids": tokens}, context=FakeContext())]
+
+
+async def test_a_client_that_left_gets_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    context = FakeContext()
+    context.stop()
+    assert await handled(failing(RequestCancelledError("gone"), chunks_before=1), context) == [
+        {"token_ids": [5]}
+    ]
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+
+
+async def test_a_request_that_is_cancelled_for_another_reason_is_not_the_clients_fault() -> None:
+    """And must not look whole. Dynamo's Cancelled would be 499, which says that the client left."""
+    with pytest.raises(dynamo_errors.CannotConnect):
+        await handled(failing(RequestCancelledError("the peer is shutting down"), chunks_before=1))
+
+
+async def test_a_handler_that_is_cancelled_by_its_worker_hands_the_request_back() -> None:
+    """The event loop of a process that ends cancels all that runs."""
+    waiting = asyncio.Event()
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        waiting.set()
+        await asyncio.Event().wait()
+        yield TokenChunk([5])
+
+    answering = asyncio.create_task(handled(generate))
+    await waiting.wait()
+    answering.cancel()
+    with pytest.raises(dynamo_errors.EngineShutdown):
+        await answering
+
+
+async def test_who_are_you() -> None:
+    handler = as_dynamo_handler(failing(EngineError("not asked")), lambda: {"role": "decode"})
+    question = {"trtllm_disagg.describe": True}
+    assert [answer async for answer in handler(question, context=FakeContext())] == [{"role": "decode"}]
+
+
+# -- from Dynamo: the texts that were measured
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (ValueError("InvalidRequest: ValueError: bad"), InvalidRequestError, "bad"),
+        (ValueError("Internal: RuntimeError: boom"), EngineError, "boom"),
+        (ValueError("Internal: boom: why"), EngineError, "boom: why"),
+        (ValueError("Internal: KeyError: 'x'\nline 2"), EngineError, "'x'\nline 2"),
+        (ValueError("Unavailable: engine is gone"), PeerUnavailableError, "engine is gone"),
+        (
+            ValueError("Unavailable: Stream ended before generation completed"),
+            PeerUnavailableError,
+            "Stream ended before generation completed",
+        ),
+        (
+            Exception("Unavailable: No workers available for endpoint ns/comp/ep"),
+            PeerUnavailableError,
+            "No workers available for endpoint ns/comp/ep",
+        ),
+        (
+            Exception("Unavailable: instance_id=12 not found"),
+            PeerUnavailableError,
+            "instance_id=12 not found",
+        ),
+        (ValueError("Cancelled: left"), PeerUnavailableError, "left"),
+        (ValueError("DeadlineExceeded: StageTimeoutError: slow"), StageTimeoutError, "slow"),
+        (ValueError('RateLimited: {"message":"full","code":429}'), OverloadedError, "full"),
+        (ValueError('CapacityExhausted: {"message":"full","code":529}'), OverloadedError, "full"),
+        (ValueError("CapacityExhausted: []"), OverloadedError, "[]"),
+        (dynamo_errors.InvalidArgument("kv_cache: bad"), InvalidRequestError, "kv_cache: bad"),
+        (Exception("what is this"), PeerUnavailableError, "cannot be reached: what is this"),
+        (ConnectionError("refused"), PeerUnavailableError, "cannot be reached: refused"),
+    ],
+)
+def test_how_a_peers_error_arrives(error: Exception, kind: type[DisaggError], message: str) -> None:
+    translated = from_dynamo(error)
+    assert type(translated) is kind
+    assert str(translated).endswith(message)
+
+
+async def test_a_worker_without_a_second_stage_calls_nobody() -> None:
+    with pytest.raises(AssertionError):
+        await NoStage().pick(request())
+
+
+# -- the real way: Dynamo's request plane, in this process
+
+
+@asynccontextmanager
+async def served(generate: Generate) -> AsyncIterator[DynamoDirectory]:
+    """A client of a second stage that answers so."""
+    config = WorkerConfig(
+        model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST, discovery_backend="mem"
+    )
+    runtime = Runtime(config)
+    serving = asyncio.create_task(runtime.serve(generate, lambda: {"role": "decode"}, refuse_control))
+    try:
+        client = await runtime.second_stage(config.endpoint_id)
+        assert client is not None
+        yield client
+    finally:
+        runtime.shutdown()
+        await serving
+
+
+@pytest.mark.parametrize("chunks_before", [0, 1])
+async def test_every_error_crosses(chunks_before: int) -> None:
+    current: list[Exception] = []
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        async for chunk in failing(current[0], chunks_before)(request, context):
+            yield chunk
+
+    async with served(generate) as client:
+        for error, _, arrives_as in CROSSINGS:
+            current[:] = [error]
+            got: list[Any] = []
+            with pytest.raises(DisaggError) as caught:
+                await read(client, got)
+            assert type(caught.value) is arrives_as
+            assert str(caught.value) == "n=2: no"
+            assert got == [{"token_ids": [5]}] * chunks_before
+        assert await client.describe() == {"role": "decode"}
+
+
+def selected(directory: DynamoDirectory) -> SelectedStage:
+    return SelectedStage(directory, RoundRobin(), InFlight(), "decode")
+
+
+async def read(client: DynamoDirectory, into: list[Any]) -> None:
+    instance = client.instance(client.instance_ids()[0])
+    async for answer in instance.call(raw_request(), Context()):
+        into.append(answer)
+
+
+async def test_both_stages_over_dynamo() -> None:
+    LLM.forget_instances()
+    engines = {role: recording_engine() for role in (Role.PREFILL, Role.DECODE)}
+
+    def handler(role: Role, client: Any) -> Generate:
+        config = WorkerConfig(model="m", role=role, strategy=Strategy.PREFILL_FIRST)
+        return build_generate(config, engines[role], client)
+
+    async with served(handler(Role.DECODE, NoStage())) as client:
+        generate = handler(Role.PREFILL, selected(client))
+        chunks = await collect(generate, request(), context=Context())
+    assert tokens_of(chunks) == expected_tokens(5)
+    assert len(LLM.kv_store) == 0
+
+
+async def test_a_client_that_leaves_stops_both_stages() -> None:
+    LLM.forget_instances()
+    prefill, decode = recording_engine(), recording_engine()
+    gate = asyncio.Semaphore(3)
+    decode.llm.scripts.append(Script(gate=gate))
+    second = WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST)
+    first = WorkerConfig(model="m", role=Role.PREFILL, strategy=Strategy.PREFILL_FIRST)
+    context = Context()
+    async with served(build_generate(second, decode, NoStage())) as client:
+        chunks = build_generate(first, prefill, selected(client))(request(max_tokens=50), context)
+        seen = [await anext(chunks) for _ in range(3)]
+        context.stop_generating()
+        seen += [chunk async for chunk in chunks]
+        (result,) = decode.llm.results
+        await until(lambda: result.aborts)
+        gate.release()
+    assert tokens_of(seen)[:3] == expected_tokens(3)
+    assert result.aborts == [3]
+    assert len(LLM.kv_store) == 0

@@ -1,0 +1,379 @@
+"""Whatever goes wrong between two engines that meet: nobody hangs, no block is lost, none is used too early."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import Checkpoints
+from tests.support.cores import Core
+from tests.support.meeting import Duo
+from tests.unit.embedded.core.test_core_handoff import prompt
+from trtllm_disagg.kv_transfer.base import ReadTimeoutError
+from trtllm_disagg.kv_transfer.framing import ChannelClient
+from trtllm_disagg.kv_transfer.handle import Notice
+
+BLOCK = 32
+MakeDuo = Callable[..., Duo]
+
+
+@pytest.fixture
+def make_duo(checkpoints: Checkpoints) -> Iterator[MakeDuo]:
+    made: list[Duo] = []
+
+    def make(seconds: float = 60.0, **args: Any) -> Duo:
+        transceiver = {"backend": "SHARED_MEMORY", "kv_transfer_timeout_ms": round(seconds * 1000)}
+        settings = {"cache_transceiver_config": transceiver, "enable_chunked_prefill": True}
+        prefill, decode = (
+            Core(checkpoints(), **(settings | {"max_num_tokens": 64} | args)) for _ in range(2)
+        )
+        made.append(Duo(prefill, decode))
+        return made[-1]
+
+    yield make
+    for duo in made:
+        duo.close()
+
+
+def hold_writes(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """(a write has begun, let it go on)."""
+    begun, go = threading.Event(), threading.Event()
+    write = duo.prefill.transfers._transport.write
+
+    def held(*args: Any) -> int:
+        begun.set()
+        assert go.wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(duo.prefill.transfers._transport, "write", held)
+    return begun, go
+
+
+# -- one side never comes
+
+
+def test_a_prefill_without_a_decode_ends_at_its_deadline(make_duo: MakeDuo) -> None:
+    duo = make_duo(0.2)
+    met = duo.request(prompt(40))
+    request_id = duo.add_prefill(met)
+    answer = duo.prefill.run(request_id)
+    assert (answer.category, answer.error) == (
+        "Unavailable",
+        "no decode worker offered its blocks within 0.2 s",
+    )
+    duo.assert_idle()
+
+
+def test_a_decode_without_a_prefill_ends_at_its_deadline(make_duo: MakeDuo) -> None:
+    duo = make_duo(0.2)
+    met = duo.request(prompt(40))
+    answer = duo.decode.run(duo.add_decode(met))
+    assert answer.category == "Unavailable"
+    assert answer.error in (
+        "prefill gave no notice within 0.2 s",
+        f"prefill worker {duo.prefill.transfers._sender.name} ended this request without a word",
+    )
+    duo.assert_idle()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_who_comes_after_the_other_has_left_is_told_at_once(make_duo: MakeDuo, side: str) -> None:
+    duo = make_duo()
+    met = duo.request(prompt(40))
+    first, second = (duo.prefill, duo.add_decode) if side == "prefill" else (duo.decode, duo.add_prefill)
+    request_id = duo.add_prefill(met) if side == "prefill" else duo.add_decode(met)
+    duo.step()
+    first.engine.abort(request_id)
+    duo.assert_idle()
+    late = second(met)
+    duo.run()
+    answer = (duo.decode if side == "prefill" else duo.prefill).answers[late, 0]
+    assert (answer.category, "given up" in str(answer.error)) == ("Unavailable", True)
+    duo.assert_idle()
+
+
+def test_a_decode_that_leaves_before_it_has_blocks_tells_its_prefill(make_duo: MakeDuo) -> None:
+    duo = make_duo()
+    met = duo.request(prompt(40))
+    duo.add_prefill(met)
+    request_id = duo.add_decode(met)  # not admitted yet: nobody has stepped
+    duo.decode.engine.abort(request_id)
+    duo.run()
+    assert "given up" in str(duo.prefill.answers[met.prefill or 0, 0].error)
+    duo.assert_idle()
+
+
+def test_an_offer_that_comes_after_it_was_withdrawn_is_not_taken(make_duo: MakeDuo) -> None:
+    """On another connection, messages may overtake each other."""
+    duo = make_duo()
+    book = duo.prefill.transfers._book
+    met = duo.request(prompt(40))
+    request_id = duo.add_decode(met)
+    duo.run_until(lambda: bool(book._open))
+    ((offer, _, peer),) = book._open.values()
+    duo.decode.engine.abort(request_id)
+    duo.run()
+    duo.assert_idle()
+    assert book.offered(offer, peer) == b"withdrawn"
+    assert not book._open
+
+
+def test_nobody_at_the_endpoint_is_noticed_at_once(make_duo: MakeDuo) -> None:
+    duo = make_duo()
+    met = duo.request(prompt(40))
+    duo.prefill.close()
+    answer = duo.decode.run(duo.add_decode(met))
+    assert answer.category == "Unavailable"
+    duo.decode.assert_idle()
+
+
+def test_a_prefill_that_dies_is_noticed_long_before_the_deadline(make_duo: MakeDuo) -> None:
+    duo = make_duo()
+    met = duo.request(prompt(40))
+    request_id = duo.add_decode(met)
+    duo.run_until(lambda: bool(duo.prefill.transfers._book._open))
+    duo.prefill.close()
+    answer = duo.decode.run(request_id)
+    assert "is gone" in str(answer.error)
+    duo.decode.assert_idle()
+
+
+def test_a_restarted_prefill_is_met_under_its_new_name(make_duo: MakeDuo) -> None:
+    """The old card is dropped when somebody else answers at its place."""
+    duo = make_duo()
+    duo.generate(prompt(40), 2)
+    cards = duo.decode.transfers._receiver.cards
+    (endpoint,) = cards._cards
+    stale = cards._cards[endpoint]
+
+    cards._cards[endpoint] = msgspec.structs.replace(stale, sender="an-earlier-one")
+    loads = cards.loads
+    duo.generate(prompt(41, salt=1), 2)
+    assert cards.loads == loads + 1
+    assert cards._cards[endpoint] == stale
+    duo.assert_idle()
+
+
+# -- one side gives up
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("moment", ["alone", "computing", "writing"])
+def test_either_side_may_give_up_at_any_point_and_the_other_is_told(
+    make_duo: MakeDuo, side: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    duo = make_duo()
+    begun, go = hold_writes(duo, monkeypatch)
+    met = duo.request(prompt(200))
+    if moment == "alone":
+        duo.add_prefill(met) if side == "prefill" else duo.add_decode(met)
+        duo.step()
+    else:
+        duo.add_prefill(met)
+        duo.add_decode(met)
+        duo.run_until(lambda: any(s.num_computed for s in duo.prefill.engine.scheduler.running))
+        if moment == "writing":
+            assert begun.wait(20)
+    core, request_id = (duo.prefill, met.prefill) if side == "prefill" else (duo.decode, met.decode)
+    assert request_id is not None
+    core.engine.abort(request_id)
+    core.step()
+    assert core.answers[request_id, 0].finish_reason == "cancelled"
+    go.set()
+    duo.run()
+    duo.assert_idle()
+    for other in (duo.prefill, duo.decode):
+        assert other.engine.blocks.num_quarantined == 0
+
+
+def test_blocks_that_are_written_to_are_not_used_before_the_writer_has_stopped(
+    make_duo: MakeDuo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    duo = make_duo()
+    begun, go = hold_writes(duo, monkeypatch)
+    met = duo.both(prompt(3 * BLOCK - 8), 1)
+    duo.run_until(begun.is_set)
+    free = duo.decode.engine.blocks.num_available
+    assert met.decode is not None
+    duo.decode.engine.abort(met.decode)
+    for _ in range(3):
+        duo.decode.step()
+    blocks = duo.decode.engine.blocks
+    assert blocks.num_available == free, "three prompt blocks, and the answer has no more"
+    assert duo.decode.engine.num_active > 0, "who drains waits for the writer"
+    go.set()
+    duo.assert_idle()
+    assert (blocks.num_available, blocks.num_quarantined) == (blocks.num_blocks, 0)
+
+
+def test_a_writer_that_does_not_stop_costs_its_blocks_until_it_is_dead(
+    make_duo: MakeDuo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    duo = make_duo()
+
+    def never_ends(*_: Any) -> int:
+        raise ReadTimeoutError("the write took too long", may_land_later=True)
+
+    monkeypatch.setattr(duo.prefill.transfers._transport, "write", never_ends)
+    met = duo.both(prompt(3 * BLOCK))
+    duo.run()
+    assert duo.answer(met).category == "Unavailable"
+    blocks = duo.decode.engine.blocks
+    duo.run_until(lambda: blocks.num_quarantined == 3)
+    duo.prefill.assert_idle()
+    assert duo.decode.generate(prompt(70, salt=3)), "others go on with the rest of the pool"
+    assert blocks.num_quarantined == 3
+    duo.prefill.close()
+    while blocks.num_quarantined:
+        duo.decode._woken.wait(20)
+        duo.decode._woken.clear()
+        duo.decode.step()
+    duo.decode.assert_idle()
+    assert blocks.num_available == blocks.num_blocks
+
+
+def test_a_decode_that_is_gone_fails_the_prefill(make_duo: MakeDuo) -> None:
+    duo = make_duo()
+    met = duo.request(prompt(100))
+    duo.add_decode(met)
+    duo.run_until(lambda: bool(duo.prefill.transfers._book._open))
+    duo.decode.close()
+    request_id = duo.add_prefill(met)
+    answer = duo.prefill.run(request_id)
+    assert answer.category == "Unavailable"
+    duo.prefill.assert_idle()
+
+
+def test_a_prefix_that_decode_gave_up_while_it_was_read_poisons_no_cache(
+    make_duo: MakeDuo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    duo = make_duo()
+    stem = prompt(2 * BLOCK)
+    duo.decode.generate(stem, 1)
+    read = duo.prefill.transfers._transport.read
+
+    def give_up_first(*args: Any) -> int:
+        assert met.decode is not None
+        duo.decode.transfers._expecter._leave(
+            next(iter(duo.decode.transfers._expecter._waiting)), error=None, stopped=False
+        )
+        return read(*args)
+
+    monkeypatch.setattr(duo.prefill.transfers._transport, "read", give_up_first)
+    met = duo.both([*stem, 5])
+    assert met.prefill is not None
+    answer = duo.prefill.answers[met.prefill, 0]
+    duo.run_until(lambda: answer.done)
+    assert answer.category == "Unavailable"
+    assert duo.prefill.engine.blocks.known_keys() == set()
+    duo.decode.engine.abort(met.decode or 0)
+    duo.run()
+    duo.assert_idle()
+
+
+def test_a_notice_that_is_lost_once_is_sent_again(make_duo: MakeDuo, monkeypatch: pytest.MonkeyPatch) -> None:
+    duo = make_duo()
+    lost: list[bytes] = []
+    ask = ChannelClient.ask
+
+    def lose_first_notice(self: ChannelClient, endpoint: str, question: bytes, timeout: float) -> bytes:
+        if b"notice" in question and not lost:
+            lost.append(question)
+            self.drop(endpoint)
+            return ask(self, "tcp://127.0.0.1:1", question, timeout)
+        return ask(self, endpoint, question, timeout)
+
+    monkeypatch.setattr(ChannelClient, "ask", lose_first_notice)
+    met = duo.both(prompt(40))
+    duo.run()
+    assert lost
+    assert duo.answer(met).error is None
+    duo.assert_idle()
+
+
+def test_a_forged_notice_is_not_believed(make_duo: MakeDuo) -> None:
+    duo = make_duo()
+    met = duo.request(prompt(40))
+    duo.add_decode(met)
+    duo.step()
+    forged = Notice(bytes(16), 5, None, 0, 0, 0)
+    assert duo.decode.transfers._expecter.noticed(forged) == b"gone"
+    duo.step()
+    assert not duo.answer(met).done
+    duo.add_prefill(met)
+    duo.run()
+    assert duo.answer(met).error is None
+    duo.assert_idle()
+
+
+# -- never a deadlock
+
+
+@pytest.fixture(scope="module")
+def small(checkpoints: Checkpoints) -> Iterator[Duo]:
+    """Pools of eight blocks: two or three requests fill one."""
+    prefill, decode = (
+        Core(
+            checkpoints(),
+            cache_transceiver_config={"backend": "SHARED_MEMORY"},
+            kv_cache_config={"max_tokens": 8 * BLOCK},
+            max_seq_len=8 * BLOCK,
+            max_batch_size=3,
+            enable_chunked_prefill=True,
+            max_num_tokens=64,
+        )
+        for _ in range(2)
+    )
+    duo = Duo(prefill, decode)
+    yield duo
+    duo.close()
+
+
+_LENGTHS = st.integers(1, 3 * BLOCK)
+_REQUESTS = st.lists(
+    st.tuples(_LENGTHS, st.sampled_from(["stay", "stay", "prefill leaves", "decode leaves"])),
+    min_size=1,
+    max_size=7,
+)
+
+
+@settings(
+    max_examples=12,
+    deadline=None,
+    phases=[Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(requests=_REQUESTS, data=st.data())
+def test_requests_in_opposite_orders_never_block_each_other(
+    small: Duo, requests: list[tuple[int, str]], data: st.DataObject
+) -> None:
+    """Each side gets them in an order of its own, more than fit, and any of them may give up in between."""
+    sides = [(i, side) for i in range(len(requests)) for side in ("prefill", "decode")]
+    # All is drawn before anything is asked for: an example that hypothesis cuts short must leave nothing behind.
+    order = data.draw(st.permutations(sides))
+    steps = data.draw(st.lists(st.integers(0, 2), min_size=len(sides), max_size=len(sides)))
+    met = [small.request(prompt(length, salt=i)) for i, (length, _) in enumerate(requests)]
+    for (i, side), num_steps in zip(order, steps, strict=True):
+        if side == "prefill":
+            small.add_prefill(met[i])
+        else:
+            small.add_decode(met[i], 3)
+        for _ in range(num_steps):
+            small.step()
+    for each, (_, fate) in zip(met, requests, strict=True):
+        if fate == "prefill leaves":
+            small.prefill.engine.abort(each.prefill or 0)
+        elif fate == "decode leaves":
+            small.decode.engine.abort(each.decode or 0)
+    small.run()
+    for each, (_, fate) in zip(met, requests, strict=True):
+        if fate == "stay":
+            assert small.answer(each).error is None
+            assert len(small.answer(each).tokens) == 3
+    small.assert_idle()

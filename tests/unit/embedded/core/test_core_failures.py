@@ -1,0 +1,276 @@
+"""What goes wrong between two engines ends in an error with a reason, and never costs blocks or other requests."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import Checkpoints
+from tests.support.cores import Answer, Core
+from trtllm_disagg.embedded.ipc.messages import MadeHandoff
+from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.kv_transfer import pull as late
+from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
+
+BLOCK = 32
+PROMPT = [5 + i % 11 for i in range(2 * BLOCK + 9)]
+BACKENDS = ["SHARED_MEMORY", "NIXL"]
+MakeCore = Callable[..., Core]
+
+
+@pytest.fixture
+def make_core(checkpoints: Checkpoints) -> Iterator[MakeCore]:
+    made: list[Core] = []
+
+    def make(backend: str | None = "SHARED_MEMORY", *, seed: int = 0, **args: Any) -> Core:
+        made.append(Core(checkpoints(seed=seed), cache_transceiver_config={"backend": backend}, **args))
+        return made[-1]
+
+    yield make
+    for core in made:
+        core.close()
+
+
+def pull(decode: Core, handoff: MadeHandoff, prompt: list[int] = PROMPT, max_tokens: int = 8) -> Answer:
+    return decode.run(decode.add_decode(prompt, handoff, max_tokens))
+
+
+# -- the other engine is gone
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["after a good pull", "never met"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sender_that_is_gone_means_unavailable(make_core: MakeCore, backend: str, known: bool) -> None:
+    prefill, decode = make_core(backend), make_core(backend)
+    if known:
+        assert pull(decode, prefill.prefill(PROMPT[::-1]), PROMPT[::-1]).error is None
+    handoff = prefill.prefill(PROMPT)
+    prefill.close()
+    answer = pull(decode, handoff)
+    assert (answer.category, answer.tokens) == ("Unavailable", [])
+    decode.assert_idle()
+    successor = make_core(backend)
+    assert pull(decode, successor.prefill(PROMPT)).error is None, "a failure must not stick"
+    decode.assert_idle()
+
+
+def test_a_receiver_that_is_gone_costs_the_sender_one_lease_time(make_core: MakeCore) -> None:
+    prefill = make_core()
+    prefill.prefill(PROMPT)
+    leases = prefill.transfers._sender.leases
+    leases.seconds = 0.05
+    handoff = prefill.prefill(PROMPT[::-1])
+    assert prefill.transfers.num_leases == 2
+    while not leases.expired_total:
+        prefill.wait()  # the lease's end is a deadline that the loop keeps by itself
+        prefill.step()
+    assert prefill.transfers.num_leases == 1
+    answer = pull(make_core(), handoff, PROMPT[::-1])
+    assert (answer.category, answer.error) == (
+        "Unavailable",
+        f"the lease of {prefill.transfers._sender.name} ended before the KV was read",
+    )
+
+
+@pytest.mark.parametrize("end", ["expired", "released"])
+def test_nothing_is_read_once_the_lease_is_over(
+    make_core: MakeCore, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make_core(), make_core()
+    handoff = prefill.prefill(PROMPT)
+    if end == "released":
+        prefill.transfers.release_request(handoff.ctx_request_id)
+    else:
+        for lease in prefill.transfers._sender.leases._by_id.values():
+            lease.deadline = 0.0
+    monkeypatch.setattr(decode.transfers._transport, "read", lambda *_: pytest.fail("was read"))
+    answer = pull(decode, handoff)
+    assert answer.category == {"expired": "Unavailable", "released": "InvalidRequest"}[end]
+    for core in (prefill, decode):
+        core.assert_idle()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_failed_read_frees_both_sides(
+    make_core: MakeCore, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make_core(backend), make_core(backend)
+
+    def fail(*_: Any) -> int:
+        raise KvTransferError("the wire was cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.transfers._transport, "read", fail)
+        answer = pull(decode, prefill.prefill(PROMPT))
+    assert (answer.category, answer.error) == ("Unavailable", "the wire was cut")
+    for core in (prefill, decode):
+        core.assert_idle()
+    assert pull(decode, prefill.prefill(PROMPT)).error is None
+
+
+def test_an_unexpected_exception_in_a_transport_fails_its_request_only(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make_core(), make_core()
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.transfers._transport, "read", lambda *_: 1 / 0)
+        answer = pull(decode, prefill.prefill(PROMPT))
+    assert (answer.category, answer.error) == ("Unavailable", "ZeroDivisionError: division by zero")
+    for core in (prefill, decode):
+        core.assert_idle()
+
+
+# -- a read that may land later
+
+
+def never_ends(_: PeerCard, __: np.ndarray, ___: np.ndarray, timeout: float) -> int:
+    raise ReadTimeoutError(f"took longer than {timeout:.0f} s", may_land_later=True)
+
+
+def test_blocks_that_a_late_read_may_still_fill_are_never_used_again(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make_core(), make_core()
+    monkeypatch.setattr(decode.transfers._transport, "read", never_ends)
+    answer = pull(decode, prefill.prefill(PROMPT))
+    assert (answer.category, answer.error) == ("Unavailable", "took longer than 60 s")
+    blocks = decode.engine.blocks
+    assert blocks.num_quarantined == 3
+    assert decode.free_blocks == blocks.num_blocks - 3
+    decode.engine.check()
+    assert sorted(blocks.allocate(decode.free_blocks)) == [
+        block for block in range(blocks.num_blocks) if block not in blocks._quarantined
+    ]
+
+
+def test_blocks_of_a_late_read_come_back_once_it_has_ended(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make_core(), make_core()
+    ended = threading.Event()
+
+    def took_too_long(*_: object) -> int:
+        raise ReadTimeoutError("took too long", may_land_later=True, has_ended=ended.is_set)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.transfers._transport, "read", took_too_long)
+        assert pull(decode, prefill.prefill(PROMPT)).error == "took too long"
+    blocks = decode.engine.blocks
+    assert blocks.num_quarantined == 3
+    ended.set()
+    while blocks.num_quarantined:
+        decode.wait()
+        decode.step()
+    assert decode.free_blocks == blocks.num_blocks
+    decode.assert_idle()
+    assert pull(decode, prefill.prefill(PROMPT)).error is None
+
+
+def test_blocks_of_a_late_read_come_back_when_its_sender_is_dead(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late, "_GONE_SECONDS", 1.0)
+    prefill, decode = make_core(), make_core()
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.transfers._transport, "read", never_ends)
+        pull(decode, prefill.prefill(PROMPT))
+    assert decode.engine.blocks.num_quarantined == 3
+    prefill.close()
+    closed = time.monotonic()
+    while decode.engine.blocks.num_quarantined:
+        decode.wait()
+        decode.step()
+    # A channel closes before its process has ended.
+    assert time.monotonic() - closed >= 1.0
+    decode.assert_idle()
+    assert decode.free_blocks == decode.engine.blocks.num_blocks
+
+
+def test_who_does_not_fit_into_the_pool_that_is_left_is_told_so(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = make_core()
+    decode = make_core(kv_cache_config={"max_tokens": 5 * BLOCK})
+    monkeypatch.setattr(decode.transfers._transport, "read", never_ends)
+    first = decode.add_decode(PROMPT, prefill.prefill(PROMPT))
+    too_big = decode.add([9] * 80, max_tokens=20)
+    small = decode.add([9] * 8, max_tokens=20)
+    decode.run(first, too_big, small)
+    assert "need 4 KV blocks of 32 tokens; the pool has 2" in (decode.answers[too_big, 0].error or "")
+    assert decode.answers[small, 0].finish_reason == "length"
+    late = decode.run(decode.add([9] * 80, max_tokens=20))
+    assert late.category == "InvalidRequest"
+
+
+# -- two engines that do not fit together
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"kv_cache_config": {"max_tokens": 1024, "tokens_per_block": 16}}, "tokens_per_block: prefill 32, decode 16"),
+        ({"seed": 1}, "model: prefill "),
+        ({"dtype": "bfloat16"}, "dtype: prefill 'float32', decode 'bfloat16'"),
+        ({"backend": "NIXL"}, "prefill sends KV by SHARED_MEMORY, decode reads by NIXL"),
+    ],
+    ids=["block size", "weights", "dtype", "transport"],
+)  # fmt: skip
+def test_engines_that_differ_refuse_each_other_and_say_in_what(
+    make_core: MakeCore, args: dict[str, Any], reason: str
+) -> None:
+    prefill, decode = make_core(), make_core(**args)
+    answer = pull(decode, prefill.prefill(PROMPT))
+    assert reason in (answer.error or "")
+    assert (answer.category, answer.tokens) == ("InvalidRequest", [])
+    decode.assert_idle()
+
+
+def test_pools_may_differ_in_size(make_core: MakeCore) -> None:
+    prefill, decode = make_core(), make_core(kv_cache_config={"max_tokens": 4 * BLOCK})
+    agg = make_core(None)
+    for prompt in itertools.islice(itertools.permutations(PROMPT[:40]), 3):
+        tokens = list(prompt)
+        assert pull(decode, prefill.prefill(tokens), tokens).tokens == agg.generate(tokens)
+
+
+def test_an_engine_without_a_transport_takes_no_handoffs(make_core: MakeCore) -> None:
+    answer = pull(make_core(None), make_core().prefill(PROMPT))
+    assert (answer.category, answer.tokens) == ("InvalidRequest", [])
+    assert "has no cache_transceiver_config" in (answer.error or "")
+
+
+# -- requests that cannot run
+
+
+def test_a_prompt_longer_than_a_step_is_refused_without_chunked_prefill(make_core: MakeCore) -> None:
+    whole = make_core(None, max_num_tokens=64)
+    answer = whole.run(whole.add([3] * 65))
+    assert answer.category == "InvalidRequest"
+    assert "without enable_chunked_prefill, max_num_tokens 64 is the most" in (answer.error or "")
+    assert len(whole.generate([3] * 64)) == 8
+    chunked = make_core(None, max_num_tokens=64, enable_chunked_prefill=True)
+    assert len(chunked.generate([3] * 65)) == 8
+
+
+def test_an_answer_that_can_never_fit_is_refused_at_once(make_core: MakeCore) -> None:
+    core = make_core(None, kv_cache_config={"max_tokens": 64})
+    answer = core.run(core.add([3] * 60, max_tokens=6))
+    assert "need 3 KV blocks of 32 tokens; the pool has 2" in (answer.error or "")
+    assert len(core.generate([3] * 60, max_tokens=5)) == 5
+
+
+def test_a_step_must_hold_one_tile(make_core: MakeCore) -> None:
+    with pytest.raises(ConfigError, match="max_num_tokens: 31 is not allowed; expected at least 32"):
+        make_core(None, max_num_tokens=31)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "203.0.113.1"])
+def test_the_control_channel_needs_an_address_that_others_can_reach(make_core: MakeCore, host: str) -> None:
+    with pytest.raises(ConfigError, match=r"embedded\.transfer_host"):
+        make_core(embedded={"transfer_host": host})

@@ -1,0 +1,99 @@
+"""A paused request in the whole engine: it is counted, can be cancelled, and fails when it can never go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import Checkpoints
+from tests.support.cores import Core
+from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
+
+BLOCK = 16
+MakeCore = Callable[..., Core]
+
+
+@pytest.fixture
+def make_core(checkpoints: Checkpoints) -> Iterator[MakeCore]:
+    made: list[Core] = []
+
+    def make(num_blocks: int = 8, **args: Any) -> Core:
+        settings = {
+            "kv_cache_config": {"max_tokens": num_blocks * BLOCK, "tokens_per_block": BLOCK},
+            "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+        }
+        made.append(Core(checkpoints(), **(settings | args)))
+        return made[-1]
+
+    yield make
+    for core in made:
+        core.close()
+
+
+def until_paused(core: Core) -> None:
+    while not core.engine.scheduler.paused:
+        core.step()
+
+
+@pytest.mark.parametrize("swap_tokens", [0, 8 * BLOCK], ids=["recomputed", "put aside"])
+def test_paused_requests_are_counted(make_core: MakeCore, swap_tokens: int) -> None:
+    core = make_core(embedded={"swap_tokens": swap_tokens})
+    ids = [core.add([5 + i] * 30, 50) for i in range(3)]
+    until_paused(core)
+    (paused,) = core.engine.scheduler.paused
+    stats = core.stats[-1]
+    assert stats["inflightBatchingStats"]["numPausedRequests"] == 1
+    assert stats["inflightBatchingStats"]["numPausedKvTokens"] == len(paused.tokens)
+    assert (stats["numActiveRequests"], stats["numQueuedRequests"]) == (3, 0)
+    core.run(*ids)
+    assert core.stats[-1]["inflightBatchingStats"]["numPausedRequests"] == 0
+    core.assert_idle()
+
+
+@pytest.mark.parametrize("swap_tokens", [0, 8 * BLOCK], ids=["recomputed", "put aside"])
+def test_a_paused_request_can_be_cancelled(make_core: MakeCore, swap_tokens: int) -> None:
+    core = make_core(embedded={"swap_tokens": swap_tokens})
+    ids = [core.add([5 + i] * 30, 50) for i in range(3)]
+    until_paused(core)
+    victim = core.engine.scheduler.paused[0].request_id
+    core.engine.abort(victim)
+    core.run(*ids)
+    assert core.answers[victim, 0].finish_reason == "cancelled"
+    assert [core.answers[i, 0].finish_reason for i in ids if i != victim] == ["length"] * 2
+    core.assert_idle()
+    assert core.engine.scheduler._reservations._swap.num_used == 0
+
+
+def test_choices_of_one_request_are_paused_one_by_one(make_core: MakeCore) -> None:
+    core = make_core()
+    request_id = core.add([5] * 30, 50, choices=3)
+    until_paused(core)
+    core.run(request_id)
+    assert [len(core.answers[request_id, i].tokens) for i in range(3)] == [50] * 3
+    core.assert_idle()
+
+
+def test_who_runs_already_but_can_never_end_in_a_pool_that_shrank_is_told_so(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = {"cache_transceiver_config": {"backend": "SHARED_MEMORY"}}
+    prefill, decode = make_core(16, **transfer), make_core(8, **transfer)
+
+    def never_ends(_: PeerCard, __: np.ndarray, ___: np.ndarray, timeout: float) -> int:
+        raise ReadTimeoutError("took too long", may_land_later=True)
+
+    monkeypatch.setattr(decode.transfers._transport, "read", never_ends)
+    prompt = [5 + i % 11 for i in range(3 * BLOCK)]
+    handoff = prefill.prefill(prompt)
+    too_long = decode.add([9] * 20, max_tokens=100)
+    short = decode.add([9] * 20, max_tokens=30)
+    decode.step()
+    lost = decode.add_decode(prompt, handoff)
+    decode.run(lost, too_long, short)
+    assert decode.answers[lost, 0].error == "took too long"
+    assert "need 8 KV blocks of 16 tokens; the pool has 5" in (decode.answers[too_long, 0].error or "")
+    assert len(decode.answers[short, 0].tokens) == 30
+    decode.assert_idle()

@@ -1,0 +1,236 @@
+"""Float32 is exact: a position's logits are the same bits however its request was scheduled, cached or split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Checkpoints
+from tests.support.cores import Core
+from trtllm_disagg.embedded.core import engine_core as core_module
+from trtllm_disagg.embedded.model import sampler
+from trtllm_disagg.embedded.model.model_loader import FAMILIES
+
+NEW_TOKENS = 10
+STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]
+#: Two have a stem in common, of no whole number of tiles; Mistral's window is 40 tokens. The last one is the start of
+#: that, and ends nowhere in particular.
+PROMPTS = [
+    [3],
+    STEM + [9] * 53,
+    [*STEM, 11, 12, 13],
+    [5 + i % 7 for i in range(32)],
+    [2 + (i * 29) % 251 for i in range(65)],
+    [200 - i for i in range(97)],
+    STEM[:77],
+]
+#: Mixtral is Mistral's attention and Qwen3's experts.
+EXACT_FAMILIES = [family for family in FAMILIES if family != "mixtral"]
+Logits = dict[tuple[int, int], torch.Tensor]
+MakeCore = Callable[..., Core]
+
+
+class Recorder:
+    """Every row of logits that was sampled from: (prompt, position) -> logits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: Logits = {}
+        original = sampler.sample
+
+        def record(logits: torch.Tensor, sequences: Sequence[Any]) -> Any:
+            for row, sequence in zip(logits, sequences, strict=True):
+                prompt = sequence.tokens[: sequence.num_prompt]
+                if prompt in PROMPTS:
+                    self.rows[PROMPTS.index(prompt), len(sequence.tokens)] = row.clone()
+            return original(logits, sequences)
+
+        monkeypatch.setattr(core_module, "sample", record)
+
+    def take(self) -> Logits:
+        rows, self.rows = self.rows, {}
+        return rows
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+@pytest.fixture(
+    params=[*((family, "auto") for family in EXACT_FAMILIES), ("mistral", "transformers")], ids="-".join
+)
+def make_core(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[MakeCore]:
+    family, forward = request.param
+    made: list[Core] = []
+
+    def make(**args: Any) -> Core:
+        embedded = {"forward": forward, **args.pop("embedded", {})}
+        made.append(Core(checkpoints(family), embedded=embedded, **args))
+        return made[-1]
+
+    yield make
+    for core in made:
+        core.assert_idle()
+        core.close()
+
+
+@pytest.fixture
+def solo(make_core: MakeCore, recorder: Recorder) -> Logits:
+    """Each prompt alone, in one piece, with nothing in the cache."""
+    core = make_core(kv_cache_config={"max_tokens": 256, "enable_block_reuse": False})
+    for prompt in PROMPTS:
+        core.generate(prompt, NEW_TOKENS)
+    rows = recorder.take()
+    assert len(rows) == len(PROMPTS) * NEW_TOKENS
+    return rows
+
+
+def assert_same_bits(rows: Logits, expected: Logits) -> None:
+    assert rows.keys() == expected.keys()
+    different = [key for key in rows if not torch.equal(rows[key], expected[key])]
+    assert not different, f"(prompt, position) with other bits: {different}"
+
+
+def test_batched(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
+    core = make_core()
+    core.run(*(core.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
+    assert_same_bits(recorder.take(), solo)
+
+
+def test_batched_in_another_order_after_others(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
+    core = make_core(max_batch_size=4)
+    ids = []
+    for prompt in reversed(PROMPTS):
+        ids += [core.add([7, 8, 9], 30), core.add(prompt, NEW_TOKENS)]
+        core.step()
+    core.run(*ids)
+    assert_same_bits(recorder.take(), solo)
+
+
+@pytest.mark.parametrize("max_num_tokens", [32, 70, 128])
+def test_chunked(make_core: MakeCore, recorder: Recorder, solo: Logits, max_num_tokens: int) -> None:
+    core = make_core(max_num_tokens=max_num_tokens, enable_chunked_prefill=True)
+    core.run(*(core.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
+    assert_same_bits(recorder.take(), solo)
+
+
+@pytest.mark.parametrize("tokens_per_block", [4, 16, 32, 64])
+def test_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, tokens_per_block: int) -> None:
+    """Block sizes below a tile: a reused prefix ends in the middle of one."""
+    core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": tokens_per_block})
+    core.generate(STEM, 1)
+    for _ in range(2):
+        answers = [core.run(core.add(prompt, NEW_TOKENS)) for prompt in PROMPTS]
+        assert answers[1].cached_tokens >= len(STEM) // tokens_per_block * tokens_per_block
+        assert_same_bits(recorder.take(), solo)
+
+
+@pytest.mark.parametrize("copied", [True, False], ids=["copied", "taken over"])
+def test_partly_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, copied: bool) -> None:
+    """The stem ends in the middle of a block, and of a tile."""
+    core = make_core(
+        kv_cache_config={"max_tokens": 1024, "tokens_per_block": 64, "copy_on_partial_reuse": copied}
+    )
+    longest, other = PROMPTS[1], PROMPTS[2]
+    for prompt in (longest, other):
+        answer = core.run(core.add(prompt, NEW_TOKENS))
+    assert answer.cached_tokens == len(STEM)
+    again = core.run(core.add(longest, NEW_TOKENS))
+    assert again.cached_tokens == (128 if copied else 64)
+    assert_same_bits(recorder.take(), only(solo, 1, 2))
+
+
+def test_found_in_a_longer_prompt(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
+    """Its KV was computed in a tile that went on."""
+    core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": 16})
+    for prompt in (PROMPTS[1], PROMPTS[6]):
+        answer = core.run(core.add(prompt, NEW_TOKENS))
+    assert answer.cached_tokens == len(PROMPTS[6]) - 1
+    assert_same_bits(recorder.take(), only(solo, 1, 6))
+
+
+def only(rows: Logits, *prompts: int) -> Logits:
+    return {key: row for key, row in rows.items() if key[0] in prompts}
+
+
+@pytest.mark.parametrize("policy", ["EQUAL_PROGRESS", "FORCE_CHUNK"])
+def test_chunked_by_turns(make_core: MakeCore, recorder: Recorder, solo: Logits, policy: str) -> None:
+    core = make_core(
+        max_num_tokens=100,
+        enable_chunked_prefill=True,
+        scheduler_config={"context_chunking_policy": policy},
+    )
+    core.run(*(core.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
+    assert_same_bits(recorder.take(), solo)
+
+
+def crowded(swap_tokens: int, **args: Any) -> dict[str, Any]:
+    """A pool that the answers do not fit into together."""
+    return {
+        "kv_cache_config": {"max_tokens": 160, "tokens_per_block": 4},
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+        "embedded": {"swap_tokens": swap_tokens},
+        **args,
+    }
+
+
+def run_and_see_who_is_paused(core: Core, ids: list[int]) -> set[str]:
+    kinds = set()
+    while not all(core.answers[request_id, 0].done for request_id in ids):
+        core.wait()
+        core.step()
+        kinds |= {s.request_type for s in core.engine.scheduler.paused}
+    assert not any(core.answers[request_id, 0].error for request_id in ids)
+    return kinds
+
+
+@pytest.mark.parametrize("swap_tokens", [0, 160], ids=["recomputed", "put aside"])
+def test_preempted(make_core: MakeCore, recorder: Recorder, solo: Logits, swap_tokens: int) -> None:
+    core = make_core(**crowded(swap_tokens))
+    ids = [core.add([7 + i, 8, 9], 45) for i in range(4)]
+    kinds = run_and_see_who_is_paused(core, ids + [core.add(prompt, NEW_TOKENS) for prompt in PROMPTS])
+    assert kinds == {"context_and_generation"}
+    assert_same_bits(recorder.take(), solo)
+
+
+def test_in_scattered_blocks(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
+    """A sequence whose blocks are no run is gathered, not viewed."""
+    core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": 16})
+    blocks = core.engine.blocks
+    taken = blocks.allocate(blocks.num_blocks)
+    blocks.release(taken[::2])
+    for prompt in PROMPTS:
+        core.generate(prompt, NEW_TOKENS)
+    blocks.release(taken[1::2])
+    assert_same_bits(recorder.take(), solo)
+
+
+@pytest.mark.parametrize("swap_tokens", [0, 160], ids=["recomputed", "put aside"])
+def test_disaggregated_and_preempted(
+    make_core: MakeCore, recorder: Recorder, solo: Logits, swap_tokens: int
+) -> None:
+    """Without room to put it aside, decode computes for itself what prefill had sent."""
+    transfer = {"cache_transceiver_config": {"backend": "SHARED_MEMORY"}}
+    small = crowded(swap_tokens)
+    prefill = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": 4}, **transfer)
+    decode = make_core(max_num_tokens=64, **small, **transfer)
+    handoffs = [prefill.prefill(prompt) for prompt in PROMPTS]
+    ids = [decode.add([7 + i, 8, 9], 45) for i in range(4)]
+    more = [decode.add_decode(p, h, NEW_TOKENS) for p, h in zip(PROMPTS, handoffs, strict=True)]
+    assert "generation_only" in run_and_see_who_is_paused(decode, ids + more)
+    assert_same_bits(recorder.take(), solo)
+
+
+@pytest.mark.parametrize("backend", ["SHARED_MEMORY", "NIXL"])
+def test_disaggregated(make_core: MakeCore, recorder: Recorder, solo: Logits, backend: str) -> None:
+    transfer = {"cache_transceiver_config": {"backend": backend}}
+    prefill = make_core(max_num_tokens=64, enable_chunked_prefill=True, **transfer)
+    decode = make_core(**transfer)
+    for _ in range(2):  # the second time with both caches warm
+        handoffs = [prefill.prefill(prompt) for prompt in PROMPTS]
+        decode.run(*(decode.add_decode(p, h, NEW_TOKENS) for p, h in zip(PROMPTS, handoffs, strict=True)))
+        assert_same_bits(recorder.take(), solo)
+        prefill.settle()

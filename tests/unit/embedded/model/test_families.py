@@ -1,0 +1,105 @@
+"""Every family that is served answers what transformers' own generate answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Checkpoints
+from tests.support.cores import Core
+from trtllm_disagg.embedded.core import engine_core as core_module
+from trtllm_disagg.embedded.model import plain_model
+from trtllm_disagg.embedded.model.forward_plan import ForwardPlan
+from trtllm_disagg.embedded.model.model_loader import FAMILIES
+from trtllm_disagg.embedded.model.model_runner import no_decode_rows
+
+#: 1: nothing but the last token; 32: one whole tile and block; 130: over five tiles, and over Mistral's window of 40.
+LENGTHS = (1, 2, 31, 32, 33, 65, 130)
+NEW_TOKENS = 16
+
+
+def prompt(num_tokens: int) -> list[int]:
+    return [2 + (i * 31 + i * i * 7 + num_tokens) % 250 for i in range(num_tokens)]
+
+
+def generated_by_transformers(directory: Path) -> dict[int, list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    answers = {}
+    for length in LENGTHS:
+        tokens = torch.tensor([prompt(length)])
+        with torch.inference_mode():
+            output = model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        answers[length] = output[0, length:].tolist()
+    return answers
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(family: str, checkpoints: Checkpoints) -> dict[int, list[int]]:
+    answers = generated_by_transformers(checkpoints(family))
+    assert len({tuple(answer) for answer in answers.values()}) == len(LENGTHS), "the prompts must matter"
+    return answers
+
+
+@pytest.fixture(scope="module", params=["auto", "transformers"])
+def engine(request: pytest.FixtureRequest, family: str, checkpoints: Checkpoints) -> Iterator[Core]:
+    if request.param == "auto" and family not in plain_model.FAMILIES:
+        pytest.skip("transformers' modules are the only forward that it has")
+    core = Core(
+        checkpoints(family),
+        max_num_tokens=64,
+        enable_chunked_prefill=True,
+        embedded={"forward": request.param},
+    )
+    yield core
+    core.assert_idle()
+    core.close()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_greedy_tokens_are_those_of_transformers(
+    engine: Core, expected: dict[int, list[int]], length: int
+) -> None:
+    assert engine.generate(prompt(length), NEW_TOKENS) == expected[length]
+
+
+def test_greedy_tokens_are_those_of_transformers_when_all_run_together(
+    engine: Core, expected: dict[int, list[int]]
+) -> None:
+    ids = {length: engine.add(prompt(length), NEW_TOKENS) for length in LENGTHS}
+    engine.run(*ids.values())
+    assert {length: engine.answers[i, 0].tokens for length, i in ids.items()} == expected
+
+
+def test_the_path_that_cuda_takes(
+    family: str,
+    checkpoints: Checkpoints,
+    expected: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Simulated on the CPU: transformers' modules as they are, and torch's attention for decode rows too."""
+    plan = ForwardPlan("modules", torch.float32, no_decode_rows)
+    monkeypatch.setattr(core_module, "choose_forward", lambda *told: plan)
+    core = Core(checkpoints(family), max_num_tokens=64, enable_chunked_prefill=True)
+    ids = {length: core.add(prompt(length), NEW_TOKENS) for length in LENGTHS}
+    core.run(*ids.values())
+    assert {length: core.answers[i, 0].tokens for length, i in ids.items()} == expected
+    core.assert_idle()
+    core.close()

@@ -1,0 +1,76 @@
+"""A decode step in one call: the bits of the step in many calls, with one thread and with two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Checkpoints
+from tests.support.cores import Core
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.model.attention import StepLayout
+from trtllm_disagg.embedded.model.fused_decode import FusedDecode
+from trtllm_disagg.embedded.model.plain_forward import PlainForward
+
+PROMPTS = [[2 + (i * 37) % 200 for i in range(n)] for n in (1, 3, 17, 31, 32, 33, 70)]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+#: (dtype, embedded.weights): a bfloat16 model as this CPU level computes it, and in float32. With AMX the library
+#: sums in another order than the kernel, which therefore takes no bfloat16 step there.
+KINDS = [
+    ("float32", "auto"),
+    *([] if this_cpu().has_amx else [("bfloat16", "auto")]),
+    *([("bfloat16", "float32")] if this_cpu().has_bfloat16 else []),
+]
+
+
+@pytest.mark.parametrize(("dtype", "weights"), KINDS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_every_step_has_the_bits_of_the_unfused_one(
+    family: str,
+    dtype: str,
+    weights: str,
+    threads: int,
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[int] = []
+
+    def both(self: FusedDecode, tokens: list[int], layout: StepLayout) -> torch.Tensor:
+        fused = original(self, tokens, layout).clone()
+        forward._decode = None
+        unfused = forward(tokens, layout)
+        forward._decode = self
+        assert torch.equal(fused, unfused.float())
+        compared.append(len(tokens))
+        return fused
+
+    core = Core(checkpoints(family), dtype=dtype, embedded={"weights": weights})
+    runner: Any = core.engine._runner
+    forward: PlainForward = runner._forward
+    assert forward._decode is not None
+    original = FusedDecode.__call__
+    monkeypatch.setattr(FusedDecode, "__call__", both)
+    core.run(*[core.add(prompt, 6) for prompt in PROMPTS])
+    core.close()
+    assert max(compared) == len(PROMPTS)
+
+
+def test_closing_ends_the_helpers(checkpoints: Checkpoints, threads: int) -> None:
+    core = Core(checkpoints("llama"))
+    runner: Any = core.engine._runner
+    helpers = runner._forward._decode._helpers
+    assert len(helpers) == threads - 1
+    core.close()
+    assert not any(helper.is_alive() for helper in helpers)

@@ -1,0 +1,88 @@
+"""What a step says of each request, and what it writes into the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import Checkpoints
+from tests.support.cores import Core
+
+PROMPT = list(range(5, 45))
+SHARED = {"cache_transceiver_config": {"backend": "SHARED_MEMORY"}, "enable_iter_req_stats": True}
+
+
+@pytest.fixture
+def prefill(checkpoints: Checkpoints) -> Iterator[Core]:
+    core = Core(checkpoints(), **SHARED)
+    yield core
+    core.close()
+
+
+@pytest.fixture
+def decode(checkpoints: Checkpoints) -> Iterator[Core]:
+    core = Core(checkpoints(), max_batch_size=1, **SHARED)
+    yield core
+    core.close()
+
+
+def of_requests(core: Core) -> list[dict[str, Any]]:
+    return [entry for stat in core.stats for entry in stat["requestStats"]]
+
+
+def test_a_decode_tells_of_the_transfer_when_it_is_measured(prefill: Core, decode: Core) -> None:
+    # Another prompt, all of which has to come, too.
+    for arrived, prompt in ((None, PROMPT), (time.monotonic(), PROMPT[::-1])):
+        decode.stats.clear()
+        decode.run(decode.add_decode(prompt, prefill.prefill(prompt), 4, arrived=arrived))
+        transfer = of_requests(decode)[-1]["disServingStats"]
+        assert (transfer is not None) == (arrived is not None)
+    assert transfer is not None
+    assert 0 < transfer["kvCacheTransferMS"] < 20_000
+    assert transfer["kvCacheSize"] > 0
+    prefill.settle()
+
+
+def test_who_waits_is_told_of_too(decode: Core) -> None:
+    first, second = (decode.add(PROMPT[i:], 3) for i in (0, 1))
+    decode.step()
+    stages = {entry["id"]: (entry["stage"], entry["scheduled"]) for entry in of_requests(decode)}
+    assert stages == {first: ("GENERATION_IN_PROGRESS", True), second: ("QUEUED", False)}
+    decode.run(first, second)
+    assert of_requests(decode)[-1]["stage"] == "GENERATION_COMPLETE"
+
+
+def test_a_choice_that_is_paused_says_so(checkpoints: Checkpoints) -> None:
+    policy = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    pool = {"max_tokens": 128, "tokens_per_block": 16, "enable_block_reuse": False}
+    core = Core(
+        checkpoints(),
+        scheduler_config=policy,
+        kv_cache_config=pool,
+        max_seq_len=128,
+        enable_iter_req_stats=True,
+    )
+    core.run(*(core.add(PROMPT, 40) for _ in range(2)))
+    paused = [entry for entry in of_requests(core) if entry["paused"]]
+    assert paused
+    assert not any(entry["scheduled"] for entry in paused)
+    core.close()
+
+
+@pytest.mark.parametrize("prints", [True, False])
+def test_each_step_can_be_logged(
+    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, prints: bool
+) -> None:
+    caplog.set_level("INFO", logger="trtllm_disagg.embedded.scheduler.statistics")
+    core = Core(checkpoints(), print_iter_log=prints, enable_iter_perf_stats=False)
+    core.generate(PROMPT, 3)
+    lines = [message for message in caplog.messages if message.startswith("iter = ")]
+    assert core.stats == []
+    assert len(lines) == (3 if prints else 0)
+    if prints:
+        assert lines[0].startswith("iter = 1, num_scheduled_requests: 1, states = {num_ctx_requests: 1, ")
+        assert "num_ctx_tokens: 40, num_generation_tokens: 0}, active: 1, queued: 0" in lines[0]
+    core.close()

@@ -1,0 +1,148 @@
+"""Rank 0 and one other rank, joined by sockets: what either says, and what rank 0 makes of its end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.unit.embedded.tensor_parallel.test_sharding import ThreadCommunicator
+from trtllm_disagg.embedded.ipc.link import listen
+from trtllm_disagg.embedded.ipc.messages import AddRequest, SamplingSpec
+from trtllm_disagg.embedded.model.model_runner import ModelRunner
+from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.scheduler.sequence import Sequence
+from trtllm_disagg.embedded.tensor_parallel.channel import Channel, Peer, RankLostError, accept, connect
+from trtllm_disagg.embedded.tensor_parallel.group import RankGroup
+from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Built, Order, Step, StepRow, Stop
+from trtllm_disagg.embedded.tensor_parallel.team import Team
+from trtllm_disagg.errors import ConfigError, EngineError
+
+_orders = msgspec.msgpack.Decoder(Order)
+_SECONDS = 10
+
+
+@dataclass
+class Pair:
+    team: Team
+    #: Rank 0, as the other rank sees it.
+    leader: Peer
+    #: Why the engine cannot go on.
+    lost: queue.Queue[str]
+
+    def end_of_other(self) -> None:
+        close(self.leader)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    listener, address = listen()
+    with listener:
+        leader = connect(address, 1)
+        peers = accept(listener, 2)
+    group = RankGroup(ThreadCommunicator(0, [None, None], None))  # type: ignore[arg-type]
+    lost: queue.Queue[str] = queue.Queue()
+    pair = Pair(Team(group, peers, lost.put), leader, lost)
+    yield pair
+    pair.team.close()
+    pair.end_of_other()
+    for peer in peers:
+        close(peer)
+
+
+def close(peer: Peer) -> None:
+    for channel in (peer.orders, peer.transfers, peer.lifeline):
+        channel._connection.close()
+
+
+class Runner(ModelRunner):
+    tokens_per_block = 16
+
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        self._run = run
+
+    def run(self, rows: Any) -> torch.Tensor:
+        return self._run()
+
+
+def row() -> Row:
+    """Five tokens of a prompt of nine, behind four that are known: the second block is not looked at."""
+    request = AddRequest(1, list(range(20, 29)), SamplingSpec(max_tokens=4), "context_and_generation")
+    sequence = Sequence.from_request(request, 0, None)
+    sequence.num_computed, sequence.blocks = 4, [7, 3]
+    return Row(sequence, 5)
+
+
+def test_a_step_says_what_a_forward_needs_and_no_more(pair: Pair) -> None:
+    pair.leader.orders.send(Built())
+    led = pair.team.lead(Runner(lambda: torch.ones(1)))
+    assert led.run([row()]).tolist() == [1.0]
+    order = pair.leader.orders.receive(_orders)
+    assert order == Step([StepRow([24, 25, 26, 27, 28], 4, [7], True, True)])
+    assert order.rows[0].num_tokens == 5
+    assert order.rows[0].sequence.num_computed == 4
+
+
+def test_what_keeps_a_rank_from_loading_is_raised_as_its_own_error(pair: Pair) -> None:
+    pair.leader.orders.send(Broken("ConfigError", "model: no weights"))
+    with pytest.raises(ConfigError, match="model: no weights"):
+        pair.team.lead(Runner(lambda: torch.ones(1)))
+
+
+def test_an_unknown_error_of_a_rank_names_the_rank(pair: Pair) -> None:
+    pair.leader.orders.send(Broken("MemoryError", "not enough"))
+    with pytest.raises(RankLostError, match="rank 1 of the engine: MemoryError: not enough"):
+        pair.team.lead(Runner(lambda: torch.ones(1)))
+
+
+def test_a_rank_that_dies_is_named(pair: Pair) -> None:
+    pair.end_of_other()
+    assert pair.lost.get(timeout=_SECONDS) == f"rank 1 of the engine (process {os.getpid()}) died"
+
+
+def test_a_rank_that_fails_says_why(pair: Pair) -> None:
+    pair.leader.lifeline.send(Broken("RuntimeError", "bad kernel"))
+    assert pair.lost.get(timeout=_SECONDS) == "rank 1 of the engine: RuntimeError: bad kernel"
+    pair.end_of_other()
+    assert pair.lost.empty(), "told once"
+
+
+def test_a_step_that_fails_here_ends_the_engine(pair: Pair) -> None:
+    """The other rank waits in the middle of it."""
+
+    def fail() -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    pair.leader.orders.send(Built())
+    led = pair.team.lead(Runner(fail))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        led.run([row()])
+    assert pair.lost.get(timeout=_SECONDS) == "a step failed on rank 0: RuntimeError: out of memory"
+
+
+def test_after_the_end_nobody_is_missed(pair: Pair) -> None:
+    pair.team.close()
+    assert pair.leader.orders.receive(_orders) == Stop()
+    pair.end_of_other()
+    pair.team.lost("this must not be told")
+    assert pair.lost.empty()
+
+
+def test_a_closed_channel_is_the_end_of_the_messages() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"\x05\x00\x00\x00ab")
+    theirs.close()
+    with ours, pytest.raises(EOFError, match="the other rank is gone"):
+        Channel(ours).receive(_orders)
+
+
+def test_a_lost_rank_is_an_engine_error() -> None:
+    assert issubclass(RankLostError, EngineError)

@@ -1,0 +1,159 @@
+"""What is refused at the door, what is not, and that what waited is counted to the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from tests.support.handling import collect, request
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.errors import EngineError, OverloadedError
+from trtllm_disagg.handlers.admission import Admission
+from trtllm_disagg.handlers.policy import Policy
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+
+class Engine:
+    """Answers with two chunks, each when the test says so."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.gates = [asyncio.Event(), asyncio.Event()]
+
+    async def generate(
+        self, request: GenerateRequest, context: RequestContext
+    ) -> AsyncGenerator[TokenChunk, None]:
+        self.started += 1
+        for gate in self.gates:
+            await gate.wait()
+            yield TokenChunk([1])
+
+
+class Door:
+    def __init__(self, **bounds: Any) -> None:
+        self.policy = Policy.of(WorkerConfig(model="m", role=Role.AGG, **bounds), 32)
+        self.engine = Engine()
+        self.generate: Generate = Admission(self.policy.thresholds, self.policy.queued).admitting(
+            self.engine.generate
+        )
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        return self.policy.queued.requests, self.policy.queued.tokens
+
+    async def start(self, num_tokens: int = 10) -> AsyncGenerator[TokenChunk, None]:
+        """One that waits for its first chunk."""
+        running = self.generate(request(token_ids=[5] * num_tokens), FakeContext())
+        self.waiting = asyncio.ensure_future(anext(running))
+        await asyncio.sleep(0)
+        return running
+
+    async def refusal(self, num_tokens: int = 10) -> str:
+        started = self.engine.started
+        with pytest.raises(OverloadedError) as caught:
+            await collect(self.generate, request(token_ids=[5] * num_tokens))
+        assert self.engine.started == started, "before any work"
+        return str(caught.value)
+
+
+async def test_one_more_than_may_wait_is_refused_before_any_work() -> None:
+    door = Door(max_queued_requests=2)
+    await door.start()
+    await door.start()
+    said = await door.refusal()
+    assert said.startswith("overloaded: 2 requests with 20 prompt tokens wait for their first token here")
+    assert "--max-queued-requests 2" in said
+    assert door.policy.queued.shed == 1
+    assert door.queued == (2, 20)
+
+
+async def test_a_request_with_a_first_token_does_not_wait_any_more() -> None:
+    door = Door(max_queued_requests=1)
+    running = await door.start()
+    await door.refusal()
+    door.engine.gates[0].set()
+    await door.waiting
+    assert door.queued == (0, 0)
+    async with aclosing(running):
+        await door.start()
+    assert door.queued == (0, 0)
+
+
+async def test_prompt_tokens_are_bounded_but_one_prompt_may_be_of_any_length() -> None:
+    door = Door(max_queued_tokens=100)
+    running = await door.start(500)
+    assert "--max-queued-tokens 100" in await door.refusal(1)
+    door.engine.gates[0].set()
+    await door.waiting
+    await running.aclose()
+    door.engine.gates[0].clear()
+    await door.start(60)
+    await door.start(40)
+    await door.refusal(1)
+
+
+async def test_zero_bounds_nothing() -> None:
+    door = Door(max_queued_requests=0, max_queued_tokens=0)
+    for _ in range(400):
+        await door.start(1000)
+    assert door.queued == (400, 400_000)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed", "closed"])
+async def test_whatever_ends_a_wait_gives_its_room_back(end: str) -> None:
+    door = Door(max_queued_requests=1)
+
+    async def fails(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        async for chunk in door.engine.generate(request, context):
+            if chunk.token_ids:
+                raise EngineError("broken")
+            yield chunk
+
+    admission = Admission(door.policy.thresholds, door.policy.queued)
+    running = admission.admitting(fails)(request(), FakeContext())
+    waiting = asyncio.ensure_future(anext(running))
+    await asyncio.sleep(0)
+    assert door.queued[0] == 1
+    if end == "failed":
+        door.engine.gates[0].set()
+    else:
+        waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await running.aclose()
+    assert door.queued == (0, 0)
+
+
+async def test_bounds_change_while_requests_wait() -> None:
+    door = Door(max_queued_requests=5)
+    await door.start()
+    assert door.policy.set_thresholds({"max_queued_requests": 1}, "set") == ["max_queued_requests: 5 -> 1"]
+    await door.refusal()
+
+
+@pytest.mark.parametrize(
+    ("settings", "requests", "tokens"),
+    [
+        ({"max_batch_size": 8, "max_num_tokens": 512}, 256, 131_072),
+        ({"max_batch_size": 128, "max_num_tokens": 512}, 512, 262_144),
+        ({"max_batch_size": 128, "max_queued_requests": 10, "max_queued_tokens": 0}, 10, 0),
+    ],
+)
+def test_without_flags_the_engines_sizes_say_how_many_may_wait(
+    settings: dict[str, Any], requests: int, tokens: int
+) -> None:
+    limits = Policy.of(WorkerConfig(model="m", **settings), 32).thresholds.value
+    assert (limits.max_queued_requests, limits.max_queued_tokens) == (requests, tokens)
+
+
+async def test_a_flood_is_told_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    door = Door(max_queued_requests=1)
+    await door.start()
+    for _ in range(50):
+        await door.refusal()
+    assert caplog.text.count("overloaded:") == 1
+    assert door.policy.queued.shed == 50

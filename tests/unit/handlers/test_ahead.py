@@ -1,0 +1,123 @@
+"""Reading ahead: many outputs become one chunk when the reader is late, and nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.handling import request
+from trtllm_disagg.handlers.local import OutputCursor, newest_states
+from trtllm_disagg.testing.recording_llm import LLM, RequestError, SamplingParams, Script
+from trtllm_disagg.types import TokenChunk
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+PROMPT = request().token_ids
+
+
+def start(script: Script, max_tokens: int = 12, logprobs: int | None = None) -> Any:
+    llm = LLM(model="org/model")
+    llm.scripts.append(script)
+    return llm.generate_async(
+        PROMPT, SamplingParams(max_tokens=max_tokens, logprobs=logprobs), streaming=True
+    )
+
+
+def nobody() -> None:
+    pass
+
+
+async def chunks_of(result: Any, pauses: list[int]) -> list[TokenChunk]:
+    """A client that lets `pauses[i]` turns of the event loop go by before it reads on."""
+    cursor = OutputCursor(len(PROMPT))
+    chunks: list[TokenChunk] = []
+    async with aclosing(newest_states(result, nobody)) as states:
+        async for state in states:
+            if (chunk := cursor.advance(state)) is not None:
+                chunks.append(chunk)
+            for _ in range(pauses[len(chunks) % len(pauses)]):
+                await asyncio.sleep(0)
+    return chunks
+
+
+def joined(chunks: list[TokenChunk]) -> TokenChunk:
+    """All of them as one."""
+    return msgspec.structs.replace(
+        chunks[-1],
+        token_ids=[token for chunk in chunks for token in chunk.token_ids],
+        log_probs=[lp for chunk in chunks for lp in chunk.log_probs or ()],
+        top_logprobs=[top for chunk in chunks for top in chunk.top_logprobs or ()],
+    )
+
+
+@given(
+    pauses=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    max_tokens=st.integers(1, 20),
+    logprobs=st.sampled_from([None, 1, 3]),
+)
+async def test_however_late_the_reader_is_the_answer_is_the_same(
+    pauses: list[int], max_tokens: int, logprobs: int | None
+) -> None:
+    late = await chunks_of(start(Script(), max_tokens, logprobs), pauses)
+    whole = OutputCursor(len(PROMPT)).advance(await start(Script(), max_tokens, logprobs).aresult())
+    assert whole is not None
+    assert joined(late) == joined([whole])
+    assert [chunk.finish_reason for chunk in late[:-1]] == [None] * (len(late) - 1)
+    assert all(chunk.completion_usage is None for chunk in late[:-1])
+
+
+async def test_what_came_meanwhile_is_one_chunk() -> None:
+    chunks = await chunks_of(start(Script(), 12), [0, 100])
+    assert [len(chunk.token_ids) for chunk in chunks] == [1, 11]
+
+
+async def test_a_token_that_is_alone_does_not_wait() -> None:
+    gate = asyncio.Semaphore(0)
+    async with aclosing(newest_states(start(Script(gate=gate)), nobody)) as states:
+        for length in range(1, 6):
+            gate.release()
+            state = await asyncio.wait_for(anext(states), 5)
+            assert state.outputs[0].length == length
+        for _ in range(7):
+            gate.release()
+
+
+async def test_an_error_comes_behind_the_tokens_before_it() -> None:
+    lengths = []
+    result = start(Script(error=RequestError("boom"), error_at=5))
+
+    async def read_all() -> None:
+        async with aclosing(newest_states(result, nobody)) as states:
+            async for state in states:
+                lengths.append(state.outputs[0].length)
+
+    with pytest.raises(RequestError, match="boom"):
+        await read_all()
+    assert lengths[-1] == 5
+
+
+async def test_leaving_ends_the_reading() -> None:
+    gate = asyncio.Semaphore(1)
+    async with aclosing(newest_states(start(Script(gate=gate)), nobody)) as states:
+        await anext(states)
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "read-ahead"]
+
+
+async def test_outputs_are_told_while_the_caller_is_busy() -> None:
+    told = 0
+
+    def tell() -> None:
+        nonlocal told
+        told += 1
+
+    async with aclosing(newest_states(start(Script(), 6), tell)) as states:
+        await anext(states)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert told == 6

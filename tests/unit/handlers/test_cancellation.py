@@ -1,0 +1,164 @@
+"""A client that left aborts its request: once, and not while KV is on its way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.support.handling import PROMPT
+from trtllm_disagg.handlers.cancellation import AbortGuard, abort_when_stopped
+from trtllm_disagg.testing.pair import leftover_tasks
+from trtllm_disagg.testing.recording_llm import (
+    LLM,
+    DisaggregatedParams,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    Script,
+)
+from trtllm_disagg.testing.stage_client import FakeContext
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def start(script: Script | None = None, params: DisaggregatedParams | None = None) -> RequestOutput:
+    llm = LLM("m", cache_transceiver_config={"backend": "NIXL"})
+    llm.scripts.append(script or Script())
+    sampling = SamplingParams(max_tokens=9)
+    return llm.generate_async(PROMPT, sampling, streaming=True, disaggregated_params=params)
+
+
+def generation_only(script: Script | None = None) -> RequestOutput:
+    state = LLM.kv_store.hold(list(PROMPT))
+    params = DisaggregatedParams(request_type="generation_only", opaque_state=state, first_gen_tokens=[5])
+    return start(script, params)
+
+
+def test_the_guard_aborts_once() -> None:
+    result = start()
+    guard = AbortGuard(result, deferred=False)
+    guard.abort()
+    guard.may_abort()
+    guard.abort()
+    assert result.aborts == [0]
+
+
+def test_a_deferred_abort_waits_until_it_may() -> None:
+    result = start()
+    guard = AbortGuard(result, deferred=True)
+    guard.abort()
+    assert guard.is_waiting
+    assert result.aborts == []
+    guard.may_abort()
+    guard.may_abort()
+    assert result.aborts == [0]
+
+
+def test_may_abort_aborts_nothing_by_itself() -> None:
+    result = start()
+    guard = AbortGuard(result, deferred=True)
+    guard.may_abort()
+    assert result.aborts == []
+    guard.abort()
+    assert result.aborts == [0]
+
+
+async def test_a_stopped_context_aborts() -> None:
+    result, context = start(), FakeContext()
+    async with abort_when_stopped(result, context):
+        await anext(result)
+        context.stop()
+        async for _ in result:
+            pass
+    assert len(result.aborts) == 1
+    assert result.outputs[0].finish_reason == "cancelled"
+
+
+async def test_a_context_that_was_stopped_before_aborts() -> None:
+    result, context = start(), FakeContext()
+    context.stop()
+    async with abort_when_stopped(result, context):
+        await result.aresult()
+    assert result.outputs[0].finish_reason == "cancelled"
+
+
+async def test_a_finished_result_is_not_aborted() -> None:
+    result, context = start(), FakeContext()
+    async with abort_when_stopped(result, context):
+        await result.aresult()
+    context.stop()
+    await leftover_tasks()
+    assert result.aborts == []
+
+
+async def test_leaving_early_aborts() -> None:
+    result = start()
+    async with abort_when_stopped(result, FakeContext()):
+        await anext(result)
+    assert result.aborts == [1]
+
+
+async def test_an_error_that_ends_the_result_aborts_nothing() -> None:
+    result = start(Script(error=RequestError("boom")))
+    with pytest.raises(RequestError):
+        async with abort_when_stopped(result, FakeContext()):
+            await result.aresult()
+    assert result.aborts == []
+
+
+async def test_an_abort_waits_for_the_first_output() -> None:
+    gate = asyncio.Semaphore(0)
+    result, context = generation_only(Script(gate=gate)), FakeContext()
+
+    async def read() -> None:
+        async with abort_when_stopped(result, context, deferred=True) as guard:
+            async for _ in result:
+                guard.may_abort()
+
+    reader = asyncio.create_task(read())
+    await leave_time()
+    context.stop()
+    await leave_time()
+    assert result.aborts == []
+    gate.release()
+    await reader
+    assert result.aborts == [1]
+    assert result.outputs[0].finish_reason == "cancelled"
+
+
+async def test_a_reader_that_is_cancelled_has_the_kv_arrive_all_the_same() -> None:
+    gate = asyncio.Semaphore(0)
+    result = generation_only(Script(gate=gate))
+
+    async def read() -> None:
+        async with abort_when_stopped(result, FakeContext(), deferred=True):
+            await result.aresult()
+
+    reader = asyncio.create_task(read())
+    await leave_time()
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    assert result.aborts == []
+    assert len(LLM.kv_store) == 1
+    gate.release()
+    assert await leftover_tasks() == set()
+    assert result.aborts == [1]
+    assert len(LLM.kv_store) == 0
+
+
+async def test_kv_that_never_arrives_for_nobody_is_a_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    result = generation_only()
+    LLM.kv_store.clear()
+    async with abort_when_stopped(result, FakeContext(), deferred=True):
+        pass
+    assert await leftover_tasks() == set()
+    assert "nobody waits for has failed: RequestError" in caplog.text
+
+
+async def leave_time() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)

@@ -1,0 +1,290 @@
+"""On every way out of a request the prefill's KV is fetched or released, once, and nothing runs on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from tests.support.handling import ORDERS, STRATEGIES, collect, expected_tokens, request, tokens_of
+from trtllm_disagg.errors import (
+    DisaggError,
+    EngineError,
+    InvalidRequestError,
+    KvTransferError,
+    OverloadedError,
+    PeerUnavailableError,
+    RequestCancelledError,
+    StageTimeoutError,
+)
+from trtllm_disagg.handlers.chain import bare_prefill, chain
+from trtllm_disagg.testing.pair import Pair, leftover_tasks, make_pair
+from trtllm_disagg.testing.recording_llm import LLM, RequestError, Script
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import (
+    GenerateRequest,
+    Handoff,
+    PrefillResult,
+    RequestContext,
+    TokenChunk,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+FIRST = TokenChunk([7])
+
+
+def bare_pair(strategy: str) -> Pair:
+    """Without a fallback: what fails here is the client's to know."""
+    return make_pair(
+        strategy, **({} if strategy == "router" else {"max_tries": 1, "on_missing_stage": "fail"})
+    )
+
+
+SECOND = TokenChunk([8], finish_reason="length")
+
+
+class Phases:
+    """A prefill and a decode that count: how often the KV was taken, and released."""
+
+    def __init__(self, *, takes_at: int = 0, fails_at: int | None = None, final: bool = False) -> None:
+        self.releases = 0
+        self.decodes = 0
+        self.closed = 0
+        self._takes_at = takes_at
+        self._fails_at = fails_at
+        self._final = final
+
+    def release(self) -> None:
+        self.releases += 1
+
+    async def prefill(self, request: GenerateRequest, context: RequestContext) -> Handoff:
+        if self._final:
+            return Handoff(SECOND, None)
+        return Handoff(FIRST, PrefillResult({"opaque_state": "eA=="}), self.release)
+
+    async def decode(
+        self, request: GenerateRequest, context: RequestContext, handoff: Handoff
+    ) -> AsyncGenerator[TokenChunk, None]:
+        self.decodes += 1
+        assert request.prefill_result is handoff.result
+        try:
+            for step in range(3):
+                if step == self._takes_at:
+                    handoff.taken()
+                if step == self._fails_at:
+                    raise EngineError("boom")
+                yield SECOND
+        finally:
+            self.closed += 1
+
+
+def test_a_handoff_is_released_once() -> None:
+    calls: list[int] = []
+    handoff = Handoff(FIRST, None, lambda: calls.append(1))
+    handoff.release()
+    handoff.release()
+    assert calls == [1]
+
+
+def test_a_handoff_that_was_taken_is_not_released() -> None:
+    calls: list[int] = []
+    handoff = Handoff(FIRST, None)
+    handoff.on_release(lambda: calls.append(1))
+    handoff.taken()
+    handoff.release()
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("takes_at", "fails_at", "releases"),
+    [(0, None, 0), (2, None, 0), (9, None, 1), (1, 0, 1), (0, 0, 0), (0, 2, 0), (9, 2, 1)],
+)
+async def test_kv_that_decode_has_not_taken_is_released(
+    takes_at: int, fails_at: int | None, releases: int
+) -> None:
+    phases = Phases(takes_at=takes_at, fails_at=fails_at)
+    with contextlib.suppress(EngineError):
+        await collect(chain(phases.prefill, phases.decode), request())
+    assert phases.releases == releases
+    assert phases.closed == 1
+
+
+@pytest.mark.parametrize(("takes_at", "chunks_read"), [(0, 1), (0, 2), (1, 2), (2, 2), (2, 3), (2, 4)])
+async def test_leaving_closes_decode_at_once(takes_at: int, chunks_read: int) -> None:
+    phases = Phases(takes_at=takes_at)
+    chunks = chain(phases.prefill, phases.decode)(request(), FakeContext())
+    for _ in range(chunks_read):
+        await anext(chunks)
+    await chunks.aclose()
+    decoded = chunks_read - 1
+    assert phases.decodes == phases.closed == (1 if decoded else 0)
+    assert phases.releases == (0 if decoded > takes_at else 1)
+
+
+async def test_a_final_handoff_is_the_whole_answer() -> None:
+    phases = Phases(final=True)
+    assert await collect(chain(phases.prefill, phases.decode), request()) == [SECOND]
+    assert phases.decodes == 0
+
+
+async def test_a_prefill_service_keeps_kv_for_who_got_the_answer() -> None:
+    phases = Phases()
+    (chunk,) = await collect(bare_prefill(phases.prefill), request())
+    assert chunk.disaggregated_params == {"opaque_state": "eA=="}
+    assert phases.releases == 0
+
+
+async def test_a_prefill_service_releases_what_nobody_got() -> None:
+    phases = Phases()
+    dropped = bare_prefill(phases.prefill)(request(), FakeContext())
+    await anext(dropped)
+    await dropped.aclose()
+    assert phases.releases == 1
+    context = FakeContext()
+    stopped = bare_prefill(phases.prefill)(request(), context)
+    await anext(stopped)
+    context.stop()
+    assert [chunk async for chunk in stopped] == []
+    assert phases.releases == 2
+
+
+# -- the same with both workers
+
+
+def released(pair: Pair, order: str) -> int:
+    """How often the first stage let a handoff go: an abort at prefill, or a one-token fetch at decode."""
+    if order == "prefill_first":
+        return len(pair.prefill.results[0].aborts)
+    return sum(call["sampling_params"].max_tokens == 1 for call in pair.decode.calls_of("generate_async"))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_closed_at_the_first_token(order: str) -> None:
+    pair = bare_pair(order)
+    chunks = pair.generate(request(), FakeContext())
+    await anext(chunks)
+    assert len(LLM.kv_store) == 1
+    await chunks.aclose()
+    await leftover_tasks()
+    assert released(pair, order) == 1
+    assert len(LLM.kv_store) == 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("chunks_read", [2, 3, 5])
+async def test_closed_while_decode_runs(order: str, chunks_read: int) -> None:
+    pair = bare_pair(order)
+    chunks = pair.generate(request(max_tokens=50), FakeContext())
+    for _ in range(chunks_read):
+        await anext(chunks)
+    await chunks.aclose()
+    await pair.idle()
+    assert released(pair, order) == 0
+    (decode,) = pair.decode.results
+    assert len(decode.aborts) == 1
+    assert decode.outputs[0].length < 50
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("chunks_read", [0, 1, 2, 4])
+async def test_the_client_leaves(strategy: str, chunks_read: int) -> None:
+    pair = bare_pair(strategy)
+    context = FakeContext()
+    chunks = pair.generate(request(max_tokens=50), context)
+    seen = [await anext(chunks) for _ in range(chunks_read)]
+    context.stop()
+    with contextlib.suppress(RequestCancelledError):
+        async for chunk in chunks:
+            seen.append(chunk)
+    await pair.idle()
+    await leftover_tasks()
+    tokens = tokens_of(seen)
+    assert tokens == expected_tokens(len(tokens))
+    assert len(tokens) < 50
+    # Not while the KV was on its way.
+    assert all(length > 0 for decode in pair.decode.results for length in decode.aborts)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_cancelled_task_leaves_nothing(order: str) -> None:
+    """Wherever it is: the handler is cancelled at every step that it takes."""
+    for steps in range(40):
+        pair = bare_pair(order)
+        task = asyncio.create_task(collect(pair.generate, request(max_tokens=4)))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        await pair.idle()
+        assert await leftover_tasks() == set()
+        assert len(LLM.kv_store) == 0, f"cancelled after {steps} steps"
+        if not isinstance(outcome, BaseException):
+            assert tokens_of(outcome) == expected_tokens(4)
+            return
+    raise AssertionError("the answer never ended")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("error_at", [0, 1, 3])
+async def test_decodes_engine_fails(order: str, error_at: int) -> None:
+    pair = bare_pair(order)
+    pair.decode.scripts.append(Script(error=RequestError("boom"), error_at=error_at))
+    got: list[TokenChunk] = []
+    with pytest.raises(EngineError, match="boom"):
+        await collect(pair.generate, request(), into=got)
+    assert tokens_of(got) == expected_tokens(max(error_at, 1))
+    await leftover_tasks()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_prefills_engine_fails(strategy: str) -> None:
+    pair = bare_pair(strategy)
+    pair.prefill.scripts.append(Script(error=RequestError("boom")))
+    with pytest.raises(EngineError, match="boom"):
+        await collect(pair.generate, request())
+    assert pair.decode.results == []
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_kv_that_is_gone_fails_the_request(order: str) -> None:
+    pair = bare_pair(order)
+    chunks = pair.generate(request(), FakeContext())
+    await anext(chunks)
+    LLM.kv_store.clear()
+    with pytest.raises(EngineError, match="kv cache transfer"):
+        await anext(chunks)
+
+
+CATEGORIES = [
+    (InvalidRequestError("x"), InvalidRequestError),
+    (OverloadedError("x"), OverloadedError),
+    (PeerUnavailableError("x"), PeerUnavailableError),
+    (KvTransferError("x"), PeerUnavailableError),
+    (StageTimeoutError("x"), StageTimeoutError),
+    (EngineError("x"), EngineError),
+    (KeyError("x"), EngineError),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("error", "arrives_as"), CATEGORIES, ids=lambda value: getattr(value, "__name__", None)
+)
+async def test_an_error_of_the_second_stage_reaches_the_client(
+    order: str, error: Exception, arrives_as: type[DisaggError]
+) -> None:
+    pair = bare_pair(order)
+
+    async def failing(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        if error:
+            raise error
+        yield FIRST
+
+    pair.client.serve_by(failing)
+    with pytest.raises(DisaggError) as caught:
+        await collect(pair.generate, request())
+    assert type(caught.value) is arrives_as
+    assert "x" in str(caught.value)

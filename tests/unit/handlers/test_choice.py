@@ -1,0 +1,48 @@
+"""The order that a request asks for itself: `nvext.annotations`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
+from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.testing.pair import make_pair
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+ALLOWED = (
+    "expected one of disagg:auto, disagg:decode_first, disagg:local, disagg:prefill_first, "
+    "disagg:next=INSTANCE,..."
+)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["disagg:sideways"],
+        ["disagg:"],
+        ["disagg:strategy=local"],
+        ["disagg:nxt=1a2b"],
+        ["disagg:next"],
+        ["disagg:local", "disagg:sideways"],
+    ],
+)
+async def test_what_is_no_annotation_is_named_with_those_that_are(order: str, words: list[str]) -> None:
+    """A misspelt wish must not be heard as none."""
+    with pytest.raises(InvalidRequestError) as caught:
+        await collect(make_pair(order).generate, request(4, annotations=words))
+    assert str(caught.value) == f"nvext.annotations: {words[-1]!r} is not allowed; {ALLOWED}"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_two_orders_contradict_each_other(order: str) -> None:
+    with pytest.raises(InvalidRequestError, match="disagg:local and disagg:auto contradict each other"):
+        await collect(make_pair(order).generate, request(4, annotations=["disagg:local", "disagg:auto"]))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_what_is_not_for_us_is_not_looked_at(order: str) -> None:
+    asked = request(4, annotations=["query_instance_id:", "disagg:local", "disagg:local"])
+    assert tokens_of(await collect(make_pair(order).generate, asked)) == expected_tokens(4)
+    assert asked.journey.strategy == "local"

@@ -1,0 +1,235 @@
+"""Who prefills: at each threshold, one below it and one above it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.handling import ORDERS, collect, request, tokens_of, until
+from trtllm_disagg.config.thresholds import Live, Thresholds
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.handlers.decide import CachedPrefix, Decider, create_decider
+from trtllm_disagg.handlers.policy import Policy, watch_policy_file
+from trtllm_disagg.testing.pair import make_pair
+from trtllm_disagg.types import GenerateRequest
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+BLOCK = 4
+
+
+class Queue:
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+
+    def depth(self) -> int:
+        return self._depth
+
+
+def thresholds(**values: Any) -> Thresholds:
+    return Thresholds.of(WorkerConfig(model="m", role=Role.DECODE)).changed(values, "test")
+
+
+def decider(name: str, depth: int = 0, cached: CachedPrefix | None = None, **values: Any) -> Decider:
+    return create_decider(name, cached or CachedPrefix(BLOCK), Queue(depth), Live(thresholds(**values)))
+
+
+def prompt(count: int) -> GenerateRequest:
+    return request(token_ids=list(range(1, count + 1)))
+
+
+def holding(count: int, salt: str | None = None) -> CachedPrefix:
+    """The start of `prompt`."""
+    cached = CachedPrefix(BLOCK)
+    num_blocks = count // BLOCK
+    tokens = list(range(1, num_blocks * BLOCK + 1))
+    cached.publish_stored(tokens, [BLOCK] * num_blocks, list(range(num_blocks)), None, cache_salt=salt)
+    return cached
+
+
+@pytest.mark.parametrize(("length", "remote"), [(99, False), (100, False), (101, True)])
+@pytest.mark.parametrize("name", ["length", "length_and_queue"])
+def test_length(name: str, length: int, remote: bool) -> None:
+    decision = decider(name, max_local_prefill_length=100).decide(prompt(length))
+    assert decision == (remote, "long" if remote else "short")
+
+
+@pytest.mark.parametrize(("depth", "remote"), [(1, True), (2, False), (3, False)])
+def test_queue(depth: int, remote: bool) -> None:
+    rule = decider("length_and_queue", depth, max_local_prefill_length=10, max_prefill_queue_size=2)
+    assert rule.decide(prompt(11)) == (remote, "long" if remote else "queue_full")
+    assert rule.decide(prompt(10)) == (False, "short")
+
+
+@pytest.mark.parametrize(("length", "remote"), [(7, False), (8, True), (9, True)])
+def test_non_cached_tokens(length: int, remote: bool) -> None:
+    assert decider("non_cached_tokens", non_cached_tokens=8).decide(prompt(length)).remote is remote
+
+
+def test_non_cached_tokens_zero_is_never() -> None:
+    assert not decider("non_cached_tokens", non_cached_tokens=0).decide(prompt(5000)).remote
+
+
+@pytest.mark.parametrize(("uncached", "reason"), [(39, "cached"), (40, "long"), (41, "long")])
+def test_isl_bounding_length(uncached: int, reason: str) -> None:
+    rule = decider("isl_bounding", cached=holding(1000), eff_isl_threshold=40)
+    assert rule.decide(prompt(1000 + uncached)).reason == reason
+
+
+@pytest.mark.parametrize(("cached", "reason"), [(48, "cached"), (44, "low_hit_ratio"), (52, "cached")])
+def test_isl_bounding_ratio(cached: int, reason: str) -> None:
+    """A hundred tokens, of which 48, 44 and 52 are there: 0.52, 0.56 and 0.48 are to compute."""
+    rule = decider("isl_bounding", cached=holding(cached), eff_isl_ratio_threshold=0.53)
+    assert rule.decide(prompt(100)).reason == reason
+
+
+@pytest.mark.parametrize("percent", range(4, 97, 4))
+def test_isl_bounding_at_the_ratio_goes_remote(percent: int) -> None:
+    """0.56 * 100 is 56.00000000000001."""
+    rule = decider("isl_bounding", cached=holding(100 - percent), eff_isl_ratio_threshold=percent / 100)
+    assert rule.decide(prompt(100)).reason == "low_hit_ratio"
+
+
+def test_always() -> None:
+    assert decider("always").decide(prompt(1)) == (True, "always")
+
+
+@pytest.mark.parametrize(("cached", "remote"), [(0, True), (88, True), (92, False), (100, False)])
+def test_cached_tokens_do_not_count(cached: int, remote: bool) -> None:
+    rule = decider("length", cached=holding(cached), max_local_prefill_length=10)
+    asked = prompt(100)
+    assert rule.decide(asked).remote is remote
+    assert asked.journey.facts == {"uncached": max(1, 100 - cached), "queue_depth": 0}
+
+
+def test_somebody_elses_cache_does_not_count() -> None:
+    rule = decider("length", cached=holding(96, salt="other"), max_local_prefill_length=10)
+    assert rule.decide(prompt(100)).remote
+
+
+# -- in a worker
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("length", "strategy", "reason"), [(8, "local", "short"), (9, "order", "long")])
+async def test_a_short_request_stays_where_it_came(
+    order: str, length: int, strategy: str, reason: str
+) -> None:
+    pair = make_pair(order, prefill_decider="length", max_local_prefill_length=8)
+    asked = request(token_ids=[11, 12, 13, *range(length - 3)])
+    chunks = await collect(pair.generate, asked)
+    assert len(tokens_of(chunks)) == 5
+    assert (asked.journey.strategy, asked.journey.reason) == (
+        order if strategy == "order" else "local",
+        reason,
+    )
+    kinds = [r.request_type for r in (*pair.prefill.results, *pair.decode.results)]
+    assert kinds == (
+        ["context_only", "generation_only"] if strategy == "order" else ["context_and_generation"]
+    )
+
+
+# -- thresholds change
+
+
+def policy(**settings: Any) -> Policy:
+    return Policy.of(WorkerConfig(model="m", role=Role.DECODE, **settings), BLOCK)
+
+
+def test_a_change_is_seen_by_the_next_decision_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    live = policy()
+    rule = create_decider("length", live.cached, Queue(), live.thresholds)
+    assert not rule.decide(prompt(500)).remote
+    changes = live.set_thresholds({"max_local_prefill_length": 499}, "somebody")
+    assert changes == ["max_local_prefill_length: 1000 -> 499"]
+    assert rule.decide(prompt(500)).remote
+    assert "thresholds changed by somebody: max_local_prefill_length: 1000 -> 499" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"max_length": 1},
+            r"somebody: 'max_length' is not allowed; expected one of max_local_prefill_length, ",
+        ),
+        (
+            {"max_local_prefill_length": -1},
+            "somebody: max_local_prefill_length: -1 is not allowed; expected a whole",
+        ),
+        ({"eff_isl_ratio_threshold": "much"}, "somebody: eff_isl_ratio_threshold: 'much' is not allowed"),
+        (
+            {"eff_isl_ratio_threshold": 1.5},
+            "eff_isl_ratio_threshold: 1.5 is not allowed; expected a number from 0",
+        ),
+        ({"max_prefill_queue_size": 1, "max_local_prefill_length": None}, "max_local_prefill_length: None"),
+    ],
+)
+def test_a_bad_change_changes_nothing(values: dict[str, Any], message: str) -> None:
+    live = policy()
+    before = live.thresholds.value
+    with pytest.raises(ConfigError, match=message):
+        live.set_thresholds(values, "somebody")
+    assert live.thresholds.value == before
+
+
+def test_a_policy_file_is_read_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("max_local_prefill_length: 7\neff_isl_ratio_threshold: 0.5\n")
+    values = policy(policy_file=str(file)).thresholds.value
+    assert (values.max_local_prefill_length, values.eff_isl_ratio_threshold) == (7, 0.5)
+
+
+@pytest.mark.parametrize("content", ["- 1\n", "max_local_prefill_length: many\n", "a: [\n", None])
+def test_a_bad_policy_file_is_named(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=r"policy\.yaml"):
+        policy(policy_file=str(file))
+
+
+async def test_a_policy_file_is_watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("max_local_prefill_length: 7\n")
+    live = policy(policy_file=str(file))
+    watcher = asyncio.create_task(watch_policy_file(file, live))
+
+    async def edited(content: str) -> None:
+        other = tmp_path / "new"
+        other.write_text(content)
+        await asyncio.to_thread(os.replace, other, file)
+
+    await asyncio.sleep(0)
+    await edited("max_local_prefill_length: 8\n")
+    await until(lambda: live.thresholds.value.max_local_prefill_length == 8)
+    await edited("max_local_prefill_length: -8\n")
+    await until(lambda: "the old thresholds stay" in caplog.text)
+    assert live.thresholds.value.max_local_prefill_length == 8
+    await edited("max_local_prefill_length: 9\n")
+    await until(lambda: live.thresholds.value.max_local_prefill_length == 9)
+    watcher.cancel()
+
+
+@pytest.mark.parametrize("strategy", ["router", None])
+@pytest.mark.parametrize("setting", [{"prefill_decider": "length"}, {"max_tries": 3}, {"next_router": "kv"}])
+def test_who_calls_nobody_has_no_use_for_it(strategy: str | None, setting: dict[str, Any]) -> None:
+    where: dict[str, Any] = (
+        {"role": Role.DECODE, "strategy": Strategy(strategy)} if strategy else {"role": Role.AGG}
+    )
+    with pytest.raises(ConfigError, match="where no worker calls another"):
+        WorkerConfig(model="m", **where, **setting)
+
+
+def test_an_unknown_decider_is_named_with_the_others() -> None:
+    with pytest.raises(
+        ConfigError, match="'long' is not allowed; expected one of always, length, length_and_queue"
+    ):
+        WorkerConfig(model="m", role=Role.DECODE, prefill_decider="long")

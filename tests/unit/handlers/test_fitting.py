@@ -1,0 +1,125 @@
+"""Who comes later and does not fit is not called; and a queue without workers is no way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.support.handling import request
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.errors import ConfigError, NoInstanceError, PeerUnavailableError
+from trtllm_disagg.handlers import select as fitting
+from trtllm_disagg.handlers.select import AttendedQueue, FittingStage
+from trtllm_disagg.startup import ModelIdentity, describe_worker, require_callable
+from trtllm_disagg.testing.stage_client import RecordingStageClient
+from trtllm_disagg.types import GenerateRequest, RequestContext
+
+
+def described(role: str = "prefill", weights: str = "aaaa", **settings: Any) -> dict[str, Any]:
+    config = WorkerConfig(model="m", engine="embedded", role=Role(role), **settings)
+    return describe_worker(config, {}, 32, ModelIdentity("m", "m", weights))
+
+
+class Instance:
+    def __init__(self, instance_id: int, said: dict[str, Any] | Exception | None) -> None:
+        self.instance_id = instance_id
+        self.said = said
+        self.times_asked = 0
+
+    async def describe(self) -> dict[str, Any]:
+        self.times_asked += 1
+        if self.said is None:
+            await asyncio.Event().wait()
+        if isinstance(self.said, Exception):
+            raise self.said
+        assert self.said is not None
+        return self.said
+
+    async def call(
+        self, request: dict[str, Any], context: RequestContext | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        yield {}
+
+
+class Stage:
+    """The first instance that is allowed."""
+
+    def __init__(self, *said: dict[str, Any] | Exception | None) -> None:
+        self.instances = {i: Instance(i, each) for i, each in enumerate(said)}
+
+    def instance_ids(self) -> Sequence[int]:
+        return list(self.instances)
+
+    def check(self, request: GenerateRequest) -> None:
+        """Nobody is wished for."""
+
+    async def pick(self, request: GenerateRequest) -> Instance:
+        for instance_id, instance in self.instances.items():
+            if instance_id not in request.avoid:
+                return instance
+        raise NoInstanceError("nobody")
+
+
+def fitting_stage(stage: Stage) -> FittingStage:
+    return FittingStage(stage, partial(require_callable, described("decode")))
+
+
+async def test_who_does_not_fit_is_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage(described(weights="bbbb"), described())
+    fits = fitting_stage(stage)
+    with caplog.at_level(logging.ERROR):
+        picked = [(await fits.pick(request())).instance_id for _ in range(3)]
+    assert picked == [1, 1, 1]
+    assert fits.instance_ids() == [1]
+    assert [each.times_asked for each in stage.instances.values()] == [1, 1]
+    (record,) = caplog.records
+    assert "instance 0 is not called: the two stages do not fit together; --model" in record.getMessage()
+
+
+async def test_nobody_who_fits_is_nobody() -> None:
+    fits = fitting_stage(Stage(described(weights="bbbb"), described(weights="cccc")))
+    with pytest.raises(NoInstanceError):
+        await fits.pick(request())
+    assert fits.instance_ids() == []
+
+
+async def test_while_a_deployment_switches_its_workers_have_two_strategies() -> None:
+    other = described(strategy="prefill_first")
+    assert (await fitting_stage(Stage(other)).pick(request())).instance_id == 0
+    with pytest.raises(ConfigError, match="both workers are decode"):
+        require_callable(described("decode"), described("decode"))
+
+
+async def test_who_does_not_say_who_it_is_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "_DESCRIBE_SECONDS", 0.01)
+    stage = Stage(None)
+    fits = fitting_stage(stage)
+    for said in (None, PeerUnavailableError("gone")):
+        stage.instances[0].said = said
+        assert (await fits.pick(request())).instance_id == 0
+    stage.instances[0].said = described(weights="bbbb")
+    with pytest.raises(NoInstanceError):
+        await fits.pick(request())
+
+
+async def test_who_is_gone_is_forgotten() -> None:
+    stage = Stage(described(weights="bbbb"), described())
+    fits = fitting_stage(stage)
+    await fits.pick(request())
+    stage.instances = {2: Instance(2, described())}
+    await fits.pick(request())
+    assert list(fits._fitting) == [2]
+
+
+async def test_a_queue_without_workers_is_no_way() -> None:
+    queue, workers = RecordingStageClient(), Stage()
+    attended = AttendedQueue(queue, workers)
+    with pytest.raises(NoInstanceError, match="no prefill worker is there"):
+        await attended.pick(request())
+    workers.instances = {0: Instance(0, None)}
+    assert await attended.pick(request()) is queue

@@ -1,0 +1,75 @@
+"""One line in the log per request and worker, whatever became of the request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.handling import collect, request
+from trtllm_disagg.errors import EngineError
+from trtllm_disagg.handlers.local import LocalBoth
+from trtllm_disagg.handlers.trace import PREFIX, journaled
+from trtllm_disagg.testing.pair import recording_engine
+from trtllm_disagg.testing.recording_llm import RequestError, Script
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import Generate
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def entries(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    messages = [record.getMessage() for record in caplog.records if record.name.endswith("handlers.journal")]
+    assert all(message.startswith(PREFIX) for message in messages)
+    return [json.loads(message.removeprefix(PREFIX)) for message in messages]
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level("INFO", logger="trtllm_disagg.handlers.trace")
+    return caplog
+
+
+def service(script: Script | None = None) -> Generate:
+    engine = recording_engine()
+    engine.llm.scripts.append(script or Script())
+    return journaled(LocalBoth(engine), "agg")
+
+
+async def test_an_answer_passes_unchanged_and_is_noted(lines: pytest.LogCaptureFixture) -> None:
+    asked = request(max_tokens=4)
+    assert await collect(service(), asked) == await collect(LocalBoth(recording_engine()), asked)
+    (entry,) = entries(lines)
+    times = [entry.pop(name) for name in ("start", "first_chunk", "second_chunk", "end")]
+    assert times == sorted(times)
+    assert entry == {
+        "request": "request-1",
+        "part": "agg",
+        "prompt_tokens": 3,
+        "tokens": 4,
+        "finish_reason": "length",
+    }
+
+
+async def test_a_short_answer_has_no_second_chunk(lines: pytest.LogCaptureFixture) -> None:
+    await collect(service(), request(max_tokens=1))
+    (entry,) = entries(lines)
+    assert entry["second_chunk"] is None
+
+
+async def test_a_failed_request_is_noted(lines: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(EngineError):
+        await collect(service(Script(error=RequestError("x"))), request())
+    (entry,) = entries(lines)
+    assert (entry["tokens"], entry["finish_reason"], entry["first_chunk"]) == (0, None, None)
+
+
+async def test_a_client_that_left_is_noted_at_once(lines: pytest.LogCaptureFixture) -> None:
+    engine = recording_engine()
+    chunks = journaled(LocalBoth(engine), "agg")(request(), FakeContext())
+    await anext(chunks)
+    await chunks.aclose()
+    (entry,) = entries(lines)
+    assert (entry["tokens"], entry["finish_reason"]) == (1, None)
+    assert engine.llm.results[0].aborts == [1]

@@ -1,0 +1,289 @@
+"""Fallback: an answer goes on with the next token whoever fails when, and each failure is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
+from trtllm_disagg.errors import (
+    DisaggError,
+    EngineError,
+    InvalidRequestError,
+    KvTransferError,
+    NoInstanceError,
+    OverloadedError,
+    PeerUnavailableError,
+    RequestCancelledError,
+    StageTimeoutError,
+    WorkerLeavingError,
+)
+from trtllm_disagg.handlers.fallback import Replays, Rung, always, ladder, only_if_it_must
+from trtllm_disagg.testing.pair import make_pair
+from trtllm_disagg.testing.recording_llm import LLM, RequestError, Script
+from trtllm_disagg.testing.recording_result import scripted_token
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import Errand, Generate, GenerateRequest, RequestContext, TokenChunk, Usage
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+Seen = list[GenerateRequest]
+MakeError = Callable[[], DisaggError]
+
+
+def way(
+    seen: Seen, fails_after: int | None = None, error: Callable[[], DisaggError] = PeerUnavailableError
+) -> Generate:
+    """Answers as the model does, and fails after so many tokens of its own."""
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        seen.append(request)
+        count = request.stop.max_tokens or 1
+        for position in range(count):
+            if position == fails_after:
+                raise error()
+            is_last = position == count - 1
+            yield TokenChunk(
+                [scripted_token(request.token_ids, position)],
+                finish_reason="length" if is_last else None,
+                completion_usage=Usage.of(len(request.token_ids), count, 0) if is_last else None,
+            )
+        if fails_after == count:
+            raise error()
+
+    return generate
+
+
+def failing(error: DisaggError) -> MakeError:
+    return lambda: error
+
+
+def of_peer(error: DisaggError, peer: int) -> DisaggError:
+    error.peer = peer
+    return error
+
+
+@given(
+    st.lists(st.integers(0, 6), max_size=4),
+    st.sampled_from([{}, {"presence_penalty": 0.5}]),
+    st.sampled_from([always, only_if_it_must]),
+)
+def test_every_token_once_wherever_ways_fail(
+    failures: list[int], sampling: dict[str, Any], replays: Replays
+) -> None:
+    """Appended or replayed."""
+    seen: Seen = []
+    ways = [Rung("other_instance", way(seen, after)) for after in failures]
+    whole = request(7, sampling_options=sampling)
+    chunks = asyncio.run(collect(ladder([*ways, Rung("local", way(seen))], replays), whole))
+    assert tokens_of(chunks) == expected_tokens(7)
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
+    usage = chunks[-1].completion_usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 7, 10)
+
+
+async def test_only_the_end_was_lost() -> None:
+    seen: Seen = []
+
+    async def endless(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        yield TokenChunk(expected_tokens(4))
+        raise PeerUnavailableError("gone")
+
+    chunks = await collect(ladder([Rung("a", endless), Rung("b", way(seen))]), request(4))
+    assert tokens_of(chunks) == expected_tokens(4)
+    assert (chunks[-1].finish_reason, seen) == ("length", [])
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        (PeerUnavailableError("x"), True),
+        (KvTransferError("x"), True),
+        (StageTimeoutError("x"), True),
+        (OverloadedError("x"), True),
+        (of_peer(EngineError("x"), 5), True),
+        (EngineError("x"), False),
+        (InvalidRequestError("x"), False),
+        (RequestCancelledError("x"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("after", [0, 2])
+async def test_whose_fault_it_is_decides(error: DisaggError, goes_on: bool, after: int) -> None:
+    seen: Seen = []
+    asked = request(5)
+    climbing = collect(ladder([Rung("a", way(seen, after, failing(error))), Rung("b", way(seen))]), asked)
+    if goes_on:
+        assert tokens_of(await climbing) == expected_tokens(5)
+        assert asked.journey.fallbacks == ["b: x"]
+    else:
+        with pytest.raises(type(error)):
+            await climbing
+    assert len(seen) == 1 + goes_on
+
+
+async def test_only_a_dead_engine_takes_a_request_to_the_other_stage() -> None:
+    seen: Seen = []
+    rungs = [
+        Rung("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
+        Rung("local", way(seen), "local"),
+        Rung("other_stage", way(seen), "decode_first", without_engine=True),
+    ]
+    asked = request(5)
+    assert tokens_of(await collect(ladder(rungs), asked)) == expected_tokens(5)
+    assert len(seen) == 2
+    assert asked.journey.fallbacks == ["other_stage: engine died"]
+    assert asked.journey.strategy == "decode_first"
+
+    asked = request(5)
+    rungs[0] = Rung("other_instance", way(seen, 2))
+    assert tokens_of(await collect(ladder(rungs), asked)) == expected_tokens(5)
+    assert asked.journey.fallbacks == ["local: "]
+
+
+async def test_a_dead_engine_and_no_other_stage_hand_the_request_back() -> None:
+    seen: Seen = []
+    rungs = [
+        Rung("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
+        Rung("other_stage", way(seen, 0, failing(NoInstanceError("no instance"))), without_engine=True),
+    ]
+    with pytest.raises(WorkerLeavingError, match="engine died"):
+        await collect(ladder(rungs), request(5))
+
+
+@pytest.mark.parametrize("strategy", ORDERS)
+async def test_a_dead_first_engine_costs_no_answer(strategy: str) -> None:
+    """Its worker relays to the other stage, which answers in the other order, alone if it must."""
+    pair = make_pair(strategy)
+    first = pair.prefill if strategy == "prefill_first" else pair.decode
+    first.scripts.append(Script(error=RequestError("it died")))
+    first.is_healthy = False
+    asked = request(5)
+    assert tokens_of(await collect(pair.generate, asked)) == expected_tokens(5)
+    assert asked.journey.fallbacks == ["other_stage: it died"]
+    await pair.idle()
+    LLM.kv_store.clear()
+
+
+@pytest.mark.parametrize("strategy", ORDERS)
+async def test_two_dead_engines_do_not_send_a_request_to_and_fro(strategy: str) -> None:
+    pair = make_pair(strategy)
+    first = pair.prefill if strategy == "prefill_first" else pair.decode
+    first.scripts.append(Script(error=RequestError("it died")))
+    first.is_healthy = False
+    other = "decode_first" if strategy == "prefill_first" else "prefill_first"
+    asked = replace(request(5), errand=Errand("whole", strategy))
+    with pytest.raises(WorkerLeavingError, match="it died"):
+        await collect(pair.generate, asked)
+    assert not any(call.request["errand"].get("strategy") == other for call in pair.client.calls)
+    await pair.idle()
+    LLM.kv_store.clear()
+
+
+async def test_the_last_error_is_the_clients() -> None:
+    seen: Seen = []
+    rungs = [Rung("a", way(seen, 0)), Rung("b", way(seen, 0, failing(KvTransferError("last"))))]
+    with pytest.raises(KvTransferError, match="last"):
+        await collect(ladder(rungs), request())
+
+
+async def test_an_instance_that_failed_is_avoided() -> None:
+    seen: Seen = []
+    rungs = [Rung("a", way(seen, i, failing(of_peer(KvTransferError("x"), 10 + i)))) for i in range(2)]
+    await collect(ladder([*rungs, Rung("b", way(seen))]), request())
+    assert [r.avoid for r in seen] == [frozenset(), {10}, {10, 11}]
+
+
+async def test_nobody_there_is_asked_once() -> None:
+    seen: Seen = []
+    missing = Rung("other_instance", way(seen, 0, failing(NoInstanceError("nobody"))))
+    asked = request()
+    await collect(ladder([missing, missing, missing, Rung("local", way(seen))]), asked)
+    assert len(seen) == 2
+    assert asked.journey.fallbacks == ["local: nobody"]
+
+
+async def test_a_client_that_left_is_not_served_on() -> None:
+    seen: Seen = []
+    context = FakeContext()
+
+    async def left(request: GenerateRequest, given: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        yield TokenChunk([1])
+        context.stop()
+        raise PeerUnavailableError("x")
+
+    with pytest.raises(PeerUnavailableError):
+        await collect(ladder([Rung("a", left), Rung("b", way(seen))]), request(), context)
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("sampling", "replays"), [({"presence_penalty": 0.2}, only_if_it_must), ({}, always)]
+)
+async def test_an_answer_that_is_drawn_keeps_its_seed_on_a_replay(
+    sampling: dict[str, Any], replays: Replays
+) -> None:
+    seen: Seen = []
+    drawn = request(5, sampling_options={"temperature": 1.0, **sampling})
+    await collect(ladder([Rung("a", way(seen, 2)), Rung("b", way(seen))], replays), drawn)
+    assert [r.token_ids for r in seen] == [drawn.token_ids] * 2
+    seeds = [r.sampling.seed for r in seen]
+    assert seeds[0] is not None
+    assert seeds == [r.raw["sampling_options"]["seed"] for r in seen] == [seeds[0]] * 2
+
+
+# -- pairs of workers
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+async def test_a_second_stage_that_fails_is_replaced_by_this_worker(order: str, fails_at: int) -> None:
+    pair = make_pair(order)
+    serve = pair.client._serve
+    assert serve is not None
+
+    async def dying(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        count = 0
+        async with aclosing(serve(request, context)) as chunks:
+            async for chunk in chunks:
+                if count == fails_at:
+                    raise PeerUnavailableError("killed")
+                count += 1
+                yield chunk
+        raise PeerUnavailableError("killed")
+
+    pair.client.serve_by(dying)
+    asked = request(6)
+    chunks = await collect(pair.generate, asked)
+    await pair.idle()
+    assert tokens_of(chunks) == expected_tokens(6)
+    assert chunks[-1].completion_usage is not None
+    assert chunks[-1].completion_usage.completion_tokens == 6
+    assert [step.partition(":")[0] for step in asked.journey.fallbacks] == ["other_instance", "local"]
+    assert len(LLM.kv_store) == 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_kv_that_does_not_arrive_is_computed_here(order: str) -> None:
+    """Between the first token, which the client has, and the second one."""
+    pair = make_pair(order, max_tries=1)
+    pair.decode.scripts.append(Script(error=KvTransferError("the sender is gone")))
+    asked = request(6)
+    assert tokens_of(await collect(pair.generate, asked)) == expected_tokens(6)
+    assert asked.journey.fallbacks[-1].startswith("local: ")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_fail_means_fail(order: str) -> None:
+    pair = make_pair(order, on_missing_stage="fail", max_tries=1)
+    pair.client.serve_by(way([], 0))
+    with pytest.raises(PeerUnavailableError):
+        await collect(pair.generate, request())

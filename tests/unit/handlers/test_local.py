@@ -1,0 +1,267 @@
+"""The phases on this worker's own engine: what they ask of it, and what they make of its answers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.support.handling import PROMPT, collect, expected_tokens, request, tokens_of
+from trtllm_disagg.engine import Engine
+from trtllm_disagg.errors import (
+    DisaggError,
+    EngineError,
+    HandoffRefusedError,
+    InvalidRequestError,
+    KvTransferError,
+    RequestCancelledError,
+    StageTimeoutError,
+    WorkerLeavingError,
+)
+from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.remote import DECODE
+from trtllm_disagg.testing.pair import leftover_tasks, recording_engine
+from trtllm_disagg.testing.recording_llm import LLM, RequestError, Script
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import GenerateRequest, Handoff, TokenChunk
+from trtllm_disagg.wire import decode_request, encode_request
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class CategorizedError(RequestError):
+    """As the embedded engine reports whose fault it was."""
+
+    def __init__(self, message: str, category: str) -> None:
+        super().__init__(message)
+        self.category = category
+
+
+async def prefill(engine: Engine, max_tokens: int | None = 5, **keys: Any) -> Handoff:
+    return await LocalPrefill(engine)(request(max_tokens, **keys), FakeContext())
+
+
+async def prefilled(max_tokens: int | None = 5, **keys: Any) -> GenerateRequest:
+    """A request whose KV waits for a decode, as that worker gets it."""
+    asked = request(max_tokens, **keys)
+    handoff = await LocalPrefill(recording_engine())(asked, FakeContext())
+    return decode_request(encode_request(asked.with_handoff(handoff), DECODE))
+
+
+def nobodys() -> Handoff:
+    return Handoff(TokenChunk([]), None)
+
+
+async def decode(
+    asked: GenerateRequest,
+    engine: Engine | None = None,
+    handoff: Handoff | None = None,
+    *,
+    repeats: bool = False,
+) -> list[TokenChunk]:
+    phase = LocalDecode(engine or recording_engine(), repeats_first_token=repeats)
+    return [chunk async for chunk in phase(asked, FakeContext(), handoff or nobodys())]
+
+
+# -- prefill
+
+
+@pytest.mark.parametrize("ends_with", ["length", "not_finished"])
+async def test_how_context_only_ends_is_not_the_end_of_the_answer(ends_with: str) -> None:
+    engine = recording_engine()
+    engine.llm.scripts.append(Script(ends_with=ends_with))
+    handoff = await prefill(engine)
+    assert not handoff.is_final
+    assert handoff.first == TokenChunk(expected_tokens(1))
+    handoff.release()
+
+
+@pytest.mark.parametrize("ends_with", ["length", "not_finished"])
+async def test_the_only_token_that_was_asked_for_ends_with_length(ends_with: str) -> None:
+    """Dynamo's frontend answers 500 to a finish reason that it does not know."""
+    engine = recording_engine()
+    engine.llm.scripts.append(Script(ends_with=ends_with))
+    handoff = await prefill(engine, max_tokens=1)
+    assert handoff.is_final
+    assert handoff.first.finish_reason == "length"
+    assert handoff.first.completion_usage is not None
+
+
+async def test_a_released_prefill_is_aborted_once() -> None:
+    engine = recording_engine()
+    handoff = await prefill(engine)
+    handoff.release()
+    handoff.release()
+    assert engine.llm.results[0].aborts == [1]
+
+
+async def test_the_python_transceiver_has_no_opaque_state() -> None:
+    transceiver = {"backend": "NIXL", "transceiver_runtime": "PYTHON"}
+    engine = recording_engine(cache_transceiver_config=transceiver)
+    asked = request()
+    handoff = await LocalPrefill(engine)(asked, FakeContext())
+    assert handoff.result is not None
+    assert "opaque_state" not in handoff.result.disaggregated_params
+    assert handoff.result.disaggregated_params["ctx_info_endpoint"]
+    assert tokens_of(await decode(asked.with_handoff(handoff), repeats=True)) == expected_tokens(5)
+
+
+async def test_a_prefill_without_a_handoff_is_the_engines_fault() -> None:
+    engine = recording_engine()
+    result = engine.start_both(request(max_tokens=1))
+    await result.aresult()
+    engine.llm.generate_async = lambda **_: result
+    with pytest.raises(EngineError, match="without disaggregated_params"):
+        await prefill(engine)
+
+
+async def test_an_engine_that_cancels_by_itself_has_failed() -> None:
+    engine = recording_engine()
+    engine.llm.scripts.append(Script(ends_with="cancelled"))
+    with pytest.raises(EngineError, match="without a token"):
+        await prefill(engine)
+
+
+async def test_a_client_that_left_during_prefill() -> None:
+    engine = recording_engine()
+    context = FakeContext()
+    context.stop()
+    with pytest.raises(RequestCancelledError):
+        await LocalPrefill(engine)(request(), context)
+    assert len(engine.llm.results[0].aborts) == 1
+
+
+# -- decode
+
+
+async def test_decode_repeats_the_first_token_only_for_who_has_not_got_it() -> None:
+    whole = await decode(await prefilled(), repeats=True)
+    assert tokens_of(whole) == expected_tokens(5)
+    rest = await decode(await prefilled())
+    assert rest == whole[1:]
+
+
+async def test_decode_takes_the_handoff_when_the_engine_has_accepted_it() -> None:
+    calls: list[str] = []
+    handoff = Handoff(TokenChunk([]), None, lambda: calls.append("released"))
+    await decode(await prefilled(), handoff=handoff)
+    handoff.release()
+    assert calls == []
+
+
+@pytest.mark.parametrize("broken", ["refused", "closed"])
+async def test_decode_leaves_a_handoff_that_the_engine_has_not_accepted(broken: str) -> None:
+    engine = recording_engine(max_seq_len=len(PROMPT)) if broken == "refused" else recording_engine()
+    if broken == "closed":
+        engine.close()
+    calls: list[str] = []
+    handoff = Handoff(TokenChunk([]), None, lambda: calls.append("released"))
+    with pytest.raises(InvalidRequestError if broken == "refused" else WorkerLeavingError):
+        await decode(await prefilled(), engine, handoff)
+    handoff.release()
+    assert calls == ["released"]
+    LLM.kv_store.clear()
+
+
+async def test_a_malformed_handoff_is_refused() -> None:
+    asked = request(prefill_result={"disaggregated_params": {"opaque_state": "not base64!"}})
+    with pytest.raises(HandoffRefusedError):
+        await decode(asked)
+
+
+async def test_decode_without_logprobs_of_the_first_token() -> None:
+    """Older TensorRT-LLM does not carry them."""
+    asked = await prefilled(output_options={"logprobs": 1})
+    assert asked.prefill_result is not None
+    del asked.prefill_result.disaggregated_params["first_gen_log_probs"]
+    chunks = await decode(asked, repeats=True)
+    assert tokens_of(chunks) == expected_tokens(5)
+    assert chunks[0].log_probs is None
+    assert chunks[1].log_probs == [-1.0]
+
+
+async def test_a_drain_fetches_one_token_and_drops_it() -> None:
+    engine = recording_engine()
+    asked = await prefilled()
+    LocalDecode(engine, repeats_first_token=False).drain(asked)
+    assert len(LLM.kv_store) == 1
+    assert await leftover_tasks() == set()
+    assert len(LLM.kv_store) == 0
+    assert [result.outputs[0].length for result in engine.llm.results] == [1]
+
+
+async def test_a_drain_never_fails(caplog: pytest.LogCaptureFixture) -> None:
+    engine, closed = recording_engine(), recording_engine()
+    asked = await prefilled()
+    LLM.kv_store.clear()
+    closed.close()
+    LocalDecode(engine, repeats_first_token=False).drain(asked)
+    LocalDecode(closed, repeats_first_token=False).drain(asked)
+    assert await leftover_tasks() == set()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+# -- both phases
+
+
+async def test_a_whole_run_streams_every_token() -> None:
+    chunks = await collect(LocalBoth(recording_engine()), request(max_tokens=3))
+    assert [chunk.token_ids for chunk in chunks] == [[token] for token in expected_tokens(3)]
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
+
+
+async def test_closing_a_whole_run_aborts_it() -> None:
+    engine = recording_engine()
+    chunks = LocalBoth(engine)(request(), FakeContext())
+    await anext(chunks)
+    await chunks.aclose()
+    assert engine.llm.results[0].aborts == [1]
+
+
+# -- errors, in every phase
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RequestError("boom"), EngineError),
+        (CategorizedError("boom", "InvalidRequest"), InvalidRequestError),
+        (CategorizedError("boom", "Unavailable"), KvTransferError),
+        (CategorizedError("boom", "Internal"), EngineError),
+        (CategorizedError("boom", "never heard of"), EngineError),
+    ],
+)
+async def test_whose_fault_an_engines_error_is(error: Exception, kind: type[DisaggError]) -> None:
+    for phase in ("prefill", "decode", "both"):
+        engine = recording_engine()
+        engine.llm.scripts.append(Script(error=error))
+        with pytest.raises(DisaggError, match="boom") as caught:
+            await run(phase, engine)
+        assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+async def test_a_request_of_an_engine_that_died_goes_on_elsewhere(phase: str) -> None:
+    engine = recording_engine()
+    engine.llm.scripts.append(Script(error=RequestError("the engine process ended")))
+    engine.llm.is_healthy = False
+    with pytest.raises(WorkerLeavingError, match="the engine process ended"):
+        await run(phase, engine)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+async def test_an_engine_that_gave_up_is_a_timeout(phase: str) -> None:
+    engine = recording_engine()
+    engine.llm.scripts.append(Script(ends_with="timeout"))
+    with pytest.raises(StageTimeoutError):
+        await run(phase, engine)
+
+
+async def run(phase: str, engine: Engine) -> None:
+    if phase == "prefill":
+        await prefill(engine)
+    elif phase == "decode":
+        await decode(await prefilled(), engine)
+    else:
+        await collect(LocalBoth(engine), request())

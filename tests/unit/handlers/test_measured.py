@@ -1,0 +1,93 @@
+"""How long a request's KV took to come: told with the answer, in the log, and on /metrics."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.support.handling import collect, request
+from tests.unit.dynamo_runtime.test_engine_metrics import shown
+from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics
+from trtllm_disagg.embedded.api.perf_metrics import (
+    FINISHED_REASON,
+    MetricNames,
+    RequestPerfMetrics,
+    TimingMetrics,
+    metrics_dict,
+)
+from trtllm_disagg.embedded.ipc.messages import Measured
+from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.remote import DECODE
+from trtllm_disagg.handlers.trace import ENGINE_DATA, PREFIX, JourneyCounts, journaled
+from trtllm_disagg.testing.pair import recording_engine
+from trtllm_disagg.testing.recording_llm import Script
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import Generate, GenerateRequest, Handoff, TokenChunk
+from trtllm_disagg.wire import decode_request, encode_request
+
+CAME = RequestPerfMetrics(
+    TimingMetrics(
+        kv_cache_transfer_start=timedelta(seconds=20),
+        kv_cache_transfer_end=timedelta(seconds=20, milliseconds=12),
+        kv_cache_size=4096,
+    )
+)
+NOTHING_CAME = RequestPerfMetrics()
+
+
+async def prefilled() -> GenerateRequest:
+    asked = request(4)
+    handoff = await LocalPrefill(recording_engine())(asked, FakeContext())
+    return decode_request(encode_request(asked.with_handoff(handoff), DECODE))
+
+
+def decoder(perf_metrics: Any, counts: JourneyCounts, *, measures: bool = True) -> Generate:
+    engine = recording_engine(enable_iter_perf_stats=measures)
+    engine.llm.scripts.append(Script(perf_metrics=perf_metrics))
+    phase = LocalDecode(engine, repeats_first_token=True)
+    return journaled(lambda asked, context: phase(asked, context, Handoff(TokenChunk([]), None)), "x", counts)
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_a_transfer_is_told_with_the_answer_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="trtllm_disagg.handlers.trace")
+    counts = JourneyCounts()
+    for _ in range(2):
+        chunks = await collect(decoder(CAME, counts), await prefilled())
+
+    told = {"kv_transfer_ms": 12.0, "kv_transfer_bytes": 4096}
+    assert chunks[-1].engine_data == {ENGINE_DATA: told}
+    assert json.loads(caplog.messages[-1].removeprefix(PREFIX))["disagg"] == told
+    numbers = shown(EngineMetrics(counts))
+    assert numbers["kv_transfer_seconds_count"] == numbers["kv_transfer_bytes_count"] == 2
+    assert numbers["kv_transfer_seconds_sum"] == pytest.approx(0.024)
+    assert numbers["kv_transfer_bytes_sum"] == 8192
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize(
+    ("perf_metrics", "measures"),
+    [(CAME, False), (NOTHING_CAME, True), (None, True), (RequestPerfMetrics(timing_metrics=None), True)],  # type: ignore[arg-type]
+    ids=["unasked", "no transfer", "no measurements", "no times"],
+)
+async def test_what_was_not_measured_is_not_told(perf_metrics: Any, measures: bool) -> None:
+    counts = JourneyCounts()
+    chunks = await collect(decoder(perf_metrics, counts, measures=measures), await prefilled())
+    assert chunks[-1].engine_data is None
+    assert not any(name.startswith("kv_transfer") for name in shown(EngineMetrics(counts)))
+
+
+def test_what_did_not_happen_is_not_among_the_numbers() -> None:
+    cancelled = Measured(10.0, first_scheduled=10.5)
+    assert metrics_dict(cancelled, "cancelled", 0, only_choice=True) == {
+        FINISHED_REASON: "cancelled",
+        MetricNames.REQUEST_QUEUE_TIME: 0.5,
+    }
+    one_token = Measured(10.0, first_scheduled=10.5, first_token=11.0, last_token=11.0)
+    told = metrics_dict(one_token, "length", 1, only_choice=True)
+    assert MetricNames.TPOT not in told
+    assert MetricNames.DECODE_TIME not in told
+    assert told[MetricNames.GENERATION_TOKENS] == 1

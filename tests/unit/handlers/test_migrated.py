@@ -1,0 +1,137 @@
+"""A request that a frontend has taken from a worker that died goes on as if it had never moved."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.handling import PROMPT, collect, raw_request, request, tokens_of
+from trtllm_disagg.errors import EngineError
+from trtllm_disagg.handlers.fallback import Start, always, going_on, only_if_it_must
+from trtllm_disagg.types import Errand, GenerateRequest, RequestContext, TokenChunk, Usage
+from trtllm_disagg.wire import decode_request
+
+PENALTY = {"presence_penalty": 0.5}
+
+
+class Worker:
+    """Its tokens depend on the prompt's length and the seed only, and it remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[GenerateRequest] = []
+
+    async def __call__(
+        self, request: GenerateRequest, context: RequestContext
+    ) -> AsyncGenerator[TokenChunk, None]:
+        self.asked.append(request)
+        count = request.stop.max_tokens or 0
+        first = 1000 * len(request.token_ids) + (request.sampling.seed or 0)
+        for position in range(count):
+            last = position == count - 1
+            usage = Usage.of(len(request.token_ids), count, 0) if last else None
+            yield TokenChunk(
+                [first + position], finish_reason="length" if last else None, completion_usage=usage
+            )
+
+
+def migrated(raw: dict[str, Any], chunks: list[TokenChunk]) -> GenerateRequest:
+    """What the frontend makes of a request when its worker has died behind these chunks."""
+    delivered = tokens_of(chunks)
+    link = next(chunk.worker_trace_link for chunk in chunks if chunk.token_ids)
+    stop = raw["stop_conditions"] | {"max_tokens": raw["stop_conditions"]["max_tokens"] - len(delivered)}
+    changes = {"token_ids": raw["token_ids"] + delivered, "stop_conditions": stop, "migration_link": link}
+    return decode_request(raw | changes)
+
+
+@pytest.mark.parametrize("sampling", [{"seed": 7}, {}, PENALTY], ids=["seeded", "drawn", "penalty"])
+@pytest.mark.parametrize("count", [1, 3, 5])
+async def test_the_rest_is_that_of_the_same_answer(sampling: dict[str, Any], count: int) -> None:
+    raw = raw_request(6, sampling_options=sampling)
+    first, second = Worker(), Worker()
+    whole = await collect(going_on(first, always), decode_request(raw))
+    rest = await collect(going_on(second, always), migrated(raw, whole[:count]))
+    assert tokens_of(whole[:count]) + tokens_of(rest) == tokens_of(whole)
+    assert rest[-1].completion_usage == whole[-1].completion_usage == Usage.of(len(PROMPT), 6, 0)
+    (asked,) = second.asked
+    assert asked.token_ids == asked.raw["token_ids"] == PROMPT
+    assert asked.raw["stop_conditions"]["max_tokens"] == asked.stop.max_tokens == 6
+    assert asked.sampling == first.asked[0].sampling
+    assert "migration_link" not in asked.raw
+
+
+async def test_a_request_may_move_twice() -> None:
+    raw = raw_request(6, sampling_options={})
+    whole = await collect(going_on(Worker(), always), decode_request(raw))
+    once = await collect(going_on(Worker(), always), migrated(raw, whole[:2]))
+    twice = await collect(going_on(Worker(), always), migrated(raw, [*whole[:2], *once[:2]]))
+    # The frontend has the link of the worker that died last.
+    assert once[0].worker_trace_link == whole[0].worker_trace_link
+    assert tokens_of([*whole[:2], *once[:2], *twice]) == tokens_of(whole)
+
+
+async def test_only_the_first_chunk_says_how_the_request_began() -> None:
+    chunks = await collect(going_on(Worker(), always), request(4))
+    assert [chunk.worker_trace_link is not None for chunk in chunks] == [True, False, False, False]
+
+
+async def test_nothing_is_computed_when_only_the_end_is_missing() -> None:
+    raw = raw_request(3)
+    whole = await collect(going_on(Worker(), always), decode_request(raw))
+    lost = [*whole[:2], replace_end(whole[2])]
+    worker = Worker()
+    rest = await collect(going_on(worker, always), migrated(raw, lost))
+    assert rest == [TokenChunk([], finish_reason="length", completion_usage=Usage.of(len(PROMPT), 3, 0))]
+    assert worker.asked == []
+
+
+def replace_end(chunk: TokenChunk) -> TokenChunk:
+    return TokenChunk(chunk.token_ids, worker_trace_link=chunk.worker_trace_link)
+
+
+async def test_two_halves_of_different_answers_are_not_glued_together() -> None:
+    raw = raw_request(6)
+    whole = await collect(going_on(Worker(), always), decode_request(raw))
+    other = TokenChunk([4711], worker_trace_link=whole[0].worker_trace_link)
+    with pytest.raises(EngineError, match="began it differently"):
+        await collect(going_on(Worker(), always), migrated(raw, [other]))
+
+
+async def test_an_engine_that_is_not_exact_goes_on_as_dynamo_has_it_where_that_is_right() -> None:
+    raw = raw_request(6, sampling_options={"seed": 7})
+    worker = Worker()
+    delivered = [TokenChunk([1, 2], worker_trace_link=Start(len(PROMPT), 0).as_link())]
+    asked = migrated(raw, delivered)
+    await collect(going_on(worker, only_if_it_must), asked)
+    assert worker.asked == [asked]
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        None,
+        "text",
+        {},
+        {"trace_id": "a" * 32, "span_id": "b" * 16},
+        Start(3, 0).as_link() | {"span_id": "-00000000000003f"},
+        Start(0, 0).as_link(),
+        Start(2**63, 0).as_link(),
+        {"trace_id": 5, "span_id": None},
+    ],
+)
+async def test_a_link_that_says_nothing_changes_nothing(link: Any) -> None:
+    worker = Worker()
+    asked = decode_request(raw_request(4, sampling_options={"seed": 1}, migration_link=link))
+    await collect(going_on(worker, always), asked)
+    assert worker.asked == [asked]
+
+
+async def test_what_another_worker_sends_is_left_alone() -> None:
+    """It has been looked at there."""
+    worker = Worker()
+    asked = replace(request(4, sampling_options={}), errand=Errand("whole", "decode_first"))
+    chunks = await collect(going_on(worker, always), asked)
+    assert worker.asked == [asked]
+    assert {chunk.worker_trace_link is None for chunk in chunks} == {True}

@@ -1,0 +1,33 @@
+"""A frontend asks for the end of an answer whose worker died behind the last token."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.handling import collect, raw_request, request
+from trtllm_disagg.config.worker_config import Strategy
+from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.testing.pair import make_pair
+from trtllm_disagg.types import TokenChunk, Usage
+from trtllm_disagg.wire import decode_request
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.mark.parametrize("strategy", [each for each in Strategy if each is not Strategy.ROUTER])
+async def test_only_the_end_is_left(strategy: Strategy) -> None:
+    """No engine is asked: each would make a token."""
+    pair = make_pair(strategy)
+    asked = request(0)
+    usage = Usage.of(len(asked.token_ids), 0, 0)
+    assert await collect(pair.generate, asked) == [
+        TokenChunk([], finish_reason="length", completion_usage=usage)
+    ]
+    assert (asked.journey.strategy, asked.journey.reason) == ("local", "nothing_left")
+    assert not pair.prefill.results
+    assert not pair.decode.results
+
+
+def test_less_than_nothing_is_a_mistake() -> None:
+    with pytest.raises(InvalidRequestError, match="max_tokens=-1 is not allowed; expected at least 1"):
+        decode_request(raw_request(stop_conditions={"max_tokens": -1}))

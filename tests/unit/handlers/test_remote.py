@@ -1,0 +1,214 @@
+"""The phases on the other stage's worker: what they make of answers, good and bad."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.support.handling import collect, raw_request, request
+from trtllm_disagg.errors import (
+    DisaggError,
+    EngineError,
+    OverloadedError,
+    PeerUnavailableError,
+    RequestCancelledError,
+)
+from trtllm_disagg.handlers.chain import chain
+from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.types import (
+    Generate,
+    GenerateRequest,
+    Handoff,
+    PrefillResult,
+    PromptTokensDetails,
+    RequestContext,
+    TokenChunk,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+PARAMS = {"request_type": "context_only", "opaque_state": "eA==", "ctx_request_id": 5}
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 1,
+    "total_tokens": 4,
+    "prompt_tokens_details": {"cached_tokens": 2},
+}
+PREFILLED = {
+    "token_ids": [7],
+    "finish_reason": "length",
+    "log_probs": [-0.5],
+    "completion_usage": USAGE,
+    "disaggregated_params": PARAMS,
+}
+WHOLE = {"token_ids": [], "finish_reason": "stop", "completion_usage": USAGE}
+GOING_ON: dict[str, Any] = {"token_ids": [8]}
+END = {"token_ids": [9], "finish_reason": "length", "completion_usage": USAGE}
+
+
+class Prefill:
+    """A RemotePrefill on a script, and the requests that it has drained."""
+
+    def __init__(self, *answers: Any, error: DisaggError | None = None) -> None:
+        self.client = RecordingStageClient(answers=answers, error=error)
+        self.drained: list[GenerateRequest] = []
+        self.phase = RemotePrefill(self.client, self.drained.append)
+
+    async def __call__(self, context: FakeContext | None = None) -> Handoff:
+        return await self.phase(request(), context or FakeContext())
+
+
+# -- prefill
+
+
+async def test_the_answer_becomes_a_handoff_that_goes_on() -> None:
+    prefill = Prefill(PREFILLED)
+    handoff = await prefill()
+    assert handoff.first == TokenChunk([7], log_probs=[-0.5])
+    assert handoff.result == PrefillResult(PARAMS, PromptTokensDetails(2))
+    assert prefill.client.requests == [raw_request(errand={"stage": "prefill"})]
+
+
+async def test_release_drains_once_with_the_handoff() -> None:
+    prefill = Prefill(PREFILLED)
+    handoff = await prefill()
+    assert prefill.drained == []
+    handoff.release()
+    handoff.release()
+    (drained,) = prefill.drained
+    assert drained.prefill_result == handoff.result
+
+
+async def test_an_answer_without_a_handoff_is_final() -> None:
+    handoff = await Prefill(WHOLE)()
+    assert handoff.is_final
+    assert handoff.first.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("answers", "message", "drains"),
+    [
+        ([], "0 answers", 0),
+        ([WHOLE, WHOLE], "2 answers", 0),
+        ([PREFILLED, PREFILLED], "2 answers", 2),
+        ([PREFILLED, GOING_ON], "neither whole nor a handoff", 1),
+        ([GOING_ON], "neither whole nor a handoff", 0),
+        ([{"token_ids": "x"}], "unreadable answer", 0),
+        ([{}], "unreadable answer", 0),
+        (["x"], "unreadable answer", 0),
+        ([PREFILLED, None], "unreadable answer", 1),
+        ([{"token_ids": [], "disaggregated_params": PARAMS}], "0 tokens", 0),
+    ],
+)
+async def test_a_bad_answer_is_the_peers_fault_and_its_kv_is_let_go(
+    answers: list[Any], message: str, drains: int
+) -> None:
+    prefill = Prefill(*answers)
+    with pytest.raises(PeerUnavailableError, match=message):
+        await prefill()
+    assert len(prefill.drained) == drains
+
+
+async def test_an_error_after_the_answer_lets_its_kv_go() -> None:
+    prefill = Prefill(PREFILLED, error=PeerUnavailableError("died"))
+    with pytest.raises(PeerUnavailableError, match="died"):
+        await prefill()
+    assert len(prefill.drained) == 1
+
+
+async def test_a_client_that_left_before_the_answer() -> None:
+    context = FakeContext()
+    context.stop()
+    with pytest.raises(RequestCancelledError):
+        await Prefill(PREFILLED)(context)
+
+
+async def test_a_client_that_left_with_the_answer_on_its_way() -> None:
+    """Prefill has let its KV go then, so a decode would fail: loudly, and for nobody."""
+    context = FakeContext()
+
+    async def serve(request: GenerateRequest, context_there: RequestContext) -> Any:
+        yield TokenChunk([7], disaggregated_params=PARAMS)
+        context.stop()
+
+    drained: list[GenerateRequest] = []
+    client = RecordingStageClient(serve)
+    with pytest.raises(RequestCancelledError):
+        await RemotePrefill(client, drained.append)(request(), context)
+    assert len(drained) == 1
+
+
+# -- decode
+
+
+def decode_with(client: RecordingStageClient, releases: list[int]) -> Generate:
+    async def prefill(request: GenerateRequest, context: RequestContext) -> Handoff:
+        return Handoff(TokenChunk([7]), PrefillResult(PARAMS), lambda: releases.append(1))
+
+    return chain(prefill, RemoteDecode(client))
+
+
+async def test_decode_gets_the_request_and_the_prefill_result() -> None:
+    client = RecordingStageClient(answers=[GOING_ON, END])
+    chunks = await collect(decode_with(client, []), request())
+    assert [chunk.token_ids for chunk in chunks] == [[7], [8], [9]]
+    sent = {"prefill_result": {"disaggregated_params": PARAMS}, "errand": {"stage": "decode"}}
+    assert client.requests == [raw_request() | sent]
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "kind", "releases"),
+    [
+        ([], None, PeerUnavailableError, 1),
+        ([], EngineError("x"), EngineError, 1),
+        ([], OverloadedError("x"), OverloadedError, 1),
+        ([GOING_ON], None, PeerUnavailableError, 0),
+        ([GOING_ON], EngineError("x"), EngineError, 0),
+        ([END], EngineError("x"), EngineError, 0),
+        ([{"token_ids": None}], None, PeerUnavailableError, 0),
+        ([GOING_ON, 5], None, PeerUnavailableError, 0),
+    ],
+)
+async def test_kv_is_released_until_decode_has_answered(
+    answers: list[Any], error: DisaggError | None, kind: type[DisaggError], releases: int
+) -> None:
+    client = RecordingStageClient(answers=answers, error=error)
+    released: list[int] = []
+    with pytest.raises(DisaggError) as caught:
+        await collect(decode_with(client, released), request())
+    assert type(caught.value) is kind
+    assert len(released) == releases
+
+
+async def test_a_client_that_left_is_no_error() -> None:
+    client = RecordingStageClient(answers=[GOING_ON, GOING_ON, END])
+    context, released = FakeContext(), [0]
+    chunks = decode_with(client, released)(request(), context)
+    assert [await anext(chunks), await anext(chunks)] == [TokenChunk([7]), TokenChunk([8])]
+    context.stop()
+    assert [chunk async for chunk in chunks] == []
+    assert released == [0]
+
+
+async def test_leaving_a_remote_decode_stops_the_peer() -> None:
+    running = asyncio.Event()
+    stopped: list[bool] = []
+
+    async def serve(request: GenerateRequest, context: RequestContext) -> Any:
+        yield TokenChunk([8])
+        running.set()
+        await context.async_killed_or_stopped()
+        stopped.append(context.is_stopped())
+        yield TokenChunk([9])
+
+    client = RecordingStageClient(serve)
+    chunks = decode_with(client, [])(request(), FakeContext())
+    await anext(chunks)
+    await anext(chunks)
+    await running.wait()
+    await chunks.aclose()
+    await client.idle()
+    assert stopped == [True]

@@ -1,0 +1,101 @@
+"""What is asked for again after a failure, and what of its answer is new."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.handling import PROMPT, expected_tokens, request
+from trtllm_disagg.errors import EngineError
+from trtllm_disagg.handlers.fallback import Appended, Everything, Replayed, has_ended, rest_of, the_end
+from trtllm_disagg.types import TokenChunk, Usage
+
+DELIVERED = expected_tokens(3)
+
+
+def test_nothing_delivered_is_the_request_itself() -> None:
+    asked = request()
+    assert rest_of(asked, []) == Everything(asked)
+
+
+def test_what_is_delivered_becomes_prompt() -> None:
+    asked = request(8, stop_conditions={"max_tokens": 8, "min_tokens": 5, "other": 1})
+    rest = rest_of(asked, DELIVERED)
+    assert rest.request.token_ids == rest.request.raw["token_ids"] == PROMPT + DELIVERED
+    assert rest.request.raw["stop_conditions"] == {"max_tokens": 5, "min_tokens": 2, "other": 1}
+    assert (rest.request.stop.max_tokens, rest.request.stop.min_tokens) == (5, 2)
+    assert (asked.token_ids, asked.raw["stop_conditions"]["max_tokens"]) == (PROMPT, 8)
+
+
+def test_no_limit_stays_none() -> None:
+    rest = rest_of(request(None), DELIVERED)
+    assert rest.request.stop.max_tokens is None
+    assert rest.request.raw["stop_conditions"]["max_tokens"] is None
+
+
+def test_the_usage_is_that_of_the_whole_answer() -> None:
+    last = TokenChunk([9], finish_reason="stop", completion_usage=Usage.of(6, 5, 6))
+    new = Appended(request(), DELIVERED).new(last)
+    assert new is not None
+    assert new.completion_usage == Usage.of(len(PROMPT), 8, len(PROMPT))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.2},
+        {"guided_decoding": {"regex": "a*"}},
+    ],
+)
+def test_what_depends_on_more_than_text_is_replayed(sampling: dict[str, Any]) -> None:
+    asked = request(sampling_options=sampling)
+    rest = rest_of(asked, DELIVERED)
+    assert isinstance(rest, Replayed)
+    assert rest.request is asked
+
+
+def test_no_penalty_is_none() -> None:
+    sampling = {"presence_penalty": 0.0, "repetition_penalty": 1.0}
+    assert isinstance(rest_of(request(sampling_options=sampling), DELIVERED), Appended)
+
+
+@given(st.integers(1, 12), st.integers(0, 12), st.lists(st.integers(0, 12), max_size=6))
+def test_a_replay_gives_what_is_new_once(length: int, num_delivered: int, cuts: list[int]) -> None:
+    """However the answer is cut into chunks."""
+    tokens = list(range(100, 100 + length))
+    num_delivered = min(num_delivered, length)
+    ends = sorted({0, length, *(cut for cut in cuts if cut < length)})
+    chunks = [
+        TokenChunk(
+            tokens[start:end],
+            log_probs=[float(t) for t in tokens[start:end]],
+            finish_reason="length" if end == length else None,
+        )
+        for start, end in pairwise(ends)
+    ]
+    replayed = Replayed(request(), tokens[:num_delivered])
+    new = [chunk for chunk in map(replayed.new, chunks) if chunk is not None]
+    assert [t for chunk in new for t in chunk.token_ids] == tokens[num_delivered:]
+    assert [p for chunk in new for p in chunk.log_probs or []] == [float(t) for t in tokens[num_delivered:]]
+    assert new[-1].finish_reason == "length"
+    assert all(chunk.token_ids or chunk.finish_reason for chunk in new)
+
+
+def test_another_answer_is_never_glued_on() -> None:
+    with pytest.raises(EngineError, match="began it differently"):
+        Replayed(request(), [1, 2]).new(TokenChunk([1, 3]))
+
+
+def test_an_answer_that_only_lost_its_end() -> None:
+    assert has_ended(request(3), DELIVERED)
+    assert not has_ended(request(4), DELIVERED)
+    assert not has_ended(request(None), DELIVERED)
+    end = the_end(request(3), DELIVERED)
+    assert (end.token_ids, end.finish_reason) == ([], "length")
+    assert end.completion_usage == Usage.of(len(PROMPT), 3, 0)

@@ -1,0 +1,312 @@
+"""Which instance gets a request: never one that is gone or has failed it, and in the way that was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.handling import request
+from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
+from trtllm_disagg.handlers.route import NEXT
+from trtllm_disagg.handlers.select import (
+    BestCached,
+    InFlight,
+    LeastLoaded,
+    Random,
+    RoundRobin,
+    SelectedStage,
+    Selector,
+)
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import GenerateRequest, RequestContext
+
+
+class Instance:
+    def __init__(self, instance_id: int) -> None:
+        self.instance_id = instance_id
+
+    async def describe(self) -> dict[str, Any]:
+        return {"id": self.instance_id}
+
+    async def call(
+        self, request: dict[str, Any], context: RequestContext | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        for number in range(3):
+            yield {"token_ids": [number]}
+
+
+class Directory:
+    def __init__(self, *ids: int) -> None:
+        self.ids = list(ids)
+
+    def instance_ids(self) -> Sequence[int]:
+        return self.ids
+
+    def instance(self, instance_id: int) -> Instance:
+        assert instance_id in self.ids
+        return Instance(instance_id)
+
+
+def stage(directory: Directory, selector: Selector | None = None, own_id: int = 99) -> SelectedStage:
+    return SelectedStage(directory, selector or RoundRobin(), InFlight(), "decode", own_id)
+
+
+def cached(**tokens: int) -> Any:
+    async def overlaps(request: GenerateRequest) -> Mapping[int, int]:
+        return {int(name[1:]): count for name, count in tokens.items()}
+
+    return overlaps
+
+
+async def unable(request: GenerateRequest) -> Mapping[int, int]:
+    raise RuntimeError("no endpoints available to route work")
+
+
+def selectors() -> list[Selector]:
+    load = InFlight()
+    return [
+        RoundRobin(),
+        Random(random.Random(1)),
+        LeastLoaded(load),
+        BestCached(cached(i1=100, i7=50), load),
+        BestCached(unable, load),
+    ]
+
+
+@given(
+    st.sets(st.integers(1, 9), max_size=5), st.frozensets(st.integers(1, 9), max_size=5), st.integers(0, 4)
+)
+async def test_never_one_that_is_gone_or_has_failed(ids: set[int], avoid: frozenset[int], which: int) -> None:
+    selected = stage(Directory(*ids), selectors()[which])
+    asked = request()
+    for each in avoid:
+        asked = asked.avoiding(each)
+    if ids - avoid:
+        assert (await selected.pick(asked)).instance_id in ids - avoid
+    else:
+        with pytest.raises(NoInstanceError, match="no decode instance"):
+            await selected.pick(asked)
+
+
+@pytest.mark.parametrize("selector", [RoundRobin(), LeastLoaded(InFlight()), BestCached(unable, InFlight())])
+async def test_equals_take_turns(selector: Selector) -> None:
+    chosen = Counter([await selector.choose(request(), [3, 1, 2]) for _ in range(9)])
+    assert chosen == {1: 3, 2: 3, 3: 3}
+
+
+async def test_random_takes_everybody() -> None:
+    selector = Random(random.Random(0))
+    assert {await selector.choose(request(), [1, 2, 3]) for _ in range(50)} == {1, 2, 3}
+
+
+async def test_the_least_loaded_one() -> None:
+    load = InFlight()
+    selector = LeastLoaded(load)
+    load.add(1, 10)
+    load.add(2, 5)
+    assert [await selector.choose(request(), [1, 2]) for _ in range(3)] == [2, 2, 2]
+    load.add(2, 6)
+    assert await selector.choose(request(), [1, 2]) == 1
+
+
+async def test_the_best_cached_one_unless_it_is_too_busy() -> None:
+    load = InFlight()
+    selector = BestCached(cached(i1=64), load)
+    assert [await selector.choose(request(), [1, 2, 3]) for _ in range(3)] == [1, 1, 1]
+    load.add(1, 65)
+    assert await selector.choose(request(), [1, 2, 3]) in (2, 3)
+
+
+async def test_a_router_that_cannot_tell_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    selector = BestCached(unable, InFlight())
+    for _ in range(5):
+        await selector.choose(request(), [1])
+    assert caplog.text.count("load alone decides") == 1
+
+
+async def test_a_router_that_hangs_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    async def hanging(request: GenerateRequest) -> Mapping[int, int]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    load = InFlight()
+    load.add(1, 5)
+    assert await BestCached(hanging, load, seconds=0.01).choose(request(), [1, 2]) == 2
+    assert "TimeoutError" in caplog.text
+
+
+async def test_a_router_that_works_again_may_fail_again(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = iter([unable, cached(i2=10), cached(i2=10), unable])
+    selector = BestCached(lambda asked: next(outcomes)(asked), InFlight())
+    for _ in range(4):
+        await selector.choose(request(), [1, 2])
+    assert caplog.text.count("load alone decides") == 2
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
+async def test_the_least_loaded_one_balances(lengths: list[int], num_instances: int) -> None:
+    """Greedy: nobody ever has more than the average and one request."""
+    load = InFlight()
+    selector = LeastLoaded(load)
+    ids = list(range(1, num_instances + 1))
+    for tokens in lengths:
+        load.add(await selector.choose(request(), ids), tokens)
+    assert max(load[each] for each in ids) <= sum(lengths) / num_instances + max(lengths)
+
+
+async def test_chance_is_seeded_by_whoever_wants_to_know() -> None:
+    chosen = [
+        [await selector.choose(request(), [1, 2, 3]) for _ in range(20)]
+        for selector in (Random(random.Random(5)), Random(random.Random(5)), Random(random.Random(6)))
+    ]
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
+async def test_a_call_is_load_while_it_runs() -> None:
+    load = InFlight()
+    selected = SelectedStage(Directory(1), RoundRobin(), load, "decode")
+    answers = (await selected.pick(request())).call({}, FakeContext())
+    assert load[1] == 0
+    await anext(answers)
+    assert load[1] == 3
+    await answers.aclose()
+    assert load[1] == 0
+
+
+# -- pins
+
+
+def pinning(*words: str) -> GenerateRequest:
+    return request(annotations=[NEXT + word for word in words])
+
+
+async def test_a_pin_is_kept() -> None:
+    selected = stage(Directory(0x1A, 0x2B, 0x3C))
+    assert {(await selected.pick(pinning("2b"))).instance_id for _ in range(5)} == {0x2B}
+    assert {(await selected.pick(pinning("2b,3c"))).instance_id for _ in range(6)} == {0x2B, 0x3C}
+
+
+@pytest.mark.parametrize("word", ["2b", "2B", " 43"])
+async def test_ids_are_hexadecimal_or_decimal(word: str) -> None:
+    selected = stage(Directory(0x1A, 0x2B, 0x3C))
+    asked = pinning(word)
+    selected.check(asked)
+    assert (await selected.pick(asked)).instance_id == 0x2B
+
+
+async def test_what_can_be_read_as_both_is_hexadecimal() -> None:
+    assert (await stage(Directory(10, 0x10)).pick(pinning("10"))).instance_id == 0x10
+
+
+async def test_the_largest_ids_there_are() -> None:
+    largest = (1 << 64) - 1
+    for word in (f"{largest:x}", str(largest)):
+        assert (await stage(Directory(1, largest)).pick(pinning(word))).instance_id == largest
+
+
+@pytest.mark.parametrize("key", ["prefill_worker_id", "decode_worker_id"])
+async def test_dynamos_ways_to_pin(key: str) -> None:
+    """Its frontend lets only the first of them through for a second stage, whatever role that has."""
+    selected = stage(Directory(1, 2, 3), own_id=99)
+    asked = request(routing={"decode_worker_id": 99, "prefill_worker_id": 99} | {key: 3})
+    selected.check(asked)
+    assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {3}
+
+
+async def test_dynamos_pin_of_this_worker_is_no_wish() -> None:
+    selected = stage(Directory(1, 2), own_id=99)
+    asked = request(routing={"decode_worker_id": 99, "prefill_worker_id": 99})
+    selected.check(asked)
+    assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {1, 2}
+    assert asked.journey.fallbacks == []
+
+
+async def test_an_annotation_is_stronger_than_a_header() -> None:
+    asked = request(annotations=[NEXT + "2"], routing={"prefill_worker_id": 1})
+    assert {(await stage(Directory(1, 2)).pick(asked)).instance_id for _ in range(4)} == {2}
+
+
+async def test_of_another_workers_errand_only_what_fits_is_heard() -> None:
+    """It was checked where it came in, against the instances that are seen from there."""
+    selected = stage(Directory(1, 2))
+    for asked, expected in (({"prefill_worker_id": 5}, {1, 2}), ({"prefill_worker_id": 2}, {2})):
+        errand = request(errand={"stage": "whole", "strategy": "prefill_first"}, routing=asked)
+        selected.check(errand)
+        assert {(await selected.pick(errand)).instance_id for _ in range(4)} == expected
+        assert errand.journey.fallbacks == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (pinning("5"), "pinned decode instance 5 is not known; expected one of 1a, 2b"),
+        (pinning("1a,5"), "pinned decode instance 5 is not known"),
+        (request(routing={"decode_worker_id": 5}), "pinned decode instance 5 is not known"),
+        (request(routing={"prefill_worker_id": 5}), "pinned decode instance 5 is not known"),
+        *(
+            (
+                pinning(word),
+                f"'disagg:next={bad}' is not allowed; expected ids of instances, hexadecimal or dec",
+            )
+            for word, bad in [("xyz", "xyz"), ("1a,", ""), ("", ""), ("-1", "-1"), ("f" * 17, "f" * 17)]
+        ),
+    ],
+)
+def test_a_stranger_is_refused(asked: GenerateRequest, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        stage(Directory(0x1A, 0x2B)).check(asked)
+
+
+async def test_who_is_gone_is_replaced_and_it_is_told() -> None:
+    directory = Directory(1, 2)
+    selected = stage(directory)
+    await selected.pick(pinning("2"))
+    directory.ids.remove(2)
+    asked = pinning("2")
+    selected.check(asked)
+    assert (await selected.pick(asked)).instance_id == 1
+    assert asked.journey.fallbacks == ["other_instance: pinned decode instance 2 is gone"]
+    # The next try does not repeat it.
+    assert (await selected.pick(asked)).instance_id == 1
+    assert len(asked.journey.fallbacks) == 1
+
+
+async def test_who_has_failed_is_replaced_and_it_is_told() -> None:
+    selected = stage(Directory(1, 2))
+    asked = pinning("2").avoiding(2)
+    selected.check(asked)
+    assert (await selected.pick(asked)).instance_id == 1
+    assert asked.journey.fallbacks == ["other_instance: pinned decode instance 2 failed or is left alone"]
+
+
+async def test_of_several_pins_those_that_are_left_count() -> None:
+    selected = stage(Directory(1, 2, 3))
+    asked = pinning("2,3").avoiding(2)
+    assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {3}
+    assert asked.journey.fallbacks == []
+
+
+def test_not_everybody_is_remembered_for_ever() -> None:
+    directory = Directory()
+    selected = stage(directory)
+    for first in range(0, 6000, 1000):
+        directory.ids = list(range(first, first + 1000))
+        selected.instance_ids()
+    selected.check(pinning("f42"))  # 3906
+    with pytest.raises(InvalidRequestError, match="pinned decode instance 1f4 is not known"):
+        selected.check(pinning("1f4"))
+
+
+def test_a_prompt_of_no_tokens_is_no_load() -> None:
+    """It is refused, but by who gets it."""
+    load = InFlight()
+    load.add(7, 0)
+    load.add(7, 0)
+    assert load[7] == 0

@@ -1,0 +1,210 @@
+"""Every strategy gives the answer that one worker gives, and asks the engines for nothing else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.support.handling import ORDERS, PROMPT, STRATEGIES, collect, expected_tokens, request, tokens_of
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.handlers.strategies import STRATEGIES as TABLE
+from trtllm_disagg.testing.pair import make_pair, recording_engine
+from trtllm_disagg.testing.recording_llm import LLM, DisaggregatedParams, Script
+from trtllm_disagg.testing.recording_types import EOS_TOKEN
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.types import GenerateRequest, TokenChunk
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+WITH_LOGPROBS: dict[str, Any] = {"output_options": {"logprobs": 2}}
+
+
+async def answer_of_one_worker(asked: GenerateRequest, script: Script | None = None) -> list[TokenChunk]:
+    engine = recording_engine()
+    if script is not None:
+        engine.llm.scripts.append(script)
+    config = WorkerConfig(model="m", role=Role.AGG)
+    return await collect(build_generate(config, engine, RecordingStageClient()), asked)
+
+
+def request_types(llm: LLM) -> list[str]:
+    return [result.request_type for result in llm.results]
+
+
+def test_the_table_has_every_strategy_and_agg() -> None:
+    assert set(TABLE) == {"agg", *Strategy} - {Strategy.AUTO}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, None])
+async def test_the_answer_of_a_pair_is_that_of_one_worker(strategy: str, max_tokens: int | None) -> None:
+    asked = request(max_tokens, **WITH_LOGPROBS)
+    whole = await answer_of_one_worker(asked)
+    split = await collect(make_pair(strategy).generate, asked)
+    assert tokens_of(split) == tokens_of(whole) == expected_tokens(max_tokens or 512 - len(PROMPT))
+    for field in ("token_ids", "log_probs", "top_logprobs", "finish_reason", "stop_reason", "index"):
+        assert [getattr(chunk, field) for chunk in split] == [getattr(chunk, field) for chunk in whole]
+    usage, whole_usage = split[-1].completion_usage, whole[-1].completion_usage
+    assert usage is not None
+    assert usage == whole_usage
+    assert [chunk.completion_usage for chunk in split[:-1]] == [None] * (len(split) - 1)
+    assert all(chunk.disaggregated_params is None for chunk in split)
+
+
+async def test_both_orders_give_the_same_chunks() -> None:
+    answers = [await collect(make_pair(order).generate, request(**WITH_LOGPROBS)) for order in ORDERS]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_each_worker_runs_its_phase_only(strategy: str) -> None:
+    pair = make_pair(strategy)
+    await collect(pair.generate, request())
+    assert request_types(pair.prefill) == ["context_only"]
+    assert request_types(pair.decode) == ["generation_only"]
+    (prefill,), (decode,) = (llm.calls_of("generate_async") for llm in (pair.prefill, pair.decode))
+    assert prefill["sampling_params"].max_tokens == 1
+    assert decode["sampling_params"].max_tokens == 5
+    assert prefill["inputs"] == decode["inputs"] == PROMPT
+    given: DisaggregatedParams = decode["disaggregated_params"]
+    assert given.first_gen_tokens == expected_tokens(1)
+    assert given.disagg_request_id == prefill["disaggregated_params"].disagg_request_id
+    assert (prefill["streaming"], decode["streaming"]) == (False, True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("stop_conditions", "tokens", "stop_reason"),
+    [
+        ({"max_tokens": 5}, [EOS_TOKEN, 7], None),
+        ({"max_tokens": 5, "stop_token_ids_hidden": [8]}, [8, 7], 8),
+        ({"max_tokens": 5, "stop_token_ids": [8]}, [8, 7], 8),
+    ],
+)
+async def test_a_stop_at_the_first_token_never_reaches_decode(
+    strategy: str, stop_conditions: dict[str, Any], tokens: list[int], stop_reason: int | None
+) -> None:
+    pair = make_pair(strategy)
+    pair.prefill.scripts.append(Script(tokens=tokens))
+    asked = request(stop_conditions=stop_conditions)
+    chunks = await collect(pair.generate, asked)
+    assert chunks == await answer_of_one_worker(asked, Script(tokens=tokens))
+    (chunk,) = chunks
+    assert (chunk.finish_reason, chunk.stop_reason, chunk.token_ids) == ("stop", stop_reason, [])
+    assert pair.decode.results == []
+    assert pair.prefill.results[0].aborts == [0]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_one_token_never_reaches_decode(order: str) -> None:
+    pair = make_pair(order)
+    (chunk,) = await collect(pair.generate, request(max_tokens=1))
+    assert chunk.token_ids == expected_tokens(1)
+    assert chunk.finish_reason == "length"
+    assert chunk.completion_usage is not None
+    assert chunk.completion_usage.completion_tokens == 1
+    assert pair.decode.results == []
+    assert pair.prefill.results[0].aborts == [1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_a_stop_later_is_decodes(strategy: str) -> None:
+    pair = make_pair(strategy)
+    pair.prefill.scripts.append(Script(tokens=[5]))
+    pair.decode.scripts.append(Script(tokens=[5, 6, EOS_TOKEN, 7]))
+    chunks = await collect(pair.generate, request())
+    assert tokens_of(chunks) == [5, 6]
+    assert chunks[-1].finish_reason == "stop"
+    assert pair.prefill.results[0].aborts == []
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_the_first_token_leaves_before_decode_is_asked(order: str) -> None:
+    pair = make_pair(order)
+    chunks = pair.generate(request(**WITH_LOGPROBS), FakeContext())
+    first = await anext(chunks)
+    assert first.token_ids == expected_tokens(1)
+    assert first.finish_reason is None
+    assert first.log_probs == [-1.0]
+    assert pair.decode.results == []
+    assert len(LLM.kv_store) == 1
+    rest = [chunk async for chunk in chunks]
+    assert tokens_of(rest) == expected_tokens(5)[1:]
+
+
+async def test_dynamos_router_gets_the_first_token_from_decode() -> None:
+    pair = make_pair("router")
+    chunks = await collect(pair.generate, request(**WITH_LOGPROBS))
+    (prefilled,) = pair.clients[0].calls[0].answers
+    assert prefilled["token_ids"] == expected_tokens(1)
+    assert prefilled["finish_reason"] == "length"
+    assert prefilled["disaggregated_params"]["first_gen_tokens"] == expected_tokens(1)
+    assert chunks[0].token_ids == expected_tokens(1)
+    assert chunks[0].log_probs == [-1.0]
+
+
+async def test_dynamos_router_asks_prefill_for_one_token_and_that_is_not_the_end() -> None:
+    pair = make_pair("router")
+    await collect(pair.generate, request(max_tokens=4))
+    assert pair.clients[0].requests[0]["stop_conditions"]["max_tokens"] == 1
+    assert request_types(pair.decode) == ["generation_only"]
+
+
+async def test_without_a_prefill_result_a_routed_decode_worker_does_it_all() -> None:
+    pair = make_pair("router")
+    asked = request(annotations=["x-bypass-remote-prefill"])
+    answers = [answer async for answer in pair.client.call(asked.raw, FakeContext())]
+    assert [answer["token_ids"][0] for answer in answers] == expected_tokens(5)
+    assert request_types(pair.decode) == ["context_and_generation"]
+    assert "disaggregated_params" not in pair.decode.calls_of("generate_async")[0]
+
+
+async def test_a_second_stage_decode_worker_needs_a_prefill_result() -> None:
+    config = WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST)
+    generate = build_generate(config, recording_engine(), RecordingStageClient())
+    with pytest.raises(InvalidRequestError, match="needs a prefill result"):
+        await collect(generate, request(errand={"stage": "decode"}))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_a_request_is_forwarded_with_its_unknown_keys_and_left_alone(strategy: str) -> None:
+    pair = make_pair(strategy)
+    asked = request()
+    before = copy.deepcopy(asked.raw)
+    await collect(pair.generate, asked)
+    assert asked.raw == before
+    forwarded = pair.client.requests[0]
+    prefill_result = forwarded.pop("prefill_result", None)
+    errand = forwarded.pop("errand", None)
+    assert forwarded == before
+    assert (
+        errand
+        == {"prefill_first": {"stage": "decode"}, "decode_first": {"stage": "prefill"}, "router": None}[
+            strategy
+        ]
+    )
+    assert (prefill_result is None) == (strategy == "decode_first")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_the_second_stage_gets_the_same_request_id(order: str) -> None:
+    pair = make_pair(order)
+    await collect(pair.generate, request())
+    assert [call.context.id() for call in pair.client.calls] == ["request-1"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_usage_counts_what_prefill_had_cached(strategy: str) -> None:
+    """Decode's engine would count the whole prompt, because all of it was transferred."""
+    pair = make_pair(strategy)
+    chunks = await collect(pair.generate, request())
+    usage = chunks[-1].completion_usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert pair.decode.results[0].cached_tokens == len(PROMPT)
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 5, 8)

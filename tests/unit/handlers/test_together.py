@@ -1,0 +1,230 @@
+"""Schedule style generation_first: both phases at once, through real embedded engines, and with phases that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import Checkpoints
+from tests.support.handling import collect, request, tokens_of, until
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, Strategy, WorkerConfig
+from trtllm_disagg.engine import Engine, load_api
+from trtllm_disagg.errors import (
+    ConfigError,
+    DisaggError,
+    InvalidRequestError,
+    KvTransferError,
+    RequestCancelledError,
+)
+from trtllm_disagg.handlers.concurrent import LocalPush, Push, RemotePush, together
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.testing.pair import recording_engine
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
+
+ORDERS = ["prefill_first", "decode_first"]
+PROMPT = [2 + (i * 7 + i * i) % 250 for i in range(150)]
+
+
+# -- with engines
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoints: Checkpoints) -> Iterator[dict[Role, Engine]]:
+    args = {
+        "model": str(checkpoints()),
+        "kv_cache_config": {"max_tokens": 4096},
+        "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 5000},
+        "max_seq_len": 512,
+        "max_batch_size": 8,
+        "max_num_tokens": 64,
+        "enable_chunked_prefill": True,
+        "skip_tokenizer_init": True,
+    }
+    started = {
+        role: Engine.open(load_api("embedded"), args, machine_id)
+        for machine_id, role in enumerate((Role.PREFILL, Role.DECODE))
+    }
+    yield started
+    for engine in started.values():
+        engine.close()
+
+
+def pair(engines: dict[Role, Engine], order: str) -> tuple[Generate, RecordingStageClient]:
+    """(the first stage, its way to the second one)."""
+
+    def build(role: Role, client: RecordingStageClient) -> Generate:
+        config = WorkerConfig(
+            model="m", role=role, strategy=Strategy(order), schedule_style=ScheduleStyle.GENERATION_FIRST
+        )
+        return build_generate(config, engines[role], client)
+
+    first, second = (Role.PREFILL, Role.DECODE) if order == "prefill_first" else (Role.DECODE, Role.PREFILL)
+    description = {"ctx_info_endpoint": engines[second].ctx_info_endpoint}
+    client = RecordingStageClient(build(second, RecordingStageClient()), description=description)
+    return build(first, client), client
+
+
+def asked(max_tokens: int = 8, **keys: Any) -> GenerateRequest:
+    options = {"temperature": 0.0}
+    return request(max_tokens, token_ids=PROMPT, sampling_options=options, **keys)
+
+
+async def is_idle(engines: dict[Role, Engine]) -> None:
+    await until(lambda: not any(engine.llm.num_active_requests for engine in engines.values()))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8])
+@pytest.mark.parametrize("order", ORDERS)
+async def test_the_answer_is_that_of_one_worker(
+    engines: dict[Role, Engine], order: str, max_tokens: int
+) -> None:
+    both = WorkerConfig(model="m", role=Role.AGG)
+    whole = await collect(
+        build_generate(both, engines[Role.PREFILL], RecordingStageClient()), asked(max_tokens)
+    )
+    generate, client = pair(engines, order)
+    met = await collect(generate, asked(max_tokens))
+    await client.idle()
+    assert tokens_of(met) == tokens_of(whole)
+    assert met[-1].finish_reason == whole[-1].finish_reason == "length"
+    await is_idle(engines)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_many_at_once(engines: dict[Role, Engine], order: str) -> None:
+    """More than either side takes at a time."""
+    generate, client = pair(engines, order)
+    answers = await asyncio.gather(*(collect(generate, asked(4)) for _ in range(24)))
+    assert len({tuple(tokens_of(answer)) for answer in answers}) == 1
+    await client.idle()
+    await is_idle(engines)
+
+
+@pytest.mark.parametrize("moment", ["at once", "after a token"])
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_client_that_leaves_frees_both_sides(
+    engines: dict[Role, Engine], order: str, moment: str
+) -> None:
+    generate, client = pair(engines, order)
+    context = FakeContext()
+    chunks = generate(asked(300, annotations=["x"]), context)
+    if moment == "after a token":
+        await anext(chunks)
+    else:
+        asyncio.get_running_loop().call_soon(context.stop)
+        async for _ in chunks:
+            """Nothing, or what was quicker."""
+    context.stop()
+    await chunks.aclose()
+    await client.idle()
+    await is_idle(engines)
+
+
+async def test_a_prefill_that_is_refused_ends_the_wait_of_decode(engines: dict[Role, Engine]) -> None:
+    """Long before decode's own deadline, and with prefill's reason."""
+    generate, client = pair(engines, "decode_first")
+
+    async def refuse(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        if request.token_ids:
+            raise InvalidRequestError("not here")
+        yield TokenChunk([])
+
+    client.serve_by(refuse)
+    with pytest.raises(InvalidRequestError, match="not here"):
+        await asyncio.wait_for(collect(generate, asked()), 3)
+    await is_idle(engines)
+
+
+# -- with scripts
+
+
+class ScriptedPush:
+    """A prefill phase that does what it is told."""
+
+    def __init__(self, error: DisaggError | None = None) -> None:
+        self.error = error
+        self.ended = asyncio.Event()
+        self.met: list[Rendezvous | None] = []
+
+    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+        return Rendezvous(5, ["tcp://here:1"]), self._run
+
+    async def _run(self, request: GenerateRequest, context: RequestContext) -> None:
+        self.met.append(request.rendezvous)
+        try:
+            if self.error is not None:
+                raise self.error
+            await asyncio.sleep(3600)
+        finally:
+            self.ended.set()
+
+
+async def two_tokens(
+    request: GenerateRequest, context: RequestContext, handoff: Handoff
+) -> AsyncGenerator[TokenChunk, None]:
+    assert request.rendezvous == Rendezvous(5, ["tcp://here:1"])
+    yield TokenChunk([1])
+    yield TokenChunk([2], finish_reason="length")
+
+
+async def test_both_phases_meet_at_one_place_and_the_push_ends_with_decode() -> None:
+    push = ScriptedPush()
+    answer = await collect(together(push, two_tokens), request())
+    assert tokens_of(answer) == [1, 2]
+    assert push.ended.is_set() or push.met == []
+
+
+async def test_a_decode_that_fails_ends_the_push() -> None:
+    push = ScriptedPush()
+
+    async def fail(
+        request: GenerateRequest, context: RequestContext, handoff: Handoff
+    ) -> AsyncGenerator[TokenChunk, None]:
+        await asyncio.sleep(0)
+        if request.token_ids:
+            raise KvTransferError("lost")
+        yield TokenChunk([])
+
+    with pytest.raises(KvTransferError, match="lost"):
+        await collect(together(push, fail), request())
+    assert push.ended.is_set()
+
+
+async def test_a_push_that_fails_closes_decode() -> None:
+    closed = asyncio.Event()
+
+    async def wait(
+        request: GenerateRequest, context: RequestContext, handoff: Handoff
+    ) -> AsyncGenerator[TokenChunk, None]:
+        try:
+            await asyncio.sleep(3600)
+            yield TokenChunk([])
+        finally:
+            closed.set()
+
+    with pytest.raises(RequestCancelledError, match="given up"):
+        await collect(together(ScriptedPush(RequestCancelledError("given up")), wait), request())
+    assert closed.is_set()
+
+
+def test_an_engine_that_nobody_can_meet_is_refused_before_it_serves() -> None:
+    with pytest.raises(ConfigError, match="this engine says no ctx_info_endpoint"):
+        LocalPush(recording_engine())
+
+
+async def test_a_prefill_worker_that_cannot_be_met_is_named(engines: dict[Role, Engine]) -> None:
+    push = RemotePush(RecordingStageClient(), engines[Role.DECODE])
+    with pytest.raises(ConfigError, match="ctx_info_endpoint"):
+        await push.meet(request())
+
+
+@pytest.mark.parametrize(("role", "strategy"), [(Role.AGG, "decode_first"), (Role.DECODE, "router")])
+def test_only_a_worker_that_dispatches_both_phases_can_do_so(role: Role, strategy: str) -> None:
+    with pytest.raises(ConfigError, match="--schedule-style: 'generation_first'"):
+        WorkerConfig(
+            model="m", role=role, strategy=Strategy(strategy), schedule_style=ScheduleStyle.GENERATION_FIRST
+        )

@@ -1,0 +1,263 @@
+"""Deadlines and circuit breakers of the other stage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
+from trtllm_disagg.errors import (
+    DisaggError,
+    EngineError,
+    InvalidRequestError,
+    NoInstanceError,
+    OverloadedError,
+    PeerUnavailableError,
+    StageTimeoutError,
+)
+from trtllm_disagg.handlers.circuit_breaker import Alarm, Breaker, Patience, WatchedStage
+from trtllm_disagg.testing.pair import Pair, make_pair
+from trtllm_disagg.testing.recording_llm import Script
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import GenerateRequest, RequestContext
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+Call = Callable[[], AsyncGenerator[dict[str, Any], None]]
+
+
+class Instance:
+    def __init__(self, instance_id: int, call: Call) -> None:
+        self.instance_id = instance_id
+        self._call = call
+
+    async def describe(self) -> dict[str, Any]:
+        return {}
+
+    def call(
+        self, request: dict[str, Any], context: RequestContext | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        return self._call()
+
+
+class Stage:
+    """Always the first one that is allowed."""
+
+    def __init__(self, **calls: Call) -> None:
+        self.calls = {int(name[1:]): call for name, call in calls.items()}
+
+    def instance_ids(self) -> Sequence[int]:
+        return list(self.calls)
+
+    def check(self, request: GenerateRequest) -> None:
+        """Nothing is wished for."""
+
+    async def pick(self, request: GenerateRequest) -> Instance:
+        for instance_id, call in self.calls.items():
+            if instance_id not in request.avoid:
+                return Instance(instance_id, call)
+        raise NoInstanceError("nobody")
+
+
+async def well() -> AsyncGenerator[dict[str, Any], None]:
+    yield {"token_ids": [1]}
+    yield {"token_ids": [2]}
+
+
+async def falling_silent() -> AsyncGenerator[dict[str, Any], None]:
+    yield {"token_ids": [1]}
+    await asyncio.Event().wait()
+
+
+async def silent() -> AsyncGenerator[dict[str, Any], None]:
+    await asyncio.Event().wait()
+    yield {}
+
+
+def failing(error: DisaggError, after: int = 0) -> Call:
+    async def call() -> AsyncGenerator[dict[str, Any], None]:
+        for number in range(after):
+            yield {"token_ids": [number]}
+        raise error
+
+    return call
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched(stage: Stage, clock: Clock | None = None, seconds: float = 30.0) -> WatchedStage:
+    breaker = Breaker(2, 5.0, clock or Clock())
+    return WatchedStage(stage, breaker, {"prefill": Patience(seconds, 2 * seconds)})
+
+
+async def call(stage: WatchedStage) -> tuple[int, list[dict[str, Any]]]:
+    instance = await stage.pick(request())
+    answers = [a async for a in instance.call({"errand": {"stage": "prefill"}}, FakeContext())]
+    return instance.instance_id, answers
+
+
+async def fail(stage: WatchedStage, times: int = 1) -> None:
+    for _ in range(times):
+        with pytest.raises(DisaggError):
+            await call(stage)
+
+
+async def test_what_is_well_passes() -> None:
+    assert await call(watched(Stage(i1=well))) == (1, [{"token_ids": [1]}, {"token_ids": [2]}])
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("error", [PeerUnavailableError("x"), StageTimeoutError("x"), EngineError("x")])
+async def test_who_fails_twice_is_left_alone_for_a_while(error: DisaggError, after: int) -> None:
+    clock = Clock()
+    stage = watched(Stage(i1=failing(error, after), i2=well), clock)
+    await fail(stage)
+    assert stage.num_well() == 2
+    await fail(stage)
+    assert stage.num_well() == 1
+    assert (await call(stage))[0] == 2
+    clock.now = 5.0
+    assert stage.num_well() == 2
+    await fail(stage)  # once more is enough now
+    assert (await call(stage))[0] == 2
+
+
+async def test_who_recovers_starts_anew() -> None:
+    clock = Clock()
+    inner = Stage(i1=failing(PeerUnavailableError("x")), i2=well)
+    stage = watched(inner, clock)
+    await fail(stage, 2)
+    clock.now = 5.0
+    inner.calls[1] = well
+    assert (await call(stage))[0] == 1
+    inner.calls[1] = failing(PeerUnavailableError("x"))
+    await fail(stage)
+    assert stage.num_well() == 2
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("x"), OverloadedError("x")])
+async def test_what_is_nobodys_fault_counts_for_nothing(error: DisaggError) -> None:
+    stage = watched(Stage(i1=failing(error)))
+    await fail(stage, 5)
+    assert stage.num_well() == 1
+
+
+async def test_better_a_doubtful_instance_than_none() -> None:
+    inner = Stage(i1=failing(PeerUnavailableError("x")))
+    stage = watched(inner)
+    await fail(stage, 2)
+    assert stage.num_well() == 0
+    inner.calls[1] = well
+    assert (await call(stage))[0] == 1
+
+
+async def test_nobody_is_nobody() -> None:
+    with pytest.raises(NoInstanceError):
+        await watched(Stage()).pick(request())
+
+
+async def test_a_silent_instance_is_named_at_its_deadline() -> None:
+    stage = watched(Stage(i7=silent), seconds=0.01)
+    with pytest.raises(StageTimeoutError, match=r"no answer to prefill within 0\.01 s") as caught:
+        await call(stage)
+    assert caught.value.peer == 7
+
+
+async def test_an_instance_that_falls_silent_is_named_too() -> None:
+    """As a frozen worker does: its connections stay."""
+    stage = watched(Stage(i7=falling_silent), seconds=0.01)
+    with pytest.raises(StageTimeoutError, match=r"no further answer to prefill within 0\.02 s") as caught:
+        await call(stage)
+    assert caught.value.peer == 7
+    await fail(stage)
+    assert stage.num_well() == 0
+
+
+async def test_who_reads_slowly_is_no_fault_of_an_instance() -> None:
+    stage = watched(Stage(i7=well), seconds=0.01)
+    instance = await stage.pick(request())
+    answers = []
+    async for answer in instance.call({"errand": {"stage": "prefill"}}, FakeContext()):
+        answers.append(answer)
+        await asyncio.sleep(0.05)
+    assert len(answers) == 2
+
+
+async def test_each_answer_has_its_own_time() -> None:
+    async def slow() -> AsyncGenerator[dict[str, Any], None]:
+        for number in range(6):
+            await asyncio.sleep(0.01)
+            yield {"token_ids": [number]}
+
+    assert len((await call(watched(Stage(i7=slow), seconds=0.03)))[1]) == 6
+
+
+async def test_who_is_cancelled_is_cancelled_whatever_the_alarm_says() -> None:
+    async def wait() -> None:
+        with Alarm(1) as alarm:
+            alarm.expect("answer", 0.0)
+            await asyncio.Event().wait()
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_depth_is_who_waits_beyond_one_for_each_instance() -> None:
+    stage = watched(Stage(i1=silent, i2=silent))
+    depths = []
+    tasks = []
+    for _ in range(4):
+        tasks.append(asyncio.create_task(call(stage)))
+        await asyncio.sleep(0)
+        depths.append(stage.depth())
+    assert depths == [0, 0, 1, 2]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert stage.depth() == 0
+
+
+# -- in a worker
+
+
+async def let_go(gate: asyncio.Semaphore, pair: Pair) -> None:
+    """A decode that is given up runs on until its KV has arrived."""
+    for _ in range(20):
+        gate.release()
+    await pair.idle()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_second_stage_that_hangs_is_replaced(order: str) -> None:
+    pair = make_pair(order, prefill_timeout=0.02, first_decode_token_timeout=0.02)
+    second = pair.decode if order == "prefill_first" else pair.prefill
+    gate = asyncio.Semaphore(0)
+    second.scripts.append(Script(gate=gate))
+    asked = request(4)
+    chunks = await collect(pair.generate, asked)
+    await let_go(gate, pair)
+    assert tokens_of(chunks) == expected_tokens(4)
+    assert asked.journey.strategy == "local"
+    assert "within 0.02 s" in asked.journey.fallbacks[0]
+
+
+@pytest.mark.parametrize(("order", "word"), [("prefill_first", "prefill"), ("decode_first", "decode")])
+async def test_a_phase_that_hangs_here_ends_too(order: str, word: str) -> None:
+    pair = make_pair(order, prefill_timeout=0.05, first_decode_token_timeout=0.05, on_missing_stage="fail")
+    own = pair.prefill if order == "prefill_first" else pair.decode
+    gate = asyncio.Semaphore(0)
+    own.scripts.extend(Script(gate=gate) for _ in range(2))
+    with pytest.raises(StageTimeoutError, match=f"{word} .*within 0.05 s"):
+        await collect(pair.generate, request(4))
+    await let_go(gate, pair)

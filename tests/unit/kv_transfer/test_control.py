@@ -1,0 +1,373 @@
+"""The sender's control channel, over real sockets: within a host, and between hosts that have the same key."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from tests.support.meeting import wait_until
+from tests.support.pools import NETWORK
+from tests.support.strangers import as_stranger, require
+from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.access import Door, LocalDoor, Network, PeerGoneError
+from trtllm_disagg.kv_transfer.base import KvLayout, PeerCard
+from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer
+from trtllm_disagg.kv_transfer.framing import MAX_MESSAGE_BYTES, Limits
+from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle, split_endpoint
+from trtllm_disagg.kv_transfer.lease import LeaseTable
+
+CARD = PeerCard("prefill-1", "SHARED_MEMORY", KvLayout("m", 4, 32, 2, 16, "float32"), 8, b"address")
+SECONDS = 5.0
+GET_CARD = msgspec.msgpack.encode({"type": "card"})
+#: A limit of each kind that a test reaches soon.
+TIGHT = Limits(connections=3, newcomers=4, greeting=0.3, idle=0.3, frame=0.3)
+
+
+class Server:
+    def __init__(self, door: Door, limits: Limits | None = None) -> None:
+        self.door = door
+        self.leases = LeaseTable(60.0)
+        self.ended = threading.Event()
+        self.control = ControlServer(door, self.leases, self.ended.set, limits)
+        self.control.start(CARD)
+
+    def lease(self, request_id: int = 1) -> KvHandle:
+        lease = self.leases.grant(request_id, [1, 2])
+        handle = KvHandle(
+            VERSION, CARD.sender, self.control.endpoint, lease.id, b"y" * 16, b"p" * 16, 9, [1, 2], 0
+        )
+        lease.digest = handle.digest()
+        return handle
+
+    def connect(self) -> socket.socket:
+        """As a peer does."""
+        return self.door.connect(self.control.endpoint, SECONDS)
+
+
+@pytest.fixture(params=["one host", "network"])
+def door(request: pytest.FixtureRequest) -> Door:
+    return LocalDoor() if request.param == "one host" else NETWORK.door()
+
+
+@pytest.fixture
+def server(door: Door) -> Iterator[Server]:
+    made = Server(door)
+    yield made
+    made.control.close()
+
+
+@pytest.fixture
+def tight(door: Door) -> Iterator[Server]:
+    made = Server(door, TIGHT)
+    yield made
+    made.control.close()
+
+
+@pytest.fixture
+def client(door: Door) -> Iterator[ControlClient]:
+    made = ControlClient(door)
+    yield made
+    made.close()
+
+
+def exchange(connection: socket.socket, payload: bytes) -> bytes:
+    connection.sendall(struct.pack("<I", len(payload)) + payload)
+    (length,) = struct.unpack("<I", receive(connection, 4))
+    return receive(connection, length)
+
+
+def receive(connection: socket.socket, size: int) -> bytes:
+    got = b""
+    while len(got) < size and (part := connection.recv(size - len(got))):
+        got += part
+    return got
+
+
+def is_hung_up(connection: socket.socket) -> bool:
+    """The server says nothing any more."""
+    connection.settimeout(SECONDS)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_a_card_comes_as_it_was_given(server: Server, client: ControlClient) -> None:
+    assert client.card(server.lease().endpoint, SECONDS) == CARD
+
+
+def test_confirming_ends_the_lease_and_wakes_the_engine(server: Server, client: ControlClient) -> None:
+    handle = server.lease()
+    assert client.confirm(handle, SECONDS)
+    assert server.ended.is_set()
+    assert len(server.leases) == 0
+    assert not client.confirm(handle, SECONDS)
+
+
+def test_a_changed_handle_is_not_confirmed_and_ends_nothing(server: Server, client: ControlClient) -> None:
+    handle = server.lease()
+    assert not client.confirm(msgspec.structs.replace(handle, blocks=[1, 3]), SECONDS)
+    assert len(server.leases) == 1
+    assert client.confirm(handle, SECONDS)
+
+
+def test_beginning_tells_whether_there_is_something_to_read(server: Server, client: ControlClient) -> None:
+    handle = server.lease()
+    assert client.begin(handle, SECONDS)
+    assert len(server.leases) == 1
+    assert not client.begin(msgspec.structs.replace(handle, blocks=[1, 3]), SECONDS)
+    assert client.confirm(handle, SECONDS)
+    assert not client.begin(handle, SECONDS)
+
+
+def test_beginning_too_late_is_told_apart_from_a_wrong_handle(server: Server, client: ControlClient) -> None:
+    server.leases.seconds = 0.0
+    with pytest.raises(KvTransferError, match="ended before the KV was read"):
+        client.begin(server.lease(), SECONDS)
+
+
+def test_releasing_ends_the_lease(server: Server, client: ControlClient) -> None:
+    client.release(server.lease(), SECONDS)
+    assert len(server.leases) == 0
+    assert server.ended.is_set()
+
+
+def test_no_peer_is_answered_after_close(server: Server, client: ControlClient) -> None:
+    handle = server.lease()
+    client.card(handle.endpoint, SECONDS)
+    server.control.close()
+    for _ in range(2):  # on the connection that was there, and on a new one
+        with pytest.raises(KvTransferError, match="control channel"):
+            client.confirm(handle, SECONDS)
+    with pytest.raises(PeerGoneError):
+        client.confirm(handle, SECONDS)
+    assert len(server.leases) == 1
+
+
+def test_a_client_connects_again_after_its_connection_broke(server: Server, client: ControlClient) -> None:
+    handle = server.lease()
+    client.card(handle.endpoint, SECONDS)
+    client._channel._connections[handle.endpoint].socket.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(KvTransferError):
+        client.card(handle.endpoint, SECONDS)
+    assert client.card(handle.endpoint, SECONDS) == CARD
+
+
+def test_silence_is_an_error_after_the_deadline(client: ControlClient, door: Door) -> None:
+    listener, endpoint = door.listen()
+    with listener, pytest.raises(KvTransferError, match=r"no answer within 0\.1 s"):
+        client.confirm(msgspec.structs.replace(HANDLE, endpoint=endpoint), 0.1)
+
+
+HANDLE = KvHandle(VERSION, "s", "tcp://127.0.0.1:1", b"l" * 16, b"y" * 16, b"p" * 16, 1, [0], 0)
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"garbage", b"\x81\xa4type\xa3\xff\xff\xff", msgspec.msgpack.encode({"type": "x"})]
+)
+def test_an_unreadable_message_ends_its_connection_and_no_other(
+    server: Server, client: ControlClient, message: bytes
+) -> None:
+    endpoint = server.lease().endpoint
+    client.card(endpoint, SECONDS)
+    with server.connect() as connection:
+        connection.sendall(struct.pack("<I", len(message)) + message)
+        assert is_hung_up(connection)
+    assert client.card(endpoint, SECONDS) == CARD
+
+
+def test_garbage_is_warned_of_once_a_minute(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(20):
+            with server.connect() as connection:
+                connection.sendall(struct.pack("<I", 3) + b"bad")
+                assert is_hung_up(connection)
+    assert sum("hung up on" in record.message for record in caplog.records) == 1
+
+
+def test_a_message_without_end_is_not_waited_for(server: Server, client: ControlClient) -> None:
+    with server.connect() as connection:
+        connection.sendall(struct.pack("<I", MAX_MESSAGE_BYTES + 1))
+        assert is_hung_up(connection)
+    assert client.card(server.lease().endpoint, SECONDS) == CARD
+
+
+@pytest.mark.parametrize("said", [b"", b"\x10"], ids=["idle", "half a frame"])
+def test_a_peer_that_says_no_more_is_hung_up_on(tight: Server, said: bytes) -> None:
+    with tight.connect() as connection:
+        connection.sendall(said)
+        assert is_hung_up(connection)
+    wait_until(lambda: tight.control.num_connections == 0)
+
+
+def test_connections_are_limited_and_come_free(tight: Server, client: ControlClient) -> None:
+    held = [tight.connect() for _ in range(TIGHT.connections)]
+    for connection in held:
+        connection.settimeout(SECONDS)
+        assert exchange(connection, GET_CARD)
+    with tight.connect() as one_too_many:
+        assert is_hung_up(one_too_many)
+    for connection in held:
+        connection.close()
+    wait_until(lambda: tight.control.num_connections == 0)
+    assert client.card(tight.control.endpoint, SECONDS) == CARD
+
+
+def test_one_slow_peer_does_not_delay_another(server: Server, client: ControlClient) -> None:
+    with server.connect() as slow:
+        slow.sendall(b"\x10")
+        assert client.card(server.lease().endpoint, SECONDS) == CARD
+
+
+def test_closing_leaves_no_thread(server: Server, client: ControlClient) -> None:
+    client.card(server.lease().endpoint, SECONDS)
+    server.control.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("kv-control"):
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+
+
+def test_an_ipv6_address_is_shown_in_brackets() -> None:
+    door = Network("::1", b"k" * 32).door()
+    server = Server(door)
+    try:
+        assert server.control.endpoint.startswith("tcp://[::1]:")
+        client = ControlClient(door)
+        assert client.card(server.control.endpoint, SECONDS) == CARD
+        client.close()
+    finally:
+        server.control.close()
+
+
+# -- on one host: the same user only
+
+_CONNECT = """
+import json, socket, struct, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.settimeout(10)
+try:
+    connection.connect(b"\\0" + sys.argv[1].encode())
+    connection.sendall(struct.pack("<I", 10) + b"\\x81\\xa4type\\xa4card")
+    got = connection.recv(1)
+except OSError as error:
+    got = b""
+print(json.dumps(got.hex()))
+"""
+
+_TAKE_THE_NAME = """
+import json, os, signal, socket, sys
+taken = socket.socket(socket.AF_UNIX)
+taken.bind(b"\\0" + sys.argv[1].encode())
+taken.listen(8)
+if os.fork() == 0:
+    sys.stdout.close()
+    os.close(1)
+    os.close(2)
+    connection, _ = taken.accept()
+    connection.recv(1)
+    os._exit(0)
+print(json.dumps(True))
+"""
+
+
+def place_of(endpoint: str) -> tuple[str, int]:
+    place = split_endpoint(endpoint)
+    assert place is not None
+    return place
+
+
+def abstract_name(endpoint: str) -> str:
+    name, number = place_of(endpoint)
+    return f"{name.removeprefix('@')}:{number}"
+
+
+def test_another_user_gets_no_answer() -> None:
+    require()
+    server = Server(LocalDoor())
+    try:
+        name = abstract_name(server.control.endpoint)
+        assert as_stranger(_CONNECT, name) == ""
+        assert server.control.num_connections == 0
+        client = ControlClient(server.door)
+        assert client.card(server.control.endpoint, SECONDS) == CARD
+        client.close()
+    finally:
+        server.control.close()
+
+
+def test_another_user_behind_a_name_that_came_free_is_no_peer() -> None:
+    require()
+    server = Server(LocalDoor())
+    server.control.close()
+    assert as_stranger(_TAKE_THE_NAME, abstract_name(server.control.endpoint))
+    client = ControlClient(LocalDoor())
+    with pytest.raises(PeerGoneError, match=f"runs as uid 65534, this one as {os.geteuid()}"):
+        client.card(server.control.endpoint, SECONDS)
+    client.close()
+
+
+# -- between hosts: the same key only
+
+
+def test_a_peer_with_another_key_is_refused_by_either_end(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(NETWORK.door())
+    try:
+        client = ControlClient(Network("127.0.0.1", b"another key" * 4).door())
+        with pytest.raises(KvTransferError, match=r"does not have the key of embedded\.transfer_key_file"):
+            client.card(server.control.endpoint, SECONDS)
+        client.close()
+    finally:
+        server.control.close()
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("<I", 10) + GET_CARD, os.urandom(4096)]
+)
+def test_what_is_no_tls_gets_nothing_but_an_alert(said: bytes) -> None:
+    server = Server(NETWORK.door())
+    try:
+        place = place_of(server.control.endpoint)
+        with socket.create_connection(place, timeout=SECONDS) as connection:
+            connection.sendall(said)
+            got = b""
+            try:
+                while part := connection.recv(4096):
+                    got += part
+            except ConnectionError:
+                pass
+        assert len(got) <= 7, "a TLS alert"
+        assert CARD.address not in got
+        wait_until(lambda: server.control.num_connections == 0)
+    finally:
+        server.control.close()
+
+
+def test_a_flood_of_silent_connections_keeps_no_peer_out() -> None:
+    server = Server(NETWORK.door())
+    place = place_of(server.control.endpoint)
+    flood = [socket.create_connection(place, timeout=SECONDS) for _ in range(3 * Limits().newcomers)]
+    try:
+        client = ControlClient(server.door)
+        assert client.card(server.control.endpoint, SECONDS) == CARD
+        client.close()
+        wait_until(lambda: server.control.num_connections <= Limits().newcomers + 1)
+    finally:
+        for connection in flood:
+            connection.close()
+        server.control.close()
+
+
+def test_an_engine_of_one_host_talks_to_no_network_and_the_other_way_round() -> None:
+    local, network = ControlClient(LocalDoor()), ControlClient(NETWORK.door())
+    with pytest.raises(KvTransferError, match="is on another host"):
+        local.card("tcp://127.0.0.1:9", SECONDS)
+    with pytest.raises(KvTransferError, match="takes peers on its own host only"):
+        network.card("unix://@name:1", SECONDS)

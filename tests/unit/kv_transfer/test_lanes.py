@@ -1,0 +1,109 @@
+"""Pulls from several senders at once: a sender that stalls delays nobody else's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.support.pools import LAYOUT
+from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.access import LocalDoor
+from trtllm_disagg.kv_transfer.base import PeerCard
+from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
+from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender, Pull
+
+
+class NoBytes:
+    """A transport that has nothing to move."""
+
+    name = "NONE"
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def serve(self, sender: str) -> bytes:
+        return b""
+
+    def read(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
+        return 0
+
+    def write(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
+        raise AssertionError("not asked for here")
+
+    def forget(self, peer: PeerCard) -> None:
+        """Nothing is remembered."""
+
+    def progress(self) -> None:
+        """Nobody connects."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.fixture
+def sender() -> Iterator[KvSender]:
+    made = KvSender(NoBytes(), LAYOUT, 8, door=LocalDoor(), lease_seconds=60, on_lease_ended=lambda: None)
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stalled() -> Iterator[str]:
+    """The endpoint of somebody who takes connections and says nothing."""
+    listener, endpoint = LocalDoor().listen()
+    with listener:
+        yield endpoint
+
+
+def handoff(sender: KvSender, request_id: int) -> KvHandle:
+    return decode_handle(
+        sender.lease(request_id, [request_id], prompt_digest=b"p" * 16, num_tokens=1, seed=0, cached_tokens=0)
+    )
+
+
+def test_a_stalled_sender_delays_nobody_else(sender: KvSender, stalled: str) -> None:
+    finished = threading.Semaphore(0)
+    receiver = KvReceiver(
+        NoBytes(), LAYOUT, door=LocalDoor(), timeout_seconds=60, on_finished=finished.release
+    )
+    good = handoff(sender, 1)
+    stuck = msgspec.structs.replace(good, endpoint=stalled)
+    try:
+        receiver.start(Pull(request_id=1, handle=stuck, remote=[1], local=[1]))
+        receiver.start(Pull(request_id=2, handle=good, remote=[1], local=[1]))
+
+        # Far sooner than the five seconds that a question may take.
+        assert finished.acquire(timeout=3)
+        (first,) = receiver.take_finished()
+        assert (first.request_id, first.error) == (2, None)
+        assert finished.acquire(timeout=30)
+        (second,) = receiver.take_finished()
+        assert second.request_id == 1
+        assert isinstance(second.error, KvTransferError)
+        assert receiver.in_flight == 0
+    finally:
+        receiver.close()
+
+
+def test_the_number_of_lanes_is_bounded(sender: KvSender) -> None:
+    finished = threading.Semaphore(0)
+    receiver = KvReceiver(
+        NoBytes(), LAYOUT, door=LocalDoor(), timeout_seconds=60, on_finished=finished.release
+    )
+    before = threading.active_count()
+    try:
+        for port in range(1, 101):
+            nowhere = msgspec.structs.replace(handoff(sender, port), endpoint=f"unix://@nowhere:{port}")
+            receiver.start(Pull(request_id=port, handle=nowhere, remote=[1], local=[1]))
+        for _ in range(100):
+            assert finished.acquire(timeout=30)
+        assert len(receiver.take_finished()) == 100
+        assert threading.active_count() - before <= 64
+    finally:
+        receiver.close()

@@ -1,0 +1,182 @@
+"""What only the NIXL transport does: its timeouts, its peers, and the backend that stands in for it."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import math
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from tests.support.meeting import wait_until
+from tests.support.pools import DIM, HEADS, LAYERS, NETWORK, ONE_HOST, SLOTS, Pool, pool_in_a_child
+from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.kv_transfer.base import ReadTimeoutError
+from trtllm_disagg.kv_transfer.nixl import NixlTransport
+from trtllm_disagg.kv_transfer.transports import create_transport
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[tuple[Pool, Pool]]:
+    pair = Pool("NIXL", 8, "sender"), Pool("NIXL", 8, "receiver")
+    yield pair
+    for pool in pair:
+        pool.close()
+
+
+def nixl(pool: Pool) -> Any:
+    assert isinstance(pool.transport, NixlTransport)
+    return pool.transport
+
+
+def test_a_read_without_end_times_out_and_says_that_it_may_land_later(
+    pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = pools
+    transfer = nixl(receiver)._agent.transfer
+
+    def hang(handle: Any) -> str:
+        transfer(handle)
+        return "PROC"
+
+    monkeypatch.setattr(nixl(receiver)._agent, "transfer", hang)
+    monkeypatch.setattr(nixl(receiver)._agent, "check_xfer_state", lambda _: "PROC")
+    with pytest.raises(ReadTimeoutError, match=r"sender took longer than 0\.0 s") as timeout:
+        receiver.read(sender.card, [0], [0], timeout=0.01)
+    assert timeout.value.may_land_later
+
+
+def test_a_read_that_ends_badly_is_an_error_and_drops_the_peer(
+    pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = pools
+    receiver.read(sender.card, [0], [0])
+    monkeypatch.setattr(nixl(receiver)._agent, "transfer", lambda _: "ERR")
+    with pytest.raises(KvTransferError, match="reading KV from sender failed"):
+        receiver.read(sender.card, [0], [0])
+    assert nixl(receiver)._remotes == {}
+
+
+def test_a_peer_is_connected_once(pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = pools
+    receiver.transport.forget(sender.card)
+    added: list[bytes] = []
+    add = nixl(receiver)._agent.add_remote_agent
+
+    def count(metadata: bytes) -> Any:
+        added.append(metadata)
+        return add(metadata)
+
+    monkeypatch.setattr(nixl(receiver)._agent, "add_remote_agent", count)
+    for _ in range(3):
+        receiver.read(sender.card, [0], [0])
+    assert len(added) == 1
+
+
+def test_a_card_with_the_metadata_of_another_agent_is_refused(pools: tuple[Pool, Pool]) -> None:
+    sender, receiver = pools
+    receiver.transport.forget(sender.card)
+    card = msgspec.structs.replace(sender.card, sender="impostor")
+    with pytest.raises(KvTransferError, match="the card of impostor carries the metadata of sender"):
+        receiver.read(card, [0], [0])
+    receiver.read(sender.card, [0], [0])
+
+
+def test_a_peer_that_fails_while_it_connects_does_not_end_the_service(
+    pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, _ = pools
+    monkeypatch.setattr(nixl(sender)._agent, "get_new_notifs", lambda: 1 / 0)
+    sender.transport.progress()
+
+
+# -- when it is not installed
+
+
+@pytest.fixture
+def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("nixl_cu12"):
+            raise ImportError("No module named 'nixl_cu12'")
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+@pytest.mark.usefixtures("without_nixl")
+def test_default_falls_back_to_shared_memory_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        transport = create_transport("DEFAULT", ONE_HOST)
+    assert transport.name == "SHARED_MEMORY"
+    assert "KV moves through shared memory, on this host only" in caplog.text
+    transport.close()
+
+
+@pytest.mark.usefixtures("without_nixl")
+def test_nixl_by_name_does_not_fall_back() -> None:
+    with pytest.raises(ConfigError, match=r"NIXL is not installed .* pip install nixl-cu12"):
+        create_transport("NIXL", ONE_HOST)
+
+
+def test_default_is_nixl_where_it_is_installed() -> None:
+    assert create_transport("DEFAULT", ONE_HOST).name == "NIXL"
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"cache_transceiver_config\.backend: 'UCX' is not allowed"):
+        create_transport("UCX", ONE_HOST)
+
+
+# -- a read that lands late
+
+
+def test_a_late_read_has_ended_when_its_bytes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over tcp a stopped sender answers when it goes on, however long that takes."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with pool_in_a_child("NIXL", "network") as (card, process):
+        receiver = Pool("NIXL", 8, "late-receiver", NETWORK)
+        receiver.read(card, [0], [0])
+        stop(process)
+        with pytest.raises(ReadTimeoutError) as timeout:
+            receiver.read(card, [3, 4], [5, 6], timeout=0.2)
+        assert timeout.value.may_land_later
+        assert not timeout.value.has_ended()
+        assert not receiver.kv[5:7].any()
+        process.send_signal(signal.SIGCONT)
+        wait_until(timeout.value.has_ended)
+        assert torch.equal(receiver.kv[5:7], filled(8)[3:5])
+        assert timeout.value.has_ended(), "asked again"
+        receiver.close()
+
+
+def test_a_late_read_of_a_sender_that_died_has_not_ended_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with pool_in_a_child("NIXL", "network") as (card, process):
+        receiver = Pool("NIXL", 8, "late-receiver-2", NETWORK)
+        receiver.read(card, [0], [0])
+        stop(process)
+        with pytest.raises(ReadTimeoutError) as timeout:
+            receiver.read(card, [3, 4], [5, 6], timeout=0.2)
+        process.kill()
+        process.wait()
+        assert not any(timeout.value.has_ended() for _ in range(100))
+        receiver.close()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+
+
+def filled(num_blocks: int) -> torch.Tensor:
+    shape = (num_blocks, LAYERS, 2, SLOTS, HEADS, DIM)
+    return torch.arange(math.prod(shape), dtype=torch.float32).view(shape)

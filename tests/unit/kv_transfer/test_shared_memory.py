@@ -1,0 +1,60 @@
+"""What only the shared memory transport does."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.pools import ONE_HOST, Pool, pool_in_a_child
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.kv_transfer.shared_memory import SharedMemoryTransport, _common_runs
+
+ids = st.lists(st.integers(0, 30), unique=True)
+
+
+@given(ids, ids)
+def test_runs_cover_every_pair_once_and_are_as_long_as_they_can_be(
+    remote: list[int], local: list[int]
+) -> None:
+    size = min(len(remote), len(local))
+    theirs, mine = np.asarray(remote[:size], np.int32), np.asarray(local[:size], np.int32)
+    runs = _common_runs(theirs, mine)
+    copied = [(int(theirs[start]) + i, int(mine[start]) + i) for start, length in runs for i in range(length)]
+    assert copied == list(zip(theirs.tolist(), mine.tolist(), strict=True))
+    for (start, length), (following, _) in itertools.pairwise(runs):
+        end = start + length - 1
+        assert following == end + 1
+        assert theirs[following] != theirs[end] + 1 or mine[following] != mine[end] + 1
+
+
+def test_the_memory_of_a_dead_sender_is_given_back_when_its_successor_comes() -> None:
+    receiver, successor = Pool("SHARED_MEMORY", 8, "receiver"), Pool("SHARED_MEMORY", 8, "successor")
+    transport = receiver.transport
+    assert isinstance(transport, SharedMemoryTransport)
+    with pool_in_a_child("SHARED_MEMORY") as (card, _):
+        receiver.read(card, [0], [0])
+        assert set(transport._peers) == {card.sender}
+    receiver.read(successor.card, [0], [0])
+    assert set(transport._peers) == {"successor"}
+    for pool in (receiver, successor):
+        pool.close()
+
+
+def test_closing_gives_the_file_descriptor_back() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    pool = Pool("SHARED_MEMORY", 8, "sender")
+    pool.close()
+    pool.close()
+    del pool
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_pool_on_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="NIXL on a CUDA device"):
+        SharedMemoryTransport(ONE_HOST).allocate((1, 2, 1, 1, 1, 1), torch.float32, torch.device("cuda"))

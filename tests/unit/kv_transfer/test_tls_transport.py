@@ -1,0 +1,133 @@
+"""KV over TLS: what moves, what is refused, and that nothing lands late."""
+
+from __future__ import annotations
+
+import glob
+import signal
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.meeting import wait_until
+from tests.support.pools import NETWORK, ONE_HOST, Pool, pool_in_a_child
+from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.kv_transfer.access import Network
+from trtllm_disagg.kv_transfer.base import ReadTimeoutError, runs_of
+from trtllm_disagg.kv_transfer.framing import send_frame
+from trtllm_disagg.kv_transfer.tls import Fetch, Store, TlsTransport
+from trtllm_disagg.kv_transfer.transports import create_transport
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[tuple[Pool, Pool]]:
+    pair = Pool("TLS", 8, "sender", NETWORK), Pool("TLS", 12, "receiver", NETWORK)
+    yield pair
+    for pool in pair:
+        pool.close()
+
+
+@given(st.lists(st.integers(0, 50)))
+def test_runs_cover_every_block_in_order(blocks: list[int]) -> None:
+    runs = runs_of(np.asarray(blocks, np.int32))
+    assert [block for run in runs for block in range(run.start, run.stop)] == blocks
+
+
+def test_blocks_are_read_and_written_in_any_order(pools: tuple[Pool, Pool]) -> None:
+    sender, receiver = pools
+    sender.fill(1.0)
+    receiver.kv.zero_()
+    moved = receiver.read(sender.card, [7, 1, 2, 3], [0, 5, 6, 11])
+    assert torch.equal(receiver.kv[[0, 5, 6, 11]], sender.kv[[7, 1, 2, 3]])
+    assert not receiver.kv[[1, 2, 3, 4, 7, 8, 9, 10]].any()
+    receiver.fill(500.0)
+    assert receiver.write(sender.card, [4, 5, 0], [9, 10, 2]) == moved * 3 // 4
+    assert torch.equal(sender.kv[[4, 5, 0]], receiver.kv[[9, 10, 2]])
+
+
+def test_a_block_beyond_the_pool_is_refused_and_the_next_read_works(pools: tuple[Pool, Pool]) -> None:
+    sender, receiver = pools
+    for block in (8, -1):
+        with pytest.raises(KvTransferError, match=r"sender refused: block ids are outside of \[0, 8\)"):
+            receiver.read(sender.card, [0, block], [0, 1])
+        with pytest.raises(KvTransferError):
+            receiver.write(sender.card, [0, block], [0, 1])
+    assert receiver.read(sender.card, [0], [0])
+
+
+def test_blocks_of_another_size_are_refused(pools: tuple[Pool, Pool]) -> None:
+    sender, receiver = pools
+    assert isinstance(receiver.transport, TlsTransport)
+    with (
+        pytest.raises(KvTransferError, match="blocks of 4 bytes were asked for"),
+        receiver.transport.fetched(sender.card, np.asarray([0], np.int32), 4, 5.0),
+    ):
+        raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"garbage",
+        msgspec.msgpack.encode(Fetch(b"12345", 1536)),
+        msgspec.msgpack.encode(Store(b"", 1536)),
+        b"\x81\xa4type\xa4card",
+    ],
+)
+def test_a_message_that_cannot_be_is_hung_up_on(pools: tuple[Pool, Pool], message: bytes) -> None:
+    sender, _ = pools
+    with NETWORK.door().connect(sender.card.address.decode(), 5.0) as connection:
+        connection.settimeout(5.0)
+        send_frame(connection, message)
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+    assert b"ok" not in answer
+
+
+def test_a_peer_without_the_key_reads_nothing(pools: tuple[Pool, Pool]) -> None:
+    sender, _ = pools
+    stranger = Pool("TLS", 8, "stranger", Network("127.0.0.1", b"another key" * 4))
+    with pytest.raises(KvTransferError):
+        stranger.read(sender.card, [0], [0])
+    assert not stranger.kv.any()
+    stranger.close()
+
+
+def test_a_read_of_a_stopped_peer_times_out_and_lands_never() -> None:
+    with pool_in_a_child("TLS", "network") as (card, process):
+        receiver = Pool("TLS", 8, "late-receiver", NETWORK)
+        receiver.read(card, [0], [0])
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        receiver.kv.zero_()
+        with pytest.raises(ReadTimeoutError, match=r"took longer than 0\.2 s") as timeout:
+            receiver.read(card, [3, 4], [5, 6], timeout=0.2)
+        assert not timeout.value.may_land_later
+        with pytest.raises(ReadTimeoutError) as timeout:
+            receiver.write(card, [3, 4], [5, 6], timeout=0.2)
+        assert timeout.value.may_land_later
+        process.send_signal(signal.SIGCONT)
+        assert receiver.read(card, [0], [0])
+        assert not receiver.kv[5:7].any()
+        process.kill()
+        process.wait()
+        with pytest.raises(KvTransferError):
+            receiver.read(card, [0], [0])
+        receiver.close()
+
+
+def test_it_is_what_default_means_between_hosts_and_refused_on_one() -> None:
+    chosen = create_transport("DEFAULT", NETWORK)
+    has_rdma = bool(glob.glob("/sys/class/infiniband/*"))
+    assert chosen.name == ("NIXL" if has_rdma else "TLS")
+    chosen.close()
+    with pytest.raises(ConfigError, match=r"cache_transceiver_config\.backend: 'TLS'"):
+        create_transport("TLS", ONE_HOST)
+    with pytest.raises(ConfigError, match="NIXL on a CUDA device"):
+        create_transport("TLS", NETWORK).allocate((1, 2, 1, 1, 1, 1), torch.float32, torch.device("cuda"))

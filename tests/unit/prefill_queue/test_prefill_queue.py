@@ -1,0 +1,148 @@
+"""The prefill queue over a real NATS server: who pushes gets one answer, or one error, of one worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.handling import collect, expected_tokens, request, tokens_of, until
+from tests.support.nats_server import NatsServer
+from tests.support.queueing import Queueing, queueing, raising
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.errors import (
+    DisaggError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    PeerUnavailableError,
+    StageTimeoutError,
+)
+from trtllm_disagg.handlers.remote import NoStage
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.prefill_queue import pull as pulling
+from trtllm_disagg.testing.pair import recording_engine
+from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
+
+
+async def test_a_pulled_prefill_and_a_local_decode_are_one_answer(queue: Queueing) -> None:
+    pushing, pulling = await queue.pusher(), await queue.puller(0xBEEF)
+    asked = request(6)
+
+    chunks = await collect(pushing.generate, asked)
+
+    assert tokens_of(chunks) == expected_tokens(6)
+    assert [result.request_type for result in pulling.llm.results] == ["context_only"]
+    assert [result.request_type for result in pushing.llm.results] == ["generation_only"]
+    assert asked.journey.facts["prefill_instance"] == "beef"
+    assert asked.journey.facts["prefill_queue_ms"] >= 0
+
+
+async def test_the_request_id_comes_with_the_item(queue: Queueing) -> None:
+    seen: list[str | None] = []
+    engine = recording_engine()
+    config = WorkerConfig(model="org/model", role=Role.PREFILL)
+    whole = build_generate(config, engine, NoStage())
+
+    def serve(asked, context):  # type: ignore[no-untyped-def]
+        seen.append(context.id())
+        return whole(asked, context)
+
+    pushing = await queue.pusher()
+    await queue.puller(serve=serve)
+    await collect(pushing.generate, request(3), FakeContext("request-77"))
+
+    assert seen == ["request-77"]
+
+
+async def test_in_prefill_first_any_prefill_worker_has_the_prefill_and_decode_gets_the_handoff(
+    nats: NatsServer, no_leaks: None
+) -> None:
+    async with queueing(nats, Strategy.PREFILL_FIRST) as queue:
+        engine = recording_engine()
+        decode_config = WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST)
+        stage = RecordingStageClient(build_generate(decode_config, engine, NoStage()))
+        pushing, pulling = await queue.pusher(stage=stage), await queue.puller()
+
+        chunks = await collect(pushing.generate, request(6))
+
+        assert tokens_of(chunks) == expected_tokens(6)
+        assert pushing.llm.results == []
+        assert [result.request_type for result in pulling.llm.results] == ["context_only"]
+        await stage.idle()
+
+
+async def test_in_prefill_first_a_decode_worker_lets_go_of_what_no_decode_was_started_for(
+    nats: NatsServer, no_leaks: None
+) -> None:
+    async with queueing(nats, Strategy.PREFILL_FIRST) as queue:
+        engine = recording_engine()
+        decode_config = WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST)
+        stage = RecordingStageClient(build_generate(decode_config, engine, NoStage()))
+        pushing = await queue.pusher(stage=stage)
+        await queue.puller()
+        answer = pushing.generate(request(6), FakeContext())
+
+        first = await anext(answer)
+        assert len(LLM.kv_store) == 1
+        await answer.aclose()
+
+        assert first.token_ids == expected_tokens(1)
+        await until(lambda: len(LLM.kv_store) == 0)
+        await stage.idle()
+        assert [asked["stop_conditions"] for asked in stage.requests] == [{"max_tokens": 1}]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequestError("bad"),
+        OverloadedError("full"),
+        PeerUnavailableError("gone"),
+        StageTimeoutError("late"),
+        EngineError("broken"),
+    ],
+)
+async def test_a_prefill_workers_error_arrives_as_it_was(queue: Queueing, error: DisaggError) -> None:
+    pushing = await queue.pusher()
+    await queue.puller(0xC, serve=raising(error))
+    with pytest.raises(type(error), match=str(error)) as raised:
+        await collect(pushing.generate, request(4))
+    assert type(raised.value) is type(error)
+    assert raised.value.peer == 0xC
+
+
+async def test_a_bug_in_a_prefill_worker_costs_this_request_only(
+    queue: Queueing, caplog: pytest.LogCaptureFixture
+) -> None:
+    pushing = await queue.pusher()
+    await queue.puller(serve=raising(KeyError("oops")))
+    for _ in range(2):
+        with pytest.raises(EngineError, match="KeyError: 'oops'"):
+            await collect(pushing.generate, request(4))
+    assert "failed unexpectedly" in caplog.text
+
+
+async def test_a_request_goes_to_no_instance_that_has_failed_it(queue: Queueing) -> None:
+    pushing = await queue.pusher()
+    failed, other = await queue.puller(1), await queue.puller(2)
+    for _ in range(6):
+        asked = request(3).avoiding(1)
+        assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(3)
+        assert asked.journey.facts["prefill_instance"] == "2"
+    assert (len(failed.llm.results), len(other.llm.results)) == (0, 6)
+
+
+async def test_where_only_that_one_is_there_the_request_fails(
+    queue: Queueing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "MAX_OFFERS", 5)
+    pushing = await queue.pusher()
+    await queue.puller(1)
+    with pytest.raises(PeerUnavailableError, match="no other prefill worker takes this request"):
+        await collect(pushing.generate, request(3).avoiding(1))
+
+
+async def test_a_queue_that_has_failed_a_request_is_not_picked_again(queue: Queueing) -> None:
+    pushing = await queue.pusher()
+    with pytest.raises(PeerUnavailableError):
+        await pushing.client.pick(request().avoiding(0))

@@ -1,0 +1,116 @@
+"""A prefill that the queue cannot take goes straight to a prefill worker, and the answer says so."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.support.handling import collect, expected_tokens, request, tokens_of, until
+from tests.support.nats_server import NatsServer
+from tests.support.queueing import Pushing, Queueing, queueing
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.handlers.remote import NoStage
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.testing.pair import recording_engine
+from trtllm_disagg.testing.stage_client import RecordingStageClient
+
+LARGE: dict[str, Any] = {"padding": "x" * (2 << 20)}
+
+
+def workers(role: Role, strategy: Strategy) -> RecordingStageClient:
+    config = WorkerConfig(model="m", role=role, strategy=strategy)
+    return RecordingStageClient(build_generate(config, recording_engine(), NoStage()))
+
+
+async def decoding(queue: Queueing) -> tuple[Pushing, RecordingStageClient]:
+    stage = workers(Role.PREFILL, Strategy.DECODE_FIRST)
+    return await queue.pusher(stage=stage), stage
+
+
+async def test_what_nats_does_not_take_goes_to_a_prefill_worker(queue: Queueing) -> None:
+    (pushing, stage), pulling = await decoding(queue), await queue.puller()
+    asked = request(5, **LARGE)
+
+    assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(5)
+
+    assert pulling.llm.results == []
+    assert [body["errand"] for body in stage.requests] == [{"stage": "prefill"}]
+    (told,) = asked.journey.fallbacks
+    assert told.startswith("direct: a request of 20")
+    assert "NATS takes 1048576 (max_payload)" in told
+    assert asked.journey.strategy == "decode_first"
+    assert asked.journey.facts["prefill_instance"] == f"{stage.instance_ids()[0]:x}"
+    assert pushing.client.num_waiting == 0
+    await stage.idle()
+
+
+@pytest.mark.parametrize(
+    "pin", [{"annotations": ["disagg:next=a1"]}, {"routing": {"prefill_worker_id": 0xA1}}], ids=str
+)
+async def test_who_asks_for_a_prefill_worker_does_not_go_through_the_queue(
+    queue: Queueing, pin: dict[str, Any]
+) -> None:
+    (pushing, stage), pulling = await decoding(queue), await queue.puller()
+    asked = request(5, **pin)
+
+    assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(5)
+
+    assert (len(stage.requests), pulling.llm.results) == (1, [])
+    assert asked.journey.fallbacks == []
+    await stage.idle()
+
+
+async def test_in_prefill_first_such_a_prefill_stays_where_it_was_routed_to(
+    nats: NatsServer, no_leaks: None
+) -> None:
+    async with queueing(nats, Strategy.PREFILL_FIRST) as queue:
+        stage = workers(Role.DECODE, Strategy.PREFILL_FIRST)
+        pushing, pulling = await queue.pusher(stage=stage), await queue.puller()
+        asked = request(5, **LARGE)
+
+        assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(5)
+
+        assert [result.request_type for result in pushing.llm.results] == ["context_only"]
+        assert pulling.llm.results == []
+        assert [each.partition(":")[0] for each in asked.journey.fallbacks] == ["direct"]
+        assert "prefill_instance" not in asked.journey.facts
+        await stage.idle()
+
+
+async def test_without_nats_prefills_go_on_without_the_queue(tmp_path: Any, no_leaks: None) -> None:
+    server = NatsServer(tmp_path)
+    server.start()
+    try:
+        async with queueing(server) as queue:
+            pushing, stage = await decoding(queue)
+            waiting, late = request(5), request(5)
+            answer = asyncio.create_task(collect(pushing.generate, waiting))
+            await until(lambda: pushing.client.num_waiting)
+
+            await asyncio.to_thread(server.kill)
+
+            assert tokens_of(await answer) == expected_tokens(5)
+            assert tokens_of(await collect(pushing.generate, late)) == expected_tokens(5)
+            for asked in (waiting, late):
+                assert asked.journey.fallbacks == [
+                    "direct: the prefill queue cannot be reached: NATS is gone (--nats-server)"
+                ]
+            assert len(stage.requests) == 2
+            await stage.idle()
+    finally:
+        server.kill()
+
+
+async def test_nobody_is_told_as_prefill_worker_before_one_has_taken_the_item(queue: Queueing) -> None:
+    pushing = await queue.pusher(timeout=0.2)
+    asked = request(5)
+    with pytest.raises(Exception, match="--queue-timeout"):
+        await collect(pushing.generate, asked)
+    assert "prefill_instance" not in asked.journey.facts
+
+    await queue.puller(7)
+    again = request(5)
+    assert tokens_of(await collect(pushing.generate, again)) == expected_tokens(5)
+    assert again.journey.facts["prefill_instance"] == "7"

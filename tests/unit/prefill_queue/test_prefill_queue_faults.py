@@ -1,0 +1,286 @@
+"""The prefill queue when a worker dies, when NATS does, and when somebody sends what nobody should."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import msgspec
+import nats
+import pytest
+
+from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from tests.support.nats_server import NatsServer
+from tests.support.queueing import Queueing, blocked, queueing
+from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.handlers.remote import PREFILL
+from trtllm_disagg.prefill_queue import broker
+from trtllm_disagg.prefill_queue import pull as pulling
+from trtllm_disagg.prefill_queue.messages import (
+    MAX_BYTES,
+    Answer,
+    Claim,
+    FromPuller,
+    Item,
+    UnreadableError,
+    decode,
+    encode,
+)
+from trtllm_disagg.prefill_queue.push import MAX_CLAIMS
+from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.wire import encode_request
+
+ACK_SECONDS = 0.6
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead worker is noticed five times as fast as in service."""
+    monkeypatch.setattr(broker, "ACK_SECONDS", ACK_SECONDS)
+    monkeypatch.setattr(pulling, "_BEAT_SECONDS", ACK_SECONDS / 3)
+
+
+async def test_a_dead_workers_item_goes_to_another_one(queue: Queueing) -> None:
+    pushing, dying = await queue.pusher(), await queue.puller(1)
+    dying.llm.scripts.append(blocked()[0])
+    asked = request(5)
+    answer = asyncio.create_task(collect(pushing.generate, asked))
+    await until(lambda: dying.llm.results)
+
+    await dying.die()
+    living = await queue.puller(2)
+
+    assert tokens_of(await answer) == expected_tokens(5)
+    assert len(living.llm.results) == 1
+    assert asked.journey.facts["prefill_instance"] == "2"
+
+
+async def test_who_works_longer_than_the_ack_wait_keeps_its_item(queue: Queueing) -> None:
+    pushing, slow, other = await queue.pusher(timeout=1.0), await queue.puller(1), await queue.puller(2)
+    scripts = [blocked() for _ in range(2)]
+    for puller, (script, _) in zip((slow, other), scripts, strict=True):
+        puller.llm.scripts.append(script)
+    answer = asyncio.create_task(collect(pushing.generate, request(5)))
+
+    # Longer than the ack wait, and than the queue timeout.
+    await asyncio.sleep(2.5 * ACK_SECONDS)
+    for _, gate in scripts:
+        gate.release()
+
+    assert tokens_of(await answer) == expected_tokens(5)
+    assert len(slow.llm.results) + len(other.llm.results) == 1
+
+
+async def test_a_worker_that_was_given_up_and_answers_late_lets_go(
+    queue: Queueing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushing, slow = await queue.pusher(), await queue.puller(1)
+    script, gate = blocked()
+    slow.llm.scripts.append(script)
+    monkeypatch.setattr(pulling, "_BEAT_SECONDS", 1000.0)
+    answer = asyncio.create_task(collect(pushing.generate, request(5)))
+    await until(lambda: slow.llm.results)
+    # It is not heard of; a second worker comes and does it all.
+    await queue.puller(2)
+    assert tokens_of(await answer) == expected_tokens(5)
+
+    gate.release()
+    await until(lambda: slow.llm.results[0].finished)
+    await until(lambda: len(LLM.kv_store) == 0)
+
+
+async def test_an_item_that_kills_its_workers_is_not_given_to_all_of_them(queue: Queueing) -> None:
+    pushing = await queue.pusher()
+    answer = asyncio.create_task(collect(pushing.generate, request(5)))
+    for instance_id in range(MAX_CLAIMS):
+        dying = await queue.puller(instance_id)
+        dying.llm.scripts.append(blocked()[0])
+        await until(lambda dying=dying: dying.llm.results)  # type: ignore[misc]
+        await dying.die()
+    spared = await queue.puller(99)
+    with pytest.raises(PeerUnavailableError, match="3 prefill workers have lost this request"):
+        await answer
+    assert spared.llm.results == []
+
+
+async def test_without_nats_requests_fail_at_once_and_go_on_when_it_is_back(queue: Queueing) -> None:
+    pushing, pulling = await queue.pusher(), await queue.puller(1, max_items=1)
+    script, gate = blocked()
+    pulling.llm.scripts.append(script)
+    running = asyncio.create_task(collect(pushing.generate, request(5)))
+    await until(lambda: pulling.llm.results)
+    await pushing.broker.push(item())
+    await until(lambda: pushing.watch.depth() == 1)
+    try:
+        await asyncio.to_thread(queue.server.kill)
+        async with asyncio.timeout(2):
+            with pytest.raises(PeerUnavailableError, match="NATS is gone") as raised:
+                await running
+            assert raised.value.peer == 0, "the worker is not to blame"
+            with pytest.raises(PeerUnavailableError, match="NATS is gone"):
+                await collect(pushing.generate, request(5))
+        assert pushing.watch.depth() == 0
+        gate.release()
+        await until(lambda: pulling.llm.results[0].finished)
+    finally:
+        await asyncio.to_thread(queue.server.start)
+
+    async with asyncio.timeout(10):
+        await pushing.broker.wait_until_usable()
+        assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
+    await until(lambda: len(LLM.kv_store) == 0)
+
+
+async def test_a_server_that_comes_back_with_nothing_gets_its_stream_again(
+    tmp_path: Any, no_leaks: None
+) -> None:
+    server = NatsServer(tmp_path / "first")
+    server.start()
+    try:
+        async with queueing(server) as queue:
+            pushing = await queue.pusher()
+            await queue.puller()
+            await asyncio.to_thread(server.kill)
+            await until(lambda: not pushing.broker.is_usable)
+            server.forget(tmp_path / "second")
+            await asyncio.to_thread(server.start)
+            async with asyncio.timeout(10):
+                await pushing.broker.wait_until_usable()
+                assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
+    finally:
+        server.kill()
+
+
+async def test_a_worker_can_leave_while_nats_is_gone(tmp_path: Any, no_leaks: None) -> None:
+    server = NatsServer(tmp_path)
+    server.start()
+    try:
+        async with queueing(server) as queue:
+            pulling = await queue.puller()
+            await asyncio.to_thread(server.kill)
+            await until(lambda: not pulling.broker.is_usable)
+            async with asyncio.timeout(2):
+                await pulling.leave()
+    finally:
+        server.kill()
+
+
+def item(**changes: Any) -> bytes:
+    good: dict[str, Any] = {
+        "id": uuid.uuid4().hex,
+        "pusher": uuid.uuid4().hex,
+        "request_id": "r",
+        "avoid": [],
+        "request": encode_request(request(), PREFILL),
+    }
+    return msgspec.msgpack.encode(good | changes)
+
+
+FORGED = {
+    "nothing": b"",
+    "garbage": b"\xc1\xff\x00garbage",
+    "cut": item()[:-5],
+    "json": b'{"id": 1}',
+    "a list": msgspec.msgpack.encode([1, 2]),
+    "an id that is a subject": item(id="$JS.API.STREAM.DELETE.x"),
+    "a pusher that is a wildcard": item(pusher="*"),
+    "a pusher with a line end": item(pusher=uuid.uuid4().hex + "\n"),
+    "a request that is none": item(request=[1]),
+    "a number for a name": item(request_id=7),
+    "an endless list": item(avoid=list(range(65))),
+    "too deep": b"\x91" * 100_000,
+    "nobody's": item(),
+    "without tokens": item(request={"no": "tokens"}),
+}
+
+
+async def test_forged_items_are_dropped_and_harm_nobody(queue: Queueing) -> None:
+    pushing, pulling = await queue.pusher(), await queue.puller()
+    for data in FORGED.values():
+        await pushing.broker.push(data)
+
+    assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
+    await until(lambda: pushing.watch.depth() == 0)
+    assert len(pulling.llm.results) == 1
+    assert await num_in_stream(queue) == 0, "none of them comes again"
+
+
+async def num_in_stream(queue: Queueing) -> int:
+    client = await nats.connect(queue.server.url)
+    try:
+        async with asyncio.timeout(5):
+            while True:
+                state = (await client.jetstream().stream_info(queue.names.stream)).state
+                if not state.messages:
+                    return 0
+                await asyncio.sleep(0.02)
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"token_ids": "abc"}, "token_ids"),
+        ({"errand": {"stage": "decode"}}, "is for the errand prefill"),
+        ({"errand": None}, "is for the errand prefill"),
+    ],
+)
+async def test_a_request_that_is_none_is_refused_by_name(
+    queue: Queueing, broken: dict[str, Any], message: str
+) -> None:
+    pushing, pulling = await queue.pusher(), await queue.puller()
+    instance = await pushing.client.pick(request())
+    with pytest.raises(InvalidRequestError, match=message):
+        async for _ in instance.call(encode_request(request(), PREFILL) | broken, None):
+            pass
+    assert pulling.llm.results == []
+
+
+async def test_what_nats_does_not_take_is_refused_before_it_is_sent(queue: Queueing) -> None:
+    pushing = await queue.pusher()
+    with pytest.raises(PeerUnavailableError, match=r"does not fit the prefill queue: NATS takes \d+"):
+        await collect(pushing.generate, request(5, padding="x" * (2 << 20)))
+    assert pushing.client.num_waiting == 0
+
+
+@pytest.mark.parametrize("forged", [b"", b"\x00", b"\x91" * 100_000, b"x" * 1000])
+async def test_forged_words_to_a_pusher_harm_nobody(queue: Queueing, forged: bytes) -> None:
+    pushing, pulling = await queue.pusher(), await queue.puller()
+    script, gate = blocked()
+    pulling.llm.scripts.append(script)
+    answer = asyncio.create_task(collect(pushing.generate, request(5)))
+    await until(lambda: pulling.llm.results)
+    await pulling.broker.tell(queue.names.pusher(pushing.client._id), forged)
+    await pushing.broker.tell(queue.names.puller(pulling.puller._id), forged)
+    gate.release()
+    assert tokens_of(await answer) == expected_tokens(5)
+
+
+async def test_an_answer_of_another_attempt_is_not_taken(queue: Queueing) -> None:
+    pushing, pulling = await queue.pusher(), await queue.puller()
+    script, gate = blocked()
+    pulling.llm.scripts.append(script)
+    answer = asyncio.create_task(collect(pushing.generate, request(5)))
+    await until(lambda: pulling.llm.results)
+    (item_id,) = pushing.client._pushed
+    subject = queue.names.pusher(pushing.client._id)
+
+    async def say(said: FromPuller) -> broker.Reply:
+        return await pulling.broker.ask(subject, encode(said))
+
+    no = broker.Reply.NO
+    assert await say(Answer(item_id, 7, {"token_ids": [1], "finish_reason": "stop"})) is no
+    assert await say(Answer(uuid.uuid4().hex, 1, {"token_ids": [1]})) is no
+    assert await say(Claim(item_id, 1, 5, uuid.uuid4().hex)) is no, "that attempt has begun"
+    gate.release()
+    assert tokens_of(await answer) == expected_tokens(5)
+    assert await say(Answer(item_id, 1, {"token_ids": [1], "finish_reason": "stop"})) is no
+
+
+def test_an_item_reads_as_it_was_written() -> None:
+    sent = Item(uuid.uuid4().hex, uuid.uuid4().hex, None, [1, 2**64 - 1], raw_request())
+    assert decode(encode(sent), Item) == sent
+    with pytest.raises(UnreadableError, match="bytes, of which"):
+        decode(b"x" * (MAX_BYTES + 1), Item)

@@ -1,0 +1,180 @@
+"""A queue that somebody deletes in NATS is made anew, and a server is shared by those who are of one kind only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+
+from tests.support.handling import collect, expected_tokens, request, tokens_of, until
+from tests.support.queueing import Queueing, closing
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.errors import QueueUnusableError
+from trtllm_disagg.prefill_queue import broker
+from trtllm_disagg.prefill_queue.messages import CONSUMER, Answer, FromPuller, decode
+from trtllm_disagg.prefill_queue.push import QueueClient
+from trtllm_disagg.startup import ModelIdentity, describe_worker, kind_of
+from trtllm_disagg.testing.recording_llm import LLM
+
+
+@asynccontextmanager
+async def administrator(queue: Queueing) -> AsyncIterator[JetStreamContext]:
+    client = await nats.connect(queue.server.url)
+    try:
+        yield client.jetstream()
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize("what", ["stream", "consumer"])
+async def test_what_is_deleted_in_nats_is_made_anew_and_who_waits_is_told(queue: Queueing, what: str) -> None:
+    pushing, watching = await queue.pusher(), await queue.pusher()
+    waiting = asyncio.create_task(collect(pushing.generate, request(5)))
+    await until(lambda: watching.watch.depth() == 1)
+
+    async with administrator(queue) as admin:
+        if what == "stream":
+            await admin.delete_stream(queue.names.stream)
+        else:
+            await admin.delete_consumer(queue.names.stream, CONSUMER)
+
+    async with asyncio.timeout(3):
+        with pytest.raises(QueueUnusableError, match="was deleted"):
+            await waiting
+        await until(lambda: watching.watch.depth() == 0)
+        pulling = await queue.puller()
+        assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
+    assert len(pulling.llm.results) == 1, "nobody waits for the other one any more"
+
+
+async def test_who_pulls_goes_on_after_that(queue: Queueing) -> None:
+    pushing, pulling = await queue.pusher(), await queue.puller()
+    assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
+
+    async with administrator(queue) as admin:
+        await admin.delete_stream(queue.names.stream)
+
+    async def answered() -> list[int]:
+        """As the ladder would have it."""
+        while True:
+            try:
+                return tokens_of(await collect(pushing.generate, request(5)))
+            except QueueUnusableError:
+                await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(5):
+        assert await answered() == expected_tokens(5)
+    assert len(pulling.llm.results) == 2
+
+
+async def test_an_answer_that_is_heard_late_is_still_good(
+    queue: Queueing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pusher stood still for longer than its worker waits for a word. The handoff may be used by then."""
+    monkeypatch.setattr(broker, "_REPLY_SECONDS", 0.1)
+    hear = QueueClient._hear
+
+    async def late(self: QueueClient, message: Msg) -> None:
+        if isinstance(decode(message.data, FromPuller), Answer):
+            await asyncio.sleep(0.4)
+        await hear(self, message)
+
+    monkeypatch.setattr(QueueClient, "_hear", late)
+    pushing, pulling = await queue.pusher(), await queue.puller()
+
+    assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
+    assert len(pulling.llm.results) == 1
+
+
+async def test_a_handoff_is_let_go_when_its_pusher_dies_of_the_answer(
+    queue: Queueing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NATS has delivered it to somebody who is gone by the time that a word is due."""
+    monkeypatch.setattr(broker, "_REPLY_SECONDS", 0.2)
+    hear = QueueClient._hear
+    ending: list[asyncio.Task[None]] = []
+
+    async def dies(self: QueueClient, message: Msg) -> None:
+        if isinstance(decode(message.data, FromPuller), Answer):
+            # A task of its own: closing a connection ends those that listen to it, and this is one.
+            ending.append(asyncio.create_task(pushing.broker.close()))
+        else:
+            await hear(self, message)
+
+    monkeypatch.setattr(QueueClient, "_hear", dies)
+    pushing, _ = await queue.pusher(), await queue.puller()
+    asked = asyncio.create_task(collect(pushing.generate, request(5)))
+
+    await until(lambda: ending)
+    assert len(LLM.kv_store) == 1
+    await until(lambda: len(LLM.kv_store) == 0)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    config = WorkerConfig(model="m", role=changes.pop("role", Role.PREFILL), **changes.pop("config", {}))
+    identity = ModelIdentity(config.model_name, "a/directory", changes.pop("weights", "abc"))
+    settings: dict[str, Any] = {"engine_args": {"dtype": "float32"}, "block_size": 16, "identity": identity}
+    return describe_worker(config, **(settings | changes))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": "other"},
+        {"block_size": 32},
+        {"engine_args": {"dtype": "bfloat16"}},
+        {"config": {"served_model_name": "other"}},
+        {"config": {"handoff_protocol": "two_phase"}},
+    ],
+)
+def test_workers_that_could_not_serve_a_request_together_are_of_another_kind(change: dict[str, Any]) -> None:
+    assert kind_of(described(**change)) != kind_of(described())
+
+
+def test_role_and_strategy_are_of_no_account() -> None:
+    """A switch changes the strategy, and the queue stays."""
+    for change in ({"role": Role.DECODE}, {"config": {"strategy": "prefill_first"}}):
+        assert kind_of(described(**change)) == kind_of(described())
+
+
+async def test_deployments_of_another_kind_take_nothing_from_each_other(queue: Queueing) -> None:
+    async with closing(Queueing(queue.server, namespace=queue.namespace, kind="other")) as others:
+        stranger = await others.puller(0xBAD)
+        pushing = await queue.pusher(timeout=0.5)
+        with pytest.raises(Exception, match="no prefill worker has taken the request"):
+            await collect(pushing.generate, request(5))
+        assert stranger.llm.results == []
+
+        await queue.puller(0xA)
+        asked = request(5)
+        assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(5)
+        assert asked.journey.facts["prefill_instance"] == "a"
+
+
+async def test_the_age_is_known_for_what_a_worker_waits_for_itself(
+    queue: Queueing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has asked for an item may hang; to JetStream it is not waiting any more then."""
+    monkeypatch.setattr(broker, "ACK_SECONDS", 0.8)
+    pushing = await queue.pusher()
+    hung = await queue.connect()
+    asking = asyncio.create_task(hung.pull(5.0))
+    await asyncio.sleep(0.1)
+    answer = asyncio.create_task(collect(pushing.generate, request(5)))
+    assert await asking is not None
+
+    await until(lambda: pushing.watch.age() > 0.4)
+    assert pushing.watch.depth() == 1
+
+    await queue.puller()
+    assert tokens_of(await answer) == expected_tokens(5)
+    assert (pushing.watch.depth(), pushing.watch.age()) == (0, 0.0)
+    await hung.close()

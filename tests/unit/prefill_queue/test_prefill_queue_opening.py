@@ -1,0 +1,140 @@
+"""Which worker opens which prefill queue, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.nats_server import NatsServer
+from trtllm_disagg.commands import SWITCHABLE
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, Strategy, WorkerConfig
+from trtllm_disagg.errors import (
+    ConfigError,
+)
+from trtllm_disagg.prefill_queue import NoPrefillQueue, broker, open_prefill_queue
+from trtllm_disagg.prefill_queue.messages import Names
+
+
+async def test_who_has_no_use_for_a_queue_opens_none() -> None:
+    config = WorkerConfig(model="m", role=Role.PREFILL)
+    assert isinstance(await open_prefill_queue(config, "kind"), NoPrefillQueue)
+    assert isinstance(await open_prefill_queue(WorkerConfig(model="m"), "kind"), NoPrefillQueue)
+
+
+def test_whatever_a_worker_is_and_was_it_means_the_same_queue() -> None:
+    """A deployment that switched has workers that were started under either strategy."""
+    configs = [
+        WorkerConfig(model="m", role=role, strategy=strategy, prefill_dispatch="queue")
+        for strategy in SWITCHABLE
+        for role in (Role.DECODE, Role.PREFILL)
+    ]
+    assert {Names.of(config, "kind").items for config in configs} == {
+        "trtllm_disagg.prefill_queue.dynamo.prefill.generate.kind.items"
+    }
+
+
+def test_the_queue_of_prefill_workers_elsewhere() -> None:
+    prefill = WorkerConfig(
+        model="m",
+        role=Role.PREFILL,
+        strategy=Strategy.DECODE_FIRST,
+        endpoint="dyn://dynamo.mine.generate",
+        prefill_dispatch="queue",
+    )
+    decode = WorkerConfig(
+        model="m",
+        role=Role.DECODE,
+        strategy=Strategy.DECODE_FIRST,
+        next_endpoint="dyn://dynamo.mine.generate",
+        prefill_dispatch="queue",
+    )
+    assert Names.of(decode, "kind") == Names.of(prefill, "kind")
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("strategy", SWITCHABLE)
+async def test_whoever_may_push_after_a_switch_opens_it(
+    role: Role, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker, "_CONNECT_SECONDS", 0.1)
+    config = WorkerConfig(
+        model="m",
+        role=role,
+        strategy=strategy,
+        prefill_dispatch="queue",
+        nats_server="nats://127.0.0.1:1",
+    )
+    with pytest.raises(ConfigError, match="--nats-server"):
+        await open_prefill_queue(config, "kind")
+
+
+async def test_no_nats_server_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker, "_CONNECT_SECONDS", 0.3)
+    config = WorkerConfig(
+        model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server="nats://me:secret@127.0.0.1:1"
+    )
+    with pytest.raises(ConfigError) as raised:
+        await open_prefill_queue(config, "kind")
+    said = str(raised.value)
+    assert said.startswith(
+        "--nats-server: 'nats://***@127.0.0.1:1' is not allowed; expected nats://host:port"
+    )
+    assert "secret" not in said
+    assert "JetStream" in said
+
+
+async def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path, jetstream=False)
+    server.start()
+    config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=server.url)
+    try:
+        with pytest.raises(ConfigError, match=r"has JetStream .nats-server -js.: this one has none"):
+            await open_prefill_queue(config, "kind")
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """(certificate, key) of a server on loopback, signed by nobody else."""
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=nats"
+    )
+    names = ("-addext", "subjectAltName=IP:127.0.0.1")
+    files = ("-keyout", str(key), "-out", str(certificate))
+    subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
+    return certificate, key
+
+
+async def test_tls_is_spoken_or_nothing(
+    tmp_path: Path, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that offers none gets neither a password nor a prompt."""
+    monkeypatch.setattr(broker, "_CONNECT_SECONDS", 0.7)
+    secured = ("--tls", "--tlscert", str(certificate[0]), "--tlskey", str(certificate[1]))
+    for name, flags in (("plain", ()), ("secured", secured)):
+        server = NatsServer(tmp_path / name, flags=flags)
+        server.start()
+        url = server.url.replace("nats://", "tls://")
+        config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=url)
+        try:
+            with pytest.raises(ConfigError, match="TLS" if name == "plain" else "certificate verify failed"):
+                await open_prefill_queue(config, "kind")
+            if name == "secured":
+                monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+                await (await open_prefill_queue(config, "kind")).aclose()
+        finally:
+            server.kill()
+
+
+def test_both_phases_at_once_need_to_know_the_prefill_worker() -> None:
+    with pytest.raises(ConfigError, match=r"--prefill-dispatch: 'queue' .* direct with --schedule-style"):
+        WorkerConfig(
+            model="m",
+            role=Role.DECODE,
+            prefill_dispatch="queue",
+            schedule_style=ScheduleStyle.GENERATION_FIRST,
+        )

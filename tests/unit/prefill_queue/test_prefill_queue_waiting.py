@@ -1,0 +1,169 @@
+"""What waits in the prefill queue: for room, until its client leaves, or too long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.support.handling import PROMPT, collect, expected_tokens, request, tokens_of, until
+from tests.support.queueing import Queueing, blocked
+from trtllm_disagg.errors import (
+    RequestCancelledError,
+    StageTimeoutError,
+)
+from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.stage_client import FakeContext
+
+
+async def depth_is(queue: Queueing, depth: int) -> None:
+    await until(lambda: queue.pushers[0].watch.depth() == depth)
+
+
+async def test_a_worker_never_takes_more_than_it_has_room_for(queue: Queueing) -> None:
+    pushing = await queue.pusher()
+    scripts = [blocked() for _ in range(5)]
+    one = await queue.puller(1, max_items=2)
+    one.llm.scripts.extend(script for script, _ in scripts)
+    asked = [asyncio.create_task(collect(pushing.generate, request(2))) for _ in range(5)]
+
+    await until(lambda: len(one.llm.results) == 2)
+    await depth_is(queue, 3)
+    assert len(one.llm.results) == 2
+    scripts[0][1].release()
+    await until(lambda: len(one.llm.results) == 3)
+    await depth_is(queue, 2)
+
+    for _, gate in scripts:
+        gate.release()
+    for answer in asked:
+        assert tokens_of(await answer) == expected_tokens(2)
+
+
+async def test_room_is_counted_in_tokens_of_one_step(queue: Queueing) -> None:
+    pushing = await queue.pusher()
+    scripts = [blocked() for _ in range(4)]
+    one = await queue.puller(1, max_tokens=len(PROMPT) + 1)
+    one.llm.scripts.extend(script for script, _ in scripts)
+    asked = [asyncio.create_task(collect(pushing.generate, request(2))) for _ in range(4)]
+
+    # The second fills the step, and that is all.
+    await until(lambda: len(one.llm.results) == 2)
+    await depth_is(queue, 2)
+    assert len(one.llm.results) == 2
+
+    for _, gate in scripts:
+        gate.release()
+    await asyncio.gather(*asked)
+
+
+async def test_depth_and_age_are_those_of_what_waits(queue: Queueing) -> None:
+    pushing, watching = await queue.pusher(), await queue.pusher()
+    assert (pushing.watch.depth(), pushing.watch.age()) == (0, 0.0)
+    asked = [asyncio.create_task(collect(pushing.generate, request(2))) for _ in range(3)]
+
+    await until(lambda: pushing.client.num_waiting == 3)
+    assert pushing.watch.depth() == 3, "its own it knows at once"
+    await until(lambda: watching.watch.depth() == 3)
+    await until(lambda: watching.watch.age() > 0.1)
+    assert watching.watch.age() < 5
+
+    await queue.puller()
+    await asyncio.gather(*asked)
+    await until(lambda: (watching.watch.depth(), watching.watch.age()) == (0, 0.0))
+
+
+async def test_a_client_that_leaves_while_it_waits_costs_no_prefill(queue: Queueing) -> None:
+    pushing = await queue.pusher()
+    context = FakeContext()
+    leaving = asyncio.create_task(collect(pushing.generate, request(4), context))
+    staying = asyncio.create_task(collect(pushing.generate, request(4)))
+    await depth_is(queue, 2)
+
+    context.stop()
+    with pytest.raises(RequestCancelledError):
+        await leaving
+    await depth_is(queue, 1)
+
+    pulling = await queue.puller()
+    assert tokens_of(await staying) == expected_tokens(4)
+    assert len(pulling.llm.results) == 1
+
+
+async def test_an_item_of_a_pusher_that_is_gone_is_skipped(queue: Queueing) -> None:
+    gone, pushing = await queue.pusher(), await queue.pusher()
+    lost = asyncio.create_task(collect(gone.generate, request(4)))
+    await until(lambda: pushing.watch.depth() == 1)
+    # Not by way of its own end: that would take the item out of the queue.
+    await gone.broker.close()
+    lost.cancel()
+
+    pulling = await queue.puller()
+    assert tokens_of(await collect(pushing.generate, request(4))) == expected_tokens(4)
+    assert len(pulling.llm.results) == 1
+    await until(lambda: pushing.watch.depth() == 0)
+
+
+async def test_a_client_that_leaves_during_the_prefill_stops_it(queue: Queueing) -> None:
+    pushing, pulling = await queue.pusher(), await queue.puller()
+    script, gate = blocked()
+    pulling.llm.scripts.append(script)
+    context = FakeContext()
+    asked = asyncio.create_task(collect(pushing.generate, request(4), context))
+    await until(lambda: pulling.llm.results)
+
+    context.stop()
+    with pytest.raises(RequestCancelledError):
+        await asked
+    await until(lambda: pulling.llm.results[0].is_aborted)
+    gate.release()
+    # Its room is free again.
+    assert tokens_of(await collect(pushing.generate, request(4))) == expected_tokens(4)
+
+
+async def test_a_handoff_that_nobody_takes_is_let_go(queue: Queueing) -> None:
+    """The pusher dies while the prefill runs: its answer finds nobody."""
+    pushing, pulling = await queue.pusher(), await queue.puller()
+    script, gate = blocked()
+    pulling.llm.scripts.append(script)
+    asked = asyncio.create_task(collect(pushing.generate, request(4)))
+    await until(lambda: pulling.llm.results)
+    await pushing.broker.close()
+
+    gate.release()
+    await until(lambda: pulling.llm.results[0].finished)
+    await until(lambda: len(LLM.kv_store) == 0)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+
+
+async def test_what_waits_too_long_fails_by_name_and_leaves_the_queue(queue: Queueing) -> None:
+    pushing = await queue.pusher(timeout=0.3)
+    with pytest.raises(StageTimeoutError, match=r"within 0\.3 s \(--queue-timeout\)") as raised:
+        await collect(pushing.generate, request(4))
+    assert raised.value.peer == 0
+    await depth_is(queue, 0)
+    pulling = await queue.puller()
+    assert tokens_of(await collect(pushing.generate, request(4))) == expected_tokens(4)
+    assert len(pulling.llm.results) == 1
+
+
+async def test_a_worker_that_is_told_to_stop_ends_what_it_has_and_leaves_the_rest(queue: Queueing) -> None:
+    pushing = await queue.pusher()
+    leaving = await queue.puller(1, max_items=1)
+    script, gate = blocked()
+    leaving.llm.scripts.append(script)
+    asked = [asyncio.create_task(collect(pushing.generate, request(4))) for _ in range(3)]
+    await until(lambda: leaving.llm.results)
+
+    stopping = asyncio.create_task(leaving.leave())
+    await asyncio.sleep(0)
+    gate.release()
+    await stopping
+    assert len(leaving.llm.results) == 1
+    await depth_is(queue, 2)
+
+    staying = await queue.puller(2)
+    for answer in asked:
+        assert tokens_of(await answer) == expected_tokens(4)
+    assert len(staying.llm.results) == 2

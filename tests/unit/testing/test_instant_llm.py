@@ -1,0 +1,90 @@
+"""The recording engine of worker processes: both orders give the tokens of one engine, at its pace."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tests.support.handling import collect, request
+from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.engine import Engine, load_api, resolve_engine
+from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.testing import recording_llm
+from trtllm_disagg.testing.instant_llm import instant_token
+from trtllm_disagg.testing.stage_client import RecordingStageClient
+from trtllm_disagg.types import Generate, TokenChunk
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def engine(**recording: Any) -> Engine:
+    args = {"model": "org/model", "recording": recording, "cache_transceiver_config": {"backend": "DEFAULT"}}
+    return Engine.open(load_api("recording"), args, machine_id=0)
+
+
+def generate_of(strategy: str, role: Role, stage: Any = None, **recording: Any) -> Generate:
+    config = WorkerConfig(model="org/model", role=role, strategy=Strategy(strategy))
+    return build_generate(config, engine(**recording), stage or RecordingStageClient())
+
+
+def tokens_of(chunks: list[TokenChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def expected(count: int) -> list[int]:
+    return [instant_token(sum(request().token_ids), position) for position in range(count)]
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 50])
+async def test_both_orders_give_the_tokens_of_one_engine(tokens_per_step: int) -> None:
+    whole = generate_of("prefill_first", Role.AGG, tokens_per_step=tokens_per_step)
+    assert tokens_of(await collect(whole, request(10))) == expected(10)
+    for strategy, first, second in (
+        ("prefill_first", Role.PREFILL, Role.DECODE),
+        ("decode_first", Role.DECODE, Role.PREFILL),
+    ):
+        stage = RecordingStageClient(generate_of(strategy, second, tokens_per_step=tokens_per_step))
+        first_stage = generate_of(strategy, first, stage, tokens_per_step=tokens_per_step)
+        chunks = await collect(first_stage, request(10))
+        assert tokens_of(chunks) == expected(10)
+        assert len(chunks[0].token_ids) == 1
+        assert chunks[-1].finish_reason == "length"
+        await stage.idle()
+
+
+async def test_who_reads_late_finds_all_that_is_due() -> None:
+    opened = engine(step_seconds=0.01)
+    result = opened.start_both(request(100))
+    await anext(result)
+    assert result.outputs[0].length == 1
+    await asyncio.sleep(0.05)
+    await anext(result)
+    assert result.outputs[0].length >= 5
+    result.abort()
+    assert result.finished
+    assert result.outputs[0].finish_reason == "cancelled"
+    assert await opened.is_idle()
+
+
+def test_auto_never_means_it() -> None:
+    assert resolve_engine("auto") in ("embedded", "tensorrt_llm")
+
+
+async def test_what_it_does_not_have_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no log probabilities"):
+        engine().start_both(request(3, output_options={"logprobs": 1}))
+    with pytest.raises(ValidationError, match="tokens_per_step"):
+        engine(tokens_per_step=0)
+
+
+async def test_it_keeps_the_newest_requests_only() -> None:
+    opened = engine()
+    for count in range(1, 301):
+        await opened.start_both(request(count)).aresult()
+    assert len(opened.llm.requests) == 256
+    assert opened.llm.requests[-1][1].max_tokens == 300
+    assert opened.llm not in recording_llm.LLM.instances
