@@ -7,63 +7,20 @@ import json
 import os
 import random
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from trtllm_disagg.demo_model.corpus import articles, documents
+from trtllm_disagg.demo_model.conversations import documents
+from trtllm_disagg.demo_model.corpus import articles
+from trtllm_disagg.demo_model.progress import progress_report, say
 from trtllm_disagg.demo_model.recipe import DEFAULT_RECIPE, Recipe
 from trtllm_disagg.demo_model.tokenizer import save_tokenizer, train_tokenizer
-from trtllm_disagg.demo_model.training import Report, train
+from trtllm_disagg.demo_model.training import train
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.steadily import SECONDS, steadily
-
-# Shows how training goes: a bar on a terminal, a line now and then anywhere else.
-
-
-def say(text: str) -> None:
-    Console(highlight=False, soft_wrap=True).print(f"demo-model: {text}", markup=False)
-
-
-@contextmanager
-def progress_report(clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
-    if not Console().is_terminal:
-        yield line_report(clock)
-        return
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.2f}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(TextColumn("training"), *columns) as bar:
-        task = bar.add_task("training", total=None, loss=float("nan"))
-        yield lambda step, steps, loss: bar.update(task, completed=step, total=steps, loss=loss)
-
-
-def line_report(clock: Callable[[], float]) -> Report:
-    first = last = 0.0
-
-    def report(step: int, steps: int, loss: float) -> None:
-        nonlocal first, last
-        now = clock()
-        if step == 1:
-            # The first step warms up; its own time says nothing about the others.
-            first = last = now
-            say(f"step {step}/{steps}, loss {loss:.2f}")
-        elif now - last >= SECONDS or step == steps:
-            last = now
-            left = (now - first) / (step - 1) * (steps - step)
-            say(f"step {step}/{steps}, loss {loss:.2f}, {left:.0f} s left")
-
-    return report
-
+from trtllm_disagg.steadily import steadily
 
 # Written last: a folder that holds it holds everything else.
 MARKER = "demo_model.json"

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def entries(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    messages = [record.getMessage() for record in caplog.records if record.name.endswith("handlers.journal")]
+    messages = [record.getMessage() for record in caplog.records if record.name.endswith("handlers.trace")]
     assert all(message.startswith(PREFIX) for message in messages)
     return [json.loads(message.removeprefix(PREFIX)) for message in messages]
 

@@ -142,7 +142,7 @@ def test_mounting_twice_is_mounting_once(mounted: Any) -> None:
 
 
 def test_the_runner_runs_a_module_as_main(tmp_path: Path) -> None:
-    (tmp_path / "broker.py").write_text(
+    (tmp_path / "client.py").write_text(
         "import sys, tensorrt_llm as t\nprint(__name__, t.LLM.__module__, sys.argv[1:])"
     )
 

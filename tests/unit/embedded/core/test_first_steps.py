@@ -57,13 +57,13 @@ def test_nothing_is_left_to_compile(checkpoints: Checkpoints) -> None:
 import json, sys
 from pathlib import Path
 from numba.core.registry import CPUDispatcher
-from trtllm_disagg.embedded import attend_kernels, decode_step, kernels
+from trtllm_disagg.embedded.cpu_kernels import attention_kernels, decode_step, layer_kernels
 from tests.support.cores import Core
 
 def compiled():
     return {
         f"{module.__name__}.{name}": len(kernel.signatures)
-        for module in (attend_kernels, decode_step, kernels)
+        for module in (attention_kernels, decode_step, layer_kernels)
         for name, kernel in vars(module).items() if isinstance(kernel, CPUDispatcher)
     }
 
