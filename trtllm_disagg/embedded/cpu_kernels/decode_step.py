@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trtllm_disagg.embedded.cpu_kernels import attention_kernels as attend_kernels
 from trtllm_disagg.embedded.cpu_kernels.attention_kernels import attend_heads
 from trtllm_disagg.embedded.cpu_kernels.barrier import meet, share, sleep_until_called
-from trtllm_disagg.embedded.cpu_kernels.compiled import compiled
+from trtllm_disagg.embedded.cpu_kernels.compiled import compile_unless_taken, compiled
 from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL, multiply
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import (
     add_bias_and_round,
@@ -161,6 +162,13 @@ def _attend(w: Any, b: Any, layer: Any, rank: Any, size: Any, tokens_per_block: 
             summed,
             b.attended[r],
         )
+
+
+def compile_ahead(size: int, w: Weights, b: Buffers, tokens_per_block: int) -> None:
+    """The engine that has begun with attention goes on with what calls it; another one is at all the rest meanwhile."""
+    if attend_kernels.compile_heads_ahead(b.query, b.pool):
+        compile_unless_taken(_attend, w, b, 0, 0, size, tokens_per_block)
+        attend_kernels.compile_rows_ahead(b.query, b.pool)
 
 
 @compiled()
