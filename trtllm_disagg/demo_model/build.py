@@ -13,8 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.demo_model.conversations import documents
-from trtllm_disagg.demo_model.corpus import articles
+from trtllm_disagg.demo_model.corpus import articles, documents
 from trtllm_disagg.demo_model.progress import progress_report, say
 from trtllm_disagg.demo_model.recipe import DEFAULT_RECIPE, Recipe
 from trtllm_disagg.demo_model.tokenizer import save_tokenizer, train_tokenizer

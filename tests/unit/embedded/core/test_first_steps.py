@@ -94,11 +94,11 @@ def test_kernels_compiled_ahead_are_those_that_steps_call(checkpoints: Checkpoin
     program = """
 import json, sys
 from pathlib import Path
-from trtllm_disagg.embedded import attend_kernels, decode_step
+from trtllm_disagg.embedded.cpu_kernels import attention_kernels, decode_step
 from tests.support.cores import Core
 
 Core(Path(sys.argv[1]), dtype=sys.argv[2]).close()
-kernels = (attend_kernels.attend_heads, attend_kernels.attend_rows, decode_step._attend)
+kernels = (attention_kernels.attend_heads, attention_kernels.attend_rows, decode_step._attend)
 print(json.dumps([kernel.py_func.__name__ for kernel in kernels if len(kernel.signatures) > 1]))
 """
     done = subprocess.run(
