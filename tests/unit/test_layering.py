@@ -68,10 +68,7 @@ NOT_FOR_EMBEDDED = (
 )
 
 #: Known circles, each to be cut; no new one may appear.
-FILE_CIRCLES = [
-    ["bench.overhead", "bench.overhead_report"],
-    ["bench.scenario_report", "bench.scenarios"],
-]
+FILE_CIRCLES: list[list[str]] = []
 PACKAGE_CIRCLES = [["handlers", "handlers.strategies"]]
 
 #: Functions that import by a name in their first argument.
