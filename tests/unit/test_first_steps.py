@@ -86,3 +86,22 @@ print(json.dumps([before, compiled()]))
         before, after = json.loads(done.stdout.splitlines()[-1])
         assert sum(before.values()) > 0
         assert before == after
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_compiled_ahead_are_those_that_steps_call(checkpoints: Checkpoints, dtype: str) -> None:
+    """In a process of its own, since kernels of both dtypes have been compiled here."""
+    program = """
+import json, sys
+from pathlib import Path
+from trtllm_disagg.embedded import attend_kernels, decode_step
+from tests.cores import Core
+
+Core(Path(sys.argv[1]), dtype=sys.argv[2]).close()
+kernels = (attend_kernels.attend_heads, attend_kernels.attend_rows, decode_step._attend)
+print(json.dumps([kernel.py_func.__name__ for kernel in kernels if len(kernel.signatures) > 1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(checkpoints()), dtype], check=True, capture_output=True, text=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == []

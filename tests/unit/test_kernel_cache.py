@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +18,7 @@ from trtllm_disagg.embedded.cpu import this_cpu
 if not this_cpu().compiles:
     pytest.skip("this CPU level compiles nothing", allow_module_level=True)
 
-from trtllm_disagg.embedded.compiled import Kernel
+from trtllm_disagg.embedded.compiled import Kernel, compile_unless_taken
 from trtllm_disagg.embedded.kernel_cache import CompileLocks
 
 
@@ -113,7 +115,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path, new_kernel: Callab
 PROGRAM = """
 import logging, sys
 from numba.extending import overload
-from trtllm_disagg.embedded.compiled import compiled
+from trtllm_disagg.embedded.compiled import compile_unless_taken, compiled
 
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 
@@ -130,14 +132,16 @@ def _helper(x):
 def double(x):
     return helper(x)
 
+if sys.argv[1:] == ["unless-taken"]:
+    print("is compiled", compile_unless_taken(double, 21), flush=True)
 print("result", double(21), sum(double.stats.cache_misses.values()), flush=True)
 """
 
 
 class Process:
-    def __init__(self, program: Path, folder: Path) -> None:
+    def __init__(self, program: Path, folder: Path, *args: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(program)],
+            [sys.executable, str(program), *args],
             env=os.environ | {"NUMBA_CACHE_DIR": str(folder)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -173,8 +177,8 @@ def start(tmp_path: Path) -> Any:
     program.write_text(PROGRAM)
     started: list[Process] = []
 
-    def start() -> Process:
-        started.append(Process(program, tmp_path))
+    def start(*args: str) -> Process:
+        started.append(Process(program, tmp_path, *args))
         return started[-1]
 
     yield start
@@ -190,6 +194,48 @@ def test_a_second_process_waits_for_the_first_one_and_loads(start: Callable[[], 
     first.go_on()
     assert first.until("result") == "result 42 1"
     assert second.until("result") == "result 42 0"
+
+
+def test_a_kernel_that_another_process_compiles_is_left_to_it(start: Callable[..., Process]) -> None:
+    first = start()
+    first.until("inside")
+    second = start("unless-taken")
+    assert second.until("is compiled") == "is compiled False"
+    second.until("waiting for another process that compiles kernels")
+    first.go_on()
+    assert first.until("result") == "result 42 1"
+    assert second.until("result") == "result 42 0"
+
+
+def test_a_kernel_that_no_process_compiles_is_compiled_ahead_once(new_kernel: Callable[[], Any]) -> None:
+    first, second = new_kernel(), new_kernel()
+    assert compile_unless_taken(first, 4)
+    assert first(4) == 8
+    assert compile_unless_taken(second, 4)
+    assert second(4) == 8
+    assert (compiled_and_loaded(first), compiled_and_loaded(second)) == ((1, 0), (0, 1))
+
+
+def test_waiting_for_several_kernels_is_said_once(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks, others = CompileLocks(said.append), CompileLocks(said.append)
+    flock = fcntl.flock
+    for name in ("one", "two"):
+        with ExitStack() as held:
+            held.enter_context(others.released_after())
+            others.take(tmp_path / name)
+
+            def release_before_waiting(fd: int, operation: int, held: ExitStack = held) -> None:
+                if operation == fcntl.LOCK_EX:
+                    held.close()
+                flock(fd, operation)
+
+            monkeypatch.setattr(fcntl, "flock", release_before_waiting)
+            with locks.released_after():
+                locks.take(tmp_path / name)
+            monkeypatch.undo()
+    assert said == ["waiting for another process that compiles kernels (once)"]
 
 
 def test_the_death_of_the_compiling_process_lets_the_next_one_compile(start: Callable[[], Process]) -> None:

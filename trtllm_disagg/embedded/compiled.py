@@ -50,6 +50,14 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         with global_compiler_lock, self.locks.released_after():
             return super().compile(sig)
 
+    def compile_unless_taken(self, *arguments: Any) -> bool:
+        sig = tuple(self.typeof_pyval(argument) for argument in arguments)
+        if not self._cache.is_kept(sig, self.targetctx):
+            if self._cache.is_taken(sig, self.targetctx):
+                return False
+            self.compile(sig)
+        return True
+
 
 def compiled(*, inner: bool = False, **options: Any) -> Callable[[_Function], _Function]:
     """Decorator. Compiled at the first call with new types, which takes seconds once on a machine. An `inner` function
@@ -66,3 +74,11 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[_Function], _F
         return made
 
     return decorate
+
+
+def compile_unless_taken(kernel: Any, *arguments: Any) -> bool:
+    """Compile a kernel for arguments of these types before it is called, unless it is kept already. False: another
+    process is at it. This one can compile other kernels meanwhile, and waits only when it calls this one.
+    """
+    is_compiled: bool = kernel.compile_unless_taken(*arguments)
+    return is_compiled

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trtllm_disagg.embedded import attend_kernels
 from trtllm_disagg.embedded.attend_kernels import attend_heads
-from trtllm_disagg.embedded.compiled import compiled
+from trtllm_disagg.embedded.compiled import compile_unless_taken, compiled
 from trtllm_disagg.embedded.kernels import (
     add_bias_and_round,
     add_rms_norm,
@@ -161,6 +162,13 @@ def _attend(w: Any, b: Any, layer: Any, rank: Any, size: Any, tokens_per_block: 
             summed,
             b.attended[r],
         )
+
+
+def compile_ahead(size: int, w: Weights, b: Buffers, tokens_per_block: int) -> None:
+    """The engine that has begun with attention goes on with what calls it; another one is at all the rest meanwhile."""
+    if attend_kernels.compile_heads_ahead(b.query, b.pool):
+        compile_unless_taken(_attend, w, b, 0, 0, size, tokens_per_block)
+        attend_kernels.compile_rows_ahead(b.query, b.pool)
 
 
 @compiled()

@@ -50,6 +50,7 @@ class FusedDecode:
         self._weights = _weights(model, products)
         self._buffers = _buffers(model, products[0], pool, dtype, num_threads)
         self._logits = torch.from_numpy(self._buffers.logits)[:, : products[0][HEAD].out_features]
+        decode_step.compile_ahead(num_threads, self._weights, self._buffers, self._size)
         self._bells = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(1, num_threads)]
         self._helpers = [
             threading.Thread(target=self._help, args=(rank,), name="decode-helper", daemon=True)

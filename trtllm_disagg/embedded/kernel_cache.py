@@ -33,7 +33,7 @@ class CompileLocks:
         self._say = say
         #: File descriptors, by compilations that are under way: kernels call kernels, which are compiled on the way.
         self._held: list[list[int]] = []
-        self._has_said = False
+        self._said: set[str] = set()
 
     @contextmanager
     def released_after(self) -> Iterator[None]:
@@ -47,7 +47,7 @@ class CompileLocks:
     def take(self, file: Path) -> None:
         """Inside such a block. Waits while another process compiles what `file` is for."""
         try:
-            fd = os.open(file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(_lock_of(file), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._held[-1].append(fd)
             self._wait_for(fd)
             # Whatever others have begun to write, they were killed.
@@ -56,18 +56,35 @@ class CompileLocks:
         except OSError as error:
             log.warning("cannot lock %s (%s): it may be compiled more than once", file, error)
 
+    def is_taken(self, file: Path) -> bool:
+        """By another process, which compiles what `file` is for."""
+        try:
+            fd = os.open(_lock_of(file), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
     def compiles(self) -> None:
-        """Tell it, once a process."""
-        if not self._has_said:
-            self._has_said = True
-            self._say("compiling kernels (once)")
+        self._tell("compiling kernels (once)")
 
     def _wait_for(self, fd: int) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._say("waiting for another process that compiles kernels (once)")
+            self._tell("waiting for another process that compiles kernels (once)")
             fcntl.flock(fd, fcntl.LOCK_EX)
+
+    def _tell(self, what: str) -> None:
+        """Once a process, however many kernels there are."""
+        if what not in self._said:
+            self._said.add(what)
+            self._say(what)
 
 
 class KernelCache(NullCache):  # type: ignore[misc]
@@ -82,6 +99,12 @@ class KernelCache(NullCache):  # type: ignore[misc]
     @property
     def cache_path(self) -> str:
         return str(self._folder)
+
+    def is_kept(self, sig: Any, target_context: Any) -> bool:
+        return self._file(sig, target_context.codegen()).exists()
+
+    def is_taken(self, sig: Any, target_context: Any) -> bool:
+        return self._locks.is_taken(self._file(sig, target_context.codegen()))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
@@ -130,6 +153,10 @@ class _Codec(CompileResultCacheImpl):  # type: ignore[misc]
 
     def rebuild(self, target_context: Any, payload: bytes) -> Any:
         return super().rebuild(target_context, pickle.loads(payload))
+
+
+def _lock_of(file: Path) -> Path:
+    return file.with_suffix(".lock")
 
 
 def _digest(content: bytes) -> bytes:

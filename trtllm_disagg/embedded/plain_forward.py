@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trtllm_disagg.activity import Reporter
-from trtllm_disagg.embedded import kernels
+from trtllm_disagg.embedded import attend_kernels, kernels
 from trtllm_disagg.embedded.attention import StepLayout
 from trtllm_disagg.embedded.fused_decode import FusedDecode
 from trtllm_disagg.embedded.kv_pool import KvPool
@@ -35,6 +35,7 @@ class PlainForward:
     ) -> None:
         """Takes `model` apart: it cannot be used afterwards. Computes in `dtype`, as the products of `pack` do."""
         kv_heads, self._head_dim = pool.kv.shape[-2:]
+        attend_kernels.compile_heads_ahead(as_array(torch.zeros(1, 1, 1, dtype=dtype)), as_array(pool.rows))
         self._model = take_apart(model, max_positions, kv_heads, self._head_dim, pack, reporter)
         self._dtype = dtype
         self._pool = pool

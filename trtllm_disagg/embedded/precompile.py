@@ -39,6 +39,7 @@ _CONFIG = {
     "head_dim": _WIDTH,
     "max_position_embeddings": _BLOCKS * _TOKENS_PER_BLOCK,
     "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
     "hidden_act": "silu",
     "tie_word_embeddings": True,
     "bos_token_id": 0,
