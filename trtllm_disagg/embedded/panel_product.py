@@ -96,11 +96,11 @@ class _BFloat16:
         return self._builder.call(self._dot, [total, weights, given])
 
 
-def _pass(rows: int, arithmetic: type[_Float32 | _BFloat16], prefetch: bool) -> Any:
+def _pass(rows: int, arithmetic: type[_Float32 | _BFloat16]) -> Any:
     """`rows` rows through one block of one panel, as a function that numba-compiled code can call:
 
-    (x, row stride of x, weights, steps, out, row stride of out, add?, prefetch distance), addresses and strides in
-    bytes. A step is four bytes of x. `add?` 0: out is written, else added to.
+    (x, row stride of x, weights, steps, out, row stride of out, add?, prefetched address, bytes a prefetch), addresses
+    and strides in bytes. A step is four bytes of x. `add?` 0: out is written, else added to.
     """
 
     @intrinsic
@@ -114,24 +114,29 @@ def _pass(rows: int, arithmetic: type[_Float32 | _BFloat16], prefetch: bool) -> 
         out_stride: Any,
         add: Any,
         ahead: Any,
+        by: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             vectors = _vectors_at_once(rows)
+            *given, ahead, by = arguments
             for first in range(0, _VECTORS, vectors):
                 part = range(first, first + vectors)
-                _emit_pass(builder, rows, part, arithmetic(builder), prefetch, *arguments)
+                passed = builder.mul(builder.mul(given[3], by), _I64(first))
+                _emit_pass(builder, rows, part, arithmetic(builder), _PREFETCHES[rows], *given, builder.add(ahead, passed), by)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 8), generate
+        return types.void(*[types.intp] * 9), generate
 
     return product
 
 
 def _vectors_at_once(rows: int) -> int:
-    """How many of a panel's vectors are summed up at a time: a quarter of the registers is for weights and inputs."""
+    """How many of a panel's vectors are summed up at a time: as many sums as fit the registers beside every row's input
+    and two weights.
+    """
     registers, floats = this_cpu().vector_registers
     each = -(-_LANES // floats)
-    fitting = (n for n in (_VECTORS, _VECTORS // 2) if 4 * rows * n * each <= 3 * registers)
+    fitting = (n for n in (_VECTORS, _VECTORS // 2) if rows * n * each + rows + 2 <= registers)
     return next(fitting, 1)
 
 
@@ -149,18 +154,19 @@ def _emit_pass(
     out_stride: Any,
     add: Any,
     ahead: Any,
+    by: Any,
 ) -> None:
     starts = [b.add(x, b.mul(x_stride, _I64(r))) for r in range(rows)]
     before, loop, after = b.block, b.append_basic_block("steps"), b.append_basic_block("sums")
     b.branch(loop)
     b.position_at_end(loop)
-    step, line, offset = b.phi(_I64), b.phi(_I64), b.phi(_I64)
+    step, line, offset, soon = b.phi(_I64), b.phi(_I64), b.phi(_I64), b.phi(_I64)
     totals = [[b.phi(_FLOATS) for _ in vectors] for _ in range(rows)]
     if prefetch:
         fetch = _declare(b, "llvm.prefetch.p0", ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
-        for v in vectors:
-            soon = b.add(b.add(line, ahead), _I64(_LINE * v))
-            b.call(fetch, [b.inttoptr(soon, _BYTE_POINTER), _I32(0), _I32(2), _I32(1)])
+        for i in range(len(vectors)):
+            there = b.add(soon, b.mul(by, _I64(i)))
+            b.call(fetch, [b.inttoptr(there, _BYTE_POINTER), _I32(0), _I32(2), _I32(1)])
     inputs = [arithmetic.input(b.add(start, offset)) for start in starts]
     sums: list[list[Any]] = [[] for _ in range(rows)]
     for i, v in enumerate(vectors):
@@ -168,6 +174,7 @@ def _emit_pass(
         for r in range(rows):
             sums[r].append(arithmetic.accumulate(totals[r][i], inputs[r], weights))
     advances = [(step, _I64(0), _I64(1)), (line, w, _I64(_LINE * _VECTORS)), (offset, _I64(0), _I64(4))]
+    advances.append((soon, ahead, b.mul(by, _I64(len(vectors)))))
     for counter, start, by in advances:
         counter.add_incoming(start, before)
         counter.add_incoming(b.add(counter, by), loop)
@@ -186,10 +193,11 @@ def _emit_pass(
             b.store(b.select(adds, more, sums[r][i]), place, align=4)
 
 
-_f1, _f2, _f3, _f4, _f5, _f6 = (_pass(rows, _Float32, prefetch=rows == _MOST) for rows in range(1, _MOST + 1))
-_b1, _b2, _b3, _b4, _b5, _b6 = (
-    _pass(rows, _BFloat16, prefetch=rows == _MOST) for rows in range(1, _MOST + 1)
-)
+#: By number of rows: does a pass prefetch the next block?
+_PREFETCHES = (False, *(rows == _MOST or _vectors_at_once(rows) < _VECTORS for rows in range(1, _MOST + 1)))
+
+_f1, _f2, _f3, _f4, _f5, _f6 = (_pass(rows, _Float32) for rows in range(1, _MOST + 1))
+_b1, _b2, _b3, _b4, _b5, _b6 = (_pass(rows, _BFloat16) for rows in range(1, _MOST + 1))
 
 
 @compiled()
@@ -200,59 +208,71 @@ def multiply_float32(x: Any, weight: Any, block: Any, out: Any, first: Any, last
     rows, inputs = x.shape
     x_stride, out_stride = x.strides[0], out.strides[0]
     groups = (rows + _MOST - 1) // _MOST
+    odd = rows - _MOST * (groups - 1)
+    prefetching = groups if _PREFETCHES[odd] else max(groups - 1, 1)
+    by = (_LINE + prefetching - 1) // prefetching
     for panel in range(first, last):
         for start in range(0, inputs, block):
             steps = min(block, inputs - start)
             w = weight + (panel * inputs + start) * (4 * PANEL)
             a = x.ctypes.data + 4 * start
             o = out.ctypes.data + 4 * PANEL * panel
-            odd = rows - _MOST * (groups - 1)
-            # The odd rows first: they find the panel where the last full group's prefetch has put it.
+            part = steps * _VECTORS * by
+            ahead = w + steps * 4 * PANEL
             if odd == 1:
-                _f1(a, x_stride, w, steps, o, out_stride, start, 0)
+                _f1(a, x_stride, w, steps, o, out_stride, start, ahead, by)
             elif odd == 2:
-                _f2(a, x_stride, w, steps, o, out_stride, start, 0)
+                _f2(a, x_stride, w, steps, o, out_stride, start, ahead, by)
             elif odd == 3:
-                _f3(a, x_stride, w, steps, o, out_stride, start, 0)
+                _f3(a, x_stride, w, steps, o, out_stride, start, ahead, by)
             elif odd == 4:
-                _f4(a, x_stride, w, steps, o, out_stride, start, 0)
+                _f4(a, x_stride, w, steps, o, out_stride, start, ahead, by)
             elif odd == 5:
-                _f5(a, x_stride, w, steps, o, out_stride, start, 0)
+                _f5(a, x_stride, w, steps, o, out_stride, start, ahead, by)
             else:
-                _f6(a, x_stride, w, steps, o, out_stride, start, steps * 4 * PANEL)
+                _f6(a, x_stride, w, steps, o, out_stride, start, ahead, by)
+            if _PREFETCHES[odd]:
+                ahead += part
             for row in range(odd, rows, _MOST):
-                ahead = steps * 4 * PANEL
-                _f6(a + row * x_stride, x_stride, w, steps, o + row * out_stride, out_stride, start, ahead)
+                _f6(a + row * x_stride, x_stride, w, steps, o + row * out_stride, out_stride, start, ahead, by)
+                ahead += part
 
 
 @compiled()
 def multiply_bfloat16(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
-    """The same for bfloat16 x (as uint16) and weight; out is float32. `block` is even."""
+    """The same for bfloat16 x (as uint16) and weight; out is float32. `block` is even.
+    """
     rows, inputs = x.shape
     x_stride, out_stride = x.strides[0], out.strides[0]
     groups = (rows + _MOST - 1) // _MOST
+    odd = rows - _MOST * (groups - 1)
+    prefetching = groups if _PREFETCHES[odd] else max(groups - 1, 1)
+    by = (_LINE + prefetching - 1) // prefetching
     for panel in range(first, last):
         for start in range(0, inputs, block):
             steps = min(block, inputs - start) // 2
             w = weight + (panel * inputs + start) * (2 * PANEL)
             a = x.ctypes.data + 2 * start
             o = out.ctypes.data + 4 * PANEL * panel
-            odd = rows - _MOST * (groups - 1)
+            part = steps * _VECTORS * by
+            ahead = w + steps * 4 * PANEL
             if odd == 1:
-                _b1(a, x_stride, w, steps, o, out_stride, start, 0)
+                _b1(a, x_stride, w, steps, o, out_stride, start, ahead, by)
             elif odd == 2:
-                _b2(a, x_stride, w, steps, o, out_stride, start, 0)
+                _b2(a, x_stride, w, steps, o, out_stride, start, ahead, by)
             elif odd == 3:
-                _b3(a, x_stride, w, steps, o, out_stride, start, 0)
+                _b3(a, x_stride, w, steps, o, out_stride, start, ahead, by)
             elif odd == 4:
-                _b4(a, x_stride, w, steps, o, out_stride, start, 0)
+                _b4(a, x_stride, w, steps, o, out_stride, start, ahead, by)
             elif odd == 5:
-                _b5(a, x_stride, w, steps, o, out_stride, start, 0)
+                _b5(a, x_stride, w, steps, o, out_stride, start, ahead, by)
             else:
-                _b6(a, x_stride, w, steps, o, out_stride, start, steps * 4 * PANEL)
+                _b6(a, x_stride, w, steps, o, out_stride, start, ahead, by)
+            if _PREFETCHES[odd]:
+                ahead += part
             for row in range(odd, rows, _MOST):
-                ahead = steps * 4 * PANEL
-                _b6(a + row * x_stride, x_stride, w, steps, o + row * out_stride, out_stride, start, ahead)
+                _b6(a + row * x_stride, x_stride, w, steps, o + row * out_stride, out_stride, start, ahead, by)
+                ahead += part
 
 
 def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
