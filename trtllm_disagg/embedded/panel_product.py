@@ -122,7 +122,16 @@ def _pass(rows: int, arithmetic: type[_Float32 | _BFloat16]) -> Any:
             for first in range(0, _VECTORS, vectors):
                 part = range(first, first + vectors)
                 passed = builder.mul(builder.mul(given[3], by), _I64(first))
-                _emit_pass(builder, rows, part, arithmetic(builder), _PREFETCHES[rows], *given, builder.add(ahead, passed), by)
+                _emit_pass(
+                    builder,
+                    rows,
+                    part,
+                    arithmetic(builder),
+                    _PREFETCHES[rows],
+                    *given,
+                    builder.add(ahead, passed),
+                    by,
+                )
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 9), generate
@@ -234,14 +243,15 @@ def multiply_float32(x: Any, weight: Any, block: Any, out: Any, first: Any, last
             if _PREFETCHES[odd]:
                 ahead += part
             for row in range(odd, rows, _MOST):
-                _f6(a + row * x_stride, x_stride, w, steps, o + row * out_stride, out_stride, start, ahead, by)
+                _f6(
+                    a + row * x_stride, x_stride, w, steps, o + row * out_stride, out_stride, start, ahead, by
+                )
                 ahead += part
 
 
 @compiled()
 def multiply_bfloat16(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
-    """The same for bfloat16 x (as uint16) and weight; out is float32. `block` is even.
-    """
+    """The same for bfloat16 x (as uint16) and weight; out is float32. `block` is even."""
     rows, inputs = x.shape
     x_stride, out_stride = x.strides[0], out.strides[0]
     groups = (rows + _MOST - 1) // _MOST
@@ -271,7 +281,9 @@ def multiply_bfloat16(x: Any, weight: Any, block: Any, out: Any, first: Any, las
             if _PREFETCHES[odd]:
                 ahead += part
             for row in range(odd, rows, _MOST):
-                _b6(a + row * x_stride, x_stride, w, steps, o + row * out_stride, out_stride, start, ahead, by)
+                _b6(
+                    a + row * x_stride, x_stride, w, steps, o + row * out_stride, out_stride, start, ahead, by
+                )
                 ahead += part
 
 
