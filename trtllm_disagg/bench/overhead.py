@@ -9,18 +9,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from trtllm_disagg.bench.figures import Sample, paired_ratio, to_json
-from trtllm_disagg.bench.machine import load
-from trtllm_disagg.bench.progress import Progress
-from trtllm_disagg.bench.relay_model import weightless_model
-from trtllm_disagg.bench.streaming import Answer, BadAnswerError, Connection, ask_all, completion_request
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+
+from trtllm_disagg.bench.figures import Figure, Sample, at_least, at_most, paired_ratio
+from trtllm_disagg.bench.http_client import Answer, BadAnswerError, Connection, ask_all, completion_request
+from trtllm_disagg.bench.machine import cpu_seconds
+from trtllm_disagg.bench.models import weightless_model
+from trtllm_disagg.bench.plot import Bars
+from trtllm_disagg.bench.report import Say, add_output_arguments, run_benchmark, table
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
 from trtllm_disagg.deployment.limits import look_at_limits
 from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
@@ -28,33 +31,49 @@ from trtllm_disagg.deployment.scratch import scratch_directory
 
 T = TypeVar("T")
 BASELINE: Strategy = "router"
+#: What a worker-side order may cost beside the baseline, and one token that a worker relays.
+MAX_TTFT_MS, MIN_THROUGHPUT, MAX_CPU_US = 1.0, 0.9, 30.0
+_WORKER_SIDE = ("prefill_first", "decode_first")
+#: The worker that a worker-side order sends tokens through a second time.
+_RELAYS = {"prefill_first": "prefill"}
 _MODEL = "recording"
 _PROMPT_TOKENS = 32
-#: Worker's CPU seconds come in ticks, so a round has to be long beside them.
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Of the table: the attribute of Round, its header, unit and format."""
+
+    name: str
+    header: str
+    unit: str
+    form: str
+
+
+COLUMNS = (
+    Column("ttft", "TTFT\nms", "ms", ".2f"),
+    Column("itl", "ITL\nms", "ms", ".3f"),
+    Column("throughput", "tok/s", "tok/s", ".0f"),
+    Column("ttft_together", "TTFT ms,\nmany", "ms", ".1f"),
+    Column("chunks", "chunks\n/token", "chunks/token", ".2f"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print figures instead of a table")
+    add_output_arguments(parser)
+    strategies = list(STRATEGIES)
     parser.add_argument(
-        "--strategy", choices=STRATEGIES, nargs="+", default=list(STRATEGIES), help="(default: all)"
+        "--strategy", choices=strategies, nargs="+", default=strategies, help="(default: all)"
     )
-    parser.add_argument("--rounds", type=int, default=24, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="(default: %(default)s)")
-    parser.add_argument(
-        "--tokens-per-step",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ready at once in the engine (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--step-ms",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="between two steps; 0: at once (default: %(default)s)",
-    )
+    for flag, metavar, default, what in (
+        ("--rounds", "N", 24, ""),
+        ("--concurrency", "N", 32, ""),
+        ("--tokens-per-step", "N", 1, "ready at once in the engine "),
+        ("--step-ms", "MS", 0.0, "between two steps; 0: at once "),
+    ):
+        parser.add_argument(
+            flag, type=type(default), default=default, metavar=metavar, help=f"{what}(default: %(default)s)"
+        )
     parser.add_argument(
         "--quick", action="store_true", help="two small rounds: shows that all works, measures little"
     )
@@ -91,11 +110,11 @@ class Outcome:
     rounds: list[Round] = field(default_factory=list)
 
     def sample(self, column: str) -> Sample:
-        return Sample(tuple(getattr(each, column) for each in self.rounds))
+        return Sample.of(getattr(each, column) for each in self.rounds)
 
     def cpu(self, role: str) -> Sample:
         """Microseconds a token."""
-        return Sample(tuple(1e6 * each.cpu[role] for each in self.rounds))
+        return Sample.of((each.cpu[role] for each in self.rounds), 1e6)
 
     @property
     def roles(self) -> list[str]:
@@ -106,27 +125,23 @@ class Outcome:
 
     def difference(self, column: str, baseline: Outcome) -> Sample:
         pairs = zip(self.sample(column).values, baseline.sample(column).values, strict=True)
-        return Sample(tuple(own - other for own, other in pairs))
+        return Sample.of(own - other for own, other in pairs)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0. Raises BadAnswerError when an answer is not whole, or differs between two orders."""
-    from trtllm_disagg.bench.overhead_report import figures_of, print_report
 
-    before = load()
-    with Progress("overhead") as progress:
-        outcomes = asyncio.run(_measure(args, progress.say))
-    figures = figures_of(outcomes)
-    if args.quick:
-        figures = [figure.unjudged() for figure in figures]
-    if args.json:
-        print(to_json(figures))
-    else:
-        print_report(outcomes, figures, before)
+    def figures(outcomes: Sequence[Outcome]) -> list[Figure]:
+        found = figures_of(outcomes)
+        return [figure.unjudged() for figure in found] if args.quick else found
+
+    run_benchmark(
+        "overhead", args, lambda say: asyncio.run(_measure(args, say)), figures, print_tables, panels_of
+    )
     return 0
 
 
-async def _measure(args: argparse.Namespace, say: Callable[[str], None]) -> list[Outcome]:
+async def _measure(args: argparse.Namespace, say: Say) -> list[Outcome]:
     asked = Load(concurrency=args.concurrency)
     rounds = args.rounds
     if args.quick:
@@ -234,10 +249,51 @@ class Subject:
 
 
 def _median(answers: list[Answer], quantity: Callable[[Answer], float]) -> float:
-    return Sample(tuple(quantity(answer) for answer in answers)).median
+    return Sample.of(quantity(answer) for answer in answers).median
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process and all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
+def figures_of(outcomes: Sequence[Outcome]) -> list[Figure]:
+    figures = []
+    for outcome in outcomes:
+        name = outcome.strategy
+        figures += [Figure(f"{name} {c.name}", outcome.sample(c.name).median, c.unit) for c in COLUMNS]
+        for role in outcome.roles:
+            cpu = f"{name} {role} worker CPU per token", outcome.cpu(role).median, "us"
+            figures.append(at_most(*cpu, MAX_CPU_US) if _RELAYS.get(name) == role else Figure(*cpu))
+    baseline = next((outcome for outcome in outcomes if outcome.strategy == BASELINE), None)
+    for outcome in outcomes if baseline else ():
+        if baseline and outcome.strategy in _WORKER_SIDE:
+            figures += _against(outcome, baseline)
+    return figures
+
+
+def _against(outcome: Outcome, baseline: Outcome) -> list[Figure]:
+    name, against = outcome.strategy, baseline.strategy
+    slower = outcome.difference("ttft", baseline).median
+    share = outcome.ratio("throughput", baseline).median
+    return [
+        at_most(f"{name} TTFT - {against}", slower, "ms", MAX_TTFT_MS),
+        at_least(f"{name} tok/s / {against}", share, "x", MIN_THROUGHPUT),
+    ]
+
+
+def print_tables(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """The table fits a terminal of 80 columns."""
+    headers = ("order", *(f">{column.header}" for column in COLUMNS), "CPU\nus/token")
+    title = "An engine that costs nothing (no real tokens), medians of paired rounds"
+    shown = table(title, headers, SIMPLE_HEAD)
+    for outcome in outcomes:
+        cells = [format(outcome.sample(column.name).median, column.form) for column in COLUMNS]
+        cpu = "\n".join(f"{role} {outcome.cpu(role).median:.0f}" for role in outcome.roles)
+        shown.add_row(outcome.strategy, *cells, cpu)
+    console.print(shown)
+
+
+def panels_of(outcomes: Sequence[Outcome]) -> list[Bars]:
+    return [
+        Bars(
+            column.header.replace("\n", " "),
+            {outcome.strategy: {"": outcome.sample(column.name).median} for outcome in outcomes},
+        )
+        for column in COLUMNS
+    ]

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import torch
 
-from trtllm_disagg.bench.kv_shapes import KvShape
+from trtllm_disagg.bench.kv_ends import KvShape
 from trtllm_disagg.kv_transfer.memory import huge_page_tensor
 
 #: IOV_MAX: ranges that one call takes.

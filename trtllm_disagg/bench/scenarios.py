@@ -7,27 +7,42 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
 from trtllm_disagg.bench.driving import Measures, Trace, drive, mismatched_tokens
-from trtllm_disagg.bench.figures import Sample, paired_ratio, to_json
-from trtllm_disagg.bench.machine import load, two_cores
-from trtllm_disagg.bench.model import DEFAULT_DIRECTORY, random_checkpoint, vocab_size
-from trtllm_disagg.bench.plot import require_matplotlib
-from trtllm_disagg.bench.progress import Progress
+from trtllm_disagg.bench.figures import Figure, Sample, at_least, at_most, exactly, paired_ratio
+from trtllm_disagg.bench.machine import two_cores
+from trtllm_disagg.bench.models import NANOGPT_DIRECTORY, random_checkpoint, vocab_size
+from trtllm_disagg.bench.plot import Bars
+from trtllm_disagg.bench.report import Say, add_output_arguments, run_benchmark, table
 from trtllm_disagg.bench.servers import DISAGGREGATED, MODES, Bench, Server, start_servers
-from trtllm_disagg.bench.workloads import SCALES, SEED_SCENARIOS, Ratios, Scale, Scenario
+from trtllm_disagg.bench.workloads import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
 from trtllm_disagg.kv_transfer.choose import ON_ONE_HOST
 from trtllm_disagg.model_directory import model_directory
 
+#: Header, attribute of Measures, unit, format.
+_COLUMNS = (
+    ("wall s", "wall", "s", ".3f"),
+    ("gen tok/s", "throughput", "tok/s", ".0f"),
+    ("TTFT ms", "ttft", "ms", ".1f"),
+    ("TTFT p99", "ttft_p99", "ms", ".1f"),
+    ("ITL p99 ms", "itl_p99", "ms", ".1f"),
+    ("latency ms", "latency", "ms", ".1f"),
+)
+_RATIOS = {"throughput": "throughput", "TTFT": "ttft", "ITL p99": "itl_p99", "latency": "latency"}
+#: The post's strongest scenario: its ratios are to be beaten, at any size.
+_TARGET = "long_prompts"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print figures instead of tables")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a PNG; needs matplotlib")
+    add_output_arguments(parser)
     parser.add_argument(
         "--model",
         metavar="MODEL",
@@ -58,15 +73,11 @@ class Outcome:
     compared: int = 0
 
     def sample(self, mode: str, column: str) -> Sample:
-        return Sample(tuple(getattr(measures, column) for measures in self.measures[mode]))
+        return Sample.of(getattr(measures, column) for measures in self.measures[mode])
 
     def ratio(self, mode: str, against: str, column: str) -> float:
         """Median of the repetitions' own ratios."""
         return paired_ratio(self.sample(mode, column).values, self.sample(against, column).values).median
-
-    def ratios(self, mode: str, against: str) -> Ratios:
-        columns = ("throughput", "ttft", "latency")
-        return Ratios(*(self.ratio(mode, against, column) for column in columns))
 
     def compare(self, traces: Mapping[str, Sequence[Trace]]) -> None:
         """Every mode's tokens with those of one of them."""
@@ -74,6 +85,10 @@ class Outcome:
         for other in others:
             self.mismatches += mismatched_tokens(first, other)
             self.compared += sum(len(trace.tokens) for trace in first)
+
+    @property
+    def name(self) -> str:
+        return f"{self.scale} {self.scenario.name}"
 
     @property
     def monolithic(self) -> list[str]:
@@ -86,26 +101,16 @@ class Outcome:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 1 when a token differs between two modes, else 0."""
-    from trtllm_disagg.bench.scenario_report import figures_of, plot, print_report
 
-    if args.plot is not None:
-        require_matplotlib()
-    before = load()
-    with Progress("scenarios") as progress:
-        model = model_directory(args.model) if args.model else random_checkpoint(DEFAULT_DIRECTORY)
-        outcomes = [
-            outcome for name in args.scale for outcome in measure(SCALES[name], model, args, progress.say)
-        ]
-    if args.json:
-        print(to_json(figures_of(outcomes)))
-    else:
-        print_report(outcomes, before)
-    if args.plot is not None:
-        plot(outcomes, args.plot)
+    def measure_all(say: Say) -> list[Outcome]:
+        model = model_directory(args.model) if args.model else random_checkpoint(NANOGPT_DIRECTORY)
+        return [outcome for name in args.scale for outcome in measure(SCALES[name], model, args, say)]
+
+    outcomes = run_benchmark("scenarios", args, measure_all, figures_of, print_tables, panels_of)
     return 1 if any(outcome.mismatches for outcome in outcomes) else 0
 
 
-def measure(scale: Scale, model: Path, args: argparse.Namespace, say: Callable[[str], None]) -> list[Outcome]:
+def measure(scale: Scale, model: Path, args: argparse.Namespace, say: Say) -> list[Outcome]:
     """Engines are started once for all scenarios of one batch size."""
     wanted = [scenario for scenario in scale.scenarios if scenario.name in args.scenario]
     outcomes: dict[str, Outcome] = {}
@@ -128,7 +133,7 @@ def _repeat(
     servers: dict[str, Server],
     vocabulary: int,
     repetitions: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Outcome:
     """Modes take turns, and whose turn is first changes as well."""
     outcome = Outcome(scale.name, scenario, {mode: [] for mode in servers})
@@ -148,3 +153,99 @@ def _repeat(
         order = [*order[1:], order[0]]
         outcome.compare(traces)
     return outcome
+
+
+def figures_of(outcomes: Sequence[Outcome]) -> list[Figure]:
+    figures = [figure for outcome in outcomes for figure in _figures_of_one(outcome)]
+    mismatches = sum(outcome.mismatches for outcome in outcomes)
+    return [*figures, exactly("token mismatches", mismatches, "tokens", 0)]
+
+
+def _figures_of_one(outcome: Outcome) -> list[Figure]:
+    """The targets are for the better one of the disaggregated modes, against each monolithic one."""
+    name = outcome.name
+    figures = [
+        Figure(f"{name} {mode} {column}", outcome.sample(mode, column).median, unit)
+        for mode in outcome.measures
+        for _, column, unit, _ in _COLUMNS
+    ]
+    for against in outcome.monolithic if outcome.disaggregated else ():
+        figures += [
+            Figure(f"{name} {column} {mode}/{against}", outcome.ratio(mode, against, column), "x")
+            for mode in outcome.disaggregated
+            for column in _RATIOS.values()
+        ]
+        if outcome.scenario.name == _TARGET:
+            figures += _best_figures(outcome, against)
+    return figures
+
+
+def _best_figures(outcome: Outcome, against: str) -> list[Figure]:
+    def ratios(column: str) -> list[float]:
+        return [outcome.ratio(mode, against, column) for mode in outcome.disaggregated]
+
+    seed, pair = SEED_RATIOS[outcome.scenario.name], f"best disaggregated/{against}"
+    throughput, ttft = max(ratios("throughput")), min(ratios("ttft"))
+    return [
+        at_least(f"{outcome.name} throughput {pair}", throughput, "x", seed.throughput),
+        at_most(f"{outcome.name} ttft {pair}", ttft, "x", seed.ttft),
+    ]
+
+
+def print_tables(console: Console, outcomes: Sequence[Outcome]) -> None:
+    for mode in outcomes[0].measures:
+        console.print(f"  {mode}: {MODES[mode].help}")
+    for scale, group in groupby(outcomes, key=lambda outcome: outcome.scale):
+        of_scale = list(group)
+        console.print(_results(scale, of_scale))
+        if of_scale[0].disaggregated and of_scale[0].monolithic:
+            console.print(_ratios(scale, of_scale))
+    mismatches = sum(outcome.mismatches for outcome in outcomes)
+    compared = sum(outcome.compared for outcome in outcomes)
+    console.print(f"{mismatches} of {compared} tokens differ between modes.")
+
+
+def _results(scale: str, outcomes: Sequence[Outcome]) -> Table:
+    chunk, whole = SCALES[scale].chunk, SCALES[scale].whole_prompt
+    title = f"Scale {scale}: chunks of {chunk} prompt tokens a step, or {whole} where no prompt is cut"
+    shown = table(title, ("scenario", "mode", *(f">{header}" for header, *_ in _COLUMNS), ">spread"))
+    for outcome in outcomes:
+        for label, mode in zip_longest(outcome.scenario.labels, outcome.measures, fillvalue=""):
+            shown.add_row(label, mode, *(_cells(outcome, mode) if mode else ()))
+        shown.add_section()
+    return shown
+
+
+def _cells(outcome: Outcome, mode: str) -> list[str]:
+    values = [format(outcome.sample(mode, column).median, form) for _, column, _, form in _COLUMNS]
+    return [*values, f"±{outcome.sample(mode, 'wall').spread / 2:.0%}"]
+
+
+def _ratios(scale: str, outcomes: Sequence[Outcome]) -> Table:
+    headers = ("scenario", "against", "mode", *(f">{header}" for header in _RATIOS))
+    shown = table(f"Scale {scale}: disaggregated / monolithic, in pairs", headers)
+    for outcome in outcomes:
+        seed = SEED_RATIOS[outcome.scenario.name]
+        post = (f"{seed.throughput:.2f}x", f"{seed.ttft:.2f}x", "", f"{seed.latency:.2f}x")
+        shown.add_row(outcome.scenario.name, "the post's", "", *post)
+        for against in outcome.monolithic:
+            for number, mode in enumerate(outcome.disaggregated):
+                cells = [f"{outcome.ratio(mode, against, column):.2f}x" for column in _RATIOS.values()]
+                shown.add_row("", "" if number else against, mode, *cells)
+        shown.add_section()
+    return shown
+
+
+def panels_of(outcomes: Sequence[Outcome]) -> list[Bars]:
+    titles = {"throughput": "gen tok/s", "ttft": "TTFT ms", "itl_p99": "ITL p99 ms"}
+    return [
+        Bars(
+            f"{scale}: {title}",
+            {
+                mode: {o.scenario.name: o.sample(mode, column).median for o in outcomes if o.scale == scale}
+                for mode in outcomes[0].measures
+            },
+        )
+        for scale in dict.fromkeys(outcome.scale for outcome in outcomes)
+        for column, title in titles.items()
+    ]

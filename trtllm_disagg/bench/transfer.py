@@ -7,36 +7,46 @@ memcpy of as many bytes inside one process, and the bare system call.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from rich.console import Console
 from rich.table import Table
 
-from trtllm_disagg.bench.figures import Figure, at_least, to_json
-from trtllm_disagg.bench.kv_pulls import (
-    MEMCPY,
-    NO_BLOCK,
-    ONE_BLOCK,
-    PATTERNS,
-    PullTimes,
-    memcpy_of,
-    pull_of,
-    readv_of,
-    time_pulls,
-)
-from trtllm_disagg.bench.kv_shapes import SHAPES
-from trtllm_disagg.bench.machine import describe_machine, load
-from trtllm_disagg.bench.plot import plot_transfer, require_matplotlib
-from trtllm_disagg.bench.progress import Progress, wide_console
+from trtllm_disagg.bench.figures import Figure, Sample, at_least, paired_ratio
+from trtllm_disagg.bench.kv_ends import SHAPES, KvShape, connected
+from trtllm_disagg.bench.plot import Bars
+from trtllm_disagg.bench.raw_copy import Memcpy, MemcpyBlocks, ProcessVmReadv
+from trtllm_disagg.bench.report import Say, add_output_arguments, run_benchmark, table
 from trtllm_disagg.kv_transfer.choose import ON_ONE_HOST
 
 #: Percent of memcpy that a pull should reach.
 TARGETS = {"contiguous": 85.0, "scattered": 65.0}
+PATTERNS = tuple(TARGETS)
+#: Percent of the bare system call, for the transport that is built on it: on some CPUs that is far from memcpy.
+READV_TARGET = 95.0
+BUILT_ON_READV = "NIXL"
+MEMCPY = "memcpy"
+ONE_BLOCK = "pull of 1 block"
+NO_BLOCK = "pull of 0 blocks"
+
+
+def pull_of(pattern: str) -> str:
+    return f"pull, {pattern}"
+
+
+def memcpy_of(pattern: str) -> str:
+    return f"memcpy of the blocks, {pattern}"
+
+
+def readv_of(pattern: str) -> str:
+    return f"process_vm_readv, {pattern}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print figures instead of tables")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a PNG; needs matplotlib")
+    add_output_arguments(parser)
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--transport",
@@ -56,95 +66,148 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0. Raises KvTransferError when a byte arrives wrong."""
-    if args.plot is not None:
-        require_matplotlib()
-    before = load()
-    with Progress("transfer") as progress:
-        results = [
-            time_pulls(backend, SHAPES[shape], args.rounds, progress.say)
-            for shape in args.shape
-            for backend in args.transport
-        ]
-    figures = [figure for times in results for figure in figures_of(times)]
-    if args.json:
-        print(to_json(figures))
-    else:
-        _print(results, figures, before)
-    if args.plot is not None:
-        plot_transfer(results, args.plot)
+    pairs = [(backend, SHAPES[shape]) for shape in args.shape for backend in args.transport]
+    run_benchmark(
+        "transfer",
+        args,
+        lambda say: [time_pulls(backend, shape, args.rounds, say) for backend, shape in pairs],
+        lambda results: [figure for times in results for figure in figures_of(times)],
+        print_tables,
+        panels_of,
+    )
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class PullTimes:
+    """Seconds by what was timed; values at the same place are of the same round."""
+
+    shape: KvShape
+    backend: str
+    first: float
+    #: Ranges that remain of a prompt's blocks when neighbours are merged, by pattern.
+    ranges: dict[str, int]
+    seconds: dict[str, list[float]]
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape.name} {self.backend}"
+
+    def rate(self, name: str) -> Sample:
+        """GiB/s of the whole prompt's KV."""
+        gib = self.shape.prompt_bytes / (1 << 30)
+        return Sample(tuple(gib / s for s in self.seconds[name]))
+
+    def share(self, name: str, yardstick: str = MEMCPY) -> Sample:
+        """Percent of the yardstick's rate."""
+        return paired_ratio(self.seconds[yardstick], self.seconds[name], 100.0)
+
+    def milliseconds(self, name: str) -> float:
+        return 1000 * Sample.of(self.seconds[name]).median
+
+
+def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say) -> PullTimes:
+    """In each round everything once, in another order each time. The bytes are checked at the end."""
+    order = random.Random(0)
+    with connected(backend, shape) as (sender, receiver):
+        pid, pool_address = sender.call("address")
+        remote = {pattern: shape.blocks(pattern, seed=1) for pattern in PATTERNS}
+        local = {pattern: shape.blocks(pattern, seed=2) for pattern in PATTERNS}
+        ranges = {pattern: shape.ranges(remote[pattern], local[pattern]) for pattern in PATTERNS}
+        say(f"{shape.name}, {backend}: first pull")
+        first = receiver.pull(remote["contiguous"], local["contiguous"])
+        timed: dict[str, Callable[[], float]] = {MEMCPY: _timer(Memcpy(shape.prompt_bytes))}
+        for pattern in PATTERNS:
+            raw = ProcessVmReadv(pid, pool_address, receiver.pool.data_ptr(), ranges[pattern])
+            timed[memcpy_of(pattern)] = _timer(MemcpyBlocks(shape, ranges[pattern]))
+            timed[readv_of(pattern)] = _timer(raw)
+            timed[pull_of(pattern)] = lambda p=pattern: receiver.pull(remote[p], local[p])  # type: ignore[misc]
+        timed[ONE_BLOCK] = lambda: receiver.pull([3], [5])
+        timed[NO_BLOCK] = lambda: receiver.pull([], [])
+        seconds: dict[str, list[float]] = {name: [] for name in timed}
+        for number in range(-1, rounds):  # the first round warms up
+            say(f"{shape.name}, {backend}: round {number + 1} of {rounds}")
+            for name in order.sample(sorted(timed), len(timed)):
+                taken = timed[name]()
+                if number >= 0:
+                    seconds[name].append(taken)
+        for pattern in PATTERNS:
+            receiver.pool.zero_()
+            receiver.pull(remote[pattern], local[pattern])
+            receiver.require_arrived(remote[pattern], local[pattern])
+    return PullTimes(shape, backend, first, {p: len(r) for p, r in ranges.items()}, seconds)
+
+
+def _timer(copy: Callable[[], None]) -> Callable[[], float]:
+    def timed() -> float:
+        started = time.perf_counter()
+        copy()
+        return time.perf_counter() - started
+
+    return timed
+
+
 def figures_of(times: PullTimes) -> list[Figure]:
-    prefix = f"{times.shape.name} {times.backend}"
-    figures: list[Figure] = []
-    for pattern in PATTERNS:
-        pull = pull_of(pattern)
-        figures += [
-            Figure(f"{prefix} {pattern} rate", times.rate(pull).median, "GiB/s"),
-            at_least(
-                f"{prefix} {pattern} share of memcpy",
-                times.share_of_memcpy(pull).median,
-                "%",
-                TARGETS[pattern],
-            ),
-            *(
-                Figure(
-                    f"{prefix} {yardstick.replace(',', '')} share of memcpy",
-                    times.share_of_memcpy(yardstick).median,
-                    "%",
-                )
-                for yardstick in (memcpy_of(pattern), readv_of(pattern))
-            ),
-            Figure(f"{prefix} {pattern} descriptors per request", times.ranges[pattern], "descriptors"),
-        ]
+    name = times.name
     return [
-        Figure(f"{prefix} memcpy rate", times.rate(MEMCPY).median, "GiB/s"),
-        *figures,
-        Figure(f"{prefix} blocks per request", times.shape.prompt_blocks, "blocks"),
-        Figure(f"{prefix} one block", times.milliseconds(ONE_BLOCK).median, "ms"),
-        Figure(f"{prefix} control round trip", times.milliseconds(NO_BLOCK).median, "ms"),
-        Figure(f"{prefix} first pull", 1000 * times.first, "ms"),
+        Figure(f"{name} memcpy rate", times.rate(MEMCPY).median, "GiB/s"),
+        *(figure for pattern in PATTERNS for figure in _pattern_figures(times, pattern)),
+        Figure(f"{name} blocks per request", times.shape.prompt_blocks, "blocks"),
+        Figure(f"{name} one block", times.milliseconds(ONE_BLOCK), "ms"),
+        Figure(f"{name} control round trip", times.milliseconds(NO_BLOCK), "ms"),
+        Figure(f"{name} first pull", 1000 * times.first, "ms"),
     ]
 
 
-def _print(results: Sequence[PullTimes], figures: Sequence[Figure], load_before: float) -> None:
-    console = wide_console()
-    console.print(f"{describe_machine()}; load {load_before:.1f} before, {load():.1f} after")
+def _pattern_figures(times: PullTimes, pattern: str) -> list[Figure]:
+    name, pull, readv = f"{times.name} {pattern}", pull_of(pattern), readv_of(pattern)
+    of_readv = f"{name} share of process_vm_readv", times.share(pull, readv).median, "%"
+    yardsticks = (memcpy_of(pattern), readv)
+    return [
+        Figure(f"{name} rate", times.rate(pull).median, "GiB/s"),
+        at_least(f"{name} share of memcpy", times.share(pull).median, "%", TARGETS[pattern]),
+        at_least(*of_readv, READV_TARGET) if times.backend == BUILT_ON_READV else Figure(*of_readv),
+        *(
+            Figure(f"{times.name} {each.replace(',', '')} share of memcpy", times.share(each).median, "%")
+            for each in yardsticks
+        ),
+        Figure(f"{name} descriptors per request", times.ranges[pattern], "descriptors"),
+    ]
+
+
+def print_tables(console: Console, results: Sequence[PullTimes]) -> None:
     for times in results:
+        shape = times.shape
         console.print(_table(times))
-        console.print(_costs(times))
-    missed = [figure for figure in figures if figure.missed]
-    for figure in missed:
-        console.print(f"missed: {figure.figure} {figure.value:.0f} {figure.unit}, target {figure.target}")
-    if not missed:
-        console.print("All targets are met.")
+        console.print(
+            f"A request is {shape.prompt_blocks} blocks of {shape.block_bytes >> 10} KiB. A pull of one block "
+            f"takes {times.milliseconds(ONE_BLOCK):.2f} ms, of none {times.milliseconds(NO_BLOCK):.2f} ms, "
+            f"the first one of a connection {1000 * times.first:.0f} ms.\n"
+        )
 
 
 def _table(times: PullTimes) -> Table:
     shape = times.shape
-    title = f"{shape.name} over {times.backend}: {shape.prompt_tokens} tokens, {shape.prompt_bytes / 2**20:.0f} MiB"
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for name in ("GiB/s", "% of memcpy", "spread", "descriptors"):
-        table.add_column(name, justify="right")
+    size = f"{shape.prompt_tokens} tokens, {shape.prompt_bytes / 2**20:.0f} MiB"
+    headers = ("", ">GiB/s", ">% of memcpy", ">% of readv", ">spread", ">descriptors")
+    shown = table(f"{shape.name} over {times.backend}: {size}", headers)
     for name in (MEMCPY, *(of(p) for p in PATTERNS for of in (memcpy_of, readv_of, pull_of))):
-        share = times.share_of_memcpy(name)
-        ranges = times.ranges.get(name.rpartition(" ")[2], 1)
-        table.add_row(
+        share, pattern = times.share(name), name.rpartition(" ")[2]
+        of_readv = f"{times.share(name, readv_of(pattern)).median:.0f}" if pattern in PATTERNS else ""
+        shown.add_row(
             name,
             f"{times.rate(name).median:.2f}",
             f"{share.median:.0f}",
+            of_readv,
             f"±{share.spread / 2:.0%}",
-            str(ranges),
+            str(times.ranges.get(pattern, 1)),
         )
-    return table
+    return shown
 
 
-def _costs(times: PullTimes) -> str:
-    shape = times.shape
-    one, none = times.milliseconds(ONE_BLOCK).median, times.milliseconds(NO_BLOCK).median
-    return (
-        f"A request is {shape.prompt_blocks} blocks of {shape.block_bytes >> 10} KiB. A pull of one block "
-        f"takes {one:.2f} ms, of none {none:.2f} ms, the first one of a connection {1000 * times.first:.0f} ms.\n"
-    )
+def panels_of(results: Sequence[PullTimes]) -> list[Bars]:
+    bars = {
+        name: {f"{times.shape.name}\n{times.backend}": times.rate(name).median for times in results}
+        for name in (MEMCPY, *(of(p) for p in PATTERNS for of in (readv_of, pull_of)))
+    }
+    return [Bars("KV pull between two processes, GiB/s", bars)]

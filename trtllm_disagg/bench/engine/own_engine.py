@@ -1,7 +1,7 @@
-"""The embedded engine's core in this process, stepped by hand: no API, no sockets, every step on the clock.
+"""The embedded engine: its core in this process, stepped by hand with every step on the clock, and its LLM API.
 
-Every contestant has these methods, which `remote.py` calls:
-prefill(prompt) -> seconds until the first token of a prompt that nobody has seen before;
+Every contestant has these methods:
+prefill(prompt) -> seconds until the first token of a prompt that the engine has not seen before;
 decode(prompts, steps) -> seconds of each step in which every prompt gets one more token;
 generate(prompts, tokens) -> greedy tokens, to see that all have the same weights;
 close().
@@ -9,17 +9,31 @@ close().
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
+import uvloop
 
-from trtllm_disagg.bench.engine.remote import Start
+from trtllm_disagg.bench.engine.peers import Arrivals, Peer
+from trtllm_disagg.embedded import LLM, SamplingParams, core_process
 from trtllm_disagg.embedded.core import EngineCore
+from trtllm_disagg.embedded.core_client import REPORTS
+from trtllm_disagg.embedded.link import Link
 from trtllm_disagg.embedded.llm_args import LlmArgs
-from trtllm_disagg.embedded.messages import AddRequest, SamplingSpec, StepReport
+from trtllm_disagg.embedded.local_socket import accept, listen
+from trtllm_disagg.embedded.messages import AddRequest, Report, SamplingSpec, StepReport
+from trtllm_disagg.embedded.scheduler import Row
+
+if TYPE_CHECKING:
+    from trtllm_disagg.bench.engine.contestants import Start
 
 TOKENS_PER_BLOCK = 32
 #: Prompt tokens that pass through the cache without evicting a decode row's context.
@@ -27,6 +41,7 @@ _SPARE_TOKENS = 8192
 _STEP_TOKENS = 4096
 #: After so many steps every row must decode; the first ones have got as many tokens more by then.
 _MOST_PREFILL_STEPS = 40
+_SETTLE_SECONDS = 3.0
 
 
 class OwnEngine:
@@ -38,19 +53,7 @@ class OwnEngine:
         self.core = self._build(rows + _SPARE_TOKENS // TOKENS_PER_BLOCK)
 
     def _build(self, blocks: int) -> EngineCore:
-        start = self._start
-        args = LlmArgs(
-            model=start.model,
-            skip_tokenizer_init=True,
-            dtype=start.dtype,
-            max_seq_len=start.max_tokens,
-            max_batch_size=start.max_batch,
-            max_num_tokens=_STEP_TOKENS,
-            enable_chunked_prefill=True,
-            kv_cache_config={"max_tokens": blocks * TOKENS_PER_BLOCK},  # type: ignore[arg-type]
-            embedded={"device": "cpu", "num_threads": start.threads},  # type: ignore[arg-type]
-        )
-        return EngineCore(args, lambda: None)
+        return EngineCore(LlmArgs(**_arguments(self._start, blocks * TOKENS_PER_BLOCK)), lambda: None)
 
     def rebuild(self, blocks: int) -> None:
         """The same engine with a pool of another size."""
@@ -65,6 +68,22 @@ class OwnEngine:
         with self._decoding(prompts, steps):
             return [self._step()[0] for _ in range(steps)]
 
+    def split(self, prompts: list[list[int]], steps: int) -> dict[str, list[float]]:
+        """Seconds of each decode step: all of it, the forward, and what the report costs the process."""
+        core: Any = self.core
+        runner = core._runner = _TimedRunner(core._runner)
+        whole, forward, reports = [], [], []
+        try:
+            with self._decoding(prompts, steps):
+                for _ in range(steps):
+                    seconds, report = self._step()
+                    whole.append(seconds)
+                    forward.append(runner.seconds)
+                    reports.append(report)
+        finally:
+            core._runner = runner._runner
+        return {"step": whole, "forward": forward, "ipc": _ipc_seconds(reports)}
+
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         answers: dict[int, list[int]] = {self._add(prompt, tokens): [] for prompt in prompts}
         for _, report in self._run():
@@ -74,8 +93,6 @@ class OwnEngine:
 
     def close(self) -> None:
         self.core.close()
-
-    # -- internals
 
     @contextmanager
     def _decoding(self, prompts: list[list[int]], steps: int) -> Iterator[None]:
@@ -116,3 +133,105 @@ class OwnEngine:
     def _run(self) -> Iterator[tuple[float, StepReport]]:
         while self.core.has_work:
             yield self._step()
+
+
+def _arguments(start: Start, pool_tokens: int) -> dict[str, Any]:
+    return {
+        "model": start.model,
+        "skip_tokenizer_init": True,
+        "dtype": start.dtype,
+        "max_seq_len": start.max_tokens,
+        "max_batch_size": start.max_batch,
+        "max_num_tokens": _STEP_TOKENS,
+        "enable_chunked_prefill": True,
+        "kv_cache_config": {"max_tokens": pool_tokens},
+        "embedded": {"device": "cpu", "num_threads": start.threads},
+    }
+
+
+class _TimedRunner:
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.seconds = 0.0
+
+    def run(self, rows: Sequence[Row]) -> torch.Tensor:
+        started = time.perf_counter()
+        logits: torch.Tensor = self._runner.run(rows)
+        self.seconds = time.perf_counter() - started
+        return logits
+
+
+def _ipc_seconds(reports: Sequence[StepReport]) -> list[float]:
+    """To encode and send each report, and to ask for commands: what core_process.py does between two steps."""
+    listener, address = listen()
+    with listener:
+        process = core_process.CoreProcess(core_process.Start({}, address))
+        incoming = Link(accept(listener), REPORTS)
+    reader = threading.Thread(target=lambda: _read_all(incoming))
+    reader.start()
+    seconds = []
+    for report in reports:
+        started = time.perf_counter()
+        process.report(report)
+        process._receive(0.0)
+        seconds.append(time.perf_counter() - started)
+    process.close()
+    reader.join()
+    incoming.close()
+    return seconds
+
+
+def _read_all(incoming: Link[Report]) -> None:
+    with contextlib.suppress(EOFError):
+        while True:
+            incoming.receive(wait=True)
+
+
+class LlmApi(Peer):
+    """As the engine's users have it: the LLM object here, on the event loop of a worker, the core in a process."""
+
+    def __init__(self, start: Start) -> None:
+        self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._llm = LLM(**_arguments(start, start.max_batch * start.max_tokens + _SPARE_TOKENS))
+
+    def answer(self, prompts: list[list[int]], tokens: int, arrivals: Arrivals) -> list[list[int]]:
+        return self._loop.run(self._answer(prompts, tokens, arrivals))
+
+    def stream(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+        """All prompts at once, every token streamed: CPU seconds of this process for each."""
+        self.generate(prompts, 2)
+        started, cpu = time.perf_counter(), time.process_time()
+        count = sum(map(len, self.generate(prompts, tokens)))
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - started
+        return {"cpu_per_token": cpu / count, "tokens_per_second": count / wall}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that the engine's idle process has in memory, and tokens that its pool has room for."""
+        capacity = self._llm.get_kv_cache_capacity()
+        pool_tokens = capacity["maxNumBlocks"] * capacity["tokensPerBlock"]
+        return {"resident": self._settled(), "pool_tokens": pool_tokens}
+
+    def close(self) -> None:
+        self._llm.shutdown()
+        self._loop.close()
+
+    async def _answer(self, prompts: list[list[int]], tokens: int, arrivals: Arrivals) -> list[list[int]]:
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+        async def one(prompt: list[int]) -> list[int]:
+            result = self._llm.generate_async(prompt, sampling, streaming=True)
+            async for _ in result:
+                arrivals.note(result.outputs[0].length)
+            return list(result.outputs[0].token_ids)
+
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+    def _settled(self) -> int:
+        """An idle engine gives back what a step took; it does not say when."""
+        process = psutil.Process(self._llm.engine_pid)
+        least = process.memory_info().rss
+        end = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            least = min(least, process.memory_info().rss)
+        return least

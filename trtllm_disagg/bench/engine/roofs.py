@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ from numba import njit
 from torch.nn.functional import linear
 
 from trtllm_disagg.bench.engine.plan import computed_in
-from trtllm_disagg.bench.engine.remote import Start
+
+if TYPE_CHECKING:
+    from trtllm_disagg.bench.engine.contestants import Start
 
 #: Many times any cache.
 _READ_BYTES = 256 << 20

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED
+from trtllm_disagg.bench.child_process import ChildProcess
+from trtllm_disagg.bench.engine.block_costs import costs_per_block
+from trtllm_disagg.bench.engine.contestants import alone
 from trtllm_disagg.bench.engine.own_engine import TOKENS_PER_BLOCK
-from trtllm_disagg.bench.engine.plan import Plan, Size
-from trtllm_disagg.bench.engine.remote import Remote, Start
+from trtllm_disagg.bench.engine.plan import Plan
 from trtllm_disagg.bench.engine.targets import judged
 from trtllm_disagg.bench.figures import Figure
+from trtllm_disagg.bench.models import Size
+from trtllm_disagg.bench.plot import Lines
+from trtllm_disagg.bench.report import Say
 
 #: Of the curves along which something else grows.
 _BATCH = 8
@@ -54,43 +58,29 @@ class Scaling:
         return f"{self.size.name} {self.dtype}"
 
 
-def measure_scaling(plan: Plan, size: Size, dtype: str, cache: Path, say: Callable[[str], None]) -> Scaling:
+def measure_scaling(plan: Plan, size: Size, dtype: str, cache: Path, say: Say) -> Scaling:
     """One thread."""
-    longest = max(plan.scaling_contexts) + plan.steps
-    start = Start(
-        str(CONTESTANTS[EMBEDDED].checkpoint(cache, size, dtype)),
-        dtype,
-        1,
-        size.vocab_size,
-        max(_BATCH, *plan.scaling_batches),
-        longest + TOKENS_PER_BLOCK,
-    )
-    environment = CONTESTANTS[EMBEDDED].environment | {"OMP_NUM_THREADS": "1"}
 
-    def step(remote: Remote, batch: int, context: int) -> float:
+    def step(core: ChildProcess, batch: int, context: int) -> float:
         say(f"{size.name} {dtype}: batch {batch}, context {context}")
         prompts = plan.prompts(size, batch, context - plan.steps // 2, f"scaling {context}")
-        return float(np.median(remote.call("decode", prompts, plan.steps)))
+        return float(np.median(core.call("decode", prompts, plan.steps)))
 
-    def step_in_pool(remote: Remote, blocks: int) -> float:
+    def step_in_pool(core: ChildProcess, blocks: int) -> float:
         say(f"{size.name} {dtype}: pool of {blocks} blocks")
-        remote.call("rebuild", blocks)
-        return step(remote, _pool_batch(plan), plan.context)
+        core.call("rebuild", blocks)
+        return step(core, _pool_batch(plan), plan.context)
 
-    def costs(remote: Remote, blocks: int) -> dict[str, float]:
-        say(f"pool of {blocks} blocks: lookup and allocation")
-        return dict(remote.call("per_block", blocks))
-
-    with Remote("trtllm_disagg.bench.engine.own_engine:OwnEngine", start, environment) as remote:
-        remote.await_ready()
-        batch = _best(plan.scaling_batches, lambda rows: step(remote, rows, plan.context))
-        context = _best(plan.scaling_contexts, lambda tokens: step(remote, _BATCH, tokens))
-        pool = _best(plan.scaling_pools, lambda blocks: step_in_pool(remote, blocks))
-    with Remote("trtllm_disagg.bench.engine.block_costs:BlockCosts", start, environment) as remote:
-        remote.await_ready()
-        per_block = {blocks: costs(remote, blocks) for blocks in plan.block_pools}
+    rows = max(_BATCH, *plan.scaling_batches)
+    tokens = max(plan.scaling_contexts) + plan.steps + TOKENS_PER_BLOCK
+    with alone("OwnEngine", plan, size, dtype, cache, rows=rows, tokens=tokens) as core:
+        batch = _best(plan.scaling_batches, lambda rows: step(core, rows, plan.context))
+        context = _best(plan.scaling_contexts, lambda tokens: step(core, _BATCH, tokens))
+        pool = _best(plan.scaling_pools, lambda blocks: step_in_pool(core, blocks))
+    say("lookup and allocation of KV blocks")
+    costs = {blocks: costs_per_block(blocks) for blocks in plan.block_pools}
     lookup, allocation = (
-        Curve({blocks: cost[what] for blocks, cost in per_block.items()}) for what in ("lookup", "allocation")
+        Curve({blocks: cost[number] for blocks, cost in costs.items()}) for number in range(2)
     )
     return Scaling(size, dtype, batch, context, pool, lookup, allocation)
 
@@ -125,4 +115,28 @@ def figures_of(scaling: Scaling) -> list[Figure]:
             for x, seconds in curve.points.items()
         ),
         *(judged(f"{what}, largest pool / smallest", curve.ends, "x") for what, curve in blocks.items()),
+    ]
+
+
+def panels_of(scaling: Scaling) -> list[Lines]:
+    def line(title: str, x_label: str, unit: str, factor: float, **curves: Curve) -> Lines:
+        points = {
+            name: {x: factor * seconds for x, seconds in curve.points.items()}
+            for name, curve in curves.items()
+        }
+        return Lines(f"{title}, {unit}", x_label, points)
+
+    name = scaling.name
+    return [
+        line(f"{name}: step against batch", "rows", "ms", 1e3, step=scaling.batch),
+        line(f"{name}: step against context", "tokens a row", "ms", 1e3, step=scaling.context),
+        line(f"{name}: step against the pool", "KV blocks", "ms", 1e3, step=scaling.pool),
+        line(
+            "a KV block's cost against the pool",
+            "KV blocks",
+            "us",
+            1e6,
+            lookup=scaling.lookup,
+            allocation=scaling.allocation,
+        ),
     ]

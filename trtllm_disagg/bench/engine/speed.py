@@ -1,16 +1,36 @@
-"""What was measured of the embedded engine beside its peers and the hardware's roofs."""
+"""Every contestant of one size, dtype and number of threads measured in turns, beside the hardware's roofs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from trtllm_disagg.bench.engine.contestants import EMBEDDED, LLAMA_CPP
-from trtllm_disagg.bench.engine.plan import ITEM_BYTES, Size, computed_in
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from trtllm_disagg.bench.child_process import ChildProcess
+from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED, EMBEDDED_API, Contestant
+from trtllm_disagg.bench.engine.plan import Plan, computed_in
 from trtllm_disagg.bench.engine.targets import judged
 from trtllm_disagg.bench.figures import Figure, Sample, paired_ratio
+from trtllm_disagg.bench.machine import CoreWaits
+from trtllm_disagg.bench.models import ITEM_BYTES, Size
+from trtllm_disagg.bench.plot import Bars
+from trtllm_disagg.bench.report import Say, table
+from trtllm_disagg.errors import EngineError
 
 PREFILL = "prefill"
+LLAMA_CPP = "llama.cpp"
+OWN = (EMBEDDED, EMBEDDED_API)
 _TOLERATED_WAIT = 0.05
+_ROOFS = Contestant("trtllm_disagg.bench.engine.roofs:Roofs")
+#: The better of two prompts is a turn's prefill: a single one is soon over.
+_PREFILL_TRIES = 2
+_AGREEMENT_PROMPTS, _AGREEMENT_TOKENS, _AGREEMENT_LENGTH = 8, 16, 32
 
 
 def decode_of(batch: int) -> str:
@@ -33,7 +53,7 @@ class Speeds:
     absent: dict[str, str] = field(default_factory=dict)
     #: Of the peers: greedy answers that are the embedded engine's, of so many.
     agreeing: dict[str, tuple[int, int]] = field(default_factory=dict)
-    #: How much of their time all contestants waited for a core that somebody else had; 0 on a calm machine.
+    #: How much of their time all contestants waited for a core that other processes had; 0 on a calm machine.
     waited: float = 0.0
 
     @property
@@ -46,7 +66,7 @@ class Speeds:
 
     @property
     def is_crowded(self) -> bool:
-        """No verdict then: who spins while waiting for its own threads loses most."""
+        """No verdict then: an engine that spins while waiting for its own threads loses most."""
         return self.waited > _TOLERATED_WAIT
 
     def drop(self, peer: str, reason: str) -> None:
@@ -57,52 +77,244 @@ class Speeds:
             rates.pop(peer, None)
 
     def rate(self, test: str, contestant: str) -> Sample:
-        return Sample(tuple(self.rates[test][contestant]))
+        return Sample.of(self.rates[test][contestant])
 
     def best_peer(self, test: str) -> str | None:
-        peers = [name for name in self.rates[test] if name != EMBEDDED]
+        peers = [name for name in self.rates[test] if name not in OWN]
         return max(peers, key=lambda name: self.rate(test, name).median, default=None)
 
-    def against(self, test: str, peer: str) -> Sample:
+    def against(self, test: str, peer: str, own: str = EMBEDDED) -> Sample:
         """Times as fast as the peer, in pairs."""
-        return paired_ratio(self.rates[test][EMBEDDED], self.rates[test][peer])
+        return paired_ratio(self.rates[test][own], self.rates[test][peer])
 
     def prefill_share(self) -> Sample:
         """Percent of the measured matrix product's rate; attention and the head are not counted as work."""
         flops = 2e-9 * self.size.layer_parameters
-        ratios = paired_ratio([flops * rate for rate in self.rates[PREFILL][EMBEDDED]], self.multiply)
-        return Sample(tuple(100 * ratio for ratio in ratios.values))
+        return paired_ratio(self.rates[PREFILL][EMBEDDED], self.multiply, 100 * flops)
 
     def read_share(self) -> Sample:
         """Percent of the read bandwidth at batch 1; only weights are counted."""
         gigabytes = 1e-9 * self.size.streamed_parameters * ITEM_BYTES[computed_in(self.dtype)]
-        ratios = paired_ratio([gigabytes * rate for rate in self.rates[decode_of(1)][EMBEDDED]], self.read)
-        return Sample(tuple(100 * ratio for ratio in ratios.values))
+        return paired_ratio(self.rates[decode_of(1)][EMBEDDED], self.read, 100 * gigabytes)
+
+
+def measure_speeds(
+    plan: Plan,
+    size: Size,
+    dtype: str,
+    threads: int,
+    peers: Sequence[str],
+    cache: Path,
+    say: Say,
+) -> Speeds:
+    """Raises EngineError when the embedded engine fails; a peer that fails is reported as absent."""
+    speeds = Speeds(size, dtype, threads)
+    with ExitStack() as stack:
+        rounds = _Rounds(plan, speeds, cache, say, stack)
+        rounds.start([*OWN, *peers])
+        rounds.compare_answers()
+        rounds.measure(-1)  # warms up
+        speeds.rates.clear()
+        waits = CoreWaits(rounds.pids)
+        for number in range(plan.rounds):
+            rounds.measure(number)
+        speeds.waited = waits.share()
+    return speeds
+
+
+def _undisturbed(seconds: Sequence[float]) -> float:
+    """A turn's step: the lower quartile, because whatever disturbs a step makes it longer."""
+    return float(np.percentile(seconds, 25))
+
+
+class _Rounds:
+    """All contestants of one `Speeds`, asleep but for one."""
+
+    def __init__(self, plan: Plan, speeds: Speeds, cache: Path, say: Say, stack: ExitStack) -> None:
+        self._plan, self._speeds, self._cache, self._say, self._stack = plan, speeds, cache, say, stack
+        self._remotes: dict[str, ChildProcess] = {}
+
+    @property
+    def pids(self) -> list[int]:
+        return [remote.pid for remote in (*self._remotes.values(), self._roofs)]
+
+    def start(self, names: Sequence[str]) -> None:
+        for name in names:
+            contestant = CONTESTANTS[name]
+            if reason := contestant.absence(self._speeds.dtype, self._cache):
+                self._speeds.absent[name] = reason
+                continue
+            self._say(f"{self._speeds.name}: starting {name}")
+            with self._forgiven(name):
+                self._remotes[name] = self._start(contestant)
+        self._roofs = self._start(_ROOFS)
+        for name, remote in list(self._remotes.items()):
+            with self._forgiven(name):
+                remote.await_ready()
+        self._roofs.await_ready()
+
+    def compare_answers(self) -> None:
+        """Do all have the same weights? In bfloat16 answers part sooner or later."""
+        prompts = self._plan.prompts(self._speeds.size, _AGREEMENT_PROMPTS, _AGREEMENT_LENGTH, "agreement")[
+            : max(self._plan.batches)
+        ]
+        ours = self._call(EMBEDDED, "generate", prompts, _AGREEMENT_TOKENS)
+        for name in [name for name in self._remotes if name != EMBEDDED]:
+            with self._forgiven(name):
+                theirs = self._call(name, "generate", prompts, _AGREEMENT_TOKENS)
+                equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
+                self._speeds.agreeing[name] = (equal, len(prompts))
+
+    def measure(self, number: int) -> None:
+        """Every test once, every contestant in turn; who is first changes from round to round."""
+        told = f"round {number + 1} of {self._plan.rounds}" if number >= 0 else "warming up"
+        read, multiply = self._roofs.call("read"), self._roofs.call("multiply")
+        self._roofs.await_sleep()
+        if number >= 0:
+            self._speeds.read.append(read)
+            self._speeds.multiply.append(multiply)
+        for test, measure in self._tests(number).items():
+            rates = self._speeds.rates.setdefault(test, {name: [] for name in self._remotes})
+            order = list(self._remotes)
+            first = number % len(order)
+            for name in (*order[first:], *order[:first]):
+                self._say(f"{self._speeds.name}: {told}, {test}, {name}")
+                with self._forgiven(name):
+                    rates[name].append(measure(name))
+
+    def _tests(self, number: int) -> dict[str, Callable[[str], float]]:
+        """What gives a contestant's tokens a second."""
+        plan, size = self._plan, self._speeds.size
+        fresh = plan.prompts(size, _PREFILL_TRIES, plan.prompt_tokens, f"prefill {number}")
+
+        def prefill(name: str) -> float:
+            seconds: list[float] = [self._call(name, "prefill", prompt) for prompt in fresh]
+            return plan.prompt_tokens / min(seconds)
+
+        def decode(batch: int) -> Callable[[str], float]:
+            prompts = plan.prompts(size, batch, plan.decode_prompt, "decode")
+            return lambda name: batch / _undisturbed(self._call(name, "decode", prompts, plan.steps))
+
+        return {PREFILL: prefill} | {decode_of(batch): decode(batch) for batch in plan.batches}
+
+    def _call(self, name: str, method: str, *arguments: object) -> Any:
+        remote = self._remotes[name]
+        answer = remote.call(method, *arguments)
+        remote.await_sleep()
+        return answer
+
+    def _start(self, contestant: Contestant) -> ChildProcess:
+        speeds = self._speeds
+        process = contestant.start(self._plan, speeds.size, speeds.dtype, speeds.threads, self._cache)
+        return self._stack.enter_context(process)
+
+    @contextmanager
+    def _forgiven(self, name: str) -> Iterator[None]:
+        """A peer that fails is out, with all that it did; the embedded engine must not fail."""
+        try:
+            yield
+        except EngineError as error:
+            if name in OWN:
+                raise
+            self._speeds.drop(name, str(error))
+            self._remotes.pop(name, None)
 
 
 def figures_of(speeds: Speeds) -> list[Figure]:
     judge = Figure if speeds.is_crowded else judged
+    name = speeds.name
     figures: list[Figure] = []
     for test, rates in speeds.rates.items():
-        name = f"{speeds.name} {test}"
-        figures += [Figure(f"{name} {who}", speeds.rate(test, who).median, "tok/s") for who in rates]
-        if test == PREFILL and LLAMA_CPP in rates:
-            ratio = speeds.against(test, LLAMA_CPP).median
-            figures.append(judge(f"{name} {EMBEDDED} / {LLAMA_CPP}", ratio, "x"))
-        if test != PREFILL and (peer := speeds.best_peer(test)) is not None:
-            figures.append(judge(f"{name} {EMBEDDED} / best peer", speeds.against(test, peer).median, "x"))
+        figures += [
+            Figure(f"{name} {test} {each}", speeds.rate(test, each).median, "tok/s") for each in rates
+        ]
+        peers = {LLAMA_CPP: LLAMA_CPP} if test == PREFILL and LLAMA_CPP in rates else {}
+        if best := speeds.best_peer(test):
+            peers["best peer"] = best
+        figures += [
+            judge(f"{name} {test} {own} / {what}", speeds.against(test, peer, own).median, "x")
+            for what, peer in peers.items()
+            for own in OWN
+            if own in rates
+        ]
     figures += [
-        Figure(f"{speeds.name} waiting for a core", 100 * speeds.waited, "%"),
-        Figure(f"{speeds.name} read bandwidth", Sample(tuple(speeds.read)).median, "GB/s"),
-        Figure(f"{speeds.name} matrix product's rate", Sample(tuple(speeds.multiply)).median, "GFLOP/s"),
-        judge(
-            f"{speeds.name} prefill share of the matrix product's rate", speeds.prefill_share().median, "%"
-        ),
+        Figure(f"{name} waiting for a core", 100 * speeds.waited, "%"),
+        Figure(f"{name} read bandwidth", Sample.of(speeds.read).median, "GB/s"),
+        Figure(f"{name} matrix product's rate", Sample.of(speeds.multiply).median, "GFLOP/s"),
+        judge(f"{name} prefill share of the matrix product's rate", speeds.prefill_share().median, "%"),
     ]
     if decode_of(1) in speeds.rates:
         share = speeds.read_share().median
-        figures.append(judge(f"{speeds.name} decode b1 share of the read bandwidth", share, "%"))
+        figures.append(judge(f"{name} decode b1 share of the read bandwidth", share, "%"))
     return figures + [
-        Figure(f"{speeds.name} greedy answers equal, {peer}", 100 * equal / of, "%")
+        Figure(f"{name} greedy answers equal, {peer}", 100 * equal / of, "%")
         for peer, (equal, of) in speeds.agreeing.items()
     ]
+
+
+def print_speeds(console: Console, speeds: Speeds) -> None:
+    console.print(_table(speeds))
+    read, multiply = Sample.of(speeds.read).median, Sample.of(speeds.multiply).median
+    console.print(
+        f"Hardware: reads {read:.1f} GB/s, multiplies {multiply:.0f} GFLOP/s. "
+        f"Waiting for a core: {speeds.waited:.0%} of the time."
+    )
+    if speeds.is_crowded:
+        console.print("No verdict: other processes needed the cores as well.")
+    for peer, (equal, of) in speeds.agreeing.items():
+        console.print(f"{peer}: {equal} of {of} greedy answers are the embedded engine's.")
+    for peer, reason in speeds.absent.items():
+        console.print(f"{peer}: {reason}.")
+    console.print()
+
+
+def _table(speeds: Speeds) -> Table:
+    numbers = (*speeds.contestants, "spread", "best peer", "ratio")
+    shown = table(f"{speeds.name}, tokens a second", ("", *(f">{name}" for name in numbers)))
+    for test, rates in speeds.rates.items():
+        peer = speeds.best_peer(test)
+        shown.add_row(
+            test,
+            *(_three_digits(speeds.rate(test, name).median) for name in rates),
+            f"±{speeds.rate(test, EMBEDDED).spread / 2:.0%}",
+            peer or "",
+            f"{speeds.against(test, peer).median:.2f}x" if peer else "",
+        )
+    return shown
+
+
+def _three_digits(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
+def panels_of(several: Sequence[Speeds]) -> list[Bars]:
+    """A panel a size and test: all dtypes and threads; then the shares of what the hardware can do."""
+    panels = [
+        Bars(
+            f"{size} {test}, tokens a second",
+            {
+                name: {_short(s): s.rate(test, name).median for s in group if name in s.rates[test]}
+                for name in dict.fromkeys(name for s in group for name in s.contestants)
+            },
+        )
+        for size, group in _by_size(several).items()
+        for test in group[0].rates
+    ]
+    shares = {
+        "prefill / product": {f"{s.size.name}\n{_short(s)}": s.prefill_share().median for s in several},
+        "decode b1 / read": {
+            f"{s.size.name}\n{_short(s)}": s.read_share().median for s in several if decode_of(1) in s.rates
+        },
+    }
+    return [*panels, Bars("share of the hardware's rate, %", shares)] if several else []
+
+
+def _by_size(several: Sequence[Speeds]) -> dict[str, list[Speeds]]:
+    groups: dict[str, list[Speeds]] = {}
+    for speeds in several:
+        groups.setdefault(speeds.size.name, []).append(speeds)
+    return groups
+
+
+def _short(speeds: Speeds) -> str:
+    return f"{ {'float32': 'fp32', 'bfloat16': 'bf16'}[speeds.dtype] } {speeds.threads}t"

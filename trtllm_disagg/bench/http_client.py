@@ -57,7 +57,7 @@ class Connection(asyncio.Protocol):
     """One connection that stays open; one request at a time."""
 
     def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport
         self._answer = Answer(0.0)
         self._done: asyncio.Future[None] | None = None
 
@@ -87,11 +87,9 @@ class Connection(asyncio.Protocol):
 
     def _acknowledge_at_once(self) -> None:
         """Else the kernel waits up to 40 ms with that, and the server with the end of its answer."""
-        assert self._transport is not None
         self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     async def ask(self, request: bytes) -> Answer:
-        assert self._transport is not None
         self._done = asyncio.get_running_loop().create_future()
         self._answer = Answer(time.perf_counter())
         self._transport.write(request)
@@ -99,8 +97,7 @@ class Connection(asyncio.Protocol):
         return self._answer
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
 
 
 def completion_request(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.bench.engine.plan import Size
-from trtllm_disagg.bench.model import random_checkpoint
+from trtllm_disagg.bench.models import Size, random_checkpoint
 
 DEFAULT_DIRECTORY = Path(".cache/bench-engine")
 
 
 def safetensors(cache: Path, size: Size, dtype: str) -> Path:
-    """float32 whatever `dtype` is: who runs bfloat16 rounds it while loading."""
-    directory = random_checkpoint(cache / size.name, **size.settings)
+    """float32 whatever `dtype` is: an engine that runs bfloat16 rounds it while loading."""
+    directory = random_checkpoint(cache / size.name, size.settings)
     if not (directory / "tokenizer.json").exists():
         _write_tokenizer(directory, size.vocab_size)
     return directory
@@ -46,16 +45,21 @@ def _is_newer(file: Path, source: Path) -> bool:
 
 
 def _write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """CTranslate2 wants words; t7 is token 7."""
+    """CTranslate2 wants words (see _words)."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<s>": 0, "</s>": 1, "<pad>": 2} | {f"t{i}": i for i in range(3, vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    words = {word: number for number, word in enumerate(_words(vocab_size))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t2"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+        tokenizer_object=tokenizer, bos_token="t0", eos_token="t1", pad_token="t2", unk_token="t2"
     ).save_pretrained(directory)
+
+
+def _words(vocab_size: int) -> list[str]:
+    """t7 is token 7."""
+    return [f"t{token}" for token in range(vocab_size)]
 
 
 _LAYER_NAMES = {
@@ -99,7 +103,13 @@ def _write_gguf(path: Path, source: Path, size: Size, dtype: str) -> None:
     writer.add_rope_dimension_count(settings["hidden_size"] // heads)
     writer.add_rope_freq_base(_ROPE_BASE)
     writer.add_vocab_size(size.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(_words(size.vocab_size))
+    writer.add_token_scores([0.0] * size.vocab_size)
+    writer.add_token_types([gguf.TokenType.NORMAL] * size.vocab_size)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
     writer.add_file_type({"float32": 0, "bfloat16": 32}[dtype])
 
     def put(name: str, weight: Any) -> None:

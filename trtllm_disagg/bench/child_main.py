@@ -1,0 +1,70 @@
+"""The child's half of `child_process.py`: builds one object and calls what it is asked to, until its input ends.
+
+Run as a script, in any Python from 3.10 on, and so without any import of this package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+
+def load(factory: str) -> Any:
+    """`module:name`, or `path/to/file.py:name` in an interpreter that has not got this package."""
+    source, _, name = factory.rpartition(":")
+    if not source.endswith(".py"):
+        return getattr(importlib.import_module(source), name)
+    spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def serve(factory: str, calls: Iterable[bytes], answers: BinaryIO) -> None:
+    """The first line has the fields of what `factory` takes, every other one is [method, arguments].
+
+    An exception is an answer; only the end of `calls` ends this.
+    """
+
+    def answer(value: Any = None, error: Exception | None = None) -> None:
+        told = None if error is None else f"{type(error).__name__}: {error}"
+        answers.write(json.dumps({"value": value, "error": told}).encode() + b"\n")
+        answers.flush()
+
+    lines = iter(calls)
+    try:
+        served = load(factory)(SimpleNamespace(**json.loads(next(lines))))
+    except Exception as error:
+        answer(error=error)
+        return
+    answer()
+    for line in lines:
+        method, arguments = json.loads(line)
+        try:
+            answer(getattr(served, method)(*arguments))
+        except Exception as error:
+            answer(error=error)
+    served.close()
+
+
+def main() -> None:
+    # Libraries print; what they say must not look like an answer.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.argv[1], sys.stdin.buffer, answers)
+    sys.stdout.flush()
+    # Taking thread pools and runtimes apart in order would take seconds for nothing.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""One object in a process of its own: it sleeps on its standard input until it is asked, and ends with that.
+
+A line of JSON names a method and its arguments, a line answers (`child_main.py` is the other end). The engines of
+`bench engine` and the sender of `bench transfer` run so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from trtllm_disagg.bench import child_main
+from trtllm_disagg.bench.machine import is_running
+from trtllm_disagg.embedded.cpu import environment_of
+from trtllm_disagg.errors import DisaggError, EngineError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_END_SECONDS = 10
+_ANSWER_SECONDS = 900.0
+_SLEEP_SECONDS = 2.0
+_POLL_SECONDS = 0.005
+
+
+class ChildProcess:
+    """Raises `failure`, with the cause, when the child cannot do what it is asked to, or has ended."""
+
+    def __init__(
+        self,
+        factory: str,
+        start: DataclassInstance,
+        variables: dict[str, str],
+        *,
+        interpreter: str = sys.executable,
+        failure: type[DisaggError] = EngineError,
+    ) -> None:
+        """`factory` (see child_main.load) gets the fields of `start`; `await_ready` waits until it is built."""
+        self._factory, self._failure = factory, failure
+        self._process = subprocess.Popen(
+            (interpreter, "-P", child_main.__file__, factory),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | environment_of(os.environ) | variables,
+        )
+        self._send(asdict(start))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def await_ready(self) -> None:
+        self._answer()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        self._send([method, arguments])
+        return self._answer()
+
+    def await_sleep(self) -> None:
+        """Thread pools spin for a while after their work, up to 0.2 s, on cores that the next child needs."""
+        deadline = time.monotonic() + _SLEEP_SECONDS
+        while is_running(self.pid) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def __enter__(self) -> ChildProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _send(self, message: Any) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the answer says why
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], _ANSWER_SECONDS)[0]:
+            raise self._failure(f"{self._factory}: no answer for {_ANSWER_SECONDS:.0f} s")
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise self._failure(f"{self._factory}: the process ended with exit code {code}")
+        answer = json.loads(line)
+        if answer["error"] is not None:
+            raise self._failure(f"{self._factory}: {answer['error']}")
+        return answer["value"]

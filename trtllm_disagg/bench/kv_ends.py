@@ -1,0 +1,221 @@
+"""Both ends of `bench transfer`: a sending process with a filled pool, and the pool here that its blocks arrive in.
+
+The pools have the shapes of real models, the blocks are leased and pulled by the engine's own KvSender and KvReceiver.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from trtllm_disagg.bench.child_process import ChildProcess
+from trtllm_disagg.bench.models import ITEM_BYTES
+from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.choose import create_transport
+from trtllm_disagg.kv_transfer.exchange import KvReceiver, KvSender, Pull
+from trtllm_disagg.kv_transfer.handle import decode_handle
+from trtllm_disagg.kv_transfer.layout import KvLayout
+from trtllm_disagg.kv_transfer.reach import OneHost
+
+_LEASE_SECONDS = 600.0
+_PULL_SECONDS = 120.0
+#: Knuth's multiplicative hash: neighbouring words of the fill differ in every byte.
+_FILL_FACTOR = np.uint32(2654435761)
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """One prompt's KV, and pools with twice as many blocks as it needs."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    prompt_tokens: int = 4096
+    tokens_per_block: int = 32
+
+    @property
+    def prompt_blocks(self) -> int:
+        return -(-self.prompt_tokens // self.tokens_per_block)
+
+    @property
+    def pool_blocks(self) -> int:
+        return 2 * self.prompt_blocks
+
+    @property
+    def pool_shape(self) -> tuple[int, ...]:
+        return (self.pool_blocks, self.layers, 2, self.tokens_per_block, self.kv_heads, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """K and V of one block in all layers."""
+        token = 2 * self.layers * self.kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
+        return self.tokens_per_block * token
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.pool_blocks * self.block_bytes
+
+    @property
+    def prompt_bytes(self) -> int:
+        return self.prompt_blocks * self.block_bytes
+
+    @property
+    def layout(self) -> KvLayout:
+        return KvLayout("bench", self.layers, self.tokens_per_block, self.kv_heads, self.head_dim, self.dtype)
+
+    def blocks(self, pattern: str, seed: int) -> list[int]:
+        """`contiguous`: one run. `scattered`: no two neighbours in a row, the worst that an allocator can do."""
+        if pattern == "contiguous":
+            start = self.prompt_blocks // 2
+            return list(range(start, start + self.prompt_blocks))
+        ids = np.arange(0, self.pool_blocks, 2) + np.random.default_rng(seed).integers(2)
+        return [int(i) for i in np.random.default_rng(seed).permutation(ids)]
+
+    def ranges(self, remote: list[int], local: list[int]) -> np.ndarray:
+        """(n, 3) int64 rows (remote offset, local offset, bytes) in the pools, neighbours on both sides merged."""
+        pairs = np.asarray(sorted(zip(remote, local, strict=True)), np.int64)
+        breaks = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(1)) + 1
+        starts = np.concatenate(([0], breaks))
+        lengths = np.diff(np.concatenate((starts, [len(pairs)])))
+        return np.column_stack((pairs[starts], lengths)) * self.block_bytes
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        KvShape("8b-bf16", layers=32, kv_heads=8, head_dim=128, dtype="bfloat16"),  # Llama-3.1-8B
+        KvShape("0.5b-fp32", layers=24, kv_heads=2, head_dim=64, dtype="float32"),  # Qwen2.5-0.5B
+    )
+}
+
+
+def fill(pool: np.ndarray) -> None:
+    """Every word of a flat uint8 pool says where it is."""
+    step = 4 << 20
+    for start in range(0, len(pool), step):
+        part = pool[start : start + step]
+        part[:] = filled_bytes(start, len(part))
+
+
+def filled_bytes(offset: int, count: int) -> np.ndarray:
+    """What `fill` puts at these bytes; both are multiples of four."""
+    words = np.arange(offset // 4, (offset + count) // 4, dtype=np.uint32) * _FILL_FACTOR
+    return words.view(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class SenderStart:
+    backend: str
+    shape: KvShape
+
+
+class Sender:
+    """What the sending process serves (child_main.py)."""
+
+    def __init__(self, start: SimpleNamespace) -> None:
+        self._shape = shape = KvShape(**start.shape)
+        self._transport = create_transport(start.backend, OneHost())
+        self._pool = self._transport.allocate(
+            shape.pool_shape, getattr(torch, shape.dtype), torch.device("cpu")
+        )
+        fill(self._pool.view(torch.uint8).numpy().reshape(-1))
+        self._sender = KvSender(
+            self._transport,
+            shape.layout,
+            shape.pool_blocks,
+            door=OneHost().door(),
+            lease_seconds=_LEASE_SECONDS,
+            on_lease_ended=lambda: None,
+        )
+        self._sender.start()
+        self._leases = 0
+
+    def address(self) -> tuple[int, int]:
+        """(pid, address of the pool in that process)."""
+        return os.getpid(), self._pool.data_ptr()
+
+    def lease(self, blocks: list[int]) -> str:
+        """A handle in hex."""
+        self._sender.take_ended()
+        self._leases += 1
+        handle = self._sender.lease(
+            self._leases,
+            blocks,
+            prompt_digest=bytes(16),
+            num_tokens=self._shape.prompt_tokens,
+            seed=0,
+            cached_tokens=0,
+        )
+        return handle.hex()
+
+    def close(self) -> None:
+        self._sender.close()
+        self._transport.close()
+
+
+class Receiver:
+    """The receiving pool in this process and its KvReceiver."""
+
+    def __init__(self, backend: str, shape: KvShape, sender: ChildProcess) -> None:
+        self._shape = shape
+        self._sender = sender
+        self._transport = create_transport(backend, OneHost())
+        self.pool = self._transport.allocate(
+            shape.pool_shape, getattr(torch, shape.dtype), torch.device("cpu")
+        )
+        self._transport.serve("bench-receiver")
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._receiver = KvReceiver(
+            self._transport,
+            shape.layout,
+            door=OneHost().door(),
+            timeout_seconds=_PULL_SECONDS,
+            on_finished=lambda: self._woken.put(None),
+        )
+
+    def pull(self, remote: Sequence[int], local: Sequence[int]) -> float:
+        """Seconds from the engine's request for the blocks to its wake-up; the lease itself is not part of it."""
+        handle = decode_handle(bytes.fromhex(self._sender.call("lease", list(remote))))
+        started = time.perf_counter()
+        self._receiver.start(Pull(request_id=0, handle=handle, remote=list(remote), local=list(local)))
+        self._woken.get(timeout=_PULL_SECONDS)
+        seconds = time.perf_counter() - started
+        (pull,) = self._receiver.take_finished()
+        if pull.error is not None:
+            raise pull.error
+        return seconds
+
+    def require_arrived(self, remote: Sequence[int], local: Sequence[int]) -> None:
+        """Raise KvTransferError unless every byte of these blocks is the one that the sender has there."""
+        shape = self._shape
+        pool = self.pool.view(torch.uint8).numpy().reshape(shape.pool_blocks, -1)
+        for there, here in zip(remote, local, strict=True):
+            if not np.array_equal(pool[here], filled_bytes(there * shape.block_bytes, shape.block_bytes)):
+                raise KvTransferError(f"block {there} did not arrive whole in {here}")
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._transport.close()
+
+
+@contextmanager
+def connected(backend: str, shape: KvShape) -> Iterator[tuple[ChildProcess, Receiver]]:
+    """The sending process and what receives here. Raises KvTransferError when the former cannot start."""
+    factory, start = f"{__name__}:Sender", SenderStart(backend, shape)
+    with ChildProcess(factory, start, {"OMP_NUM_THREADS": "1"}, failure=KvTransferError) as sender:
+        sender.await_ready()
+        receiver = Receiver(backend, shape, sender)
+        try:
+            yield sender, receiver
+        finally:
+            receiver.close()
