@@ -20,7 +20,7 @@ from trtllm_disagg.errors import EngineError
 EMBEDDED = "embedded"
 EMBEDDED_API = "embedded API"
 OWN = "trtllm_disagg.bench.engine.own_engine"
-#: The one setting of a peer that the environment of the engine's AVX2 level (embedded/cpu_kernels/cpu.py) does not have.
+#: The one setting of a peer that the environment of the AVX2 level (embedded/cpu_kernels/cpu.py) does not have.
 _AVX2_OF_PEERS = {"CT2_FORCE_CPU_ISA": "AVX2"}
 
 
