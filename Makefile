@@ -1,5 +1,6 @@
 # make demo   the main job on this machine: a model, both orders, one streamed answer each
 # make test   all tests that need no GPU
+# make test-fast   those that start no process and take no time
 # make lint   ruff and mypy
 # Each of them first makes the virtual environment in .venv, once.
 
@@ -12,7 +13,7 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check $(shell [ -t 2 ] 
 # Says every few seconds that it is still at it; needs nothing installed.
 STEADILY = $(PYTHON) -I trtllm_disagg/steadily.py
 
-.PHONY: help demo test test-levels lint format model venv clean
+.PHONY: help demo test test-fast test-levels lint format model venv clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -22,6 +23,9 @@ demo: $(STAMP)
 test: $(STAMP) model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(BIN)/python -m tests.levels
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -m fast $(PYTEST_ARGS)
 
 # The engine's tests at the CPU levels below this machine's own; a part of `make test`.
 test-levels: $(STAMP)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.deployments import Fleet, Served
+from tests.support.durations import DurationRecorder, mark_by_speed
 from tests.support.models import write_checkpoint
 from trtllm_disagg.deployment.plan import Strategy
 
@@ -30,12 +31,28 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return checkpoint
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="write the seconds of every file to tests/durations.json",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-durations"):
+        config.pluginmanager.register(DurationRecorder())
+
+
+# First, so that -m sees the markers.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever asks for the fleet comes last.
+    """Tests that use the fleet come last.
 
     Its deployments stay to the end, and every process that watches a discovery directory takes from the 128
     inotify instances that Linux gives a user.
     """
+    mark_by_speed(items)
     items.sort(key=uses_fleet)
 
 

@@ -1,0 +1,45 @@
+"""How long each test file took when that was last recorded, and so which tests are `fast`.
+
+`pytest --record-durations` on the whole suite writes durations.json. A test is fast when it starts no process and its
+file took at most `FAST_SECONDS`; a file that is not recorded yet counts as fast.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "tests" / "durations.json"
+FAST_SECONDS = 3.0
+#: Tests that ask for one of these, or are in one of these folders, work with processes of their own.
+_FIXTURES = {"embedded_llm", "fleet", "nats", "queue", "start_up"}
+_FOLDERS = ("tests/integration", "tests/parity", "tests/gpu")
+
+
+class DurationRecorder:
+    """A pytest plugin: adds up the seconds of each file (setup, call and teardown) and writes them at the end."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        record = {file: round(seconds, 1) for file, seconds in sorted(self._seconds.items())}
+        RECORD.write_text(json.dumps(record, indent=0) + "\n")
+
+
+def mark_by_speed(items: list[pytest.Item]) -> None:
+    """Add the markers `process` and `fast`."""
+    recorded: dict[str, float] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for item in items:
+        file = item.path.relative_to(ROOT).as_posix()
+        if file.startswith(_FOLDERS) or _FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.process)
+        if item.get_closest_marker("process") is None and recorded.get(file, 0.0) <= FAST_SECONDS:
+            item.add_marker(pytest.mark.fast)
