@@ -18,6 +18,7 @@ LAYERS = (
     (
         "",
         "activity",
+        "dev_shm",
         "errors",
         "interpreter",
         "keys",

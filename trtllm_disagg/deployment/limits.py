@@ -1,8 +1,8 @@
 """What this machine allows a user, looked at before anything starts: a limit that is met later is met by a process
 that cannot name it ("Too many open files" is said of inotify instances as well).
 
-What is certain to fail is refused; what may fail is a warning. /dev/shm and locked memory are not looked at: KV is
-shared by anonymous files and read by CMA, and both need neither (docs/decisions/0021).
+What is certain to fail is refused; what may fail is a warning. Locked memory counts only where there is RDMA: to share
+memory and to read it by CMA takes none (docs/decisions/0021).
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from trtllm_disagg.deployment.plan import (
     PortInUseError,
     worker_total,
 )
+from trtllm_disagg.dev_shm import DIRECTORY, UCX_FREE, UCX_KEPT, free_bytes, how_to_get, in_mib
 from trtllm_disagg.errors import ConfigError
 
 INOTIFY_KEY = "fs.inotify.max_user_instances"
 _INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
+_RDMA = Path("/sys/class/infiniband")
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 #: Measured: Dynamo opens one for each watch of a directory; the frontend 9 to 13, a worker that has peers 2, and one
 #: that chooses them by their caches 6 more. The least of each, so that no deployment is refused that would work.
@@ -47,10 +49,21 @@ class Needs:
     inotify_instances: int = 0
     #: Of each process.
     open_files: int = OPEN_FILES
+    #: Workers that move KV, on this host.
+    peers: int = 0
 
     def __add__(self, other: Needs) -> Needs:
         """Of two deployments side by side."""
-        return Needs(self.inotify_instances + other.inotify_instances, max(self.open_files, other.open_files))
+        return Needs(
+            self.inotify_instances + other.inotify_instances,
+            max(self.open_files, other.open_files),
+            self.peers + other.peers,
+        )
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that have to be free in /dev/shm, for UCX under all of them."""
+        return UCX_FREE + UCX_KEPT * (self.peers - 1) if self.peers else 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,10 @@ class Limits:
     #: Yama's; it binds root least.
     ptrace_scope: int | None = None
     is_root: bool = False
+    #: Bytes in /dev/shm.
+    free_shared_memory: int | None = None
+    #: Bytes that a process may lock; None: as many as there are, and where nothing locks any.
+    max_locked_memory: int | None = None
 
     @classmethod
     def read(cls, needs: Needs) -> Limits:
@@ -75,6 +92,8 @@ class Limits:
             max_open_files=None if hard == resource.RLIM_INFINITY else hard,
             ptrace_scope=_number_in(_PTRACE_SCOPE),
             is_root=os.geteuid() == 0,
+            free_shared_memory=free_bytes(),
+            max_locked_memory=_max_locked_memory() if _has_rdma() else None,
         )
 
 
@@ -85,14 +104,15 @@ def needs_of(config: DeploymentConfig) -> Needs:
     return Needs(
         INOTIFY_PER_FRONTEND
         + INOTIFY_PER_WORKER * worker_total(config)
-        + INOTIFY_PER_KV_ROUTER * sum(map(config.worker_count, routers))
+        + INOTIFY_PER_KV_ROUTER * sum(map(config.worker_count, routers)),
+        peers=worker_total(config),
     )
 
 
 def needs_of_worker(*, has_peers: bool, discovery_backend: str | None) -> Needs:
     """Of a worker that is started by itself. Only discovery by files watches directories."""
     watches = has_peers and discovery_backend == "file"
-    return Needs(INOTIFY_PER_WORKER if watches else 0)
+    return Needs(INOTIFY_PER_WORKER if watches else 0, peers=1 if has_peers else 0)
 
 
 def require(needs: Needs, limits: Limits) -> list[str]:
@@ -148,6 +168,27 @@ def _warnings(needs: Needs, limits: Limits) -> Iterator[str]:
             f"kernel.yama.ptrace_scope is {limits.ptrace_scope}: processes may not read each other's memory, so the "
             "embedded engine moves KV through shared memory. For NIXL: sudo sysctl kernel.yama.ptrace_scope=0"
         )
+    if limits.free_shared_memory is not None and limits.free_shared_memory < needs.shared_memory:
+        yield (
+            f"{DIRECTORY} has {in_mib(limits.free_shared_memory)} free, and NIXL between {needs.peers} workers needs "
+            f"{in_mib(needs.shared_memory)}; some or all would move KV through shared memory without a name, or be "
+            f"refused where NIXL is set: {how_to_get(needs.shared_memory)}"
+        )
+    if needs.peers and limits.max_locked_memory is not None:
+        yield (
+            f"the hard limit of locked memory (ulimit -Hl) is {limits.max_locked_memory // 1024} KiB, and KV that "
+            "moves by RDMA is locked as a whole: set it to unlimited (LimitMEMLOCK= of the service, or --ulimit "
+            "memlock=-1 of the container)"
+        )
+
+
+def _max_locked_memory() -> int | None:
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if hard == resource.RLIM_INFINITY else hard
+
+
+def _has_rdma() -> bool:
+    return _RDMA.is_dir() and any(_RDMA.iterdir())
 
 
 def _free_inotify_instances(wanted: int) -> int | None:

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
+from trtllm_disagg.dev_shm import DIRECTORY, UCX_FREE, free_bytes, how_to_get, in_mib
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.interpreter import python
 from trtllm_disagg.kv_transfer.access import Network, OneHost, Reach
@@ -75,9 +76,9 @@ _RDMA = Path("/sys/class/infiniband")
 def create_transport(
     backend: str, reach: Reach, *, needs_cma: bool = False, on_gpu: bool = False
 ) -> StagingTransport:
-    """DEFAULT means on one host NIXL, or shared memory where NIXL is not installed or may not read other processes'
-    memory, which `needs_cma` asks for; between hosts TLS, or NIXL for a GPU's memory or where there is RDMA. Raises
-    ConfigError for any other name, and where a transport would not work.
+    """DEFAULT means on one host NIXL, or shared memory where NIXL is not installed, has no room in /dev/shm or may not
+    read other processes' memory, which `needs_cma` asks for; between hosts TLS, or NIXL for a GPU's memory or where
+    there is RDMA. Raises ConfigError for any other name, and where a transport would not work.
     """
     if backend == "DEFAULT":
         if isinstance(reach, Network) and not on_gpu and not _has_rdma():
@@ -89,6 +90,8 @@ def create_transport(
             backend,
             f"one of DEFAULT, {', '.join(TRANSPORTS)} on the embedded engine",
         )
+    if backend == "NIXL" and (reason := _why_no_room(reach)):
+        raise ConfigError.bad_value("cache_transceiver_config.backend", backend, _ROOM_NEEDED.format(reason))
     if backend == "NIXL" and needs_cma and (reason := why_no_cma()):
         raise ConfigError.bad_value("cache_transceiver_config.backend", backend, _CMA_NEEDED.format(reason))
     try:
@@ -110,6 +113,11 @@ def _default(reach: Reach, needs_cma: bool) -> StagingTransport:
             ) from error
         log.warning("NIXL is not installed (%s): KV moves through shared memory, on this host only", error)
         return _create("SHARED_MEMORY", reach)
+    if reason := _why_no_room(reach):
+        log.warning(
+            "NIXL has no room (%s): KV moves through memory without a name, on this host only", reason
+        )
+        return _create("SHARED_MEMORY", reach)
     if needs_cma and (reason := why_no_cma()):
         log.warning(
             "processes may not read each other's memory here (process_vm_readv: %s): KV moves through shared "
@@ -120,10 +128,19 @@ def _default(reach: Reach, needs_cma: bool) -> StagingTransport:
     return transport
 
 
+def _why_no_room(reach: Reach) -> str:
+    """Empty where there is enough. Between hosts UCX does without."""
+    free = free_bytes()
+    if not isinstance(reach, OneHost) or free >= UCX_FREE:
+        return ""
+    return f"{DIRECTORY} has {in_mib(free)} free of the {in_mib(UCX_FREE)} that UCX asks for"
+
+
 def _has_rdma() -> bool:
     return _RDMA.is_dir() and any(_RDMA.iterdir())
 
 
+_ROOM_NEEDED = f"more room ({{}}): {how_to_get(UCX_FREE)}; or set SHARED_MEMORY for workers on one host"
 _CMA_NEEDED = (
     "a machine where processes of one user may read each other's memory (process_vm_readv: {}): set sysctl "
     "kernel.yama.ptrace_scope=0, or run containers with --cap-add SYS_PTRACE and one pid namespace; or set "

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from trtllm_disagg.dev_shm import DIRECTORY, MPICH_PER_RANK, free_bytes, how_to_get, in_mib
 from trtllm_disagg.embedded.cpu_kernels.cpu import environment_of
 from trtllm_disagg.embedded.params.checkpoint import read_json
 from trtllm_disagg.errors import ConfigError
@@ -113,7 +114,9 @@ def job_of(environment: Mapping[str, str]) -> Job | None:
 
 
 def require_ranks(size: int, environment: Mapping[str, str]) -> Job | None:
-    """The job to join; None when there is none. Raises ConfigError for one of another size, or without MPI."""
+    """The job to join; None when there is none. Raises ConfigError for one of another size, without MPI, or without
+    room for its shared memory.
+    """
     job = job_of(environment)
     if job is not None and job.size != size:
         raise ConfigError.bad_value(
@@ -124,7 +127,15 @@ def require_ranks(size: int, environment: Mapping[str, str]) -> Job | None:
         )
     if size > 1 and (importlib.util.find_spec("mpi4py") is None or not _mpiexec().is_file()):
         raise ConfigError.bad_value(KEY, size, f"1 without {_EXTRA}")
+    if size > 1 and job is None:
+        _require_room(size * MPICH_PER_RANK, size)
     return job
+
+
+def _require_room(needed: int, size: int) -> None:
+    if (free := free_bytes()) < needed:
+        found = f"{DIRECTORY} has {in_mib(free)} free of the {in_mib(needed)} that mpich needs"
+        raise ConfigError.bad_value(KEY, size, f"1 while {found}: {how_to_get(needed)}")
 
 
 def core_launch(size: int, num_threads: int, environment: Mapping[str, str]) -> Launch:
