@@ -1,4 +1,4 @@
-"""The key of a deployment: a process that has it may change what the workers do."""
+"""The key of a deployment: a process that has it may change what the workers do. And how every key file is read."""
 
 from __future__ import annotations
 
@@ -35,20 +35,14 @@ class AdminKey:
     @classmethod
     def read(cls, path: Path, flag: str) -> AdminKey:
         """Raises ConfigError, naming `flag`, for a file that is no key or that others could have read or written."""
-        try:
-            with path.open("rb") as file:
-                status, secret = os.fstat(file.fileno()), file.read(_MOST_BYTES + 1)
-        except OSError as error:
-            raise _bad_file(flag, path, f"a file that can be read ({error.strerror})") from None
-        if status.st_uid not in (os.geteuid(), 0):
-            raise _bad_file(flag, path, f"a file of this user; this one belongs to uid {status.st_uid}")
-        # A secret that root mounts into a container is given to this user by its group.
-        if stat.S_IMODE(status.st_mode) & (0o077 if status.st_uid == os.geteuid() else 0o037):
-            raise _bad_file(flag, path, f"a file that no other user can read or write (chmod 600 {path})")
+        expected = (
+            f"a file that only its owner may read, with {KEY_BYTES} to {_MOST_BYTES} random bytes "
+            f"(head -c {KEY_BYTES} /dev/urandom > FILE && chmod 600 FILE)"
+        )
+        secret = read_private_file(path, flag, expected, _MOST_BYTES + 1)
         if not KEY_BYTES <= len(secret) <= _MOST_BYTES:
-            raise _bad_file(
-                flag, path, f"{KEY_BYTES} to {_MOST_BYTES} random bytes (head -c {KEY_BYTES} /dev/urandom)"
-            )
+            found = f"it has {len(secret)}" if len(secret) < KEY_BYTES else "it has more"
+            raise ConfigError.bad_value(flag, str(path), f"{expected}: {found}")
         return cls(secret)
 
     def signature(self, text: str) -> str:
@@ -62,5 +56,18 @@ def _only_for_this_user(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
-def _bad_file(flag: str, path: Path, allowed: str) -> ConfigError:
-    return ConfigError.bad_value(flag, str(path), allowed)
+def read_private_file(path: Path, setting: str, expected: str, most_bytes: int) -> bytes:
+    """Its first bytes. Raises ConfigError, which names `setting` and what is expected of it, for a file that cannot be
+    read, or that a user other than its owner (this one, or root) can read or write.
+    """
+    try:
+        with path.open("rb") as file:
+            state, content = os.fstat(file.fileno()), file.read(most_bytes)
+    except OSError as error:
+        raise ConfigError.bad_value(setting, str(path), f"{expected}: {error.strerror}") from None
+    is_own = state.st_uid == os.geteuid()
+    # A secret that root mounts into a container is given to this user by its group.
+    if not (is_own or state.st_uid == 0) or stat.S_IMODE(state.st_mode) & (0o077 if is_own else 0o037):
+        found = f"its mode is {stat.S_IMODE(state.st_mode):04o}, its owner uid {state.st_uid}"
+        raise ConfigError.bad_value(setting, str(path), f"{expected}: {found}")
+    return content

@@ -23,6 +23,7 @@ LAYERS = (
         "interpreter",
         "keys",
         "model_directory",
+        "peer_process",
         "steadily",
         "types",
         "watchdog",

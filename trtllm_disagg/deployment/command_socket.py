@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import socket
-import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -36,6 +35,7 @@ from trtllm_disagg.deployment.plan import (
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.peer_process import peer_process
 
 # More or fewer workers of a deployment that serves.
 
@@ -118,8 +118,6 @@ class Scaler:
 
 
 ORDERS_SOCKET = "orders.sock"
-#: Linux: pid, uid, gid.
-_CREDENTIALS = struct.Struct("3i")
 
 
 @contextmanager
@@ -146,13 +144,6 @@ def listen(path: Path) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def peer_uid(connection: socket.socket) -> int:
-    """The user of the process at the other end, as the kernel saw it when that connected."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(raw)
-    return int(uid)
 
 
 def connect(path: Path) -> socket.socket:
@@ -255,7 +246,7 @@ class Orders:
             writer.close()
 
     def _require_admitted(self, writer: asyncio.StreamWriter) -> None:
-        uid = peer_uid(writer.get_extra_info("socket"))
+        uid = peer_process(writer.get_extra_info("socket")).uid
         if uid not in (os.geteuid(), 0):
             raise ConfigError(f"order: from uid {uid}; expected uid {os.geteuid()}, which started this `up`")
         if len(self._running) > self._limits.connections:

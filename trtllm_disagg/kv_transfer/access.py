@@ -13,18 +13,17 @@ import os
 import secrets
 import socket
 import ssl
-import stat
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.keys import read_private_file
 from trtllm_disagg.kv_transfer.handle import TCP, UNIX, join_endpoint, scheme_of, split_endpoint
+from trtllm_disagg.peer_process import require_same_user
 
 _BACKLOG = 128
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class PeerGoneError(KvTransferError):
@@ -68,7 +67,7 @@ class LocalDoor:
         return listener, join_endpoint(name, 1)
 
     def screen(self, connection: socket.socket) -> tuple[socket.socket, str]:
-        return connection, f"pid {_same_user(connection)}"
+        return connection, f"pid {require_same_user(connection).pid}"
 
     def greet(self, connection: socket.socket) -> None:
         """The kernel has said it all."""
@@ -84,7 +83,7 @@ class LocalDoor:
         try:
             connection.settimeout(max(timeout, 0.001))
             connection.connect(_address(*place))
-            _same_user(connection)
+            require_same_user(connection)
         except PermissionError as error:
             # Names are freed with their process, so the peer has ended, and another user has taken its name since.
             connection.close()
@@ -99,20 +98,10 @@ def _address(name: str, number: int) -> bytes:
     return f"\0{name.removeprefix('@')}:{number}".encode()
 
 
-def _same_user(connection: socket.socket) -> int:
-    """The pid at the other end. Raises PermissionError for another user's process."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(raw)
-    if uid != os.geteuid():
-        raise PermissionError(f"the process at the other end runs as uid {uid}, this one as {os.geteuid()}")
-    return int(pid)
-
-
 # Peers on other hosts: TLS 1.3 in which both ends prove that they have the same key file.
 #
 # The certificate is made from the key, the same one to the byte wherever that file is, and is the only one that
-# either
-# end accepts.
+# either end accepts.
 
 
 KEY = "embedded.transfer_key_file"
@@ -124,15 +113,7 @@ _HOW = "head -c 32 /dev/urandom | base64 > FILE && chmod 600 FILE, and the same 
 def read_key(path: Path) -> bytes:
     """Raises ConfigError for a file that cannot be read, that other users may read, or that is too short."""
     expected = f"a file that only its owner may read, with at least {_MIN_KEY_BYTES} bytes ({_HOW})"
-    try:
-        with open(path, "rb") as file:
-            state = os.fstat(file.fileno())
-            key = file.read(_MAX_KEY_BYTES).strip()
-    except OSError as error:
-        raise ConfigError.bad_value(KEY, str(path), f"{expected}: {error.strerror}") from error
-    if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or state.st_uid not in (os.geteuid(), 0):
-        found = f"its mode is {stat.S_IMODE(state.st_mode):04o}, its owner uid {state.st_uid}"
-        raise ConfigError.bad_value(KEY, str(path), f"{expected}: {found}")
+    key = read_private_file(path, KEY, expected, _MAX_KEY_BYTES).strip()
     if len(key) < _MIN_KEY_BYTES:
         raise ConfigError.bad_value(KEY, str(path), f"{expected}: it has {len(key)}")
     return key

@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from trtllm_disagg.peer_process import require_same_user
+
 T = TypeVar("T")
 
 _HEADER = struct.Struct("<I")
@@ -139,9 +141,6 @@ class Link(Generic[T]):
 # other.
 
 
-_CREDENTIALS = struct.Struct("3i")
-
-
 def listen() -> tuple[socket.socket, str]:
     """A socket for `accept`, and its address for `connect`."""
     address = f"trtllm-disagg-{os.getpid()}-{secrets.token_hex(16)}"
@@ -155,23 +154,21 @@ def accept(listener: socket.socket) -> socket.socket:
     """The next connection of a process of this user; others are closed. Raises TimeoutError as the listener does."""
     while True:
         connection, _ = listener.accept()
-        if _user_of(connection) == os.getuid():
+        try:
+            require_same_user(connection)
+        except PermissionError:
+            connection.close()
+        else:
             return connection
-        connection.close()
 
 
 def connect(address: str) -> socket.socket:
+    """Raises PermissionError when another user's process listens there."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(f"\0{address}")
-        if _user_of(connection) != os.getuid():
-            raise PermissionError(f"the process that listens at {address} is another user's")
+        require_same_user(connection)
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def _user_of(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1])
