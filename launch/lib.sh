@@ -19,7 +19,7 @@ export DYN_SYSTEM_HOST="${DYN_SYSTEM_HOST:-127.0.0.1}"
 export DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS="${DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS:-1}"
 # A stream that fails before its first token gets an HTTP status, in every strategy, instead of a 200.
 export DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS="${DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS:-500}"
-# Who asks a loading worker for its health gets a 503, and a line in its log each time.
+# A health check of a loading worker is answered with a 503, and costs a line in its log each time.
 export DYN_LOG="${DYN_LOG:-info,tower_http=off}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # A temporary file at each start of a frontend, for an engine that does not run here.

@@ -141,7 +141,7 @@ def _with_values(arguments: list[str]) -> list[str]:
     return joined
 
 
-#: Flags of any command whose value is made of flags for somebody else.
+#: Flags of any command that takes as its value the flags of another program.
 _TAKE_FLAGS = ("--worker-args", "--frontend-args")
 
 

@@ -80,7 +80,7 @@ async def run_worker(config: WorkerConfig) -> None:
             identity,
             runtime.instance_id,
             {config.endpoint_id, config.peer_endpoint_id},
-            runtime.look_around,
+            runtime.list_instances,
         )
         await namesakes.require_same()
         log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))

@@ -83,7 +83,7 @@ def test_hanging_up_while_tokens_come(strategy: Strategy, deployed: Served, flee
             read_tokens(connection, count)
         wait_until_all_know(deployed)
 
-    assert deployed.total(DECODED) - before < TIMES * MANY / 4, "nobody goes on for a client that left"
+    assert deployed.total(DECODED) - before < TIMES * MANY / 4, "no worker goes on for a client that left"
     assert_nothing_happened(deployed, fleet, f"tokens {strategy}")
 
 

@@ -79,7 +79,7 @@ def push(
     tokens: list[int],
     kill: Kill | None = None,
 ) -> dict[str, Any]:
-    """Decode's answer; `kill` is armed in prefill, whose answer is still to come."""
+    """Decode's answer; `kill` is armed in prefill, which has still to answer."""
     request = (1 << 41) + next(_numbers)
     prefill.start("push", prompt=tokens, request=request, kill=kill)
     decode.start("expect", prompt=tokens, request=request, endpoint=prefill.endpoint)

@@ -1,4 +1,6 @@
-"""Who holds a prompt's prefix gets the request, in every strategy; second stages are nobody's choice."""
+"""The worker that holds a prompt's prefix gets the request, in every strategy;
+the frontend never picks a second stage.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def worker(model: Path, name: str, order: str, role: str, *more: str) -> list[st
 def body(model: str) -> dict[str, Any]:
     return {
         "model": model,
-        "prompt": "who answers this one?",
+        "prompt": "which worker answers this one?",
         "max_tokens": 12,
         "ignore_eos": True,
         "temperature": 0,

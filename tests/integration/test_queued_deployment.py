@@ -87,7 +87,7 @@ async def nats_goes_and_comes_back(
     # The worker that was killed may still be known, and tried.
     without_queue = "direct: the prefill queue cannot be reached: NATS is gone (--nats-server)"
     assert all(without_queue in told(answer)["fallbacks"] for answer in answers)
-    # Nobody restarts it but whoever runs it.
+    # `up` does not restart it; its operator does.
     quiet = asyncio.subprocess.DEVNULL
     again = await asyncio.create_subprocess_exec(*nats.spec.argv, stdout=quiet, stderr=quiet)
     try:

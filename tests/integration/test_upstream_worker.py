@@ -40,7 +40,7 @@ disable_overlap_scheduler: true
 cuda_graph_config: {max_batch_size: 16}
 kv_cache_config: {free_gpu_memory_fraction: 0.85, max_tokens: 4096}
 """
-#: A prefill whose decode never comes keeps its KV until the timeout.
+#: A prefill without a decode keeps its KV until the timeout.
 DISAGG_YAML = AGG_YAML + "cache_transceiver_config: {backend: DEFAULT, kv_transfer_timeout_ms: 3000}\n"
 ROLES = {"agg": (AGG_YAML, ["agg"]), "disagg": (DISAGG_YAML, ["prefill", "decode"])}
 
@@ -190,7 +190,7 @@ def test_requests_that_are_dropped_at_once_leave_nothing(deployment: DynamoDeplo
 
 
 def is_idle(deployment: DynamoDeployment) -> bool:
-    """Makes one small request, since gauges move with steps; nobody may hold more than that one's blocks."""
+    """Makes one small request, since gauges move with steps; no worker may hold more than that one's blocks."""
     deployment.complete(completion(PROMPTS[1], max_tokens=2))
     # A prefill worker's last step is over before the decode worker has fetched the two blocks.
     allowed = {"prefill": 2.0}

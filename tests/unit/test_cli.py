@@ -27,7 +27,7 @@ def status_of(*argv: str) -> int:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A command `try` whose run is what a test sets."""
+    """A command `try` that runs what a test sets."""
     module = SimpleNamespace(
         add_arguments=lambda parser: parser.add_argument("--level", type=int), run=lambda namespace: 0
     )

@@ -1,4 +1,4 @@
-"""One name, one model: whoever comes second with another one is told so, and of those that come together one stays."""
+"""One name, one model: the second worker with another model is refused, and of two that come together one stays."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_others_may_be_as_they_like(other: dict[str, Any]) -> None:
 
 
 async def test_one_endpoint_is_for_one_name() -> None:
-    """Dynamo holds one model for each; and a worker calls whoever is at the other role's."""
+    """Dynamo holds one model for each; and a worker calls any worker at the other role's."""
     other = Told(PLACE, 7, said(replace(MINE, model="another")))
 
     async def look() -> list[Told]:

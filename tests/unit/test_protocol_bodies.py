@@ -45,7 +45,7 @@ ROOM = Rendezvous(1 << 41, ["tcp://10.0.0.7:41000"])
 
 
 def asked() -> dict[str, Any]:
-    """Every field that a protocol touches is set by the caller, and some that nobody knows."""
+    """Every field that a protocol touches is set by the caller, and some that are unknown."""
     return {
         "model": "m",
         "token_ids": [11, 12, 13],

@@ -57,12 +57,14 @@ FLAG_GROUPS: dict[str, tuple[Flag, ...]] = {
             "when a prefill is sent to a prefill worker, or stays where decode is",
             _OURS_ONLY,
         ),
-        Flag("max_local_prefill_length", "uncached tokens that may be prefilled locally", _OURS_ONLY),
-        Flag("max_prefill_queue_size", "waiting prefills from which on they stay local", _OURS_ONLY),
-        Flag("eff_isl_threshold", "isl_bounding: uncached tokens that may be prefilled locally", _OURS_ONLY),
-        Flag("eff_isl_ratio_threshold", "isl_bounding: uncached share of a prompt that may be", _OURS_ONLY),
+        Flag("max_local_prefill_length", "max uncached tokens prefilled locally", _OURS_ONLY),
+        Flag("max_prefill_queue_size", "waiting prefills from which on further ones stay local", _OURS_ONLY),
+        Flag("eff_isl_threshold", "isl_bounding: max uncached tokens prefilled locally", _OURS_ONLY),
+        Flag("eff_isl_ratio_threshold", "isl_bounding: max uncached fraction prefilled locally", _OURS_ONLY),
         Flag(
-            "non_cached_tokens", "non_cached_tokens: uncached tokens from which on it is remote", _OURS_ONLY
+            "non_cached_tokens",
+            "non_cached_tokens: uncached tokens from which on a prefill is remote",
+            _OURS_ONLY,
         ),
         Flag(
             "policy_file",
@@ -75,23 +77,23 @@ FLAG_GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("handoff_protocol", "the shape of the bodies between the stages", _OURS_ONLY),
         Flag("on_missing_stage", "local: serve alone when no worker of the other role can", _OURS_ONLY),
         Flag("max_tries", "instances of the second stage to try for one request", _OURS_ONLY),
-        Flag("breaker_failures", "failures in a row after which an instance is left alone", _OURS_ONLY),
-        Flag("breaker_seconds", "for so long", _OURS_ONLY),
-        Flag("queue_timeout", "seconds that a prefill may wait in the queue", _OURS_ONLY),
-        Flag("prefill_timeout", "seconds that a prefill may take, waiting included", _OURS_ONLY),
-        Flag("first_decode_token_timeout", "seconds from handoff to decode's first token", _OURS_ONLY),
-        Flag("next_decode_token_timeout", "seconds from there to its next one, and so on", _OURS_ONLY),
+        Flag("breaker_failures", "failures in a row that trip an instance's circuit breaker", _OURS_ONLY),
+        Flag("breaker_seconds", "seconds a tripped instance is skipped", _OURS_ONLY),
+        Flag("queue_timeout", "max seconds a prefill waits in the queue", _OURS_ONLY),
+        Flag("prefill_timeout", "max seconds of a prefill, waiting included", _OURS_ONLY),
+        Flag("first_decode_token_timeout", "max seconds from handoff to decode's first token", _OURS_ONLY),
+        Flag("next_decode_token_timeout", "max seconds between decode tokens", _OURS_ONLY),
     ),
     "overload": (
         Flag(
             "max_queued_requests",
-            "requests without a first token from which on further ones are refused with 529; 0: no bound "
+            "max requests without a first token, further ones are refused with 529; 0: no bound "
             "(default: four batches, at least 256)",
             _OURS_ONLY,
         ),
         Flag(
             "max_queued_tokens",
-            "prompt tokens of such requests, likewise "
+            "max prompt tokens of requests without a first token, as above "
             "(default: one step of max_num_tokens for each request that may wait)",
             _OURS_ONLY,
         ),
@@ -105,12 +107,12 @@ FLAG_GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("event_plane", "how KV events travel", _RUNTIME),
         Flag(
             "drain_seconds",
-            "after SIGTERM, seconds for requests that run; then others go on with them",
+            "seconds after SIGTERM for running requests; then other workers continue them",
             _OURS_ONLY,
         ),
         Flag(
             "frozen_seconds",
-            "a worker that is stopped (SIGSTOP) for longer is killed, so that others go on; 0: never",
+            "seconds until a worker stopped by SIGSTOP is killed, so that others continue; 0: never",
             _OURS_ONLY,
         ),
     ),

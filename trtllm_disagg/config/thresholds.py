@@ -13,8 +13,6 @@ import yaml
 from trtllm_disagg.config.worker_config import WorkerConfig, check_value
 from trtllm_disagg.errors import ConfigError
 
-# YAML that somebody else has written.
-
 
 def read_yaml(path: Path) -> Any:
     """Raises OSError when it cannot be read, and ValueError for whatever is wrong with what it says."""
@@ -71,7 +69,7 @@ def _bounds(config: WorkerConfig) -> dict[str, int]:
 
 
 def check_thresholds(values: Mapping[str, Any], source: str) -> None:
-    """Raise ConfigError for a name that is none, or a value that is not allowed; `source` says whose they are."""
+    """Raise ConfigError for a name that is none, or a value that is not allowed; `source` says where they come from."""
     for name, value in values.items():
         if name not in NAMES:
             raise ConfigError.bad_value(source, name, f"one of {', '.join(NAMES)}")
@@ -108,7 +106,7 @@ T = TypeVar("T")
 
 
 class Live(Generic[T]):
-    """Whoever reads `value` for one request keeps what it read."""
+    """A request that has read `value` keeps what it read."""
 
     def __init__(self, value: T) -> None:
         self._value = value

@@ -87,7 +87,7 @@ class Role(StrEnum):
 
 
 class Strategy(StrEnum):
-    """Who calls whom when prefill and decode are separate workers."""
+    """Which stage takes requests and calls the other one, with prefill and decode in separate workers."""
 
     DECODE_FIRST = "decode_first"
     PREFILL_FIRST = "prefill_first"
@@ -248,7 +248,7 @@ class WorkerConfig:
                 )
 
     def is_explicit(self, name: str) -> bool:
-        """Somebody chose this value; a default would have been something else, or the same by chance."""
+        """The user chose this value: by a flag or variable, or it differs from the default."""
         return name in self.explicit or getattr(self, name) != SETTINGS[name].default
 
     @property
@@ -306,7 +306,7 @@ class WorkerConfig:
 
     @property
     def next_endpoint_id(self) -> str | None:
-        """Where the second stage is reached; None on a worker that calls nobody."""
+        """Where the second stage is reached; None on a worker that calls no other worker."""
         return (self.next_endpoint or self._default_partner) if self.calls_second_stage else None
 
     @property

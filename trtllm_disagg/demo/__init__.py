@@ -1,4 +1,4 @@
-"""`trtllm-disagg demo`: one streamed chat completion in each order, and who did what when.
+"""`trtllm-disagg demo`: one streamed chat completion in each order, and which worker did what when.
 
 Real processes all the way: Dynamo's frontend, a prefill and a decode worker, KV moving between them.
 """

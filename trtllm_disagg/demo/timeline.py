@@ -1,4 +1,4 @@
-"""Who did what when, from the workers' journals (handlers/trace.py), drawn as bars."""
+"""Which worker did what when, from the workers' request traces (handlers/trace.py), drawn as bars."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def save_weights(model: Any, directory: Path) -> None:
     model.save_pretrained(directory)
     if shown:
         logging.enable_progress_bar()
-    # safetensors lets nobody else read what it writes; the frontend may run as another user.
+    # safetensors writes files that only this user can read; the frontend may run as another user.
     (directory / "model.safetensors").chmod(0o644)
 
 

@@ -1,4 +1,4 @@
-"""No orphans: whoever carries the mark of a deployment dies with it, even after `kill -9` of `up`.
+"""No orphans: a process that carries the mark of a deployment dies with it, even after `kill -9` of `up`.
 
 Every process of a deployment, and whatever it starts itself, inherits an environment variable with the
 deployment's mark. The guardian is a tiny process beside `up`. When its parent is gone, it kills everything

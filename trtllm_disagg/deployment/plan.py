@@ -53,7 +53,7 @@ NO_WORKERS: tuple[Role, ...] = ("nats", "frontend")
 # What workers refuse to start without.
 STARTED_FIRST: tuple[Role, ...] = ("nats",)
 
-# Whoever is called by others stops after its callers, so that a request in flight still finds its next stage.
+# A worker that is called by others stops after its callers, so that a request in flight still finds its next stage.
 STOP_ORDER: Mapping[Strategy, tuple[tuple[Role, ...], ...]] = {
     "agg": (("agg",), ("frontend",), ("nats",)),
     "prefill_first": (("prefill",), ("decode",), ("frontend",), ("nats",)),
@@ -69,7 +69,7 @@ TUNABLE_ENV: Mapping[str, str] = {
     "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "500",
     # A stream outlives the worker that began it, wherever another one can go on with it.
     "DYN_MIGRATION_LIMIT": "3",
-    # Who asks a loading worker for its health gets a 503, and a line in its log each time.
+    # A health check of a loading worker is answered with a 503, and costs a line in its log each time.
     "DYN_LOG": "info,tower_http=off",
     "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
     # A temporary file at each start of a frontend, for an engine that does not run here.
@@ -354,7 +354,7 @@ def _flag(name: str, value: object | None) -> tuple[str, ...]:
 
 
 class PortInUseError(ConfigError):
-    """Somebody else listens where the frontend should."""
+    """Another process listens where the frontend should."""
 
 
 class RunDirInUseError(ConfigError):

@@ -125,7 +125,7 @@ def read_processes(run_dir: Path) -> list[ProcessRecord]:
         return []
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError.bad_value(
-            "--run-dir", str(run_dir), f"a directory whose {PROCESSES_FILE} this tool wrote ({error})"
+            "--run-dir", str(run_dir), f"a directory with a {PROCESSES_FILE} that this tool wrote ({error})"
         ) from error
 
 

@@ -98,7 +98,7 @@ class Interrupts:
                 loop.remove_signal_handler(number)
 
     async def allow(self, work: Coroutine[None, None, None]) -> bool:
-        """Does `work` until its end or the first interrupt. Whether nobody interrupted."""
+        """Does `work` until its end or the first interrupt. True unless it was interrupted."""
         interrupted = await first_of(work, self.stop.wait())
         return not interrupted
 

@@ -40,7 +40,7 @@ FAIR_SECONDS = 3.0
 
 
 class Supervisor:
-    """Owns the processes from `load` to `kill`; whoever calls `load` calls `kill` too, whatever happens."""
+    """Owns the processes from `load` to `kill`; the caller of `load` calls `kill` too, whatever happens."""
 
     def __init__(
         self, config: DeploymentConfig, specs: Sequence[ProcessSpec], run_dir: RunDir, status: Status

@@ -1,4 +1,4 @@
-"""Somebody outside who finds the workers of a deployment and tells them what to do."""
+"""Finds the workers of a deployment from outside, and sends them commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Controller:
         self._timeout = timeout
 
     async def workers(self) -> list[Told]:
-        """Everybody who is there, as they describe themselves. Who died meanwhile is left out."""
+        """Every worker in discovery, as it describes itself. One that died meanwhile is left out."""
         await self._settled()
         # A first stage is at two endpoints; the later one, of its role, is where it always is.
         names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
@@ -51,18 +51,18 @@ class Controller:
 
     async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         """What the worker answers. Raises a DisaggError: what it has refused, or that it does not answer in time."""
-        who = f"instance {instance_id:x} at {endpoint_id}"
+        name = f"instance {instance_id:x} at {endpoint_id}"
         try:
             async with asyncio.timeout(self._timeout):
                 request = self._signer.request(command, instance_id)
                 stream = await self._clients[endpoint_id].direct(request, instance_id)
                 answers = [item.data() async for item in stream if not item.is_error()]
         except TimeoutError:
-            raise StageTimeoutError(f"{who} did not answer within {self._timeout:g} s") from None
+            raise StageTimeoutError(f"{name} did not answer within {self._timeout:g} s") from None
         except Exception as error:
-            raise _named(from_dynamo(error), who) from error
+            raise _named(from_dynamo(error), name) from error
         if len(answers) != 1 or not isinstance(answers[0], dict):
-            raise PeerUnavailableError(f"{who} does not know {CONTROL}")
+            raise PeerUnavailableError(f"{name} does not know {CONTROL}")
         return answers[0]
 
 
@@ -91,5 +91,5 @@ def _answer(answer: dict[str, Any] | BaseException) -> dict[str, Any]:
     return answer
 
 
-def _named(error: DisaggError, who: str) -> DisaggError:
-    return type(error)(f"{who}: {error}")
+def _named(error: DisaggError, name: str) -> DisaggError:
+    return type(error)(f"{name}: {error}")

@@ -1,4 +1,4 @@
-"""Who else serves in this namespace, seen once and not watched."""
+"""Which other workers serve in this namespace, looked up once and not watched."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _DESCRIBE_SECONDS = 5.0
 _SYSTEM_PORT = "DYN_SYSTEM_PORT"
 
 
-async def look_around(config: WorkerConfig, runtime: Any, endpoint_ids: Iterable[str]) -> list[Told]:
-    """Every instance at each of these endpoints, and what it says of itself. Whoever does not answer, because it
-    is dead or no worker of ours, is left out. `runtime` is this worker's own.
+async def list_instances(config: WorkerConfig, runtime: Any, endpoint_ids: Iterable[str]) -> list[Told]:
+    """Every instance at each of these endpoints, and what it says of itself. An instance that does not answer,
+    because it is dead or no worker of this package, is left out. `runtime` is this worker's own.
     """
     async with _passing_by(config, runtime) as passing:
         clients = {
@@ -42,7 +42,7 @@ async def look_around(config: WorkerConfig, runtime: Any, endpoint_ids: Iterable
 
 
 async def described(client: Any, instance_id: int) -> dict[str, Any] | None:
-    """What an instance says of itself. None when it does not answer, because it is dead or no worker of ours."""
+    """What an instance says of itself; None when it is dead, or no worker of this package."""
     try:
         async with asyncio.timeout(_DESCRIBE_SECONDS):
             answers = [item.data() async for item in await client.direct({DESCRIBE: True}, instance_id)]
@@ -95,7 +95,7 @@ class KvOverlaps:
 
     @cached_property
     def _router(self) -> Any:
-        """Watches discovery and listens to everybody, so whoever never asks makes none."""
+        """Watches discovery and listens to every instance, so it is made at the first use only."""
         return KvRouter(self._endpoint, self._block_size, KvRouterConfig())
 
     def listen(self) -> None:

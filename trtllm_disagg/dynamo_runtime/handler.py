@@ -19,7 +19,7 @@ from trtllm_disagg.wire import decode_request, encode_chunk
 
 log = logging.getLogger(__name__)
 
-#: A request with this key asks who answers here. Dynamo's health probes send it, so they cost no tokens.
+#: A request with this key asks for the worker's description. Dynamo's health probes send it, so they cost no tokens.
 DESCRIBE = "trtllm_disagg.describe"
 
 

@@ -26,10 +26,10 @@ PREFIX = "trtllm_disagg_"
 _COUNTERS = {
     "prefill_tokens": "Prompt tokens that went through the model on this worker",
     "decode_tokens": "Tokens that this worker generated behind the first one of an answer",
-    "kv_pulls": "Requests whose KV came to this worker from another one",
+    "kv_pulls": "Requests for which this worker read KV from another one",
     "kv_bytes_pulled": "Bytes of KV that came to this worker",
     "kv_bytes_saved": "Bytes of KV that did not have to come, because this worker had them",
-    "kv_pushes": "Requests whose KV this worker wrote into another one (generation_first)",
+    "kv_pushes": "Requests for which this worker wrote KV into another one (generation_first)",
     "kv_bytes_pushed": "Bytes of KV that this worker wrote into another one",
 }
 _SHED = "Requests that were refused because too many waited on this worker"
@@ -43,7 +43,7 @@ _TRANSFERS = {
     "bytes": "How much KV came for one request",
 }
 _GAUGES = {
-    "handoffs_held": "Finished prefills whose KV waits here for a decode worker",
+    "handoffs_held": "Finished prefills with KV that waits here for a decode worker",
     "kv_blocks_used": "KV blocks that running requests and held handoffs use",
     "requests_active": "Requests that run or wait in the engine",
 }

@@ -106,7 +106,7 @@ class Leaving:
 
 
 _FREEZE_POLL_SECONDS = 1.0
-#: Dynamo's file discovery forgets who has not touched its files for 10 s.
+#: Dynamo's file discovery forgets a process that has not touched its files for 10 s.
 _LONG_SECONDS = 5.0
 
 
@@ -127,4 +127,4 @@ async def watch_for_freezes(thaw: Callable[[], Awaitable[None]], clock: Callable
         try:
             await thaw()
         except Exception:
-            log.exception("discovery cannot be told; if nobody calls this worker, start it again")
+            log.exception("discovery cannot be told; if no request comes to this worker, start it again")

@@ -13,7 +13,7 @@ from trtllm_disagg.types import RequestContext
 
 
 class DynamoDirectory:
-    """Who is at an endpoint."""
+    """The instances at an endpoint."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -48,7 +48,7 @@ class DynamoStageInstance:
                 async for answer in answers:
                     self._described[self.instance_id] = answer
         if self.instance_id not in self._described:
-            raise errors.PeerUnavailableError("an instance of the other stage did not say who it is")
+            raise errors.PeerUnavailableError("an instance of the other stage did not describe itself")
         return self._described[self.instance_id]
 
     async def call(

@@ -11,7 +11,7 @@ _PORT, _HOST = "DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST"
 
 
 def require_system_port(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError when it is wanted and taken: a worker that nobody can watch is not what was asked for."""
+    """Raise ConfigError when it is wanted and taken: a worker without metrics is not what was asked for."""
     port = environ.get(_PORT, "")
     if not port.isdecimal():
         return  # none is wanted, or Dynamo refuses it

@@ -24,7 +24,7 @@ from dynamo.runtime import DistributedRuntime
 from trtllm_disagg.commands import Told
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
-from trtllm_disagg.dynamo_runtime.discovery import KvOverlaps, described, look_around
+from trtllm_disagg.dynamo_runtime.discovery import KvOverlaps, described, list_instances
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE, Obey, as_dynamo_handler
 from trtllm_disagg.dynamo_runtime.stage_client import DynamoDirectory
 from trtllm_disagg.types import Generate
@@ -44,7 +44,7 @@ class ServedModel:
 
 
 class Runtime:
-    """Whoever makes it shuts it down."""
+    """This worker in Dynamo's runtime; its creator calls `shutdown`."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
@@ -80,7 +80,7 @@ class Runtime:
         return DynamoDirectory(client)
 
     async def stage(self, endpoint_id: str) -> DynamoDirectory:
-        """The same without waiting: whoever is there when a request needs one."""
+        """The same without waiting: the instances that are there when a request needs one."""
         return DynamoDirectory(await self._client(endpoint_id))
 
     def overlaps(self, endpoint_id: str, block_size: int) -> KvOverlaps:
@@ -88,17 +88,17 @@ class Runtime:
         return KvOverlaps(self._endpoint(endpoint_id), block_size)
 
     async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
-        """What those who are at an endpoint now say of themselves. Who does not answer is left out."""
+        """The descriptions of the instances at an endpoint now; without those that do not answer."""
         client = await self._client(endpoint_id)
         answers = [await described(client, instance_id) for instance_id in client.instance_ids()]
         return [answer for answer in answers if answer is not None]
 
-    async def look_around(self) -> list[Told]:
-        """Everybody whom requests of this namespace could reach, as they describe themselves now."""
+    async def list_instances(self) -> list[Told]:
+        """Every worker that requests of this namespace could reach, as it describes itself now."""
         config = self._config
         usual = (endpoint_of(config.namespace, role) for role in (None, Role.PREFILL, Role.DECODE))
         endpoint_ids = {config.front_endpoint_id, config.peer_endpoint_id, *usual}
-        return await look_around(config, self._runtime, endpoint_ids)
+        return await list_instances(config, self._runtime, endpoint_ids)
 
     async def _client(self, endpoint_id: str) -> Any:
         """One for each endpoint: every one watches the discovery directory, and a user may have 128 watches."""
@@ -198,7 +198,7 @@ class Runtime:
                 each.result()
 
     async def list_again(self) -> None:
-        """For a discovery that has forgotten this worker. Whoever it has not forgotten is gone for a moment only."""
+        """For a discovery that has forgotten this worker. A listed endpoint is gone for a moment only."""
         for endpoint in list(self._listed):
             with suppress(Exception):
                 await endpoint.unregister_endpoint_instance()

@@ -1,4 +1,4 @@
-"""`trtllm-disagg set`: who is told, what is refused by name, and what is said."""
+"""`trtllm-disagg set`: which workers are told, what is refused by name, and what is printed."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ ROLES = {Role.PREFILL: (1, 2), Role.DECODE: (3, 4)}
 
 class FakeDeployment:
     """Two workers of each role, and a frontend that learns of a change a few questions later. Every step is
-    written down, and after each of them somebody can be sent requests.
+    written down, and after each of them some worker can be sent requests.
     """
 
     def __init__(self, strategy: str = "decode_first", lag: int = 3) -> None:
@@ -54,7 +54,7 @@ class FakeDeployment:
         is_first = command.strategy.first_stage_role == said["role"]
         said |= {"strategy": command.to, "registered": is_first}
         self.steps.append(("comes" if is_first else "leaves", instance_id))
-        assert self.serves, "nobody can be sent requests"
+        assert self.serves, "no worker can be sent requests"
         return said
 
     async def knows(self, model: str, instance_id: int) -> bool:
@@ -64,7 +64,7 @@ class FakeDeployment:
 
     @property
     def serves(self) -> bool:
-        """Somebody is registered, and known unless it was so from the start."""
+        """Some worker is registered, and known to the frontend unless it was so from the start."""
         return any(said["registered"] for said in self.said.values())
 
     @property

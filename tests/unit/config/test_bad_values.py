@@ -1,4 +1,4 @@
-"""Values that nobody means are refused by name before anything is built, however odd they are."""
+"""Values that make no sense are refused by name before anything is built, however odd they are."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_the_two_workers_of_a_pair_find_each_other() -> None:
         pair = [config(strategy=strategy, role=role, namespace="ns") for role in (Role.PREFILL, Role.DECODE)]
         first, second = sorted(pair, key=lambda worker: not worker.is_first_stage)
         assert first.next_endpoint_id == second.endpoint_id == endpoint_of("ns", second.role)
-        # Where they find each other does not depend on the order: a switch moves nobody.
+        # Where they find each other does not depend on the order: a switch moves no worker.
         assert second.partner_endpoint_id == first.peer_endpoint_id == endpoint_of("ns", first.role)
         assert first.front_endpoint_id == second.front_endpoint_id == endpoint_of("ns", None)
 

@@ -106,12 +106,12 @@ def files_of_endpoints(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file() and "generate" in str(path)]
 
 
-async def nobody(*_: object) -> AsyncIterator[None]:
+async def no_tokens(*_: object) -> AsyncIterator[None]:
     yield
 
 
 async def test_who_was_forgotten_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Dynamo's own file discovery, whose files somebody else has removed."""
+    """With Dynamo's own file discovery, after another process has removed its files."""
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
     runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST))
     registration = Registration(runtime, ServedModel(16, 8, 1, 64, 64), tells_peers=False)
@@ -183,4 +183,4 @@ async def test_serving_ends_with_the_last_endpoint_and_not_with_the_first(
     assert seen == [[1], [2]]
 
 
-_unused: Generate = nobody  # type: ignore[assignment]
+_unused: Generate = no_tokens  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""A worker whose /metrics and /health nobody could reach does not start."""
+"""A worker without a reachable /metrics and /health does not start."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def wanting(port: str) -> None:
 
 
 def test_a_port_that_somebody_has_is_named_and_free_again_later() -> None:
-    with socket.create_server((HOST, 0)) as somebody:
-        port = str(somebody.getsockname()[1])
+    with socket.create_server((HOST, 0)) as listener:
+        port = str(listener.getsockname()[1])
         with pytest.raises(
             ConfigError, match=rf"DYN_SYSTEM_PORT: '{port}' is not allowed; expected a port on {HOST}"
         ):

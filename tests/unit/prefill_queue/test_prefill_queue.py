@@ -1,4 +1,4 @@
-"""The prefill queue over a real NATS server: who pushes gets one answer, or one error, of one worker."""
+"""The prefill queue over a real NATS server: a push gets one answer, or one error, from one worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefill queue when a worker dies, when NATS does, and when somebody sends what nobody should."""
+"""The prefill queue when a worker dies, when NATS does, and when a message is forged."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ FORGED = {
     "a number for a name": item(request_id=7),
     "an endless list": item(avoid=list(range(65))),
     "too deep": b"\x91" * 100_000,
-    "nobody's": item(),
+    "unknown": item(),
     "without tokens": item(request={"no": "tokens"}),
 }
 

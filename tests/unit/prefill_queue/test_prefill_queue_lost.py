@@ -1,4 +1,4 @@
-"""A queue that somebody deletes in NATS is made anew, and a server is shared by those who are of one kind only."""
+"""A queue that was deleted in NATS is made anew, and only workers of one kind share one queue."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_what_is_deleted_in_nats_is_made_anew_and_who_waits_is_told(queue:
         await until(lambda: watching.watch.depth() == 0)
         pulling = await queue.puller()
         assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
-    assert len(pulling.llm.results) == 1, "nobody waits for the other one any more"
+    assert len(pulling.llm.results) == 1, "no caller waits for the other one any more"
 
 
 async def test_who_pulls_goes_on_after_that(queue: Queueing) -> None:
@@ -95,7 +95,7 @@ async def test_an_answer_that_is_heard_late_is_still_good(
 async def test_a_handoff_is_let_go_when_its_pusher_dies_of_the_answer(
     queue: Queueing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NATS has delivered it to somebody who is gone by the time that a word is due."""
+    """NATS has delivered it to a puller that is gone by the time that a word is due."""
     monkeypatch.setattr(broker, "_REPLY_SECONDS", 0.2)
     hear = QueueClient._hear
     ending: list[asyncio.Task[None]] = []
@@ -162,7 +162,7 @@ async def test_deployments_of_another_kind_take_nothing_from_each_other(queue: Q
 async def test_the_age_is_known_for_what_a_worker_waits_for_itself(
     queue: Queueing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has asked for an item may hang; to JetStream it is not waiting any more then."""
+    """A puller that has asked for an item may hang; to JetStream it is not waiting any more then."""
     monkeypatch.setattr(broker, "ACK_SECONDS", 0.8)
     pushing = await queue.pusher()
     hung = await queue.connect()

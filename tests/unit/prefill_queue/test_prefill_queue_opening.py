@@ -98,7 +98,7 @@ async def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """(certificate, key) of a server on loopback, signed by nobody else."""
+    """(certificate, key) of a server on loopback, self-signed."""
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     command = (
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=nats"

@@ -122,7 +122,7 @@ async def test_a_client_that_leaves_during_the_prefill_stops_it(queue: Queueing)
 
 
 async def test_a_handoff_that_nobody_takes_is_let_go(queue: Queueing) -> None:
-    """The pusher dies while the prefill runs: its answer finds nobody."""
+    """The pusher dies while the prefill runs: its answer finds no receiver."""
     pushing, pulling = await queue.pusher(), await queue.puller()
     script, gate = blocked()
     pulling.llm.scripts.append(script)
