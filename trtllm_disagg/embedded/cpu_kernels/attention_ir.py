@@ -1,267 +1,166 @@
 """A row's heads over a run of positions: their scores, and the weighted sums of the values.
 
-Position by position, all heads of each: a part of a block is read from one end to the other, and what is two pages
-ahead is fetched, where processors stop by themselves, in the next block if need be. The order of every sum is fixed
-(lanes.py), and a run that is cut in two gives the same bits as the whole. Addresses and strides are in bytes.
+A few positions at a time, all heads of each: a layer's part of a block is read from one end to the other, and what
+is read soon is prefetched, beyond the run's end in the next block, where processors stop by themselves. The order of
+every sum is fixed (lanes.py), and a run that is cut in two gives the same bits as the whole. Addresses and strides are
+in bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.core.cgutils import unpack_tuple
+from numba.extending import intrinsic
 
+from trtllm_disagg.embedded.cpu_kernels.compiled import compiled
 from trtllm_disagg.embedded.cpu_kernels.llvm_ir import (
+    CACHE_LINE,
     F32,
     FLOATS,
     I64,
     LANES,
-    Load,
-    declare_fma,
-    emit_dot,
+    emit_dots,
+    emit_fma,
+    emit_in_steps,
     emit_loop,
     emit_prefetch,
-    load_bfloat16,
     load_float32,
+    loader_of,
+    pointer,
     splat,
 )
 
-#: Positions whose values are added to a sum while it is in a register.
+#: Positions whose scores are made side by side, and whose values are added to a sum while it is in a register.
 _POSITIONS = 4
-#: Bytes. Measured: docs/log.md.
-_AHEAD = 8192
-_NOTHING = I64(0)
+#: At least so many bytes ahead. Measured: docs/log.md.
+_PREFETCH_DISTANCE = 6144
 
 
-class _Ahead:
-    """Emits the fetching of what a run's reader comes to soon: later in the run, or in the next one, which begins
-    `leap` bytes behind this one's end.
+class _Run:
+    """Emits the loops over positions, KV heads and their query heads.
+
+    `per_position` (query heads, positions) float32 are the scores or weights, `per_head` (query heads, dim) float32 the
+    query or the sums, `stored` the keys or values: slots of `kv_heads` heads.
     """
 
-    def __init__(self, builder: Any, run: Any, stride: Any, count: Any, leap: Any, length: Any) -> None:
-        self._b, self._run, self._stride, self._leap, self._length = builder, run, stride, leap, length
-        self._end = builder.mul(count, stride)
-        far = builder.icmp_signed(">", self._end, I64(_AHEAD))
-        self._distance = builder.select(far, I64(_AHEAD), self._end)
+    def __init__(self, builder: Any, stored: Any, arguments: Any) -> None:
+        self.b, (self.load, self.item) = builder, loader_of(stored)
+        self._per_head, self._per_head_stride, self._stored, self.slot_stride, self._head_stride = arguments[
+            :5
+        ]
+        self._count, self._kv_heads, self._group, self.dim = arguments[5:9]
+        self._per_position, self._per_position_stride, self._next_run = arguments[9:]
+        b, stride = builder, self.slot_stride
+        self._end = b.mul(self._count, stride)
+        slots = b.sdiv(b.add(I64(_PREFETCH_DISTANCE - 1), stride), stride)
+        far = b.icmp_signed("<", slots, self._count)
+        self._prefetch_distance = b.select(far, b.mul(slots, stride), self._end)
 
-    def emit(self, position: Any) -> None:
-        b = self._b
-        soon = b.add(b.mul(position, self._stride), self._distance)
-        leap = b.select(b.icmp_signed(">=", soon, self._end), self._leap, I64(0))
-        emit_prefetch(b, b.add(self._run, b.add(soon, leap)), self._length)
+    def emit(self, body: Callable[[_Run, Any, list[Any], Any], None]) -> None:
+        """`body(run, per_head, stored, per_position)`: addresses of a head; `stored` has one for each position."""
+        b = self.b
+
+        def positions(t: Any, n: int) -> None:
+            def kv_head(kv: Any, _: Any) -> None:
+                offset = b.mul(kv, self._head_stride)
+                slots = [b.mul(b.add(t, I64(j)), self.slot_stride) for j in range(n)]
+                for slot in slots:
+                    self._emit_prefetch(slot, offset)
+                stored = [b.add(b.add(self._stored, slot), offset) for slot in slots]
+
+                def query_head(g: Any, _: Any) -> None:
+                    head = b.add(b.mul(kv, self._group), g)
+                    per_head = b.add(self._per_head, b.mul(head, self._per_head_stride))
+                    per_position = b.add(self._per_position, b.mul(head, self._per_position_stride))
+                    body(self, per_head, stored, b.add(per_position, b.mul(t, I64(4))))
+
+                emit_loop(b, I64(0), self._group, 1, [], query_head)
+
+            emit_loop(b, I64(0), self._kv_heads, 1, [], kv_head)
+
+        emit_in_steps(b, self._count, _POSITIONS, positions)
+
+    def _emit_prefetch(self, slot: Any, offset: Any) -> None:
+        """A head's part of a slot further on in this run, or in the next, `_next_run` bytes behind the end."""
+        b = self.b
+        soon = b.add(slot, self._prefetch_distance)
+        gap = b.select(b.icmp_signed(">=", soon, self._end), self._next_run, I64(0))
+        address = b.add(b.add(self._stored, offset), b.add(soon, gap))
+        emit_loop(
+            b, I64(0), self._head_stride, CACHE_LINE, [], lambda i, _: emit_prefetch(b, b.add(address, i))
+        )
 
 
-def _scores(load: Load, item: int) -> Any:
+def _emit_scores(run: _Run, query: Any, keys: list[Any], scores: Any) -> None:
+    b = run.b
+    for j, score in enumerate(emit_dots(b, query, keys, run.dim, run.load, run.item)):
+        b.store(score, pointer(b, b.add(scores, I64(4 * j)), F32), align=4)
+
+
+def _emit_weighted(run: _Run, sums: Any, values: list[Any], weights: Any) -> None:
+    """Sixteen dimensions at a time, then what is left one by one."""
+    b = run.b
+    numbers = [load_float32(b, b.add(weights, I64(4 * j)), False) for j in range(len(values))]
+    factors = {LANES: [splat(b, number) for number in numbers], 1: numbers}
+
+    def add(d: Any, width: int) -> None:
+        place = pointer(b, b.add(sums, b.mul(d, I64(4))), FLOATS if width == LANES else F32)
+        total, offset = b.load(place, align=4), b.mul(d, I64(run.item))
+        for factor, value in zip(factors[width], values, strict=True):
+            total = emit_fma(b, factor, run.load(b, b.add(value, offset), width == LANES), total)
+        b.store(total, place, align=4)
+
+    emit_in_steps(b, run.dim, LANES, add)
+
+
+def _over_run(body: Callable[[_Run, Any, list[Any], Any], None]) -> Any:
     @intrinsic
-    def scores(
-        typing: Any,
-        query: Any,
-        query_stride: Any,
-        keys: Any,
-        slot_stride: Any,
-        head_stride: Any,
-        count: Any,
-        kv_heads: Any,
-        group: Any,
-        dim: Any,
-        out: Any,
-        out_stride: Any,
-        leap: Any,
-    ) -> Any:
-        def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-            query, query_stride, keys, slot_stride, head_stride = arguments[:5]
-            count, kv_heads, group, dim, out, out_stride, leap = arguments[5:]
-            ahead = _Ahead(b, keys, slot_stride, count, leap, b.mul(kv_heads, head_stride))
-
-            def position(t: Any, nothing: Any) -> Any:
-                ahead.emit(t)
-
-                def key_head(kv: Any, nothing: Any) -> Any:
-                    key = b.add(b.add(keys, b.mul(t, slot_stride)), b.mul(kv, head_stride))
-
-                    def query_head(g: Any, nothing: Any) -> Any:
-                        head = b.add(b.mul(kv, group), g)
-                        asked = b.add(query, b.mul(head, query_stride))
-                        place = b.add(b.add(out, b.mul(head, out_stride)), b.mul(t, I64(4)))
-                        score = emit_dot(b, asked, key, dim, load, item)
-                        b.store(score, b.inttoptr(place, F32.as_pointer()), align=4)
-                        return nothing
-
-                    return emit_loop(b, I64(0), group, I64(1), nothing, query_head)
-
-                return emit_loop(b, I64(0), kv_heads, I64(1), nothing, key_head)
-
-            emit_loop(b, I64(0), count, I64(1), _NOTHING, position)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 12), generate
-
-    return scores
-
-
-class _Weigh:
-    """Emits sums[head] += weights[head][t] * values[t][head's KV head] for a run of positions."""
-
-    def __init__(self, builder: Any, load: Load, item: int, arguments: Any) -> None:
-        self._b, self._load, self._item = builder, load, item
-        self._weights, self._weight_stride, self._values, self._slot_stride, self._head_stride = arguments[:5]
-        self._count, self._kv_heads, self._group, self._dim, self._sums, self._sum_stride = arguments[5:11]
-        length = builder.mul(self._kv_heads, self._head_stride)
-        self._ahead = _Ahead(builder, self._values, self._slot_stride, self._count, arguments[11], length)
-
-    def emit(self) -> None:
-        b = self._b
-        whole = b.and_(self._count, I64(-_POSITIONS))
-        emit_loop(b, I64(0), whole, I64(_POSITIONS), _NOTHING, lambda t, n: self._heads(t, _POSITIONS, n))
-        emit_loop(b, whole, self._count, I64(1), _NOTHING, lambda t, n: self._heads(t, 1, n))
-
-    def _heads(self, t: Any, positions: int, nothing: Any) -> Any:
-        b = self._b
-        for j in range(positions):
-            self._ahead.emit(b.add(t, I64(j)))
-
-        def key_head(kv: Any, nothing: Any) -> Any:
-            value = b.add(b.add(self._values, b.mul(t, self._slot_stride)), b.mul(kv, self._head_stride))
-
-            def query_head(g: Any, nothing: Any) -> Any:
-                head = b.add(b.mul(kv, self._group), g)
-                weight = b.add(b.add(self._weights, b.mul(head, self._weight_stride)), b.mul(t, I64(4)))
-                sums = b.add(self._sums, b.mul(head, self._sum_stride))
-                self._dimensions(value, weight, sums, positions)
-                return nothing
-
-            return emit_loop(b, I64(0), self._group, I64(1), nothing, query_head)
-
-        return emit_loop(b, I64(0), self._kv_heads, I64(1), nothing, key_head)
-
-    def _dimensions(self, value: Any, weight: Any, sums: Any, positions: int) -> None:
-        """Sixteen at a time, then what is left one by one."""
-        b = self._b
-        numbers = [load_float32(b, b.add(weight, I64(4 * j)), False) for j in range(positions)]
-        factors = [splat(b, number) for number in numbers]
-        whole = b.and_(self._dim, I64(-LANES))
-
-        def add(d: Any, kind: Any, by: Any) -> None:
-            wide = kind == FLOATS
-            place = b.inttoptr(b.add(sums, b.mul(d, I64(4))), kind.as_pointer())
-            total = b.load(place, align=4)
-            for j in range(positions):
-                at = b.add(b.add(value, b.mul(self._slot_stride, I64(j))), b.mul(d, I64(self._item)))
-                total = b.call(declare_fma(b, kind), [by[j], self._load(b, at, wide), total])
-            b.store(total, place, align=4)
-
-        def lanes(d: Any, nothing: Any) -> Any:
-            add(d, FLOATS, factors)
-            return nothing
-
-        def single(d: Any, nothing: Any) -> Any:
-            add(d, F32, numbers)
-            return nothing
-
-        emit_loop(b, I64(0), whole, I64(LANES), _NOTHING, lanes)
-        emit_loop(b, whole, self._dim, I64(1), _NOTHING, single)
-
-
-def _weigh(load: Load, item: int) -> Any:
-    @intrinsic
-    def weigh(
-        typing: Any,
-        weights: Any,
-        weight_stride: Any,
-        values: Any,
-        slot_stride: Any,
-        head_stride: Any,
-        count: Any,
-        kv_heads: Any,
-        group: Any,
-        dim: Any,
-        sums: Any,
-        sum_stride: Any,
-        leap: Any,
-    ) -> Any:
+    def over_run(typing: Any, pool: Any, addresses: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _Weigh(builder, load, item, arguments).emit()
+            _Run(builder, pool.dtype, unpack_tuple(builder, arguments[1])).emit(body)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 12), generate
+        return types.void(pool, types.UniTuple(types.intp, 12)), generate
 
-    return weigh
-
-
-_scores_float32, _scores_bfloat16 = _scores(load_float32, 4), _scores(load_bfloat16, 2)
-_weigh_float32, _weigh_bfloat16 = _weigh(load_float32, 4), _weigh(load_bfloat16, 2)
-
-
-def scores_of(
-    query: Any, pool: Any, row: Any, first: Any, last: Any, count: Any, out: Any, at: Any, then: Any
-) -> None:
-    """out[h, at + t] = query[h] . pool[row + t, h's KV head], for t below `count` and the query heads of the KV heads
-    `first` to `last`. query (Hq, D) float32, pool (rows, H, D), out (Hq, positions) float32. The row that is read
-    after these: `then`.
-    """
-
-
-@overload(scores_of, inline="always")
-def _scores_overload(
-    query: Any, pool: Any, row: Any, first: Any, last: Any, count: Any, out: Any, at: Any, then: Any
-) -> Any:
-    inner = _scores_bfloat16 if pool.dtype == types.uint16 else _scores_float32
-
-    def scores(
-        query: Any, pool: Any, row: Any, first: Any, last: Any, count: Any, out: Any, at: Any, then: Any
+    @compiled(inline="always")
+    def heads_over_run(
+        per_head: Any,
+        pool: Any,
+        row: Any,
+        first: Any,
+        last: Any,
+        count: Any,
+        per_position: Any,
+        at: Any,
+        next_row: Any,
     ) -> None:
-        group = query.shape[0] // pool.shape[1]
-        inner(
-            query.ctypes.data + first * group * query.strides[0],
-            query.strides[0],
+        """`count` rows of the pool from `row` on and the KV heads `first` to `last`; `next_row` is read after these.
+        per_head (Hq, D) float32, pool (rows, H, D), per_position (Hq, positions) float32, of which the first is `at`.
+        """
+        group = per_head.shape[0] // pool.shape[1]
+        addresses = (
+            per_head.ctypes.data + first * group * per_head.strides[0],
+            per_head.strides[0],
             pool.ctypes.data + row * pool.strides[0] + first * pool.strides[1],
             pool.strides[0],
             pool.strides[1],
             count,
             last - first,
             group,
-            query.shape[1],
-            out.ctypes.data + first * group * out.strides[0] + 4 * at,
-            out.strides[0],
-            (then - row - count) * pool.strides[0],
+            per_head.shape[1],
+            per_position.ctypes.data + first * group * per_position.strides[0] + 4 * at,
+            per_position.strides[0],
+            (next_row - row - count) * pool.strides[0],
         )
+        over_run(pool, addresses)
 
-    return scores
-
-
-def add_weighted(
-    weights: Any, at: Any, pool: Any, row: Any, first: Any, last: Any, count: Any, sums: Any, then: Any
-) -> None:
-    """sums[h] += the sum over t below `count` of weights[h, at + t] * pool[row + t, h's KV head], for the query heads
-    of the KV heads `first` to `last`. weights (Hq, positions), sums (Hq, D) float32, pool (rows, H, D). The row that is
-    read after these: `then`.
-    """
+    return heads_over_run
 
 
-@overload(add_weighted, inline="always")
-def _weighted_overload(
-    weights: Any, at: Any, pool: Any, row: Any, first: Any, last: Any, count: Any, sums: Any, then: Any
-) -> Any:
-    inner = _weigh_bfloat16 if pool.dtype == types.uint16 else _weigh_float32
-
-    def weigh(
-        weights: Any, at: Any, pool: Any, row: Any, first: Any, last: Any, count: Any, sums: Any, then: Any
-    ) -> None:
-        group = sums.shape[0] // pool.shape[1]
-        inner(
-            weights.ctypes.data + first * group * weights.strides[0] + 4 * at,
-            weights.strides[0],
-            pool.ctypes.data + row * pool.strides[0] + first * pool.strides[1],
-            pool.strides[0],
-            pool.strides[1],
-            count,
-            last - first,
-            group,
-            sums.shape[1],
-            sums.ctypes.data + first * group * sums.strides[0],
-            sums.strides[0],
-            (then - row - count) * pool.strides[0],
-        )
-
-    return weigh
+#: scores[h, at + t] = query[h] . pool[row + t, h's KV head]; called with (query, pool, ..., scores, ...).
+scores_of = _over_run(_emit_scores)
+#: sums[h] += the sum over t of weights[h, at + t] * pool[row + t, h's KV head]; (sums, pool, ..., weights, ...).
+add_weighted = _over_run(_emit_weighted)

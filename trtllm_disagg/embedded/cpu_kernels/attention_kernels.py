@@ -9,7 +9,7 @@ import numpy as np
 from trtllm_disagg.embedded.cpu_kernels.attention_ir import add_weighted, scores_of
 from trtllm_disagg.embedded.cpu_kernels.compiled import compile_unless_taken, compiled
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import load, pack
-from trtllm_disagg.embedded.cpu_kernels.llvm_ir import exp, exponentials, on_its_own
+from trtllm_disagg.embedded.cpu_kernels.llvm_ir import exp, exponentials, noinline
 
 _ONE, _ZERO, _TWO = np.float32(1.0), np.float32(0.0), np.float32(2.0)
 #: Beyond it tanh is one, in float32.
@@ -87,7 +87,7 @@ def attend_heads(
     """One row, some KV heads and their query heads: q and out (Hq, D); scores (Hq, longest context), query and
     summed (Hq, D) are scratch.
     """
-    on_its_own()
+    noinline()
     num_heads, dim = query.shape
     group = num_heads // pool.shape[1]
     lower, upper = first_head * group, last_head * group
@@ -117,7 +117,7 @@ def attend_heads(
         i, count = position - start, _run(position, context, size)
         position += count
         then = _place(table, position, size) + key_row + size if position < context else at + count
-        add_weighted(scores, i, pool, at, first_head, last_head, count, summed, then)
+        add_weighted(summed, pool, at, first_head, last_head, count, scores, i, then)
         at = then
     for h in range(lower, upper):
         factor, sums, target = factors[h], summed[h], out[h]

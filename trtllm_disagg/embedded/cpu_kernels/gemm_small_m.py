@@ -9,25 +9,37 @@ narrower registers a panel is read in parts, one behind the other: the same sums
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.core.cgutils import unpack_tuple
+from numba.extending import intrinsic
 
 from trtllm_disagg.embedded.cpu_kernels.compiled import compiled
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.cpu_kernels.llvm_ir import (
+    CACHE_LINE,
+    F32,
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    constant,
+    declare,
+    emit_fma,
+    emit_prefetch,
+    pointer,
+    splat,
+)
 
 PANEL = 64
 #: More rows than this in one pass do not fit the registers.
 _MOST = 6
-_LANES = 16
-_VECTORS = PANEL // _LANES
-_LINE = 64
-
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_FLOATS, _WORDS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
-_BYTE_POINTER = ir.IntType(8).as_pointer()
+_VECTORS = PANEL // LANES
+#: Bytes of a panel that one step, four bytes of a row of x, is multiplied with.
+_STEP_BYTES = 4 * PANEL
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]  # llvmlite has no stubs, and no such type
@@ -41,102 +53,31 @@ class _BFloat(ir.types.Type):  # type: ignore[misc]  # llvmlite has no stubs, an
         return hash(_BFloat)
 
 
-_PAIRS = ir.VectorType(_BFloat(), 2 * _LANES)
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
-def _declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    known = builder.module.globals.get(name)
-    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+@dataclass(frozen=True)
+class _Arithmetic:
+    """What a step is made of, in every lane: a float32, or a pair of bfloat16 numbers."""
+
+    scalar: Any
+    vector: Any
+
+    def emit_input(self, b: Any, address: Any) -> Any:
+        return b.bitcast(splat(b, b.load(pointer(b, address, self.scalar), align=2)), self.vector)
+
+    def emit_weights(self, b: Any, address: Any) -> Any:
+        return b.load(pointer(b, address, self.vector), align=4)
+
+    def emit_sum(self, b: Any, total: Any, given: Any, weights: Any) -> Any:
+        """sum = given * weights + sum, fused; of pairs as the processor's instruction has it."""
+        if self.vector == FLOATS:
+            return emit_fma(b, given, weights, total)
+        dot = declare(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, _PAIRS, _PAIRS])
+        return b.call(dot, [total, weights, given])
 
 
-def _at(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.inttoptr(address, kind.as_pointer())
-
-
-def _splat(builder: Any, scalar: Any, kind: Any) -> Any:
-    undefined = ir.Constant(kind, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, _I32(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_WORDS, [0] * _LANES))
-
-
-class _Float32:
-    """One input: sum = input * weight + sum, fused."""
-
-    def __init__(self, builder: Any) -> None:
-        self._builder = builder
-        self._fma = _declare(builder, "llvm.fma.v16f32", _FLOATS, [_FLOATS] * 3)
-
-    def input(self, address: Any) -> Any:
-        return _splat(self._builder, self._builder.load(_at(self._builder, address, _F32)), _FLOATS)
-
-    def weights(self, address: Any) -> Any:
-        return self._builder.load(_at(self._builder, address, _FLOATS), align=4)
-
-    def accumulate(self, total: Any, given: Any, weights: Any) -> Any:
-        return self._builder.call(self._fma, [given, weights, total])
-
-
-class _BFloat16:
-    """A pair of inputs: sum = sum + input0 * weight0 + input1 * weight1, as the processor's instruction has it."""
-
-    def __init__(self, builder: Any) -> None:
-        self._builder = builder
-        name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        self._dot = _declare(builder, name, _FLOATS, [_FLOATS, _PAIRS, _PAIRS])
-
-    def input(self, address: Any) -> Any:
-        pair = self._builder.load(_at(self._builder, address, _I32), align=2)
-        return self._builder.bitcast(_splat(self._builder, pair, _WORDS), _PAIRS)
-
-    def weights(self, address: Any) -> Any:
-        words = self._builder.load(_at(self._builder, address, _WORDS), align=4)
-        return self._builder.bitcast(words, _PAIRS)
-
-    def accumulate(self, total: Any, given: Any, weights: Any) -> Any:
-        return self._builder.call(self._dot, [total, weights, given])
-
-
-def _pass(rows: int, arithmetic: type[_Float32 | _BFloat16]) -> Any:
-    """`rows` rows through one block of one panel, as a function that numba-compiled code can call:
-
-    (x, row stride of x, weights, steps, out, row stride of out, add?, prefetched address, bytes a prefetch), addresses
-    and strides in bytes. A step is four bytes of x. `add?` 0: out is written, else added to.
-    """
-
-    @intrinsic
-    def product(
-        typing: Any,
-        x: Any,
-        x_stride: Any,
-        w: Any,
-        steps: Any,
-        out: Any,
-        out_stride: Any,
-        add: Any,
-        ahead: Any,
-        by: Any,
-    ) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            vectors = _vectors_at_once(rows)
-            *given, ahead, by = arguments
-            for first in range(0, _VECTORS, vectors):
-                part = range(first, first + vectors)
-                passed = builder.mul(builder.mul(given[3], by), _I64(first))
-                _emit_pass(
-                    builder,
-                    rows,
-                    part,
-                    arithmetic(builder),
-                    _PREFETCHES[rows],
-                    *given,
-                    builder.add(ahead, passed),
-                    by,
-                )
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 9), generate
-
-    return product
+_FLOAT32, _BFLOAT16 = _Arithmetic(F32, FLOATS), _Arithmetic(I32, _PAIRS)
 
 
 def _vectors_at_once(rows: int) -> int:
@@ -144,158 +85,147 @@ def _vectors_at_once(rows: int) -> int:
     and two weights.
     """
     registers, floats = this_cpu().vector_registers
-    each = -(-_LANES // floats)
+    each = -(-LANES // floats)
     fitting = (n for n in (_VECTORS, _VECTORS // 2) if rows * n * each + rows + 2 <= registers)
     return next(fitting, 1)
 
 
+#: By number of rows: does a pass prefetch? One that reads whole lines one after the other needs it only beside others.
+_PREFETCHES = (False, *(rows == _MOST or _vectors_at_once(rows) < _VECTORS for rows in range(1, _MOST + 1)))
+
+
+def _pass_of(rows: int) -> Any:
+    """`rows` rows through one block of one panel, as a function that numba code can call:
+
+    (x as an array, (address of the rows, their stride, weights, steps, out, row stride of out, add?, prefetched
+    address, bytes a prefetch)), addresses and strides in bytes. `add?` 0: out is written, else added to.
+    """
+
+    @intrinsic
+    def product(typing: Any, x: Any, addresses: Any) -> Any:
+        arithmetic = _BFLOAT16 if x.dtype == types.uint16 else _FLOAT32
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            inner = _function(builder.module, arithmetic, rows)
+            builder.call(inner, unpack_tuple(builder, arguments[1]))
+            return context.get_dummy_value()
+
+        return types.void(x, types.UniTuple(types.intp, 9)), generate
+
+    return product
+
+
+def _function(module: Any, arithmetic: _Arithmetic, rows: int) -> Any:
+    """A function of its own, which has all registers to itself."""
+    name = f"gemm_{rows}_{'float32' if arithmetic is _FLOAT32 else 'bfloat16'}"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 9), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block())
+    *given, prefetched, by = function.args
+    at_once = _vectors_at_once(rows)
+    for first in range(0, _VECTORS, at_once):
+        before = builder.mul(builder.mul(given[3], by), I64(first))
+        vectors = range(first, first + at_once)
+        _emit_pass(builder, arithmetic, rows, vectors, *given, builder.add(prefetched, before), by)
+    builder.ret_void()
+    return function
+
+
 def _emit_pass(
     b: Any,
+    arithmetic: _Arithmetic,
     rows: int,
     vectors: range,
-    arithmetic: _Float32 | _BFloat16,
-    prefetch: bool,
     x: Any,
     x_stride: Any,
-    w: Any,
+    weights: Any,
     steps: Any,
     out: Any,
     out_stride: Any,
     add: Any,
-    ahead: Any,
+    prefetched: Any,
     by: Any,
 ) -> None:
-    starts = [b.add(x, b.mul(x_stride, _I64(r))) for r in range(rows)]
+    starts = [b.add(x, b.mul(x_stride, I64(r))) for r in range(rows)]
     before, loop, after = b.block, b.append_basic_block("steps"), b.append_basic_block("sums")
     b.branch(loop)
     b.position_at_end(loop)
-    step, line, offset, soon = b.phi(_I64), b.phi(_I64), b.phi(_I64), b.phi(_I64)
-    totals = [[b.phi(_FLOATS) for _ in vectors] for _ in range(rows)]
-    if prefetch:
-        fetch = _declare(b, "llvm.prefetch.p0", ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
+    step, line, offset, soon = (b.phi(I64) for _ in range(4))
+    totals = [[b.phi(FLOATS) for _ in vectors] for _ in range(rows)]
+    if _PREFETCHES[rows]:
         for i in range(len(vectors)):
-            there = b.add(soon, b.mul(by, _I64(i)))
-            b.call(fetch, [b.inttoptr(there, _BYTE_POINTER), _I32(0), _I32(2), _I32(1)])
-    inputs = [arithmetic.input(b.add(start, offset)) for start in starts]
+            emit_prefetch(b, b.add(soon, b.mul(by, I64(i))))
+    inputs = [arithmetic.emit_input(b, b.add(start, offset)) for start in starts]
     sums: list[list[Any]] = [[] for _ in range(rows)]
     for i, v in enumerate(vectors):
-        weights = arithmetic.weights(b.add(line, _I64(_LINE * v)))
+        line_weights = arithmetic.emit_weights(b, b.add(line, I64(CACHE_LINE * v)))
         for r in range(rows):
-            sums[r].append(arithmetic.accumulate(totals[r][i], inputs[r], weights))
-    advances = [(step, _I64(0), _I64(1)), (line, w, _I64(_LINE * _VECTORS)), (offset, _I64(0), _I64(4))]
-    advances.append((soon, ahead, b.mul(by, _I64(len(vectors)))))
-    for counter, start, by in advances:
+            sums[r].append(arithmetic.emit_sum(b, totals[r][i], inputs[r], line_weights))
+    advances = (
+        (step, I64(0), I64(1)),
+        (line, weights, I64(_STEP_BYTES)),
+        (offset, I64(0), I64(4)),
+        (soon, prefetched, b.mul(by, I64(len(vectors)))),
+    )
+    for counter, start, amount in advances:
         counter.add_incoming(start, before)
-        counter.add_incoming(b.add(counter, by), loop)
-    zero = ir.Constant(_FLOATS, [0.0] * _LANES)
+        counter.add_incoming(b.add(counter, amount), loop)
     for r in range(rows):
-        for i in range(len(vectors)):
-            totals[r][i].add_incoming(zero, before)
-            totals[r][i].add_incoming(sums[r][i], loop)
-    b.cbranch(b.icmp_signed("<", b.add(step, _I64(1)), steps), loop, after)
+        for total, new in zip(totals[r], sums[r], strict=True):
+            total.add_incoming(constant(FLOATS, 0.0), before)
+            total.add_incoming(new, loop)
+    b.cbranch(b.icmp_signed("<", b.add(step, I64(1)), steps), loop, after)
     b.position_at_end(after)
-    adds = b.icmp_signed("!=", add, _I64(0))
+    adds = b.icmp_signed("!=", add, I64(0))
     for r in range(rows):
-        for i, v in enumerate(vectors):
-            place = _at(b, b.add(b.add(out, b.mul(out_stride, _I64(r))), _I64(_LINE * v)), _FLOATS)
-            more = b.fadd(b.load(place, align=4), sums[r][i])
-            b.store(b.select(adds, more, sums[r][i]), place, align=4)
+        for v, new in zip(vectors, sums[r], strict=True):
+            place = pointer(b, b.add(b.add(out, b.mul(out_stride, I64(r))), I64(CACHE_LINE * v)), FLOATS)
+            b.store(b.select(adds, b.fadd(b.load(place, align=4), new), new), place, align=4)
 
 
-#: By number of rows: does a pass prefetch the next block?
-_PREFETCHES = (False, *(rows == _MOST or _vectors_at_once(rows) < _VECTORS for rows in range(1, _MOST + 1)))
-
-_f1, _f2, _f3, _f4, _f5, _f6 = (_pass(rows, _Float32) for rows in range(1, _MOST + 1))
-_b1, _b2, _b3, _b4, _b5, _b6 = (_pass(rows, _BFloat16) for rows in range(1, _MOST + 1))
+_pass_1, _pass_2, _pass_3, _pass_4, _pass_5, _pass_6 = (_pass_of(rows) for rows in range(1, _MOST + 1))
 
 
 @compiled()
-def multiply_float32(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
-    """out (rows, at least 64 * last) float32 = x (rows, inputs) float32 by panels `first` to `last` of the weight
-    at address `weight`. x and out have their rows' elements side by side.
+def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
+    """out (rows, at least 64 * last) float32 = x (rows, inputs) float32, or bfloat16 as uint16, by panels `first` to
+    `last` of the weight at address `weight`. x and out have their rows' elements side by side; for bfloat16 `block` is
+    even.
     """
     rows, inputs = x.shape
-    x_stride, out_stride = x.strides[0], out.strides[0]
+    item, x_stride, out_stride = x.itemsize, x.strides[0], out.strides[0]
     groups = (rows + _MOST - 1) // _MOST
     odd = rows - _MOST * (groups - 1)
+    # Every prefetching pass takes an equal share of the next block: all of it at once would fill the line buffers.
     prefetching = groups if _PREFETCHES[odd] else max(groups - 1, 1)
-    by = (_LINE + prefetching - 1) // prefetching
+    by = (CACHE_LINE + prefetching - 1) // prefetching
     for panel in range(first, last):
         for start in range(0, inputs, block):
-            steps = min(block, inputs - start)
-            w = weight + (panel * inputs + start) * (4 * PANEL)
-            a = x.ctypes.data + 4 * start
-            o = out.ctypes.data + 4 * PANEL * panel
-            part = steps * _VECTORS * by
-            ahead = w + steps * 4 * PANEL
-            if odd == 1:
-                _f1(a, x_stride, w, steps, o, out_stride, start, ahead, by)
-            elif odd == 2:
-                _f2(a, x_stride, w, steps, o, out_stride, start, ahead, by)
-            elif odd == 3:
-                _f3(a, x_stride, w, steps, o, out_stride, start, ahead, by)
-            elif odd == 4:
-                _f4(a, x_stride, w, steps, o, out_stride, start, ahead, by)
-            elif odd == 5:
-                _f5(a, x_stride, w, steps, o, out_stride, start, ahead, by)
-            else:
-                _f6(a, x_stride, w, steps, o, out_stride, start, ahead, by)
-            if _PREFETCHES[odd]:
-                ahead += part
-            for row in range(odd, rows, _MOST):
-                _f6(
-                    a + row * x_stride, x_stride, w, steps, o + row * out_stride, out_stride, start, ahead, by
-                )
-                ahead += part
-
-
-@compiled()
-def multiply_bfloat16(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
-    """The same for bfloat16 x (as uint16) and weight; out is float32. `block` is even."""
-    rows, inputs = x.shape
-    x_stride, out_stride = x.strides[0], out.strides[0]
-    groups = (rows + _MOST - 1) // _MOST
-    odd = rows - _MOST * (groups - 1)
-    prefetching = groups if _PREFETCHES[odd] else max(groups - 1, 1)
-    by = (_LINE + prefetching - 1) // prefetching
-    for panel in range(first, last):
-        for start in range(0, inputs, block):
-            steps = min(block, inputs - start) // 2
-            w = weight + (panel * inputs + start) * (2 * PANEL)
-            a = x.ctypes.data + 2 * start
-            o = out.ctypes.data + 4 * PANEL * panel
-            part = steps * _VECTORS * by
-            ahead = w + steps * 4 * PANEL
-            if odd == 1:
-                _b1(a, x_stride, w, steps, o, out_stride, start, ahead, by)
-            elif odd == 2:
-                _b2(a, x_stride, w, steps, o, out_stride, start, ahead, by)
-            elif odd == 3:
-                _b3(a, x_stride, w, steps, o, out_stride, start, ahead, by)
-            elif odd == 4:
-                _b4(a, x_stride, w, steps, o, out_stride, start, ahead, by)
-            elif odd == 5:
-                _b5(a, x_stride, w, steps, o, out_stride, start, ahead, by)
-            else:
-                _b6(a, x_stride, w, steps, o, out_stride, start, ahead, by)
-            if _PREFETCHES[odd]:
-                ahead += part
-            for row in range(odd, rows, _MOST):
-                _b6(
-                    a + row * x_stride, x_stride, w, steps, o + row * out_stride, out_stride, start, ahead, by
-                )
-                ahead += part
-
-
-def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
-    """For compiled code: the one of the two that fits x."""
-
-
-@overload(multiply)
-def _multiply_overload(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> Any:
-    kernel = multiply_bfloat16 if x.dtype == types.uint16 else multiply_float32
-
-    def product(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
-        kernel(x, weight, block, out, first, last)
-
-    return product
+            steps = min(block, inputs - start) * item // 4
+            w = weight + (panel * inputs + start) * item * PANEL
+            prefetched = w + steps * _STEP_BYTES
+            # The odd rows first: they find the panel where the last passes' prefetches have put it.
+            row, count = 0, odd
+            while row < rows:
+                a = x.ctypes.data + row * x_stride + item * start
+                o = out.ctypes.data + row * out_stride + 4 * PANEL * panel
+                addresses = (a, x_stride, w, steps, o, out_stride, start, prefetched, by)
+                if count == 1:
+                    _pass_1(x, addresses)
+                elif count == 2:
+                    _pass_2(x, addresses)
+                elif count == 3:
+                    _pass_3(x, addresses)
+                elif count == 4:
+                    _pass_4(x, addresses)
+                elif count == 5:
+                    _pass_5(x, addresses)
+                else:
+                    _pass_6(x, addresses)
+                if _PREFETCHES[count]:
+                    prefetched += steps * _VECTORS * by
+                row += count
+                count = _MOST

@@ -1,24 +1,32 @@
-"""Sums whose order is written down, sixteen lanes wide, for compiled code.
+"""LLVM IR for compiled code: vector arithmetic 16 floats wide, sums whose order is written down, loops, prefetches.
 
 A compiler that may reorder sums gives the same source other bits in another place, and one that may not leaves them
 slow. So sums that must be reproducible are spelled out here: lane i adds up every sixteenth element from i on, the
 lanes are added pairwise at the end, and what is left over follows one by one. Multiply-adds are fused, always.
+
+Functions called `emit_...` write IR with a builder, between values of IR; addresses are int64. The last section has
+those that numba code calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-F32, I64 = ir.FloatType(), ir.IntType(64)
+from trtllm_disagg.embedded.cpu_kernels.compiled import compiled
+
+F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 LANES = 16
-FLOATS = ir.VectorType(F32, LANES)
-_I16, _I32 = ir.IntType(16), ir.IntType(32)
-_WORDS, _HALVES = ir.VectorType(_I32, LANES), ir.VectorType(_I16, LANES)
+FLOATS, WORDS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+_I16, _BYTE_POINTER = ir.IntType(16), ir.IntType(8).as_pointer()
+_HALVES = ir.VectorType(_I16, LANES)
+CACHE_LINE = 64
 _LOWEST = -3.0e38
 _LOG2_E = 1.4426950408889634
 #: 2**r on [0, 1), highest power first.
@@ -35,207 +43,225 @@ _POLYNOMIAL = (
 Load = Callable[[Any, Any, bool], Any]
 
 
-@intrinsic
-def on_its_own(typing: Any) -> Any:
-    """The function that calls this is never inlined: large loops do best with the registers to themselves."""
+def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: `emit(builder, *values)` as a function that numba code calls with arguments of these numba types."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def function(typing: Any, *given: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                value = emit(builder, *values)
+                return context.get_dummy_value() if value is None else value
 
-    return types.void(), generate
+            return result(*arguments), generate
 
+        # numba reads it, and would pass what `*given` takes as one tuple.
+        function.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
+        function.__name__ = emit.__name__
+        return intrinsic(function)
 
-@intrinsic
-def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, float32, rounded once."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.call(declare_fma(builder, F32), arguments)
-
-    return types.float32(types.float32, types.float32, types.float32), generate
+    return decorate
 
 
-def declare_fma(builder: Any, kind: Any) -> Any:
-    """Of FLOATS or F32."""
-    name = "llvm.fma.v16f32" if kind == FLOATS else "llvm.fma.f32"
+# -- values
+
+
+def declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     known = builder.module.globals.get(name)
-    return known or ir.Function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def pointer(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
 
 
 def splat(builder: Any, scalar: Any) -> Any:
-    undefined = ir.Constant(FLOATS, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, _I32(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_WORDS, [0] * LANES))
+    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(WORDS, [0] * LANES))
+
+
+def constant(kind: Any, value: float) -> Any:
+    """A number, or in every lane of a vector."""
+    return ir.Constant(kind, [value] * LANES if isinstance(kind, ir.VectorType) else value)
+
+
+def _call_float(builder: Any, name: str, *values: Any) -> Any:
+    """LLVM's intrinsic `name`, from and to values of one type: FLOATS or F32."""
+    kind = values[0].type
+    suffix = "v16f32" if kind == FLOATS else "f32"
+    return builder.call(declare(builder, f"llvm.{name}.{suffix}", kind, [kind] * len(values)), values)
+
+
+def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return _call_float(builder, "fma", a, b, c)
 
 
 def load_float32(builder: Any, address: Any, wide: bool) -> Any:
-    kind = FLOATS if wide else F32
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+    return builder.load(pointer(builder, address, FLOATS if wide else F32), align=4)
 
 
 def load_bfloat16(builder: Any, address: Any, wide: bool) -> Any:
-    stored, word, number = (_HALVES, _WORDS, FLOATS) if wide else (_I16, _I32, F32)
-    bits = builder.zext(builder.load(builder.inttoptr(address, stored.as_pointer()), align=2), word)
-    by = ir.Constant(word, [16] * LANES if wide else 16)
-    return builder.bitcast(builder.shl(bits, by), number)
+    stored, word, number = (_HALVES, WORDS, FLOATS) if wide else (_I16, I32, F32)
+    bits = builder.zext(builder.load(pointer(builder, address, stored), align=2), word)
+    return builder.bitcast(builder.shl(bits, constant(word, 16)), number)
 
 
-def emit_prefetch(builder: Any, address: Any, size: Any) -> None:
-    """`size` bytes from `address` on will be read soon. Any address will do, also one that is not there."""
-    pointer = ir.IntType(8).as_pointer()
-    fetch = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
-        builder.module, ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32]), "llvm.prefetch.p0"
-    )
-
-    def one(offset: Any, nothing: Any) -> Any:
-        place = builder.inttoptr(builder.add(address, offset), pointer)
-        builder.call(fetch, [place, _I32(0), _I32(2), _I32(1)])
-        return nothing
-
-    emit_loop(builder, I64(0), size, I64(64), I64(0), one)
+def loader_of(dtype: Any) -> tuple[Load, int]:
+    """How elements of this numba type become float32, and their bytes. bfloat16 is kept as uint16."""
+    return (load_bfloat16, 2) if dtype == types.uint16 else (load_float32, 4)
 
 
-def emit_dot(builder: Any, a: Any, b: Any, count: Any, load_b: Load, item: int) -> Any:
-    """The sum of a[i] * b[i]: a float32, elements of b `item` bytes long."""
-
-    def product(i: Any, total: Any, wide: bool) -> Any:
-        x = load_float32(builder, builder.add(a, builder.mul(i, I64(4))), wide)
-        y = load_b(builder, builder.add(b, builder.mul(i, I64(item))), wide)
-        return builder.call(declare_fma(builder, FLOATS if wide else F32), [x, y, total])
-
-    return _emit_sum(builder, count, product)
+def emit_prefetch(builder: Any, address: Any) -> None:
+    """The cache line at `address` will be read soon. Any address will do, also one that is not there."""
+    fetch = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [_BYTE_POINTER, I32, I32, I32])
+    builder.call(fetch, [builder.inttoptr(address, _BYTE_POINTER), I32(0), I32(2), I32(1)])
 
 
-def _emit_sum(b: Any, count: Any, add: Callable[[Any, Any, bool], Any]) -> Any:
-    """`add(i, total, wide)` gives total plus element i, or elements i to i + 15 lane by lane."""
-    whole = b.and_(count, I64(-LANES))
-    zero = ir.Constant(FLOATS, [0.0] * LANES)
-    lanes = emit_loop(b, I64(0), whole, I64(LANES), zero, lambda i, total: add(i, total, True))
-    width = LANES
-    while width > 1:
-        width //= 2
-        order = [*range(width, 2 * width), *range(LANES - width)]
-        moved = b.shuffle_vector(lanes, ir.Constant(FLOATS, ir.Undefined), ir.Constant(_WORDS, order))
-        lanes = b.fadd(lanes, moved)
-    total = b.extract_element(lanes, _I32(0))
-    return emit_loop(b, whole, count, I64(1), total, lambda i, total: add(i, total, False))
+# -- loops and sums
 
 
-def emit_loop(b: Any, first: Any, last: Any, by: Any, start: Any, body: Callable[[Any, Any], Any]) -> Any:
-    """`body(i, state)` gives the next state, from `start` on; the last one. A state is a value, or a list of them."""
-    many = isinstance(start, list)
-    states = start if many else [start]
+def emit_loop(
+    b: Any, first: Any, last: Any, by: int, start: list[Any], body: Callable[..., Any]
+) -> list[Any]:
+    """`body(i, states)` gives the next states, from `start` on; the last ones. None for no states."""
     before, loop, after = b.block, b.append_basic_block("loop"), b.append_basic_block("after")
     b.cbranch(b.icmp_signed("<", first, last), loop, after)
     b.position_at_end(loop)
-    i, current = b.phi(I64), [b.phi(state.type) for state in states]
-    result = body(i, current if many else current[0])
-    results, following = result if many else [result], b.add(i, by)
+    i, current = b.phi(I64), [b.phi(state.type) for state in start]
+    results, following = body(i, current) or [], b.add(i, I64(by))
     end = b.block  # the body may have made blocks of its own
     i.add_incoming(first, before)
     i.add_incoming(following, end)
     b.cbranch(b.icmp_signed("<", following, last), loop, after)
     b.position_at_end(after)
-    final = [b.phi(state.type) for state in states]
-    for phi, exit_phi, at_first, at_next in zip(current, final, states, results, strict=True):
-        phi.add_incoming(at_first, before)
-        phi.add_incoming(at_next, end)
-        exit_phi.add_incoming(at_first, before)
-        exit_phi.add_incoming(at_next, end)
-    return final if many else final[0]
+    final = [b.phi(state.type) for state in start]
+    for phi, exit_phi, at_first, at_next in zip(current, final, start, results, strict=True):
+        for each in (phi, exit_phi):
+            each.add_incoming(at_first, before)
+            each.add_incoming(at_next, end)
+    return final
 
 
-@intrinsic
-def _square(typing: Any, a: Any, count: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return emit_dot(builder, arguments[0], arguments[0], arguments[1], load_float32, 4)
+def emit_in_steps(b: Any, count: Any, step: int, body: Callable[[Any, int], None]) -> None:
+    """`body(i, step)` for i from 0 to `count`, `step` at a time, then `body(i, 1)` for what is left."""
+    whole = b.and_(count, I64(-step))
+    emit_loop(b, I64(0), whole, step, [], lambda i, _: body(i, step))
+    emit_loop(b, whole, count, 1, [], lambda i, _: body(i, 1))
 
-    return types.float32(types.intp, types.intp), generate
+
+def emit_dots(b: Any, x: Any, ys: Sequence[Any], count: Any, load_y: Load, item: int) -> list[Any]:
+    """The sum of x[i] * y[i] for each y: float32, elements of y `item` bytes long."""
+
+    def products(i: Any, totals: list[Any], wide: bool) -> list[Any]:
+        value, offset = load_float32(b, b.add(x, b.mul(i, I64(4))), wide), b.mul(i, I64(item))
+        return [
+            emit_fma(b, value, load_y(b, b.add(y, offset), wide), t) for y, t in zip(ys, totals, strict=True)
+        ]
+
+    return _emit_sums(b, len(ys), count, products)
 
 
-@intrinsic
-def _exponentials(typing: Any, a: Any, count: Any) -> Any:
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        a, count = arguments
-        top = _emit_maximum(b, a, count)
-        tops = splat(b, top)
+def _emit_sums(b: Any, n: int, count: Any, add: Callable[[Any, list[Any], bool], list[Any]]) -> list[Any]:
+    """`add(i, totals, wide)` gives n totals plus their elements i, or elements i to i + 15 lane by lane."""
+    whole = b.and_(count, I64(-LANES))
+    zeros = [constant(FLOATS, 0.0)] * n
+    lanes = emit_loop(b, I64(0), whole, LANES, zeros, lambda i, totals: add(i, totals, True))
+    return emit_loop(b, whole, count, 1, _emit_lane_sums(b, lanes), lambda i, totals: add(i, totals, False))
 
-        def element(i: Any, total: Any, wide: bool) -> Any:
-            address = b.add(a, b.mul(i, I64(4)))
-            power = emit_exp(b, b.fsub(load_float32(b, address, wide), tops if wide else top), wide)
-            b.store(power, b.inttoptr(address, (FLOATS if wide else F32).as_pointer()), align=4)
-            return b.fadd(total, power)
 
-        return _emit_sum(b, count, element)
-
-    return types.float32(types.intp, types.intp), generate
+def _emit_lane_sums(b: Any, vectors: list[Any]) -> list[Any]:
+    """The sum of each vector's lanes, pairwise: i and i + 8, then i and i + 4, and so on. One vector or a power of two:
+    halves of different vectors are added side by side.
+    """
+    n, width = len(vectors), LANES
+    while width > 1:
+        width //= 2
+        lanes = vectors[0].type.count * min(2, len(vectors))
+        low = [start + i for start in range(0, lanes, 2 * width) for i in range(width)]
+        order = ir.VectorType(I32, len(low))
+        lower, upper = ir.Constant(order, low), ir.Constant(order, [i + width for i in low])
+        pairs = zip_longest(vectors[::2], vectors[1::2], fillvalue=ir.Constant(vectors[0].type, ir.Undefined))
+        vectors = [b.fadd(b.shuffle_vector(x, y, lower), b.shuffle_vector(x, y, upper)) for x, y in pairs]
+    return [b.extract_element(vectors[0], I32(i)) for i in range(n)]
 
 
 def _emit_maximum(b: Any, a: Any, count: Any) -> Any:
-    def larger(i: Any, top: Any) -> Any:
+    def larger(i: Any, tops: list[Any]) -> list[Any]:
+        (top,) = tops
         value = load_float32(b, b.add(a, b.mul(i, I64(4))), top.type == FLOATS)
-        return b.select(b.fcmp_ordered(">", value, top), value, top)
+        return [b.select(b.fcmp_ordered(">", value, top), value, top)]
 
     whole = b.and_(count, I64(-LANES))
-    lanes = emit_loop(b, I64(0), whole, I64(LANES), ir.Constant(FLOATS, [_LOWEST] * LANES), larger)
-    top = ir.Constant(F32, _LOWEST)
+    (lanes,) = emit_loop(b, I64(0), whole, LANES, [constant(FLOATS, _LOWEST)], larger)
+    top = constant(F32, _LOWEST)
     for lane in range(LANES):
-        value = b.extract_element(lanes, _I32(lane))
+        value = b.extract_element(lanes, I32(lane))
         top = b.select(b.fcmp_ordered(">", value, top), value, top)
-    return emit_loop(b, whole, count, I64(1), top, larger)
+    return emit_loop(b, whole, count, 1, [top], larger)[0]
 
 
-def emit_exp(b: Any, x: Any, wide: bool) -> Any:
+def _emit_exp(b: Any, x: Any) -> Any:
     """exp by 2**k * 2**r, relative error below 4e-7. Arguments up to 88; from -87 down it is nearly zero."""
-    number, word = (FLOATS, _WORDS) if wide else (F32, _I32)
-
-    def constant(value: Any, kind: Any) -> Any:
-        return ir.Constant(kind, [value] * LANES if wide else value)
-
-    z = b.fmul(x, constant(_LOG2_E, number))
-    lowest = constant(-126.0, number)
+    number, word = x.type, WORDS if x.type == FLOATS else I32
+    z = b.fmul(x, constant(number, _LOG2_E))
+    lowest = constant(number, -126.0)
     z = b.select(b.fcmp_ordered(">", z, lowest), z, lowest)
-    name = "llvm.floor.v16f32" if wide else "llvm.floor.f32"
-    floor = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(number, [number]), name)
-    k = b.call(floor, [z])
+    k = _call_float(b, "floor", z)
     r = b.fsub(z, k)
-    power = constant(_POLYNOMIAL[0], number)
+    power = constant(number, _POLYNOMIAL[0])
     for coefficient in _POLYNOMIAL[1:]:
-        power = b.call(declare_fma(b, number), [power, r, constant(coefficient, number)])
-    exponent = b.shl(b.add(b.fptosi(k, word), constant(127, word)), constant(23, word))
+        power = emit_fma(b, power, r, constant(number, coefficient))
+    exponent = b.shl(b.add(b.fptosi(k, word), constant(word, 127)), constant(word, 23))
     return b.fmul(power, b.bitcast(exponent, number))
 
 
+# -- for numba code
+
+
+@emitted(types.void)
+def noinline(builder: Any) -> None:
+    """The function that calls this is never inlined: large loops do best with the registers to themselves."""
+    builder.function.attributes.add("noinline")
+
+
+@emitted(types.float32, types.float32, types.float32, types.float32)
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return emit_fma(builder, a, b, c)
+
+
+@emitted(types.float32, types.float32)
+def exp(builder: Any, x: Any) -> Any:
+    """Of one number, and the same bits as in `exponentials`."""
+    return _emit_exp(builder, x)
+
+
+@emitted(types.float32, types.intp, types.intp)
+def _square(builder: Any, a: Any, count: Any) -> Any:
+    return emit_dots(builder, a, [a], count, load_float32, 4)[0]
+
+
+@emitted(types.float32, types.intp, types.intp)
+def _exponentials(b: Any, a: Any, count: Any) -> Any:
+    top = _emit_maximum(b, a, count)
+    tops = splat(b, top)
+
+    def add(i: Any, totals: list[Any], wide: bool) -> list[Any]:
+        address = b.add(a, b.mul(i, I64(4)))
+        power = _emit_exp(b, b.fsub(load_float32(b, address, wide), tops if wide else top))
+        b.store(power, pointer(b, address, power.type), align=4)
+        return [b.fadd(totals[0], power)]
+
+    return _emit_sums(b, 1, count, add)[0]
+
+
+@compiled(inline="always")
 def exponentials(a: Any, count: Any) -> Any:
     """a[t] = exp(a[t] - the largest) for the first `count`; their sum. a is float32 without gaps."""
+    return _exponentials(a.ctypes.data, count)
 
 
-@overload(exponentials, inline="always")
-def _exponentials_overload(a: Any, count: Any) -> Any:
-    def of(a: Any, count: Any) -> Any:
-        return _exponentials(a.ctypes.data, count)
-
-    return of
-
-
-@intrinsic
-def exp(typing: Any, x: Any) -> Any:
-    """Of one number, and the same bits as in `exponentials`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return emit_exp(builder, arguments[0], False)
-
-    return types.float32(types.float32), generate
-
-
+@compiled(inline="always")
 def sum_of_squares(a: Any) -> Any:
     """Of a one-dimensional float32 array without gaps."""
-
-
-@overload(sum_of_squares, inline="always")
-def _squares_overload(a: Any) -> Any:
-    def of(a: Any) -> Any:
-        return _square(a.ctypes.data, a.shape[0])
-
-    return of
+    return _square(a.ctypes.data, a.shape[0])

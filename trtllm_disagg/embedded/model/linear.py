@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.cpu_kernels import gemm_small_m as panel_product
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL
+from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL, multiply
 from trtllm_disagg.embedded.cpu_kernels.views import as_array
 
 # A packed weight as gemm_small_m.py reads it: where it lies and in which blocks it is summed, proven by trying.
@@ -41,12 +39,11 @@ class Panels:
     inputs: int
     #: How many inputs are summed before the sum is added to the total.
     block: int
-    multiply: Callable[..., None]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x (rows, inputs) -> (rows, 64 * panels) float32; what lies beyond the last output is no number of use."""
         out = torch.empty((x.shape[0], self.num_panels * PANEL))
-        self.multiply(as_array(x), self.address, self.block, out.numpy(), 0, self.num_panels)
+        multiply(as_array(x), self.address, self.block, out.numpy(), 0, self.num_panels)
         return out
 
 
@@ -56,8 +53,8 @@ def panels_of(
     """None unless the kernel gives `library`'s bits on this weight. `library` maps (rows, inputs) to (rows, outputs)
     with the same packed weight and no bias.
     """
-    kernel = _kernel(dtype)
-    if kernel is None or inputs % 2:
+    is_known = dtype == torch.float32 or (dtype == torch.bfloat16 and this_cpu().has_bfloat16)
+    if not is_known or inputs % 2:
         return None
     num_panels = -(-outputs // PANEL)
     try:
@@ -70,21 +67,12 @@ def panels_of(
     x = torch.from_numpy(numbers).to(dtype)
     expected = library(x)
     for block in (*_BLOCKS, inputs):
-        panels = Panels(address, num_panels, inputs, block, kernel)
+        panels = Panels(address, num_panels, inputs, block)
         if all(
             torch.equal(panels.product(x[:rows])[:, :outputs].to(dtype), expected[:rows]) for rows in _PROBED
         ):
             return panels
     return None
-
-
-def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
-    kernel: Any = None
-    if dtype == torch.float32:
-        kernel = panel_product.multiply_float32
-    elif dtype == torch.bfloat16 and this_cpu().has_bfloat16:
-        kernel = panel_product.multiply_bfloat16
-    return kernel  # type: ignore[no-any-return]
 
 
 _HINT_ROWS = 8
