@@ -78,7 +78,7 @@ class EngineCore:
         pool = KvPool(kv)
         with compiling_told(reporter, compiles=this_cpu().compiles):
             forward = plan.make_forward(model, pool, self.max_seq_len, reporter)
-            self._runner = team.lead(ModelRunner(forward, pool, plan.take_decode_rows))
+            self._runner = team.lead(ModelRunner(forward, pool, plan.ops))
             reporter.tell("warming up")
             take_first_steps(self._runner, Path(args.model), num_blocks, size)
         self._is_exact = plan.is_exact

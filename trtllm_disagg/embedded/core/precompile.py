@@ -58,7 +58,7 @@ def precompile(dtype: str, cpu: CpuFeatures) -> None:
         plan = choose_forward(directory, EmbeddedConfig(), shape, torch.device("cpu"), cpu)
         pool = KvPool(torch.zeros(_BLOCKS, 1, 2, _TOKENS_PER_BLOCK, 1, _WIDTH, dtype=shape.dtype))
         forward = plan.make_forward(load_model(directory, shape, plan.kind), pool, shape.max_positions)
-        runner = ModelRunner(forward, pool, plan.take_decode_rows)
+        runner = ModelRunner(forward, pool, plan.ops)
         take_first_steps(runner, directory, _BLOCKS, _TOKENS_PER_BLOCK)
         runner.close()
 

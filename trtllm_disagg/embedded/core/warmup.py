@@ -1,5 +1,5 @@
 """Steps before the first request: they prove that the weights give numbers, and have every kernel compiled and loaded
-(seconds once on a machine, a tenth of one later) before anybody waits for it.
+(seconds once on a machine, a tenth of one later) before a request waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _POSITIONS = 2
 
 
 def take_first_steps(runner: Runner, model: Path, num_blocks: int, tokens_per_block: int) -> None:
-    """A prefill, a decode, and both in one step, in blocks that nobody has yet. Raises ConfigError for a model that
+    """A prefill, a decode, and both in one step, in blocks that are free yet. Raises ConfigError for a model that
     gives something else than finite numbers.
     """
     each = -(-_POSITIONS // tokens_per_block)

@@ -2,8 +2,8 @@
 
 A few positions at a time, all heads of each: a layer's part of a block is read from one end to the other, and what
 is read soon is prefetched, beyond the run's end in the next block, where processors stop by themselves. The order of
-every sum is fixed (lanes.py), and a run that is cut in two gives the same bits as the whole. Addresses and strides are
-in bytes.
+every sum is fixed (llvm_ir.py), and a run that is cut in two gives the same bits as the whole. Addresses and strides
+are in bytes.
 """
 
 from __future__ import annotations

@@ -103,9 +103,9 @@ def attend_heads(
     while position < context:
         i, count = position - start, _run(position, context, size)
         position += count
-        then = _place(table, position, size) + key_row if position < context else first_value
-        scores_of(query, pool, at, first_head, last_head, count, scores, i, then)
-        at = then
+        next_row = _place(table, position, size) + key_row if position < context else first_value
+        scores_of(query, pool, at, first_head, last_head, count, scores, i, next_row)
+        at = next_row
     for h in range(lower, upper):
         if softcap > _ZERO:
             capped = scores[h]
@@ -116,9 +116,9 @@ def attend_heads(
     while position < context:
         i, count = position - start, _run(position, context, size)
         position += count
-        then = _place(table, position, size) + key_row + size if position < context else at + count
-        add_weighted(summed, pool, at, first_head, last_head, count, scores, i, then)
-        at = then
+        next_row = _place(table, position, size) + key_row + size if position < context else at + count
+        add_weighted(summed, pool, at, first_head, last_head, count, scores, i, next_row)
+        at = next_row
     for h in range(lower, upper):
         factor, sums, target = factors[h], summed[h], out[h]
         for d in range(dim):

@@ -1,7 +1,8 @@
 """A whole decode step, embedding to logits, as one compiled call on one or several threads.
 
 The same kernels in the same order as plain_forward.py, so the same bits; what it saves is some fifty calls a step
-and, with several threads, waking them fifty times. Between stages the threads meet (team.py).
+and, with several threads, waking them fifty times. Between stages the threads wait for each other
+(barrier.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from trtllm_disagg.embedded.cpu_kernels import attention_kernels as attend_kernels
 from trtllm_disagg.embedded.cpu_kernels.attention_kernels import attend_heads
-from trtllm_disagg.embedded.cpu_kernels.barrier import meet, share, sleep_until_called
+from trtllm_disagg.embedded.cpu_kernels.barrier import barrier_wait, share_of, wait_for_event
 from trtllm_disagg.embedded.cpu_kernels.compiled import compile_unless_taken, compiled
 from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL, multiply
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import (
@@ -27,7 +28,7 @@ from trtllm_disagg.embedded.cpu_kernels.layer_kernels import (
 #: Columns of `Weights.panels` and `Weights.blocks`.
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(5)
 #: Places in `Buffers.control`.
-ROWS, ARRIVED, ARRIVED_BEFORE, STOP = range(4)
+ROWS, BARRIER, STOP = range(3)
 
 _NO_CAP = np.float32(0.0)
 
@@ -113,7 +114,7 @@ def _project(x: Any, address: Any, block: Any, bias: Any, out: Any, first: Any, 
 
 
 @compiled(inner=True)
-def _attend(w: Any, b: Any, layer: Any, rank: Any, size: Any, tokens_per_block: Any) -> None:
+def _attend(w: Any, b: Any, layer: Any, rank: Any, num_threads: Any, tokens_per_block: Any) -> None:
     """Rotate, store and attend: whole rows of this rank when there are enough, else heads of every row."""
     rows, kv_heads = b.control[ROWS], b.pool.shape[1]
     num_heads, dim = b.query.shape[1], b.query.shape[2]
@@ -122,10 +123,10 @@ def _attend(w: Any, b: Any, layer: Any, rank: Any, size: Any, tokens_per_block: 
     summed = np.empty((num_heads, dim), np.float32)
     key_row = 2 * layer * tokens_per_block
     first, last, low, high = 0, rows, 0, kv_heads
-    if rows >= 2 * size:
-        first, last = share(rows, rank, size)
+    if rows >= 2 * num_threads:
+        first, last = share_of(rows, rank, num_threads)
     else:
-        low, high = share(kv_heads, rank, size)
+        low, high = share_of(kv_heads, rank, num_threads)
     for r in range(first, last):
         position, at = b.positions[r], b.places[r] + key_row
         key, value = b.pool[at], b.pool[at + tokens_per_block]
@@ -164,20 +165,22 @@ def _attend(w: Any, b: Any, layer: Any, rank: Any, size: Any, tokens_per_block: 
         )
 
 
-def compile_ahead(size: int, w: Weights, b: Buffers, tokens_per_block: int) -> None:
-    """The engine that has begun with attention goes on with what calls it; another one is at all the rest meanwhile."""
+def compile_ahead(num_threads: int, w: Weights, b: Buffers, tokens_per_block: int) -> None:
+    """The engine that has begun with attention goes on with what calls it; another one compiles the rest meanwhile."""
     if attend_kernels.compile_heads_ahead(b.query, b.pool):
-        compile_unless_taken(_attend, w, b, 0, 0, size, tokens_per_block)
+        compile_unless_taken(_attend, w, b, 0, 0, num_threads, tokens_per_block)
         attend_kernels.compile_rows_ahead(b.query, b.pool)
 
 
 @compiled()
-def decode(rank: Any, size: Any, w: Any, b: Any, tokens_per_block: Any) -> None:
-    """One token of each row through the model; every rank of the team calls it. Logits are in b.logits then."""
+def decode(rank: Any, num_threads: Any, w: Any, b: Any, tokens_per_block: Any) -> None:
+    """One token of each row through the model, by all threads together; each calls it with its rank. Logits are in
+    b.logits then.
+    """
     rows = b.control[ROWS]
-    arrivals, target = b.control.ctypes.data + 8 * ARRIVED, b.control[ARRIVED_BEFORE]
+    barrier = b.control.ctypes.data + 8 * BARRIER
     residual, hidden, delta = b.residual[:rows], b.hidden[:rows], b.delta[:rows]
-    first, last = share(rows, rank, size)
+    first, last = share_of(rows, rank, num_threads)
     num_layers = w.panels.shape[0]
     qkv_panels, hidden_panels = b.qkv.shape[1] // PANEL, b.hidden.shape[1] // PANEL
     inner_panels = b.activated.shape[1] // PANEL
@@ -185,52 +188,43 @@ def decode(rank: Any, size: Any, w: Any, b: Any, tokens_per_block: Any) -> None:
     rms_norm(residual[first:last], w.first_norm, w.eps, hidden[first:last])
     for layer in range(num_layers):
         at, blocks = w.panels[layer], w.blocks[layer]
-        target += size
-        meet(arrivals, target)
-        p, q = share(qkv_panels, rank, size)
+        barrier_wait(barrier, num_threads)
+        p, q = share_of(qkv_panels, rank, num_threads)
         _project(hidden, at[QKV], blocks[QKV], w.qkv_bias[layer], b.qkv[:rows], p, q, b.like)
-        target += size
-        meet(arrivals, target)
-        _attend(w, b, layer, rank, size, tokens_per_block)
-        target += size
-        meet(arrivals, target)
-        p, q = share(hidden_panels, rank, size)
+        barrier_wait(barrier, num_threads)
+        _attend(w, b, layer, rank, num_threads, tokens_per_block)
+        barrier_wait(barrier, num_threads)
+        p, q = share_of(hidden_panels, rank, num_threads)
         x = b.attended_flat[:rows]
         _project(x, at[OUTPUT], blocks[OUTPUT], w.output_bias[layer], delta, p, q, b.like)
-        target += size
-        meet(arrivals, target)
+        barrier_wait(barrier, num_threads)
         add_rms_norm(residual[first:last], delta[first:last], w.post_norm[layer], w.eps, hidden[first:last])
-        target += size
-        meet(arrivals, target)
-        p, q = share(inner_panels, rank, size)
+        barrier_wait(barrier, num_threads)
+        p, q = share_of(inner_panels, rank, num_threads)
         gate_up, bias = b.gate_up[:rows], w.gate_up_bias[layer]
         _project(hidden, at[GATE_UP], blocks[GATE_UP], bias, gate_up, p, q, b.like)
         up, to = inner_panels + p, inner_panels + q
         _project(hidden, at[GATE_UP], blocks[GATE_UP], bias, gate_up, up, to, b.like)
         silu_mul(gate_up, b.activated[:rows], p * PANEL, q * PANEL)
-        target += size
-        meet(arrivals, target)
-        p, q = share(hidden_panels, rank, size)
+        barrier_wait(barrier, num_threads)
+        p, q = share_of(hidden_panels, rank, num_threads)
         x = b.activated[:rows]
         _project(x, at[DOWN], blocks[DOWN], w.down_bias[layer], delta, p, q, b.like)
-        target += size
-        meet(arrivals, target)
+        barrier_wait(barrier, num_threads)
         add_rms_norm(residual[first:last], delta[first:last], w.next_norm[layer], w.eps, hidden[first:last])
-    target += size
-    meet(arrivals, target)
-    p, q = share(b.logits.shape[1] // PANEL, rank, size)
+    barrier_wait(barrier, num_threads)
+    p, q = share_of(b.logits.shape[1] // PANEL, rank, num_threads)
     _project(hidden, w.panels[0, HEAD], w.blocks[0, HEAD], w.head_bias, b.logits[:rows], p, q, b.like)
-    target += size
-    meet(arrivals, target)
+    barrier_wait(barrier, num_threads)
 
 
 @compiled()
-def serve(rank: Any, size: Any, w: Any, b: Any, tokens_per_block: Any, event_fd: Any) -> None:
+def serve(rank: Any, num_threads: Any, w: Any, b: Any, tokens_per_block: Any, event_fd: Any) -> None:
     """What the other threads do: a part of every step, asleep between them."""
     scratch = np.zeros(1, np.int64)
     while True:
-        called = sleep_until_called(event_fd, scratch)
+        called = wait_for_event(event_fd, scratch)
         if b.control[STOP] != 0:
             return
         if called:
-            decode(rank, size, w, b, tokens_per_block)
+            decode(rank, num_threads, w, b, tokens_per_block)

@@ -1,9 +1,9 @@
 """What lies between the matrix products of a transformer layer, each as one compiled call (numba, CPU).
 
 Every row is computed by itself, in an order that depends on nothing but its own length, so the bits of a token do
-not change with who else is in the batch; and the compiler may not reorder anything (lanes.py has the sums), so they
-do not change with who calls. Storage is float32, or bfloat16 as uint16 (numba has no such type); all
-arithmetic is float32. Compiled on first use and cached beside this file.
+not change with the rest of the batch; and the compiler may not reorder anything (llvm_ir.py has the sums), so they
+do not change with the caller. Storage is float32, or bfloat16 as uint16 (numba has no such type); all
+arithmetic is float32. Compiled on first use and kept in files (kernel_cache.py).
 """
 
 from __future__ import annotations

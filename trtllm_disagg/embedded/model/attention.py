@@ -3,8 +3,7 @@
 A step packs all rows into one (1, tokens) batch. `StepLayout` says which tokens belong to which row and where its
 KV lives; it is built once a step and travels through the model's forward as the plain keyword `paged`.
 
-Bitwise reproducibility (facts: engine.md section 1b): prefill queries are cut into tiles aligned to the ABSOLUTE
-position, each attending to the keys up to the tile's end, whether its prompt gets that far or not. So a token's
+Bitwise reproducibility: prefill queries are cut into tiles aligned to the ABSOLUTE position, each attending to the keys up to the tile's end, whether its prompt gets that far or not. So a token's
 attention is the same sum in the same order however its prompt was chunked, batched or found in the prefix cache, and
 however long it is.
 """
@@ -258,7 +257,7 @@ def _whole_tiles(run: torch.Tensor, before: int = 0) -> torch.Tensor:
     """(tokens, heads, dim), with so many zeros before, and others up to a tile's end: matrix kernels depend on how many
     queries and keys there are, and on which is where.
 
-    Nobody looks at them, but what the pool has there may be another sequence's, or infinite.
+    They are not used, but what the pool has there may be another sequence's, or infinite.
     """
     after = -(before + len(run)) % TILE
     return pad(run, (0, 0, 0, 0, before, after)) if before or after else run

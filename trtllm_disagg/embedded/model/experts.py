@@ -1,30 +1,19 @@
 """Mixture-of-experts layers over prepacked weights, in place of transformers' router and experts.
 
 In theirs an expert's product depends on how many tokens chose it, so in float32 the last bits of a token do too.
-Here every expert is two products of ours (linear.py), and a token's experts are summed in the order of its own choice.
+Here every expert is two products of ours (pack.py), and a token's experts are summed in the order of its own choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.model.linear import Pack
-
-
-@dataclass(frozen=True, slots=True)
-class Mixing:
-    """What lies between an expert's products. A row's bits depend on that row only."""
-
-    #: (rows, 2 n) -> (rows, n): silu of the first half times the second.
-    silu_mul: Callable[[torch.Tensor], torch.Tensor]
-    #: rows (n, hidden), places (tokens, k) among them, weights (tokens, k) float32 -> (tokens, hidden), summed in
-    #: the order of k.
-    weighted_sum: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from trtllm_disagg.embedded.model.layer_ops import LayerOps
+from trtllm_disagg.embedded.model.pack import Pack
 
 
 class PackedRouter(nn.Module):
@@ -46,10 +35,10 @@ class PackedRouter(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    def __init__(self, experts: Any, pack: Pack, mixing: Mixing) -> None:
+    def __init__(self, experts: Any, pack: Pack, ops: LayerOps) -> None:
         """Takes the weights of `experts`: it cannot be used afterwards."""
         super().__init__()
-        self._mixing = mixing
+        self._ops = ops
         self._gate_up = [pack(_linear(weight)) for weight in experts.gate_up_proj]
         del experts.gate_up_proj
         self._down = [pack(_linear(weight)) for weight in experts.down_proj]
@@ -74,52 +63,21 @@ class PackedExperts(nn.Module):
                 start += count
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order))
-        return self._mixing.weighted_sum(made, place.view(top_k_index.shape), top_k_weights.float())
+        return self._ops.weighted_sum(made, place.view(top_k_index.shape), top_k_weights.float())
 
     def _run(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        activated = self._mixing.silu_mul(self._gate_up[expert](rows))
+        activated = self._ops.silu_mul(self._gate_up[expert](rows))
         made: torch.Tensor = self._gather(self._down[expert](self._gather(activated)))
         return made
 
 
-def torch_mixing() -> Mixing:
-    def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=1)
-        return nn.functional.silu(gate) * up
-
-    def weighted_sum(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros((len(places), rows.shape[1]))
-        for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
-            total += rows[place] * weight[:, None]
-        return total.to(rows.dtype)
-
-    return Mixing(silu_mul, weighted_sum)
-
-
-def compiled_mixing() -> Mixing:
-    from trtllm_disagg.embedded.cpu_kernels import layer_kernels as kernels
-    from trtllm_disagg.embedded.cpu_kernels.views import as_array
-
-    def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-        activated = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
-        kernels.silu_mul(as_array(gate_up), as_array(activated), 0, activated.shape[1])
-        return activated
-
-    def weighted_sum(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = rows.new_empty((len(places), rows.shape[1]))
-        kernels.weighted_sum(as_array(rows), places.numpy(), weights.numpy(), as_array(out))
-        return out
-
-    return Mixing(silu_mul, weighted_sum)
-
-
-def pack_experts(module: nn.Module, pack: Pack, mixing: Mixing) -> None:
+def pack_experts(module: nn.Module, pack: Pack, ops: LayerOps) -> None:
     """Replace router and experts of every mixture below `module`, under their own names."""
     for child in module.modules():
         if hasattr(child, "experts") and hasattr(child, "gate"):
             child.gate, child.experts = (
                 PackedRouter(child.gate, pack),
-                PackedExperts(child.experts, pack, mixing),
+                PackedExperts(child.experts, pack, ops),
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,10 +14,12 @@ from torch import nn
 from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
-from trtllm_disagg.embedded.model.experts import Mixing, compiled_mixing, pack_experts, torch_mixing
-from trtllm_disagg.embedded.model.linear import Pack, convert_rest, pack_linears
+from trtllm_disagg.embedded.model.experts import pack_experts
+from trtllm_disagg.embedded.model.layer_ops import LayerOps, TorchOps
 from trtllm_disagg.embedded.model.model_loader import ForwardKind, ModelShape, is_plain
-from trtllm_disagg.embedded.model.model_runner import Forward, HfForward, TakeDecodeRows, no_decode_rows
+from trtllm_disagg.embedded.model.model_runner import Forward, HfForward
+from trtllm_disagg.embedded.model.pack import Pack, convert_rest, pack_linears
+from trtllm_disagg.embedded.model.plain_forward import PlainForward
 from trtllm_disagg.embedded.model.sizing import available_bytes
 from trtllm_disagg.embedded.model.tiled_linear import TiledLinear
 from trtllm_disagg.embedded.params.checkpoint import count_weights
@@ -35,10 +37,10 @@ class ForwardPlan:
     kind: ForwardKind
     #: Of all numbers between the weights, the KV pool and the logits.
     dtype: torch.dtype
-    take_decode_rows: TakeDecodeRows
-    #: How products are computed, and what lies between those of experts; None: as transformers does.
+    #: How products are computed; None: as transformers does.
     pack: Pack | None = None
-    mixing: Mixing | None = None
+    #: What lies between them.
+    ops: LayerOps = field(default_factory=TorchOps)
     #: How they are held, on every rank.
     weights: Literal["auto", "float32", "bfloat16"] = "auto"
     #: For the log.
@@ -58,13 +60,11 @@ class ForwardPlan:
         self, model: Any, pool: KvPool, max_positions: int, reporter: Reporter | None = None
     ) -> Forward:
         """The model as a step calls it. `model` is load_model's, and cannot be used afterwards."""
-        if self.pack is None or self.mixing is None:
+        if self.pack is None:
             return HfForward(model.to(pool.kv.device), pool)
         if self.kind == "plain":
-            from trtllm_disagg.embedded.model.plain_forward import PlainForward
-
-            return PlainForward(model, pool, max_positions, self.dtype, self.pack, reporter)
-        pack_experts(model, self.pack, self.mixing)
+            return PlainForward(model, pool, max_positions, self.dtype, self.pack, self.ops, reporter)
+        pack_experts(model, self.pack, self.ops)
         pack_linears(model, self.pack)
         convert_rest(model, self.dtype)
         return HfForward(model, pool)
@@ -77,26 +77,26 @@ def choose_forward(
     ConfigError for embedded.weights that the model does not have.
     """
     if device.type == "cuda":
-        return ForwardPlan("modules", shape.dtype, no_decode_rows)
+        return ForwardPlan("modules", shape.dtype)
     if config.weights == "bfloat16" and shape.dtype != torch.bfloat16:
         raise ConfigError.bad_value(_KEY, config.weights, "auto or float32, for a float32 model")
     products = _choose_products(directory, config, shape, cpu)
-    plan = ForwardPlan(
-        "modules",
+    is_lean = config.forward == "auto" and is_plain(directory)
+    return ForwardPlan(
+        "plain" if is_lean else "modules",
         products.dtype,
-        no_decode_rows,
         products.pack,
-        torch_mixing(),
+        _compiled_ops() if cpu.compiles else TorchOps(),
         products.weights,
         (f"CPU level {cpu} ({SETTING} can lower it)", *products.remarks),
     )
-    if not cpu.compiles:
-        return plan
-    from trtllm_disagg.embedded.model.decode_rows import DecodeRows
 
-    is_lean = config.forward == "auto" and is_plain(directory)
-    kind: ForwardKind = "plain" if is_lean else "modules"
-    return replace(plan, kind=kind, take_decode_rows=DecodeRows.of, mixing=compiled_mixing())
+
+def _compiled_ops() -> LayerOps:
+    """Imports numba, which need not be there otherwise."""
+    from trtllm_disagg.embedded.model.compiled_ops import CompiledOps
+
+    return CompiledOps()
 
 
 @dataclass(frozen=True, slots=True)

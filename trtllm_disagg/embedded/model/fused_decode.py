@@ -1,4 +1,4 @@
-"""Decode steps of a plain model by decode_step.py: its weights and buffers, and the threads that help."""
+"""Decode steps of a plain model by decode_step.py: its weights, its buffers and its threads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch import nn
 
 from trtllm_disagg.embedded.cpu_kernels import decode_step
 from trtllm_disagg.embedded.cpu_kernels.decode_step import (
-    ARRIVED,
-    ARRIVED_BEFORE,
     DOWN,
     HEAD,
     OUTPUT,
@@ -33,7 +31,9 @@ from trtllm_disagg.embedded.model.plain_model import PlainModel
 
 
 class FusedDecode:
-    """One step at a time, called by one thread. `close` ends the helpers."""
+    """One step at a time, called by one thread. `close` ends the other threads."""
+
+    max_rows = MOST_ROWS
 
     def __init__(
         self,
@@ -44,19 +44,19 @@ class FusedDecode:
         num_threads: int,
     ) -> None:
         self._model = model  # owns the memory that the weights' addresses point to
-        self._size = pool.tokens_per_block
-        self._threads = num_threads
+        self._tokens_per_block = pool.tokens_per_block
+        self._num_threads = num_threads
         self._weights = _weights(model, products)
         self._buffers = _buffers(model, products[0], pool, dtype, num_threads)
         self._logits = torch.from_numpy(self._buffers.logits)[:, : products[0][HEAD].out_features]
-        decode_step.compile_ahead(num_threads, self._weights, self._buffers, self._size)
-        self._bells = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(1, num_threads)]
-        self._helpers = [
-            threading.Thread(target=self._help, args=(rank,), name="decode-helper", daemon=True)
+        decode_step.compile_ahead(num_threads, self._weights, self._buffers, self._tokens_per_block)
+        self._events = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(1, num_threads)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank,), name="decode-step", daemon=True)
             for rank in range(1, num_threads)
         ]
-        for helper in self._helpers:
-            helper.start()
+        for thread in self._threads:
+            thread.start()
 
     @classmethod
     def create(
@@ -90,27 +90,28 @@ class FusedDecode:
         buffers.places[:rows] = layout.place_array
         buffers.tables[:rows, : tables.shape[1]] = tables
         buffers.control[ROWS] = rows
-        buffers.control[ARRIVED_BEFORE] = buffers.control[ARRIVED]
-        self._ring()
-        decode_step.decode(0, self._threads, self._weights, buffers, self._size)
+        self._wake()
+        decode_step.decode(0, self._num_threads, self._weights, buffers, self._tokens_per_block)
         return self._logits[:rows] if len(layout.last) == rows else self._logits[layout.last]
 
     def close(self) -> None:
         self._buffers.control[STOP] = 1
-        self._ring()
-        for helper in self._helpers:
-            helper.join(timeout=5)
-        for bell in self._bells:
-            os.close(bell)
-        self._bells = []
+        self._wake()
+        for thread in self._threads:
+            thread.join(timeout=5)
+        for event in self._events:
+            os.close(event)
+        self._events = []
 
-    def _ring(self) -> None:
-        for bell in self._bells:
-            os.eventfd_write(bell, 1)
+    def _wake(self) -> None:
+        for event in self._events:
+            os.eventfd_write(event, 1)
 
-    def _help(self, rank: int) -> None:
-        bell = self._bells[rank - 1]
-        decode_step.serve(rank, self._threads, self._weights, self._buffers, self._size, bell)
+    def _serve(self, rank: int) -> None:
+        event = self._events[rank - 1]
+        decode_step.serve(
+            rank, self._num_threads, self._weights, self._buffers, self._tokens_per_block, event
+        )
 
 
 def _fits(linear: nn.Module) -> TypeGuard[PackedLinear]:

@@ -1,8 +1,8 @@
 """nn.Linear with a oneDNN-prepacked weight: faster on the CPU, and in float32 independent of the batch.
 
 torch's own float32 linear gives a row other bits when other rows join it; the prepacked one does not, for any
-number of rows from two on (facts: engine.md section 1b). A few rows go through our own kernel, which reads the same
-packed weight and gives the same bits at up to twice the speed; where it does not, one row is computed as two.
+number of rows from two on. A few rows go through gemm_small_m.py, which reads the same packed weight and gives the same
+bits at up to twice the speed; where it does not, one row is computed as two.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL, multiply
 from trtllm_disagg.embedded.cpu_kernels.views import as_array
 
-# A packed weight as gemm_small_m.py reads it: where it lies and in which blocks it is summed, proven by trying.
-
-
 #: oneDNN has been seen to sum over all inputs at once, or over these many at a time.
 _BLOCKS = (512, 1024)
 #: From here on oneDNN is as fast.
@@ -28,11 +25,15 @@ MOST_ROWS = 48
 #: oneDNN is asked for a large product: with several threads it may cut the sums of a small one differently.
 _PROBE_ROWS = 64
 _PROBED = (1, 5)
+#: oneDNN packs for products of about so many.
+_HINT_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """Reads memory that it does not own: the packed tensor must live as long."""
+    """A packed weight as gemm_small_m.py reads it: where it lies and in which blocks it is summed, proven by trying. It
+    does not own the memory: the packed tensor must live as long.
+    """
 
     address: int
     num_panels: int
@@ -73,9 +74,6 @@ def panels_of(
         ):
             return panels
     return None
-
-
-_HINT_ROWS = 8
 
 
 class PackedLinear(nn.Module):
@@ -136,35 +134,3 @@ def packing_works() -> bool:
             return torch.allclose(PackedLinear(linear)(x), linear(x), atol=1e-5)
     except (AttributeError, RuntimeError):
         return False
-
-
-# Replacing the products of a tree of modules by others that compute the same.
-
-
-#: How a product is computed here. It has `in_features` and `out_features`.
-Pack = Callable[[nn.Linear], nn.Module]
-
-
-def packed(module: nn.Module, pack: Pack) -> nn.Module:
-    """A plain nn.Linear, or a layer made of some, with its weights packed."""
-    if type(module) is nn.Linear:
-        return pack(module)
-    pack_linears(module, pack)
-    return module
-
-
-def pack_linears(module: nn.Module, pack: Pack) -> None:
-    """Replace every plain nn.Linear below `module`."""
-    for name, child in module.named_children():
-        if type(child) is nn.Linear:
-            setattr(module, name, pack(child))
-        else:
-            pack_linears(child, pack)
-
-
-def convert_rest(module: nn.Module, dtype: torch.dtype) -> None:
-    """What has not been packed becomes `dtype`, and a copy, so that the checkpoint file that it is mapped from can
-    go.
-    """
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype, copy=True)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.attention import StepLayout
+from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.scheduler.scheduler import Row
-
-if TYPE_CHECKING:
-    from trtllm_disagg.embedded.model.decode_rows import DecodeRows
-
-
-#: A step's leading rows that one kernel serves; None where there are none, or no kernel.
-TakeDecodeRows = Callable[[Seq[Row], KvPool], "DecodeRows | None"]
-
-
-def no_decode_rows(rows: Seq[Row], pool: KvPool) -> None:
-    """torch's attention serves every row."""
 
 
 class Forward(Protocol):
@@ -35,12 +24,10 @@ class Forward(Protocol):
 
 
 class ModelRunner:
-    def __init__(
-        self, forward: Forward, pool: KvPool, take_decode_rows: TakeDecodeRows = no_decode_rows
-    ) -> None:
+    def __init__(self, forward: Forward, pool: KvPool, ops: LayerOps) -> None:
         self._forward = forward
         self._pool = pool
-        self._take_decode_rows = take_decode_rows
+        self._ops = ops
 
     @property
     def tokens_per_block(self) -> int:
@@ -50,16 +37,15 @@ class ModelRunner:
     def run(self, rows: Seq[Row]) -> torch.Tensor:
         """Logits (sampling rows, vocabulary): one row for each of `rows` that samples, in their order."""
         tokens = [token for row in rows for token in row.tokens]
-        return self._forward(tokens, StepLayout(rows, self._pool, self._take_decode_rows(rows, self._pool)))
+        return self._forward(tokens, StepLayout(rows, self._pool, self._ops.decode_rows(rows, self._pool)))
 
     def close(self) -> None:
         self._forward.close()
 
 
-# Any decoder of transformers, its modules unmodified, over our attention.
-
-
 class HfForward:
+    """Any decoder of transformers, its modules unmodified, over our attention."""
+
     def __init__(self, model: Any, pool: KvPool) -> None:
         self._model = model
         self._device = pool.kv.device

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from trtllm_disagg.activity import LOADING, NullReporter, Reporter
-from trtllm_disagg.embedded.model.linear import Pack, packed
+from trtllm_disagg.embedded.model.pack import Pack, packed
 from trtllm_disagg.embedded.params.checkpoint import EMBEDDING, HEAD, Shape, expected_weights, weight_places
 from trtllm_disagg.embedded.params.model_config import is_static, rope_tables
 
@@ -212,7 +212,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_plain_config(raw: dict[str, Any]) -> PlainConfig | None:
-    """`raw` is the content of config.json. None: somebody else has to read it."""
+    """`raw` is the content of config.json. None: transformers has to read it."""
     try:
         file = msgspec.convert({key: raw[key] for key in raw if key not in _WITHOUT_EFFECT}, _File)
     except msgspec.ValidationError:

@@ -59,7 +59,7 @@ def build_shard(
     kv = _allocate(args, wanted, group, transfers)
     pool = KvPool(kv)
     forward = plan.make_forward(model, pool, max_seq_len(args, shape))
-    return ShardOfEngine(ModelRunner(forward, pool, plan.take_decode_rows), LocalKvMemory(kv))
+    return ShardOfEngine(ModelRunner(forward, pool, plan.ops), LocalKvMemory(kv))
 
 
 def _allocate(args: LlmArgs, wanted: PoolShape, group: RankGroup, transfers: TransferService) -> torch.Tensor:

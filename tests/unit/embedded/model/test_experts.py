@@ -11,14 +11,12 @@ import torch
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.model.experts import (
-    Mixing,
     PackedExperts,
     PackedRouter,
-    compiled_mixing,
     pack_experts,
-    torch_mixing,
 )
-from trtllm_disagg.embedded.model.linear import Pack
+from trtllm_disagg.embedded.model.layer_ops import LayerOps, TorchOps
+from trtllm_disagg.embedded.model.pack import Pack
 from trtllm_disagg.embedded.model.tiled_linear import TiledLinear
 
 HIDDEN, NUM_EXPERTS = 64, 8
@@ -43,14 +41,15 @@ def mixture(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **mor
     return layer.to(dtype).eval().requires_grad_(False)
 
 
-def library() -> tuple[Pack, Mixing]:
+def library() -> tuple[Pack, LayerOps]:
+    from trtllm_disagg.embedded.model.compiled_ops import CompiledOps
     from trtllm_disagg.embedded.model.linear import PackedLinear
 
-    return PackedLinear, compiled_mixing()
+    return PackedLinear, CompiledOps()
 
 
 #: Products and what lies between them: with compiled kernels, and with torch alone.
-ARITHMETIC = {"torch": lambda: (TiledLinear, torch_mixing())} | (
+ARITHMETIC = {"torch": lambda: (TiledLinear, TorchOps())} | (
     {"compiled": library} if this_cpu().compiles else {}
 )
 

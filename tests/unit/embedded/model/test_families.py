@@ -12,10 +12,10 @@ import torch
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from trtllm_disagg.embedded.core import engine_core as core_module
+from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
 from trtllm_disagg.embedded.model import plain_model
 from trtllm_disagg.embedded.model.forward_plan import ForwardPlan
 from trtllm_disagg.embedded.model.model_loader import FAMILIES
-from trtllm_disagg.embedded.model.model_runner import no_decode_rows
 
 #: 1: nothing but the last token; 32: one whole tile and block; 130: over five tiles, and over Mistral's window of 40.
 LENGTHS = (1, 2, 31, 32, 33, 65, 130)
@@ -58,16 +58,30 @@ def expected(family: str, checkpoints: Checkpoints) -> dict[int, list[int]]:
     return answers
 
 
-@pytest.fixture(scope="module", params=["auto", "transformers"])
+#: (embedded.forward, CPU features): every implementation of `Forward`, and both of what lies between its products.
+FORWARDS = {
+    "torch": ("auto", CpuFeatures("torch")),
+    "transformers": ("transformers", CpuFeatures("torch")),
+} | (
+    {"compiled": ("auto", this_cpu()), "transformers, compiled": ("transformers", this_cpu())}
+    if this_cpu().compiles
+    else {}
+)
+
+
+@pytest.fixture(scope="module", params=FORWARDS)
 def engine(request: pytest.FixtureRequest, family: str, checkpoints: Checkpoints) -> Iterator[Core]:
-    if request.param == "auto" and family not in plain_model.FAMILIES:
+    forward, cpu = FORWARDS[request.param]
+    if forward == "auto" and family not in plain_model.FAMILIES:
         pytest.skip("transformers' modules are the only forward that it has")
-    core = Core(
-        checkpoints(family),
-        max_num_tokens=64,
-        enable_chunked_prefill=True,
-        embedded={"forward": request.param},
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(core_module, "this_cpu", lambda: cpu)
+        core = Core(
+            checkpoints(family),
+            max_num_tokens=64,
+            enable_chunked_prefill=True,
+            embedded={"forward": forward},
+        )
     yield core
     core.assert_idle()
     core.close()
@@ -95,7 +109,7 @@ def test_the_path_that_cuda_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Simulated on the CPU: transformers' modules as they are, and torch's attention for decode rows too."""
-    plan = ForwardPlan("modules", torch.float32, no_decode_rows)
+    plan = ForwardPlan("modules", torch.float32)
     monkeypatch.setattr(core_module, "choose_forward", lambda *told: plan)
     core = Core(checkpoints(family), max_num_tokens=64, enable_chunked_prefill=True)
     ids = {length: core.add(prompt(length), NEW_TOKENS) for length in LENGTHS}

@@ -67,10 +67,10 @@ def test_every_step_has_the_bits_of_the_unfused_one(
     assert max(compared) == len(PROMPTS)
 
 
-def test_closing_ends_the_helpers(checkpoints: Checkpoints, threads: int) -> None:
+def test_closing_ends_the_other_threads(checkpoints: Checkpoints, threads: int) -> None:
     core = Core(checkpoints("llama"))
     runner: Any = core.engine._runner
-    helpers = runner._forward._decode._helpers
-    assert len(helpers) == threads - 1
+    others = runner._forward._decode._threads
+    assert len(others) == threads - 1
     core.close()
-    assert not any(helper.is_alive() for helper in helpers)
+    assert not any(thread.is_alive() for thread in others)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.model.linear import PackedLinear, pack_linears, packing_works
+from trtllm_disagg.embedded.model.linear import PackedLinear, packing_works
+from trtllm_disagg.embedded.model.pack import pack_linears
 
 SHAPES = [(64, 192), (192, 64), (64, 258), (100, 17)]
 

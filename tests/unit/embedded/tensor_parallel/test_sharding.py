@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.model.experts import pack_experts, torch_mixing
+from trtllm_disagg.embedded.model.experts import pack_experts
+from trtllm_disagg.embedded.model.layer_ops import TorchOps
 from trtllm_disagg.embedded.model.tiled_linear import TiledLinear
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
@@ -58,7 +59,7 @@ def on_ranks(size: int, work: Callable[[RankGroup], Any]) -> list[Any]:
 def run_sharded(model: nn.Module, group: RankGroup, run: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:
     mine = copy.deepcopy(model)
     shard_model(mine, group)
-    pack_experts(mine, TiledLinear, torch_mixing())
+    pack_experts(mine, TiledLinear, TorchOps())
     return run(mine)
 
 

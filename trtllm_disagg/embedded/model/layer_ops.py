@@ -1,0 +1,126 @@
+"""What lies between the products of a layer, in two implementations: compiled kernels, and torch alone.
+
+A forward (plain_forward.py) and a mixture of experts (experts.py) call it by one interface. Each row's numbers depend
+on that row only. Shapes: R rows, n hidden, D of a head, Hq query and H KV heads; norms' weights are float32 arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.model.attention import StepLayout
+from trtllm_disagg.embedded.scheduler.scheduler import Row
+
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded.model.decode_rows import DecodeRows
+    from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
+
+
+class FusedStep(Protocol):
+    """A step in which at most `max_rows` rows decode, as one call."""
+
+    max_rows: int
+
+    def __call__(self, tokens: Seq[int], layout: StepLayout) -> torch.Tensor:
+        """Logits (sampling rows, vocabulary) float32, valid until the next step."""
+
+    def close(self) -> None: ...
+
+
+class LayerOps(Protocol):
+    def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
+        """Called before the weights are read."""
+
+    def decode_rows(self, rows: Seq[Row], pool: KvPool) -> DecodeRows | None:
+        """A step's leading rows that one kernel serves; None where there are none, or no kernel."""
+
+    def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> FusedStep | None:
+        """None where a step is many calls."""
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: np.ndarray,
+        eps: np.float32,
+        out: torch.Tensor,
+    ) -> None:
+        """x (R, n) float32 += delta; out = x / rms(x) * weight."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """(R, 2 n) -> (R, n): silu of the first half times the second."""
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, layout: StepLayout, index: int, layer: PlainLayer, model: PlainModel
+    ) -> torch.Tensor:
+        """(R, (Hq + 2 H) * D) -> queries (R, Hq, D), normalised where the layer does so, and rotated; K, likewise, and
+        V go into the layout's pool, for layer `index`.
+        """
+
+    def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """rows (m, n), places (R, k) among them, weights (R, k) float32 -> (R, n), summed in the order of k."""
+
+
+class TorchOps:
+    """From and to float32."""
+
+    def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
+        """torch is ready."""
+
+    def decode_rows(self, rows: Seq[Row], pool: KvPool) -> None:
+        """torch's attention serves every row."""
+
+    def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> None:
+        """Every step is many calls."""
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: np.ndarray,
+        eps: np.float32,
+        out: torch.Tensor,
+    ) -> None:
+        if delta is not None:
+            x += delta
+        out.copy_(_normalised(x, weight, eps))
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, layout: StepLayout, index: int, layer: PlainLayer, model: PlainModel
+    ) -> torch.Tensor:
+        pool = layout.pool
+        kv_heads, dim = pool.kv.shape[-2:]
+        heads = qkv.view(len(qkv), -1, dim)
+        query, key, value = heads.tensor_split((model.num_heads, model.num_heads + kv_heads), dim=1)
+        if len(layer.q_norm):
+            query = _normalised(query, layer.q_norm, model.eps)
+            key = _normalised(key, layer.k_norm, model.eps)
+        cos, sin = (torch.from_numpy(t[layout.position_array])[:, None] for t in (model.cos, model.sin))
+        for numbers, row in ((_rotated(key, cos, sin), pool.key_row(index)), (value, pool.value_row(index))):
+            pool.rows.index_copy_(0, layout.places + row, numbers.to(pool.kv.dtype))
+        return _rotated(query, cos, sin)
+
+    def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((len(places), rows.shape[1]))
+        for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
+            total += rows[place] * weight[:, None]
+        return total.to(rows.dtype)
+
+
+def _normalised(x: torch.Tensor, weight: np.ndarray, eps: np.float32) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(eps)) * torch.from_numpy(weight)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The two halves of D are each other's partners; cos and sin (R, 1, D / 2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
