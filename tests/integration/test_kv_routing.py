@@ -31,7 +31,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     config = demo_config(strategy, tmp_path_factory.mktemp(strategy), **{TWO_FIRST[strategy]: 2})
     with served(config) as deployment:
         # The deployment is ready when the frontend knows one of the two.
-        wait_until(lambda: all(answered(deployment, [300], pin) for pin in deployment.first_stage))
+        wait_until(
+            lambda: all(answered(deployment, [300], pin) for pin in deployment.first_stage), "both known"
+        )
         yield deployment
 
 
