@@ -94,12 +94,12 @@ class Description(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A worker, and what it says of itself: a `Description` and more, if it is one of ours."""
+class DescribedInstance:
+    """A worker, and its description: a `Description` and more, if it is a worker of this package."""
 
     endpoint_id: str
     instance_id: int
-    said: dict[str, Any]
+    description: dict[str, Any]
 
 
 # Control commands that prove their origin: only the holder of the deployment's key can change a worker.
@@ -117,14 +117,14 @@ Clock = Callable[[], float]
 
 
 class SignedCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """On the wire. `order` is the JSON of an `Order`, to the byte as it was signed."""
+    """On the wire. `order` is the JSON of a `SignedPayload`, to the byte as it was signed."""
 
     order: str
     key: str
     signature: str
 
 
-class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SignedPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`command` for the worker `instance_id`; `at` is in seconds since the epoch."""
 
     command: dict[str, Any]
@@ -152,8 +152,8 @@ class KeySigner:
 
     def request(self, command: Command, instance_id: int) -> dict[str, Any]:
         plain = encode_command(command)
-        order = Order(plain[CONTROL], instance_id, self._clock(), secrets.token_hex(16))
-        text = msgspec.json.encode(order).decode()
+        payload = SignedPayload(plain[CONTROL], instance_id, self._clock(), secrets.token_hex(16))
+        text = msgspec.json.encode(payload).decode()
         signed = SignedCommand(text, self._key.id, self._key.signature(text))
         return {CONTROL: msgspec.to_builtins(signed)}
 
@@ -176,23 +176,25 @@ class KeyVerifier:
             raise CommandRefusedError(
                 f"{CONTROL}: signed with another key ({signed.key[:12]!r}) than this worker's ({self._key.id})"
             )
-        order = msgspec.json.decode(signed.order, type=Order)
-        self._require_fresh(order)
-        return decode_command(order.command)
+        payload = msgspec.json.decode(signed.order, type=SignedPayload)
+        self._require_fresh(payload)
+        return decode_command(payload.command)
 
-    def _require_fresh(self, order: Order) -> None:
+    def _require_fresh(self, payload: SignedPayload) -> None:
         now = self._clock()
-        if order.instance_id != self._instance_id:
-            raise CommandRefusedError(f"{CONTROL}: signed for another worker, instance {order.instance_id:x}")
-        if not abs(now - order.at) <= VALID_SECONDS:
+        if payload.instance_id != self._instance_id:
             raise CommandRefusedError(
-                f"{CONTROL}: signed {now - order.at:.0f} s ago by this worker's clock; expected at most "
+                f"{CONTROL}: signed for another worker, instance {payload.instance_id:x}"
+            )
+        if not abs(now - payload.at) <= VALID_SECONDS:
+            raise CommandRefusedError(
+                f"{CONTROL}: signed {now - payload.at:.0f} s ago by this worker's clock; expected at most "
                 f"{VALID_SECONDS:g} (do the clocks of the two hosts agree?)"
             )
         self._seen = {nonce: until for nonce, until in self._seen.items() if until >= now}
-        if order.nonce in self._seen:
+        if payload.nonce in self._seen:
             raise CommandRefusedError(f"{CONTROL}: this worker has had this command already")
-        self._seen[order.nonce] = order.at + VALID_SECONDS
+        self._seen[payload.nonce] = payload.at + VALID_SECONDS
 
 
 class NoKeyVerifier:

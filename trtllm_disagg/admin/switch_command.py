@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 import msgspec
 
 from trtllm_disagg.admin import where
-from trtllm_disagg.commands import SWITCHABLE, Command, Description, Signer, Switch, Told
+from trtllm_disagg.commands import SWITCHABLE, Command, DescribedInstance, Description, Signer, Switch
 from trtllm_disagg.config.worker_config import Role, Strategy
 from trtllm_disagg.deployment.command_socket import Switched, order
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
@@ -185,7 +185,7 @@ Say = Callable[[str], None]
 class Workers(Protocol):
     """`runtime.Controller`."""
 
-    async def workers(self) -> Sequence[Told]: ...
+    async def workers(self) -> Sequence[DescribedInstance]: ...
 
     async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]: ...
 
@@ -215,7 +215,7 @@ async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, 
 
 async def all_workers(workers: Workers) -> list[Worker]:
     """Raises ConfigError when somebody there is no worker of ours."""
-    return [worker(told.endpoint_id, told.instance_id, told.said) for told in await workers.workers()]
+    return [worker(told.endpoint_id, told.instance_id, told.description) for told in await workers.workers()]
 
 
 async def _known(plan: SwitchPlan, frontend: Frontend, timeout: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamo.runtime import DistributedRuntime
 
-from trtllm_disagg.commands import CONTROL, Command, Describe, Signer, Told
+from trtllm_disagg.commands import CONTROL, Command, Describe, DescribedInstance, Signer
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.errors import from_dynamo
@@ -25,7 +25,7 @@ class Controller:
         self._signer = signer
         self._timeout = timeout
 
-    async def workers(self) -> list[Told]:
+    async def workers(self) -> list[DescribedInstance]:
         """Every worker in discovery, as it describes itself. One that died meanwhile is left out."""
         await self._settled()
         # A first stage is at two endpoints; the later one, of its role, is where it always is.
@@ -34,7 +34,7 @@ class Controller:
             *(self.tell(endpoint, i, Describe()) for i, endpoint in names.items()), return_exceptions=True
         )
         return [
-            Told(endpoint, instance_id, _answer(answer))
+            DescribedInstance(endpoint, instance_id, _answer(answer))
             for (instance_id, endpoint), answer in zip(names.items(), answers, strict=True)
             if not isinstance(answer, PeerUnavailableError)
         ]
