@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import replace
 from pathlib import Path
 
-from trtllm_disagg.deployment.command_socket import taking_orders
+from trtllm_disagg.deployment.command_socket import serving_commands
 from trtllm_disagg.deployment.limits import free_http_port, free_system_ports, look_at_limits
 from trtllm_disagg.deployment.plan import (
     DeploymentConfig,
@@ -58,7 +58,7 @@ async def _serve(supervisor: Supervisor, status: Status) -> int:
             was_ready = await interrupts.allow(supervisor.load())
             if was_ready:
                 print(supervisor.config.ready_line, flush=True)
-                async with taking_orders(supervisor):
+                async with serving_commands(supervisor):
                     await interrupts.allow(supervisor.watch())
             status.note("stopping; interrupt again to kill at once")
             all_obeyed = await supervisor.drain(interrupts.hurry)
@@ -159,7 +159,7 @@ async def running_deployment(
         async with status.showing(supervisor.processes):
             await _load(supervisor)
         try:
-            async with taking_orders(supervisor):
+            async with serving_commands(supervisor):
                 yield Deployment(supervisor)
         finally:
             await supervisor.drain()

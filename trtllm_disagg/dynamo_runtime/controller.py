@@ -31,7 +31,7 @@ class Controller:
         # A first stage is at two endpoints; the later one, of its role, is where it always is.
         names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
         answers = await asyncio.gather(
-            *(self.tell(endpoint, i, Describe()) for i, endpoint in names.items()), return_exceptions=True
+            *(self.send(endpoint, i, Describe()) for i, endpoint in names.items()), return_exceptions=True
         )
         return [
             DescribedInstance(endpoint, instance_id, _answer(answer))
@@ -49,7 +49,7 @@ class Controller:
             seen = now
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
+    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         """What the worker answers. Raises a DisaggError: what it has refused, or that it does not answer in time."""
         name = f"instance {instance_id:x} at {endpoint_id}"
         try:

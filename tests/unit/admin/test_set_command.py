@@ -30,7 +30,7 @@ class FakeDeployment:
     async def workers(self) -> list[DescribedInstance]:
         return [DescribedInstance("dyn://n.c.e", i, said) for i, said in self.said.items()]
 
-    async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
+    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         if instance_id in self.gone:
             raise PeerUnavailableError("it is gone")
         same = self.told.get(instance_id) == command

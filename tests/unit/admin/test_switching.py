@@ -46,7 +46,7 @@ class FakeDeployment:
             said["whole_requests"] = max(0, said["whole_requests"] - 1)
         return [DescribedInstance("dyn://n.c.e", i, dict(said)) for i, said in self.said.items()]
 
-    async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
+    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         if self.fails_after == len(self.steps):
             raise PeerUnavailableError("it is gone")
         assert isinstance(command, Switch)
