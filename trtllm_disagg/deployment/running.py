@@ -25,8 +25,7 @@ from trtllm_disagg.deployment.plan import (
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import SilentStatus, Status
-from trtllm_disagg.deployment.supervisor import Supervisor
-from trtllm_disagg.deployment.waiting import first_of
+from trtllm_disagg.deployment.supervisor import Supervisor, first_completed
 
 # `up` from start to end: load, say that it is ready, serve until asked to stop, drain.
 
@@ -99,7 +98,7 @@ class Interrupts:
 
     async def allow(self, work: Coroutine[None, None, None]) -> bool:
         """Does `work` until its end or the first interrupt. True unless it was interrupted."""
-        interrupted = await first_of(work, self.stop.wait())
+        interrupted = await first_completed(work, self.stop.wait())
         return not interrupted
 
     def _interrupted(self, number: int) -> None:
