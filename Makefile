@@ -9,10 +9,10 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TOOLS := .venv/tools-installed
 MODEL := .cache/demo-model
-# A progress bar for people, silence for logs. Python compiles a module when it is first imported, if it may keep it;
-# most are never used, and pip would compile them all, one after the other.
-LAZY = $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
-PIP = $(BIN)/python -m pip install $(LAZY) --disable-pip-version-check $(shell [ -t 2 ] || echo -q)
+# A progress bar for people, silence for logs. pip would compile every module, one after the other; most are never used.
+PIP = $(BIN)/python -m pip install --no-compile --disable-pip-version-check $(shell [ -t 2 ] || echo -q)
+# Python compiles a module when it is first imported. Where it may not keep that, all of them are, on every processor.
+COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),$(STEADILY) "  compiling modules" $(BIN)/python -m compileall -qq -j 0 .venv/lib || true)
 # Says every few seconds that it is still at it; needs nothing installed.
 STEADILY = $(PYTHON) -I trtllm_disagg/steadily.py
 
@@ -60,10 +60,12 @@ $(STAMP): pyproject.toml requirements/torch.txt requirements/base.txt requiremen
 	@$(STEADILY) "  3/6 libraries"           $(PIP) -r requirements/base.txt
 	@$(STEADILY) "  4/6 Dynamo"              $(PIP) --no-deps -r requirements/dynamo.txt
 	@$(STEADILY) "  5/6 this project"        $(PIP) --no-deps --no-build-isolation -e .
+	@$(COMPILE)
 	@echo        "  6/6 kernels"
 	@$(BIN)/python -P -m trtllm_disagg.embedded.core.precompile
 	@touch $(STAMP)
 
 $(TOOLS): $(STAMP) requirements/dev.txt
 	@$(STEADILY) "tools for tests, types and lint" $(PIP) -r requirements/dev.txt
+	@$(COMPILE)
 	@touch $(TOOLS)
