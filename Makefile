@@ -2,14 +2,17 @@
 # make test   all tests that need no GPU
 # make test-fast   those that start no process and take no time
 # make lint   ruff and mypy
-# Each of them first makes the virtual environment in .venv, once.
+# Each of them first makes the virtual environment in .venv, once; test and lint then add their tools to it.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/installed
+TOOLS := .venv/tools-installed
 MODEL := .cache/demo-model
-# A progress bar for people, silence for logs.
-PIP = $(BIN)/python -m pip install --disable-pip-version-check $(shell [ -t 2 ] || echo -q)
+# A progress bar for people, silence for logs. pip would compile every module, one after the other; most are never used.
+PIP = $(BIN)/python -m pip install --no-compile --disable-pip-version-check $(shell [ -t 2 ] || echo -q)
+# Python compiles a module when it is first imported. Where it may not keep that, all of them are, on every processor.
+COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),$(STEADILY) "  compiling modules" $(BIN)/python -m compileall -qq -j 0 .venv/lib || true)
 # Says every few seconds that it is still at it; needs nothing installed.
 STEADILY = $(PYTHON) -I trtllm_disagg/steadily.py
 
@@ -20,43 +23,49 @@ help:
 demo: $(STAMP)
 	@$(BIN)/trtllm-disagg demo --model $(MODEL)
 
-test: $(STAMP) model
+test: $(TOOLS) model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(BIN)/python -m tests.levels
 
-test-fast: $(STAMP)
+test-fast: $(TOOLS)
 	$(BIN)/python -m pytest -m fast $(PYTEST_ARGS)
 
 # The engine's tests at the CPU levels below this machine's own; a part of `make test`.
-test-levels: $(STAMP)
+test-levels: $(TOOLS)
 	$(BIN)/python -m tests.levels
 
-lint: $(STAMP)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(TOOLS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 model: $(STAMP)
 	@$(BIN)/trtllm-disagg demo-model $(MODEL)
 
-venv: $(STAMP)
+venv: $(TOOLS)
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch first, so that nothing else chooses its version; Dynamo without its dependencies (requirements/dynamo.txt).
-$(STAMP): pyproject.toml requirements/*.txt
+$(STAMP): pyproject.toml requirements/torch.txt requirements/base.txt requirements/dynamo.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}; set PYTHON=")'
 	@echo "setting up .venv with $(PYTHON) (once; a minute or two)"
-	@$(STEADILY) "  1/6 virtual environment"      $(PYTHON) -m venv .venv
-	@$(STEADILY) "  2/6 torch"                    $(PIP) -r requirements/torch.txt
-	@$(STEADILY) "  3/6 libraries and test tools" $(PIP) -r requirements/base.txt -r requirements/dev.txt
-	@$(STEADILY) "  4/6 Dynamo"                   $(PIP) --no-deps -r requirements/dynamo.txt
-	@$(STEADILY) "  5/6 this project"             $(PIP) --no-deps --no-build-isolation -e .
+	@$(STEADILY) "  1/6 virtual environment" $(PYTHON) -m venv .venv
+	@$(STEADILY) "  2/6 torch"               $(PIP) -r requirements/torch.txt
+	@$(STEADILY) "  3/6 libraries"           $(PIP) -r requirements/base.txt
+	@$(STEADILY) "  4/6 Dynamo"              $(PIP) --no-deps -r requirements/dynamo.txt
+	@$(STEADILY) "  5/6 this project"        $(PIP) --no-deps --no-build-isolation -e .
+	@$(COMPILE)
 	@echo        "  6/6 kernels"
 	@$(BIN)/python -P -m trtllm_disagg.embedded.core.precompile
 	@touch $(STAMP)
+
+$(TOOLS): $(STAMP) requirements/dev.txt
+	@$(STEADILY) "tools for tests, types and lint" $(PIP) -r requirements/dev.txt
+	@$(COMPILE)
+	@touch $(TOOLS)

@@ -1,7 +1,9 @@
-"""What a running worker can be told, and how that looks on the wire.
+"""The commands that a running deployment takes, and how they look on the wire.
 
-A command travels as a request with the one key CONTROL. No client of a frontend can send it: the frontend refuses
-keys that it does not know, and whatever it sends has tokens, which no command has.
+One set of types for both receivers: a worker (over Dynamo's request plane, signed with the deployment's key) and `up`
+(over a socket in its run directory that only its user may open). To a worker a command travels as a request with the
+one key CONTROL. No client of a frontend can send it: the frontend refuses keys that it does not know, and whatever it
+sends has tokens, which no command has.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from trtllm_disagg.config.worker_config import Role, Strategy, flag_of
-from trtllm_disagg.errors import CommandRefusedError, InvalidRequestError
+from trtllm_disagg.errors import CommandRefusedError, ConfigError, InvalidRequestError
 from trtllm_disagg.keys import AdminKey
 
 CONTROL = "trtllm_disagg.commands"
@@ -25,11 +27,11 @@ SWITCHABLE = (Strategy.PREFILL_FIRST, Strategy.DECODE_FIRST, Strategy.AUTO)
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="command", tag="describe", forbid_unknown_fields=True):
-    """What is this worker?"""
+    """What is this worker, or this deployment?"""
 
 
 class Switch(msgspec.Struct, frozen=True, tag_field="command", tag="switch", forbid_unknown_fields=True):
-    """Be the first or the second stage, as your role is under `to`."""
+    """A worker becomes the first or the second stage, as its role is under `to`; `up` starts new workers so."""
 
     to: str
 
@@ -39,13 +41,19 @@ class Switch(msgspec.Struct, frozen=True, tag_field="command", tag="switch", for
 
 
 class Set(msgspec.Struct, frozen=True, tag_field="command", tag="set", forbid_unknown_fields=True):
-    """Thresholds: all of `values`, or none when one of them is refused by its name."""
+    """Thresholds: all of `values`, or none when one of them is refused by its name. `up` starts new workers so."""
 
     values: dict[str, int | float | str | bool]
 
 
+class Scale(msgspec.Struct, frozen=True, tag_field="command", tag="scale", forbid_unknown_fields=True):
+    """For `up` alone: as many workers as `workers` says, by role."""
+
+    workers: dict[str, int]
+
+
 Command = Describe | Switch | Set
-COMMANDS: tuple[str, ...] = ("describe", "switch", "set")
+UpCommand = Describe | Switch | Set | Scale
 
 
 def is_control(request: Mapping[str, Any]) -> bool:
@@ -57,15 +65,24 @@ def encode_command(command: Command) -> dict[str, Any]:
 
 
 def decode_command(raw: Any) -> Command:
-    """Raise InvalidRequestError naming the key that does not fit, and what is allowed."""
+    """For a worker. Raises InvalidRequestError naming the key that does not fit, and what is allowed."""
     try:
         command: Command = msgspec.convert(raw, Command)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(
-            f"{CONTROL}: {error}; expected a command of {', '.join(COMMANDS)}"
+            f"{CONTROL}: {error}; expected a command of describe, switch, set"
         ) from None
     if isinstance(command, Switch):
         switchable(command.to)
+    return command
+
+
+def decode_up_command(line: bytes) -> UpCommand:
+    """For `up`: one line of JSON. Raises ConfigError naming what does not fit, and what is allowed."""
+    try:
+        command: UpCommand = msgspec.json.decode(line, type=UpCommand)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"command: {error}; expected one of describe, switch, set, scale") from None
     return command
 
 
@@ -94,21 +111,17 @@ class Description(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A worker, and what it says of itself: a `Description` and more, if it is one of ours."""
+class DescribedInstance:
+    """A worker, and its description: a `Description` and more, if it is a worker of this package."""
 
     endpoint_id: str
     instance_id: int
-    said: dict[str, Any]
+    description: dict[str, Any]
 
 
-# Control commands that prove their origin: only the holder of the deployment's key can change a worker.
-#
 # A worker's endpoint can be reached by every process that can open a connection to it. So a command that changes
-# something carries a signature over the command, the instance that it is for, the time, and a nonce. To ask what a
-# worker
-# is needs none.
-
+# something carries a signature over the command, the instance that it is for, the time, and a nonce. Describe needs
+# none.
 
 #: How far the clocks of two hosts may differ. So long a worker remembers the nonces that it has seen.
 VALID_SECONDS = 60.0
@@ -117,14 +130,14 @@ Clock = Callable[[], float]
 
 
 class SignedCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """On the wire. `order` is the JSON of an `Order`, to the byte as it was signed."""
+    """On the wire. `order` is the JSON of a `SignedPayload`, to the byte as it was signed."""
 
     order: str
     key: str
     signature: str
 
 
-class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SignedPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`command` for the worker `instance_id`; `at` is in seconds since the epoch."""
 
     command: dict[str, Any]
@@ -152,8 +165,8 @@ class KeySigner:
 
     def request(self, command: Command, instance_id: int) -> dict[str, Any]:
         plain = encode_command(command)
-        order = Order(plain[CONTROL], instance_id, self._clock(), secrets.token_hex(16))
-        text = msgspec.json.encode(order).decode()
+        payload = SignedPayload(plain[CONTROL], instance_id, self._clock(), secrets.token_hex(16))
+        text = msgspec.json.encode(payload).decode()
         signed = SignedCommand(text, self._key.id, self._key.signature(text))
         return {CONTROL: msgspec.to_builtins(signed)}
 
@@ -176,23 +189,25 @@ class KeyVerifier:
             raise CommandRefusedError(
                 f"{CONTROL}: signed with another key ({signed.key[:12]!r}) than this worker's ({self._key.id})"
             )
-        order = msgspec.json.decode(signed.order, type=Order)
-        self._require_fresh(order)
-        return decode_command(order.command)
+        payload = msgspec.json.decode(signed.order, type=SignedPayload)
+        self._require_fresh(payload)
+        return decode_command(payload.command)
 
-    def _require_fresh(self, order: Order) -> None:
+    def _require_fresh(self, payload: SignedPayload) -> None:
         now = self._clock()
-        if order.instance_id != self._instance_id:
-            raise CommandRefusedError(f"{CONTROL}: signed for another worker, instance {order.instance_id:x}")
-        if not abs(now - order.at) <= VALID_SECONDS:
+        if payload.instance_id != self._instance_id:
             raise CommandRefusedError(
-                f"{CONTROL}: signed {now - order.at:.0f} s ago by this worker's clock; expected at most "
+                f"{CONTROL}: signed for another worker, instance {payload.instance_id:x}"
+            )
+        if not abs(now - payload.at) <= VALID_SECONDS:
+            raise CommandRefusedError(
+                f"{CONTROL}: signed {now - payload.at:.0f} s ago by this worker's clock; expected at most "
                 f"{VALID_SECONDS:g} (do the clocks of the two hosts agree?)"
             )
         self._seen = {nonce: until for nonce, until in self._seen.items() if until >= now}
-        if order.nonce in self._seen:
+        if payload.nonce in self._seen:
             raise CommandRefusedError(f"{CONTROL}: this worker has had this command already")
-        self._seen[order.nonce] = order.at + VALID_SECONDS
+        self._seen[payload.nonce] = payload.at + VALID_SECONDS
 
 
 class NoKeyVerifier:

@@ -7,7 +7,7 @@
     │   └── CommandRefusedError 400  a control command without the deployment's key
     ├── OverloadedError         529  full; try again later
     ├── PeerUnavailableError    503  the other stage is gone; may be retried elsewhere
-    │   ├── NoInstanceError     503  nobody is there
+    │   ├── NoInstanceError     503  no instance is there
     │   ├── QueueUnusableError  503  the prefill queue cannot take the request, or has lost it
     │   └── KvTransferError     503  the KV did not arrive: lease over, sender gone, read failed
     ├── WorkerLeavingError      503  this worker ends; the frontend goes on with the request on another one

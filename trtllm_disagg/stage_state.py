@@ -40,7 +40,7 @@ class OtherStage(Protocol):
     def instance_ids(self) -> Collection[int]: ...
 
 
-class Standing:
+class StageState:
     """`policy.strategy` is the deployment's, as this worker knows it."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Standing:
         registration: Registration,
         verifier: Verifier,
     ) -> None:
-        """`me` is what does not change of the worker's description; `other` is asked only by who may switch."""
+        """`me`: what never changes of this worker's description; `other` is asked on workers that may switch only."""
         self._config = config
         self._me = me
         self._policy = policy
@@ -72,7 +72,7 @@ class Standing:
             "fixed_by": fixed_by(self._config),
         }
 
-    async def take(self) -> None:
+    async def apply(self) -> None:
         """Become what the configuration says. Raises what registering raises."""
         async with self._changing:
             if self._config.role is Role.AGG or self._is_first(Strategy(self._policy.strategy.value)):
@@ -85,15 +85,15 @@ class Standing:
         async with self._changing:
             await self._registration.renew()
 
-    async def obey(self, raw: Any) -> dict[str, Any]:
+    async def handle_command(self, raw: Any) -> dict[str, Any]:
         """Do what a control command says; the answer is JSON. Raises a DisaggError, and then nothing has changed:
         CommandRefusedError for a command that is not signed with the deployment's key.
         """
-        # Begun is done, even if the one who asked is gone.
-        doing = asyncio.create_task(self._do(self._verifier.command_of(raw)))
-        return await asyncio.shield(doing)
+        # A change that was begun is completed, even if the client that asked is gone.
+        change = asyncio.create_task(self._execute(self._verifier.command_of(raw)))
+        return await asyncio.shield(change)
 
-    async def _do(self, command: Command) -> dict[str, Any]:
+    async def _execute(self, command: Command) -> dict[str, Any]:
         if isinstance(command, Switch):
             await self._switch(command.strategy)
         elif isinstance(command, Set):
@@ -118,13 +118,13 @@ class Standing:
             )
         if flags := fixed_by(config):
             raise InvalidRequestError(
-                f"to: {to!r} is not allowed with {' and '.join(flags)}; expected the usual endpoints: there everybody "
-                "looks for a worker that was switched"
+                f"to: {to!r} is not allowed with {' and '.join(flags)}; expected the usual endpoints: there frontends "
+                "and the other role look for a worker that was switched"
             )
         async with self._changing:
             strategy = self._policy.strategy
             was = strategy.value
-            # Who becomes the first stage runs the new order before a request can come, who leaves after the last one.
+            # A new first stage runs the new strategy before a request can come, an old one until its last request.
             if self._is_first(to):
                 self._require_other()
                 strategy.set(to.value)

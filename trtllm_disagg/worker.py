@@ -42,15 +42,15 @@ from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.handlers.trace import journaled
 from trtllm_disagg.keys import AdminKey
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
-from trtllm_disagg.stage_state import Standing
+from trtllm_disagg.stage_state import StageState
 from trtllm_disagg.startup import (
     ModelIdentity,
-    Namesakes,
+    ModelNameGuard,
+    StartupChecks,
     describe_worker,
     kind_of,
     require_callable,
-    require_fit,
-    require_pair,
+    with_engine,
 )
 
 log = logging.getLogger(__name__)
@@ -60,39 +60,48 @@ _LOAD_SECONDS = 1.0
 
 
 async def run_worker(config: WorkerConfig) -> None:
-    """Serve until told to stop. Raises ConfigError before anything is built, EngineError when the engine dies."""
+    """Serve until told to stop. Raises ConfigError before anything is built, EngineError when the engine dies.
+
+    The start, in order: settings (`_resolve`), this worker's description, the prefill queue, Dynamo's runtime, the
+    engine, the other stage, the request path, serving, registration. The checks against other workers are those of
+    `StartupChecks`, before the engine loads, before this worker is listed, and before it registers.
+    """
     reporter = reporter_of(os.environ)
     reporter.tell("checking its settings")
-    config = replace(config, engine=resolve_engine(config.engine))
-    engine_args = build_engine_args(config)
-    config = with_engine_args(config, engine_args)
-    Policy.of(config, config.kv_block_size)  # a wrong policy file is known before the engine is built
+    config, engine_args = _resolve(config)
     api = load_api(config.engine)
     if await asyncio.to_thread(serve_as_rank, config.engine, engine_args):
         return
     identity = ModelIdentity(config.model_name, config.model, _weights(config))
-    kind = kind_of(describe_worker(config, engine_args, config.kv_block_size, identity))
-    async with aclosing(await open_prefill_queue(config, kind)) as queue:
+    me = describe_worker(config, engine_args, config.kv_block_size, identity)
+    async with aclosing(await open_prefill_queue(config, kind_of(me))) as queue:
         require_system_port(os.environ)
         runtime = Runtime(config)
         verifier = _verifier(config, runtime.instance_id)
-        namesakes = Namesakes(
-            identity,
-            runtime.instance_id,
-            {config.endpoint_id, config.peer_endpoint_id},
-            runtime.list_instances,
-        )
-        await namesakes.require_same()
+        own_endpoint_ids = {config.endpoint_id, config.peer_endpoint_id}
+        names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
+        checks = StartupChecks(config, names, runtime)
+        await checks.before_loading()
         log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
         reporter.tell("starting the engine")
         engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
         try:
-            me = describe_worker(
-                config, engine_args, _capacity(config, engine)[0], identity, engine.ctx_info_endpoint
-            )
-            await _serve(config, me, engine, runtime, queue, namesakes, verifier, reporter)
+            me = with_engine(me, _capacity(config, engine)[0], engine.ctx_info_endpoint)
+            await _serve(config, me, engine, runtime, queue, checks, verifier, reporter)
         finally:
             engine.close()
+
+
+def _resolve(config: WorkerConfig) -> tuple[WorkerConfig, dict[str, Any]]:
+    """The configuration with the engine and the sizes that it really gets, and the engine's arguments. Raises
+    ConfigError for whatever is wrong with them, or with the policy file.
+    """
+    config = replace(config, engine=resolve_engine(config.engine))
+    engine_args = build_engine_args(config)
+    config = with_engine_args(config, engine_args)
+    # Only a check: the file may change while the engine loads, so it is read again then.
+    Policy.of(config, config.kv_block_size)
+    return config, engine_args
 
 
 async def _serve(
@@ -101,44 +110,39 @@ async def _serve(
     engine: Engine,
     runtime: Runtime,
     queue: PrefillQueue,
-    namesakes: Namesakes,
+    checks: StartupChecks,
     verifier: Verifier,
     reporter: Reporter,
 ) -> None:
     block_size, num_blocks = _capacity(config, engine)
-    stage: StageClient = NoStage()
     reporter.tell("looking for the other stage")
     departure = Departure()
     leaving = Leaving(runtime, departure, engine, queue, config.drain_seconds)
     leaving.leave_on_signals()
-    if config.next_endpoint_id is not None and not await _meet(config, config.next_endpoint_id, runtime, me):
+    if not await checks.before_listing(me):
         return
+    stage: StageClient = NoStage()
     if config.partner_endpoint_id is not None:
         others = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
         stage = FittingStage(others, partial(require_callable, me))
-    await _require_fit(config, runtime, me)
-    await namesakes.require_same()
     policy = Policy.of(config, block_size)
     model = ServedModel(
         block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
     )
-    standing = Standing(
-        config, me, policy, stage, Registration(runtime, model, tells_peers=config.tells_peers), verifier
-    )
+    registration = Registration(runtime, model, tells_peers=config.tells_peers)
+    state = StageState(config, me, policy, stage, registration, verifier)
     waiting = queue if queue.client is not None else None
     generate = build_generate(config, engine, stage, policy, queue.client, waiting)
-    generate = departure.attending(standing.counting(journaled(generate, _part(config), policy.counts)))
+    generate = departure.attending(state.counting(journaled(generate, _part(config), policy.counts)))
     generate = Admission(policy.thresholds, policy.queued).admitting(generate)
     publishers = await create_publishers(config, runtime.front, runtime.peer, engine.llm, block_size, policy)
     for publisher in publishers:
         await publisher.start()
 
-    async def introduce() -> None:
+    async def register() -> None:
         reporter.tell("registering")
-        # Once more, now that others see this worker: somebody may have come at the same time.
-        await namesakes.settle()
-        await _require_fit(config, runtime, me)
-        await standing.take()
+        await checks.before_registering(me)
+        await state.apply()
         await queue.start(generate, runtime.instance_id, runtime.front)
         watchers.append(asyncio.create_task(_tell_load(reporter, departure), name="load"))
         log.info(
@@ -146,34 +150,17 @@ async def _serve(
         )
 
     try:
-        async with _leave_when_dead(engine, leaving), _watching(config, policy, standing) as watchers:
+        async with _leave_when_dead(engine, leaving), _watching(config, policy, state) as watchers:
             serving = runtime.serve(
                 generate,
-                lambda: standing.describe() | namesakes.described(),
-                standing.obey,
+                lambda: state.describe() | checks.described(),
+                state.handle_command,
                 engine.longest_prompt,
             )
-            await _serve_and(introduce(), serving, runtime)
+            await _serve_and(register(), serving, runtime)
     finally:
         for publisher in publishers:
             await publisher.stop()
-
-
-async def _meet(config: WorkerConfig, endpoint_id: str, runtime: Runtime, me: dict[str, Any]) -> bool:
-    """The second stage, if it is there; under `--on-missing-stage fail` when it is there. False when told to stop
-    before. Raises ConfigError when the two do not fit together.
-    """
-    if config.on_missing_stage == "fail":
-        second = await runtime.second_stage(endpoint_id)
-        if second is not None:
-            require_pair(me, await second.describe())
-        return second is not None
-    there = await runtime.partners(endpoint_id)
-    if not there:
-        log.info("no second stage at %s: this worker answers alone until one comes", endpoint_id)
-    for theirs in there:
-        require_pair(me, theirs)
-    return True
 
 
 async def _other_stage(
@@ -199,24 +186,19 @@ async def _other_stage(
     )
 
 
-async def _require_fit(config: WorkerConfig, runtime: Runtime, me: dict[str, Any]) -> None:
-    if config.partner_endpoint_id is not None:
-        require_fit(me, await runtime.partners(config.partner_endpoint_id))
-
-
 async def _serve_and(
-    introduce: Coroutine[Any, Any, None], serve: Coroutine[Any, Any, None], runtime: Runtime
+    register: Coroutine[Any, Any, None], serve: Coroutine[Any, Any, None], runtime: Runtime
 ) -> None:
-    """A failed introduction ends the service, and is raised."""
+    """A failed registration ends the service, and is raised."""
     serving = asyncio.create_task(serve)
-    introduction = asyncio.create_task(introduce, name="introduction")
-    introduction.add_done_callback(lambda task: runtime.shutdown() if _failed(task) else None)
+    registering = asyncio.create_task(register, name="registration")
+    registering.add_done_callback(lambda task: runtime.shutdown() if _failed(task) else None)
     try:
         await serving
     finally:
-        introduction.cancel()
+        registering.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await introduction
+        await registering
 
 
 def _failed(task: asyncio.Task[None]) -> bool:
@@ -257,7 +239,7 @@ async def _tell_load(reporter: Reporter, departure: Departure) -> None:
 
 @contextlib.asynccontextmanager
 async def _watching(
-    config: WorkerConfig, policy: Policy, standing: Standing
+    config: WorkerConfig, policy: Policy, state: StageState
 ) -> AsyncIterator[list[asyncio.Task[None]]]:
     """Inside the block; the tasks in the list end with it, also those that are added."""
     watchers: list[asyncio.Task[None]] = []
@@ -265,7 +247,7 @@ async def _watching(
         watching = watch_policy_file(Path(config.policy_file), policy)
         watchers.append(asyncio.create_task(watching, name="policy-file"))
     if config.discovery_backend == "file":
-        watchers.append(asyncio.create_task(watch_for_freezes(standing.renew), name="freezes"))
+        watchers.append(asyncio.create_task(watch_for_freezes(state.renew), name="freezes"))
     try:
         yield watchers
     finally:

@@ -1,4 +1,4 @@
-"""LLM(...): arguments whose default the facts do not give, and values that are taken or not (trtllm.md section 1)."""
+"""LLM(...): arguments without a documented default, and values that are taken or refused."""
 
 from __future__ import annotations
 

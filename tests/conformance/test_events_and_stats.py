@@ -135,7 +135,7 @@ async def test_a_known_prefix_is_not_stored_again(llm: Any) -> None:
 
 
 async def test_a_salted_block_says_so(llm: Any) -> None:
-    """Or the router would take it for everybody's."""
+    """Otherwise the router would apply it to every salt."""
     prompt = [45, *PROMPT]
     salted = stored(await events_of(llm, prompt, cache_salt="tenant"))
     plain = stored(await events_of(llm, prompt))

@@ -28,7 +28,7 @@ def decode(llm: Any, handoff: Any, prompt: list[int] = PROMPT, streaming: bool =
 
 
 async def drain(llm: Any, result: Any, prompt: list[int] = PROMPT) -> None:
-    """Nobody else would fetch this prefill's KV."""
+    """No other request would fetch this prefill's KV."""
     await decode(llm, handoff_of(result), prompt, max_tokens=1)
 
 

@@ -1,4 +1,4 @@
-"""An engine whose settings say how often it speaks, and of what (trtllm.md sections 1, 4)."""
+"""Settings of how often an engine reports, and what."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_a_stream_has_the_first_token_every_fourth_one_and_the_end(told_ll
     usual = await llm.generate_async(PROMPT, sampling(max_tokens=10, logprobs=1)).aresult()
     result = told_llm.generate_async(PROMPT, sampling(max_tokens=10, logprobs=1), streaming=True)
     seen = await lengths(result)
-    # Who reads slowly sees some at once.
+    # A slow reader gets several at once.
     assert set(seen) <= {1, 4, 8, 10}
     assert seen[-1] == 10
     output = result.outputs[0]

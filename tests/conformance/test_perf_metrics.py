@@ -1,4 +1,4 @@
-"""What a request took, for who asks: `request_perf_metrics` of an output, `metrics_dict` of a result."""
+"""What a request took, when it asks for that: `request_perf_metrics` of an output, `metrics_dict` of a result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.conformance.api import OTHER_PROMPT, TOKENS_PER_BLOCK, find, sampling
 from tests.conformance.test_handoffs import decode, handoff_of, prefill
 
 NEVER = timedelta(0)
-#: Longer than two blocks, and nobody else's.
+#: Longer than two blocks, and no other prompt's.
 FRESH = [11 + (13 * i) % 67 for i in range(2 * TOKENS_PER_BLOCK + 9)]
 
 

@@ -1,4 +1,4 @@
-"""A deployment changes under steady load: another order, more workers, fewer, a dead one. No request notices.
+"""A deployment changes under steady load: another strategy, more workers, fewer, a dead one. No request notices.
 
 Every answer, greedy or drawn with a seed, is compared with that of the same deployment before anything happened.
 """
@@ -18,10 +18,9 @@ import httpx
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
 from tests.support.load import Load, bodies, first_stage
-from trtllm_disagg.commands import Switch, encode_command
+from trtllm_disagg.commands import Scale, Switch, encode_command
 from trtllm_disagg.deployment import Deployment, running_deployment
-from trtllm_disagg.deployment.command_socket import Scale, order
-from trtllm_disagg.deployment.plan import Role
+from trtllm_disagg.deployment.command_socket import send_to_up
 from trtllm_disagg.interpreter import python
 from trtllm_disagg.keys import AdminKey
 
@@ -36,7 +35,7 @@ async def test_nothing_that_changes_under_load_costs_a_request(
         held = bodies("tiny", 1)[0] | {"prompt": [*range(40, 140)], "max_tokens": 2}
         await load.ask(held)
 
-        # -- another order, and back
+        # -- another strategy, and back
         assert await switch(deployment, "prefill_first") == 0
         assert await first_stages(load) == 1
         await nothing_changes_without_the_key(deployment, tmp_path)
@@ -140,8 +139,7 @@ async def start_switch(*arguments: str, **environment: str) -> asyncio.subproces
 
 
 async def scale(deployment: Deployment, **workers: int) -> str:
-    wanted: dict[Role, int] = {"prefill": workers["prefill"], "decode": workers["decode"]}
-    line: str = await asyncio.to_thread(order, deployment.run_dir, Scale(wanted))
+    line: str = await asyncio.to_thread(send_to_up, deployment.run_dir, Scale(workers))
     return line
 
 

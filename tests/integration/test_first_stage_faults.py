@@ -16,8 +16,9 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
 from tests.support.deployments import Worker, wait_until
+from trtllm_disagg.commands import Scale
 from trtllm_disagg.deployment import Deployment, running_deployment
-from trtllm_disagg.deployment.command_socket import Scale, order
+from trtllm_disagg.deployment.command_socket import send_to_up
 from trtllm_disagg.deployment.plan import Role, Strategy
 from trtllm_disagg.deployment.process import ManagedProcess
 
@@ -145,7 +146,7 @@ async def test_streams_outlive_their_first_stage(
         assert (one.returncode, two.returncode) == (1, -signal.SIGKILL)
 
         # -- a worker dies, another one is told to leave
-        await asyncio.to_thread(order, deployment.run_dir, Scale({first: 3}))
+        await asyncio.to_thread(send_to_up, deployment.run_dir, Scale({first: 3}))
         four, five = [each for each in deployment.of_role(first) if each not in (one, two, three)]
         await clients.begin()
         psutil.Process(three.pid).kill()

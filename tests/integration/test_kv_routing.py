@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.deployments import MODEL_NAME, Served, Worker, demo_config, served, wait_until
@@ -29,6 +30,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     strategy: Strategy = request.param
     config = demo_config(strategy, tmp_path_factory.mktemp(strategy), **{TWO_FIRST[strategy]: 2})
     with served(config) as deployment:
+        # The deployment is ready when the frontend knows one of the two.
+        wait_until(
+            lambda: all(answered(deployment, [300], pin) for pin in deployment.first_stage), "both known"
+        )
         yield deployment
 
 
@@ -50,8 +55,8 @@ class Routed:
         self.worker_ids: set[int] = {workers["prefill_worker_id"], workers["decode_worker_id"]}
 
 
-def complete(pair: Served, prompt: list[int], pin: Worker | None = None) -> Routed:
-    answer = pair.http.post(
+def completion(pair: Served, prompt: list[int], pin: Worker | None = None) -> httpx.Response:
+    return pair.http.post(
         f"{pair.url}/v1/completions",
         json={
             "model": MODEL_NAME,
@@ -62,7 +67,15 @@ def complete(pair: Served, prompt: list[int], pin: Worker | None = None) -> Rout
         },
         headers={"x-dynamo-worker-instance-id": str(pin.instance_id)} if pin else {},
     )
-    return Routed(answer.raise_for_status().json())
+
+
+def answered(pair: Served, prompt: list[int], pin: Worker) -> bool:
+    """The frontend answers 400 for an instance that it does not know yet."""
+    return completion(pair, prompt, pin).is_success
+
+
+def complete(pair: Served, prompt: list[int], pin: Worker | None = None) -> Routed:
+    return Routed(completion(pair, prompt, pin).raise_for_status().json())
 
 
 def is_known(pair: Served, prefix: list[int], holder: Worker) -> bool:

@@ -16,8 +16,8 @@ from openai import OpenAI
 
 from tests.parity.answers import Answer, Question, ask
 from tests.support.deployments import DEMO_CONFIGS, MODEL_NAME, ROOT, WORKER_SIDE, demo_model, wait_until
-from trtllm_disagg.deployment.guardian import MARK_VARIABLE, kill_marked, marked_processes
 from trtllm_disagg.deployment.limits import free_http_port, free_system_ports
+from trtllm_disagg.deployment.orphan_reaper import MARK_VARIABLE, kill_marked, marked_processes
 from trtllm_disagg.deployment.plan import LOOPBACK, Strategy
 
 START_SECONDS = 120.0

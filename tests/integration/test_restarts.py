@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.stand_ins import DEADLINE, Exits, StartUp, Up, nothing_runs
-from trtllm_disagg.deployment.command_socket import Scale, Switched, order
+from trtllm_disagg.commands import Scale, Switch
+from trtllm_disagg.deployment.command_socket import send_to_up
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.process import lists_model
 from trtllm_disagg.deployment.run_dir import is_alive
@@ -31,7 +32,7 @@ async def test_a_killed_worker_is_told_once_and_starts_again_with_the_settings_o
     up = await start_up(backoff=SOON)
     await up.ready_line()
     before = up.records()
-    await asyncio.to_thread(order, up.run_dir, Switched("prefill_first"))
+    await asyncio.to_thread(send_to_up, up.run_dir, Switch("prefill_first"))
 
     os.kill(before["decode-0"].pid, signal.SIGKILL)
     await up.says("decode-0 is back")
@@ -90,7 +91,7 @@ async def test_a_worker_that_dies_at_every_start_is_given_up_with_its_cause(
     assert await lists_model(LOOPBACK, up.records()["frontend"].ports["http"], "toy")
 
     crash.unlink()
-    await asyncio.to_thread(order, up.run_dir, Scale({"decode": 1}))
+    await asyncio.to_thread(send_to_up, up.run_dir, Scale({"decode": 1}))
     assert up.records()["decode-1"].state == "ready"
     up.process.terminate()
     assert await up.ends() == 0
@@ -136,7 +137,7 @@ async def test_scale_down_takes_a_worker_that_waits_for_its_next_start(start_up:
     os.kill(up.pid("decode-1"), signal.SIGKILL)
     await becomes(up, "decode-1", "restarting")
 
-    said = await asyncio.to_thread(order, up.run_dir, Scale({"decode": 1}))
+    said = await asyncio.to_thread(send_to_up, up.run_dir, Scale({"decode": 1}))
 
     assert said == "scaled: 1 prefill, 1 decode"
     assert "decode-1" not in up.records()
@@ -152,7 +153,7 @@ async def test_a_worker_that_was_told_to_stop_is_not_started_again_and_scale_rep
 
     os.kill(up.pid("decode-0"), signal.SIGTERM)
     await up.says("decode-0 was told to stop")
-    said = await asyncio.to_thread(order, up.run_dir, Scale({"decode": 1}))
+    said = await asyncio.to_thread(send_to_up, up.run_dir, Scale({"decode": 1}))
 
     assert said == "scaled: 1 prefill, 1 decode"
     assert up.records()["decode-1"].state == "ready"

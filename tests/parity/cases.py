@@ -32,7 +32,7 @@ class Case:
     reuses_answers: bool = False
 
     def questions(self, oracle: Oracle, api: Api, stream: bool, salt: str = "") -> list[Question]:
-        """All of them share a cache, and nobody else has it."""
+        """All of them share a cache, and no other case uses it."""
         salt = f"{salt}{self.name}-{api}-{stream}"
         return [replace(q, stream=stream, salt=salt) for q in _built(self, oracle, api)]
 
@@ -109,7 +109,7 @@ def _first_token_is_eos(oracle: Oracle, api: Api) -> list[Question]:
     """After the whole of an answer that ends by itself, what comes next is its end."""
     for start in (
         "What is a list?",
-        "Who are you?",
+        "What are you?",
         "What does len return?",
         "How does sorted work?",
         "Why?",
@@ -148,7 +148,7 @@ def _around_blocks(oracle: Oracle, api: Api) -> list[Question]:
 
 
 def _long_prompt(oracle: Oracle, api: Api) -> list[Question]:
-    """More than two steps of agg; several of a prefill worker's too, when somebody else is there."""
+    """More than two steps of agg; several of a prefill worker's too, when other requests run."""
     for count in range(200, 1200, 50):
         question = say(api, words(count), max_tokens=8)
         if len(oracle.prompt_ids(question)) > 1100:

@@ -11,7 +11,7 @@ from tests.parity.answers import Answer, Question, TokenLogprob, Usage, float32
 from tests.support.deployments import DEMO_CONFIGS
 from trtllm_disagg.embedded import LLM, RequestOutput, SamplingParams
 
-#: Options whose names and meanings are the same in OpenAI's API, as Dynamo extends it, and in SamplingParams.
+#: Options with the same name and meaning in OpenAI's API, as Dynamo extends it, and in SamplingParams.
 _SAME = (
     "max_tokens",
     "min_tokens",

@@ -38,7 +38,7 @@ POLL_SECONDS = 0.02
 #: A deployment loads for as long as it computes, and there may be two cores.
 LOADING_AT_ONCE = 2
 
-#: What a worker still has to do, or holds. All are 0 when nobody wants anything of it.
+#: What a worker still has to do, or holds. All are 0 when it is idle.
 HELD = (
     "dynamo_component_inflight_requests",
     "trtllm_disagg_requests_active",
@@ -50,7 +50,7 @@ HELD = (
 
 
 def demo_model() -> Path:
-    """The model of `make model`; made now if nobody did."""
+    """The model of `make model`; made now if it is missing."""
     if not (DEMO_MODEL / "demo_model.json").is_file():
         subprocess.run([sys.executable, "-m", "trtllm_disagg", "demo-model", str(DEMO_MODEL)], check=True)
     return DEMO_MODEL
@@ -144,7 +144,7 @@ class Served:
         return sum(worker.metric(name) for worker in (self.workers if workers is None else workers))
 
     def wait_until_idle(self) -> None:
-        """Nobody runs, waits for or holds anything. Fails when somebody still does after SETTLE_SECONDS."""
+        """No worker runs, waits for or holds anything. Fails when one still does after SETTLE_SECONDS."""
         held: Mapping[str, Any] = {}
 
         def is_idle() -> bool:

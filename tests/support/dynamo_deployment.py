@@ -124,7 +124,7 @@ class DynamoDeployment:
             process.wait()
 
     def kill(self, name: str) -> None:
-        """At once, so that it can tell nobody."""
+        """At once, so that the process can tell no other one."""
         process = self._processes[name]
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

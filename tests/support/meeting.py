@@ -92,7 +92,7 @@ class Duo:
     def run_until(self, is_enough: Callable[[], bool]) -> None:
         end = time.monotonic() + self.seconds
         while not is_enough():
-            assert time.monotonic() < end, f"somebody hangs: {self._undone()}"
+            assert time.monotonic() < end, f"an engine hangs: {self._undone()}"
             self.step()
             if not self.prefill.engine.has_work and not self.decode.engine.has_work:
                 # Both wait for other threads; either may be woken.

@@ -25,11 +25,11 @@ from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, Token
 _namespaces = itertools.count(1)
 
 
-class Nobody(NoStage):
+class NoWorkers(NoStage):
     """No worker can be asked but through the queue."""
 
     async def pick(self, request: GenerateRequest) -> StageInstance:
-        raise NoInstanceError("nobody is there")
+        raise NoInstanceError("no worker is there")
 
 
 def worker_config(namespace: str, role: Role, strategy: Strategy) -> WorkerConfig:
@@ -62,7 +62,7 @@ class Pulling:
     llm: LLM
 
     async def die(self) -> None:
-        """As a killed process: nobody answers any more, and nothing is settled."""
+        """As a killed process: it answers no more, and nothing is settled."""
         await self.broker.close()
         await self.puller.close()
 
@@ -101,7 +101,7 @@ class Queueing:
         role = self.strategy.first_stage_role
         assert role is not None
         config = worker_config(self.namespace, role, self.strategy)
-        generate = build_generate(config, engine, stage or Nobody(), prefills=client, waiting=watch)
+        generate = build_generate(config, engine, stage or NoWorkers(), prefills=client, waiting=watch)
         self.pushers.append(Pushing(client, watch, broker, generate, engine.llm))
         return self.pushers[-1]
 

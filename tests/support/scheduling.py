@@ -51,7 +51,7 @@ class SimulatedModel:
         self._size = tokens_per_block
 
     def spoil(self, blocks: list[int]) -> None:
-        """Nobody may look at what is in free blocks."""
+        """The contents of free blocks may not be read."""
         self.kv[blocks] = -1.0
 
     def run(self, row: Row) -> int:
@@ -176,7 +176,7 @@ class Engine:
         self.blocks.release(self.leased.pop(0))
 
     def drain(self, max_steps: int = 20_000) -> None:
-        """Until nobody is left. What ends by itself ends only when nothing else can go on."""
+        """Until no sequence is left. What ends by itself ends only when nothing else can go on."""
         # `has_runnable` decides whether the engine's process sleeps: never while something could run.
         for _ in range(max_steps):
             if self.scheduler.has_runnable:

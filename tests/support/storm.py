@@ -19,7 +19,7 @@ from trtllm_disagg.embedded import LLM, DisaggregatedParams, DisaggScheduleStyle
 BLOCK = 16
 NUM_BLOCKS = 24
 LONGEST = 190
-#: Nobody fetches an abandoned handoff: so long it holds blocks that others wait for.
+#: No engine fetches an abandoned handoff: for this long it holds blocks that others wait for.
 LEASE_SECONDS = 2.0
 _SETTLE_SECONDS = 30.0
 _STEMS = [[2 + (salt * 41 + i * 7 + i * i) % 250 for i in range(LONGEST)] for salt in range(3)]
@@ -193,7 +193,7 @@ async def _settle(llm: LLM) -> None:
             await asyncio.sleep(0.01)
     assert used is not None
     # Of the one request that asked for these statistics.
-    assert used <= 1, f"{used} blocks are in use, and nobody is there"
+    assert used <= 1, f"{used} blocks are in use, and no request is left"
 
 
 async def blow(model: Path, seeds: list[int], num_requests: int = 60, backend: str = "NIXL") -> Counter[str]:

@@ -42,7 +42,7 @@ def tensorrt_llm() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="session")
 def embedded_llm(checkpoints: Checkpoints) -> Iterator[EmbeddedLLM]:
-    """An engine process without a transport, shared by all who leave it as it was."""
+    """An engine process without a transport, shared by tests that leave it as it was."""
     with EmbeddedLLM(
         checkpoints(),
         kv_cache_config={"max_tokens": 4096},
@@ -55,7 +55,7 @@ def embedded_llm(checkpoints: Checkpoints) -> Iterator[EmbeddedLLM]:
 
 @pytest.fixture(scope="session")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """One for all; whoever kills it starts it again."""
+    """One for all tests; a test that kills it starts it again."""
     with nats_server(tmp_path_factory.mktemp("nats")) as running:
         yield running
 

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from trtllm_disagg.deployment.command_socket import Scale, order
-from trtllm_disagg.deployment.plan import Role
+from trtllm_disagg.commands import Scale
+from trtllm_disagg.deployment.command_socket import send_to_up
 from trtllm_disagg.errors import ConfigError
 
 
@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit code: 0 when so many run, 1 when a new one did not come up, 2 when a setting is wrong."""
-    given: dict[Role, int | None] = {"prefill": args.prefill, "decode": args.decode, "agg": args.agg}
+    given = {"prefill": args.prefill, "decode": args.decode, "agg": args.agg}
     workers = {role: count for role, count in given.items() if count is not None}
     if not workers:
         raise ConfigError("say how many: --prefill N, --decode N or --agg N")
-    print(order(args.run_dir, Scale(workers), lambda text: print(text, file=sys.stderr, flush=True)))
+    print(send_to_up(args.run_dir, Scale(workers), lambda text: print(text, file=sys.stderr, flush=True)))
     return 0

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trtllm_disagg.admin import where
-from trtllm_disagg.admin.switch_command import Worker, Workers, all_workers
-from trtllm_disagg.commands import SWITCHABLE, Set, Signer
+from trtllm_disagg.admin import client
+from trtllm_disagg.admin.client import Worker, Workers, all_workers
+from trtllm_disagg.commands import SWITCHABLE, Set
 from trtllm_disagg.config.args import argument_parser_of
 from trtllm_disagg.config.flags import FLAGS
 from trtllm_disagg.config.thresholds import ADMISSION, NAMES
 from trtllm_disagg.config.worker_config import flag_of
-from trtllm_disagg.deployment.command_socket import ThresholdsSet, order
 from trtllm_disagg.errors import ConfigError, DisaggError
 
 Values = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    where.add_arguments(parser)
+    client.add_arguments(parser)
     parser.add_argument("--instance", metavar="ID", help="only this worker, hexadecimal (default: all)")
     for name in NAMES:
         parser.add_argument(
@@ -42,25 +39,11 @@ def run(args: argparse.Namespace) -> int:
     if args.run_dir is not None and args.namespace:
         raise ConfigError("--run-dir says where everything is; give no --namespace with it")
     instance = None if args.instance is None else _instance_id(args.instance)
-    up = where.describe_up(args.run_dir)
-    signer = where.signer(args.run_dir, args.key_file, os.environ)
-    try:
-        failed = asyncio.run(_set(up, args.namespace, signer, values, instance))
-        if up is not None and instance is None:
-            order(args.run_dir, ThresholdsSet(values))
-    except ConfigError:
-        raise
-    except DisaggError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 1 if failed else 0
 
+    async def change(workers: Workers, up: dict[str, Any] | None) -> int:
+        return min(1, await set_thresholds(workers, values, instance, print, _complain))
 
-async def _set(
-    up: dict[str, Any] | None, namespace: str | None, signer: Signer, values: Values, instance: int | None
-) -> int:
-    async with where.workers_of(up, namespace, signer) as workers:
-        return await set_thresholds(workers, values, instance, print, _complain)
+    return client.change_deployment(args, change, Set(values) if instance is None else None)
 
 
 async def set_thresholds(
@@ -77,7 +60,7 @@ async def set_thresholds(
     failed = 0
     for each in _meant(await all_workers(workers), values, instance):
         try:
-            answer = await workers.tell(each.endpoint_id, each.instance_id, Set(dict(values)))
+            answer = await workers.send(each.endpoint_id, each.instance_id, Set(dict(values)))
         except DisaggError as error:
             complain(f"error: {each}: {error}")
             failed += 1

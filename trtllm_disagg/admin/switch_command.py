@@ -1,11 +1,14 @@
-"""`trtllm-disagg switch`: flags, and where the deployment is."""
+"""`trtllm-disagg switch`: another strategy for a deployment that serves, without a failed request.
+
+A plan of what each worker has to become (`plan_switch`), then its steps in the one order in which no request fails: the
+new first stage comes, the frontend learns of it, then the old one leaves (`switch`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -14,30 +17,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.request import Request, urlopen
 
-import msgspec
-
-from trtllm_disagg.admin import where
-from trtllm_disagg.commands import SWITCHABLE, Command, Description, Signer, Switch, Told
+from trtllm_disagg.admin import client
+from trtllm_disagg.admin.client import Worker, Workers, all_workers
+from trtllm_disagg.commands import SWITCHABLE, Switch
 from trtllm_disagg.config.worker_config import Role, Strategy
-from trtllm_disagg.deployment.command_socket import Switched, order
-from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
-
-# Who has to become what, from what all workers say of themselves. Nothing is told to anybody here.
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    endpoint_id: str
-    instance_id: int
-    is_: Description
-
-    def __str__(self) -> str:
-        return f"{self.is_.role} {self.instance_id:x}"
+from trtllm_disagg.errors import ConfigError, StageTimeoutError
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchPlan:
-    """First all of `first` are told, then all of `second`. Telling somebody what it is already changes nothing, so
+    """First all of `first` are told, then all of `second`. Telling a worker what it is already changes nothing, so
     that a plan which was carried out by half is finished by making it anew.
     """
 
@@ -51,16 +40,6 @@ class SwitchPlan:
         return all(w.is_.strategy is self.to and w.is_.registered for w in self.first) and all(
             w.is_.strategy is self.to and not w.is_.registered for w in self.second
         )
-
-
-def worker(endpoint_id: str, instance_id: int, said: dict[str, Any]) -> Worker:
-    """Raises ConfigError for somebody who is no worker of ours."""
-    try:
-        return Worker(endpoint_id, instance_id, msgspec.convert(said, Description))
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"instance {instance_id:x} at {endpoint_id} is no trtllm-disagg worker: {error}"
-        ) from None
 
 
 def require_switchable(to: str) -> None:
@@ -82,7 +61,7 @@ def plan_switch(to: str, workers: Sequence[Worker]) -> SwitchPlan:
         raise ConfigError.bad_value(
             "--to",
             to,
-            f"a strategy whose workers are there; it needs prefill and decode, there are: {there} (at the usual "
+            f"a strategy that these workers can run; it needs prefill and decode, there are: {there} (at the usual "
             "endpoints of the namespace; none of their own by --endpoint or --next-endpoint)",
         )
     fixed = {w.is_.strategy for w in workers if w.is_.role is not Role.AGG} - set(SWITCHABLE)
@@ -111,19 +90,14 @@ def plan_switch(to: str, workers: Sequence[Worker]) -> SwitchPlan:
     return SwitchPlan(strategy, models[0], first, tuple(w for w in workers if w not in first))
 
 
-# Whether a frontend sends requests to a worker already: asked over HTTP, without a token being generated.
-
-
 POLL_SECONDS = 0.05
 _TIMEOUT_SECONDS = 5.0
 
 
-async def knows(url: str, model: str, instance_id: int) -> bool:
-    """It refuses a pin to a worker that it does not know, and else answers what it would do, and does nothing."""
-    return await asyncio.to_thread(_knows, url, model, instance_id)
-
-
 def _knows(url: str, model: str, instance_id: int) -> bool:
+    """Asked over HTTP, without a token being generated: a frontend refuses a pin to a worker that it does not know,
+    and else answers what it would do, and does nothing.
+    """
     # A model may be served under one of the two only.
     return any(
         _would_send(f"{url}/v1/{path}", {"model": model, "max_tokens": 1, **asked}, instance_id)
@@ -160,11 +134,11 @@ class HttpFrontend:
         self._url = url
 
     async def knows(self, model: str, instance_id: int) -> bool:
-        return await knows(self._url, model, instance_id)
+        return await asyncio.to_thread(_knows, self._url, model, instance_id)
 
 
 class UnknownFrontends:
-    """Nobody said where they are: they are given some time instead, from the first question on."""
+    """Their addresses are not known: they are given some time instead, from the first question on."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -176,24 +150,13 @@ class UnknownFrontends:
         return now - self._asked_at >= self._seconds
 
 
-# Carries out a plan, in the one order in which no request fails: who comes, then who leaves.
-
-
 Say = Callable[[str], None]
-
-
-class Workers(Protocol):
-    """`runtime.Controller`."""
-
-    async def workers(self) -> Sequence[Told]: ...
-
-    async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]: ...
 
 
 async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, say: Say) -> str:
     """The line that says what runs now.
 
-    Raises ConfigError before anybody was told anything. A DisaggError later, or the death of this process at any
+    Raises ConfigError before any worker was told anything. A DisaggError later, or the death of this process at any
     point, leaves a deployment that serves: in the old order, the new one, or both; the same call finishes it.
     """
     plan = plan_switch(to, await all_workers(workers))
@@ -201,21 +164,16 @@ async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, 
         return f"{plan.model} runs {plan.to} already: {_names(plan.first)} first"
     began = time.monotonic()
     for each in plan.first:
-        await workers.tell(each.endpoint_id, each.instance_id, Switch(plan.to.value))
+        await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to.value))
         say(f"{each} is a first stage under {plan.to}")
     await _known(plan, frontend, timeout)
     say(f"the frontend sends requests to {_names(plan.first)}")
     for each in plan.second:
-        await workers.tell(each.endpoint_id, each.instance_id, Switch(plan.to.value))
+        await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to.value))
         say(f"{each} is a second stage; it finishes its requests")
     left = await _finished(plan, workers, timeout)
     rest = f"; {left} requests still run on the old first stage" if left else ""
     return f"switched {plan.model} to {plan.to} in {time.monotonic() - began:.1f} s{rest}"
-
-
-async def all_workers(workers: Workers) -> list[Worker]:
-    """Raises ConfigError when somebody there is no worker of ours."""
-    return [worker(told.endpoint_id, told.instance_id, told.said) for told in await workers.workers()]
 
 
 async def _known(plan: SwitchPlan, frontend: Frontend, timeout: float) -> None:
@@ -257,7 +215,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="{" + ",".join(SWITCHABLE) + "}",
         help="the strategy to run from now on",
     )
-    where.add_arguments(parser)
+    client.add_arguments(parser)
     add(
         "--frontend",
         metavar="URL",
@@ -284,23 +242,12 @@ def run(args: argparse.Namespace) -> int:
     require_switchable(args.to)
     if args.run_dir is not None and (args.namespace or args.frontend):
         raise ConfigError("--run-dir says where everything is; give no --namespace and no --frontend with it")
-    up = where.describe_up(args.run_dir)
-    signer = where.signer(args.run_dir, args.key_file, os.environ)
-    try:
-        print(asyncio.run(_switch(args, up, signer)))
-        if up is not None:
-            order(args.run_dir, Switched(args.to))
-    except ConfigError:
-        raise
-    except DisaggError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
+    async def change(workers: Workers, up: dict[str, Any] | None) -> int:
+        print(await switch(workers, _frontend(args, up), args.to, args.timeout, _say))
+        return 0
 
-async def _switch(args: argparse.Namespace, up: dict[str, Any] | None, signer: Signer) -> str:
-    async with where.workers_of(up, args.namespace, signer) as workers:
-        return await switch(workers, _frontend(args, up), args.to, args.timeout, _say)
+    return client.change_deployment(args, change, Switch(args.to))
 
 
 def _frontend(args: argparse.Namespace, up: dict[str, Any] | None) -> Frontend:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -17,18 +16,24 @@ class Place(Enum):
     DECODE = "decode"
 
 
-@dataclass(slots=True)
 class Occupancy:
-    """What both engines have to do, as far as it matters to the next prompt."""
+    """What both engines have to do, as far as it matters to the next prompt, and the prompts that wait for it."""
 
-    #: Prompt tokens that each engine computes in one step.
-    budgets: dict[Place, int]
-    #: Rows of the decode engine's batch.
-    max_batch_size: int
-    #: Prompt tokens that each engine was given and has not answered yet.
-    unfinished: dict[Place, int] = field(default_factory=lambda: dict.fromkeys(Place, 0))
-    #: Answers that the decode engine has in hand; a prompt of its own and KV that it has yet to pull are among them.
-    rows: int = 0
+    def __init__(self, budgets: dict[Place, int], max_batch_size: int) -> None:
+        """`budgets`: prompt tokens that each engine computes in one step; the batch is the decode engine's."""
+        self._budgets, self._max_batch_size = budgets, max_batch_size
+        #: Prompt tokens that each engine was given and has not answered yet.
+        self.unfinished = dict.fromkeys(Place, 0)
+        #: Answers that the decode engine has in hand, among them its own prompts and KV that it has yet to pull.
+        self.rows = 0
+        self._waiting: deque[tuple[int, asyncio.Future[Place]]] = deque()
+
+    async def place(self, num_tokens: int) -> Place:
+        """Returns when an engine has room, first come first served; the prompt has started there then."""
+        turn: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_tokens, turn))
+        self._advance()
+        return await turn
 
     def place_for(self, num_tokens: int) -> Place | None:
         """None while both are busy. The prefill engine first: there no running answer waits for the prompt.
@@ -37,7 +42,7 @@ class Occupancy:
         """
         if self._has_room(Place.PREFILL, num_tokens):
             return Place.PREFILL
-        if self.rows < self.max_batch_size and self._has_room(Place.DECODE, num_tokens):
+        if self.rows < self._max_batch_size and self._has_room(Place.DECODE, num_tokens):
             return Place.DECODE
         return None
 
@@ -49,44 +54,23 @@ class Occupancy:
         """The prompt is done; one from the prefill engine goes to the decode engine now."""
         self.unfinished[place] -= num_tokens
         self.rows += place is Place.PREFILL
+        self._advance()
 
     def last_token(self) -> None:
         self.rows -= 1
+        self._advance()
 
     def _has_room(self, place: Place, num_tokens: int) -> bool:
         """It has no prompt, or only such that they all fit into a step."""
         unfinished = self.unfinished[place]
-        return not unfinished or unfinished + num_tokens <= self.budgets[place]
-
-
-class Line:
-    """Prompts that wait for an engine, first come first served."""
-
-    def __init__(self, occupancy: Occupancy) -> None:
-        self._occupancy = occupancy
-        self._waiting: deque[tuple[int, asyncio.Future[Place]]] = deque()
-
-    async def place(self, num_tokens: int) -> Place:
-        """Returns when an engine has room; the prompt has started there then."""
-        turn: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        self._waiting.append((num_tokens, turn))
-        self._advance()
-        return await turn
-
-    def first_token(self, place: Place, num_tokens: int) -> None:
-        self._occupancy.first_token(place, num_tokens)
-        self._advance()
-
-    def last_token(self) -> None:
-        self._occupancy.last_token()
-        self._advance()
+        return not unfinished or unfinished + num_tokens <= self._budgets[place]
 
     def _advance(self) -> None:
         while self._waiting:
             num_tokens, turn = self._waiting[0]
-            place = self._occupancy.place_for(num_tokens)
+            place = self.place_for(num_tokens)
             if place is None:
                 return
             self._waiting.popleft()
-            self._occupancy.start(place, num_tokens)
+            self.start(place, num_tokens)
             turn.set_result(place)

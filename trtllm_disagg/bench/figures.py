@@ -1,17 +1,20 @@
-"""What is measured (samples), and what a benchmark says in --json: a list of {figure, value, unit, target, ok}."""
+"""What is measured (samples, grids of numbers), and what a benchmark says of it (figures, sections of a report)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+
+from trtllm_disagg.bench.plot import Bars, Panel
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`ok` says whether `value` meets `target`; both are None for a figure without a target."""
+    """`ok` says whether `value` meets `target` (targets.py); both are None for a figure without a target."""
 
     figure: str
     value: float
@@ -22,22 +25,6 @@ class Figure:
     @property
     def missed(self) -> bool:
         return self.ok is False
-
-    def unjudged(self) -> Figure:
-        """Of a run that is too short to be held to a target."""
-        return replace(self, target=None, ok=None)
-
-
-def at_least(figure: str, value: float, unit: str, bound: float) -> Figure:
-    return Figure(figure, value, unit, f">= {bound:g}", bool(value >= bound))
-
-
-def at_most(figure: str, value: float, unit: str, bound: float) -> Figure:
-    return Figure(figure, value, unit, f"<= {bound:g}", bool(value <= bound))
-
-
-def exactly(figure: str, value: float, unit: str, wanted: float) -> Figure:
-    return Figure(figure, value, unit, f"== {wanted:g}", bool(value == wanted))
 
 
 def to_json(figures: Iterable[Figure]) -> str:
@@ -70,3 +57,74 @@ class Sample:
 def paired_ratio(numerators: Iterable[float], denominators: Iterable[float], factor: float = 1.0) -> Sample:
     """Each measurement over its neighbour in time, so that a slow minute weighs on both."""
     return Sample.of((a / b for a, b in zip(numerators, denominators, strict=True)), factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Of a grid. What has no `unit` is shown, and is no figure."""
+
+    name: str
+    unit: str = ""
+    form: str = ".2f"
+    header: str = ""
+    is_plotted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table of which every number is a figure."""
+
+    title: str
+    #: Headers of what names a row.
+    labels: tuple[str, ...]
+    columns: Sequence[Column]
+    #: Numbers, or texts, by a row's names and a column's.
+    rows: Mapping[Any, Mapping[str, Any]]
+    #: A figure's name: a row's names by their place, and {column}.
+    naming: str
+
+    @property
+    def figures(self) -> list[Figure]:
+        return [
+            Figure(self.naming.format(*row, column=column.name), float(cells[column.name]), column.unit)
+            for row, cells in self.rows.items()
+            for column in self.columns
+            if column.unit and column.name in cells
+        ]
+
+    @property
+    def panels(self) -> list[Panel]:
+        """Bars in groups by a row's first name, a color for each of its last."""
+        return [
+            Bars(f"{self.title}: {c.header or c.name}", self._heights(c))
+            for c in self.columns
+            if c.is_plotted
+        ]
+
+    def _heights(self, column: Column) -> dict[str, dict[str, float]]:
+        heights: dict[str, dict[str, float]] = {}
+        for row, cells in self.rows.items():
+            color = row[-1] if len(row) > 1 else ""
+            heights.setdefault(color, {})[row[0]] = float(cells[column.name])
+        return heights
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a report: tables, remarks, and the figures that stand in no table."""
+
+    title: str = ""
+    grids: Sequence[Grid] = ()
+    remarks: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    panels: Sequence[Panel] = ()
+    #: False where a target would mean nothing: other processes had the cores, or the run was too short.
+    is_judged: bool = True
+
+    @property
+    def every_figure(self) -> list[Figure]:
+        return [*(figure for grid in self.grids for figure in grid.figures), *self.figures]
+
+    @property
+    def every_panel(self) -> list[Panel]:
+        return [*(panel for grid in self.grids for panel in grid.panels), *self.panels]

@@ -15,15 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-
-from trtllm_disagg.bench.figures import Figure, Sample, at_least, at_most, paired_ratio
+from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
 from trtllm_disagg.bench.http_client import Answer, BadAnswerError, Connection, ask_all, completion_request
 from trtllm_disagg.bench.machine import cpu_seconds
 from trtllm_disagg.bench.models import weightless_model
-from trtllm_disagg.bench.plot import Bars
-from trtllm_disagg.bench.report import Say, add_output_arguments, run_benchmark, table
+from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
 from trtllm_disagg.deployment.limits import look_at_limits
 from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
@@ -31,49 +27,28 @@ from trtllm_disagg.deployment.run_dir import scratch_directory
 
 T = TypeVar("T")
 BASELINE: Strategy = "router"
-#: What a worker-side order may cost beside the baseline, and one token that a worker relays.
-MAX_TTFT_MS, MIN_THROUGHPUT, MAX_CPU_US = 1.0, 0.9, 30.0
 _WORKER_SIDE = ("prefill_first", "decode_first")
-#: The worker that a worker-side order sends tokens through a second time.
-_RELAYS = {"prefill_first": "prefill"}
 _MODEL = "recording"
 _PROMPT_TOKENS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """Of the table: the attribute of Round, its header, unit and format."""
-
-    name: str
-    header: str
-    unit: str
-    form: str
-
-
-COLUMNS = (
-    Column("ttft", "TTFT\nms", "ms", ".2f"),
-    Column("itl", "ITL\nms", "ms", ".3f"),
-    Column("throughput", "tok/s", "tok/s", ".0f"),
-    Column("ttft_together", "TTFT ms,\nmany", "ms", ".1f"),
-    Column("chunks", "chunks\n/token", "chunks/token", ".2f"),
+_COLUMNS = (
+    Column("ttft", "ms", ".2f", "TTFT\nms", is_plotted=True),
+    Column("itl", "ms", ".3f", "ITL\nms", is_plotted=True),
+    Column("throughput", "tok/s", ".0f", "tok/s", is_plotted=True),
+    Column("ttft_together", "ms", ".1f", "TTFT ms,\nmany", is_plotted=True),
+    Column("chunks", "chunks/token", ".2f", "chunks\n/token"),
+    Column("CPU", header="CPU\nus/token"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
-    strategies = list(STRATEGIES)
-    parser.add_argument(
-        "--strategy", choices=strategies, nargs="+", default=strategies, help="(default: all)"
-    )
-    for flag, metavar, default, what in (
-        ("--rounds", "N", 24, ""),
-        ("--concurrency", "N", 32, ""),
-        ("--tokens-per-step", "N", 1, "ready at once in the engine "),
-        ("--step-ms", "MS", 0.0, "between two steps; 0: at once "),
-    ):
-        parser.add_argument(
-            flag, type=type(default), default=default, metavar=metavar, help=f"{what}(default: %(default)s)"
-        )
+    add_choice(parser, "--strategy", STRATEGIES)
+    add_number(parser, "--rounds", 24)
+    add_number(parser, "--concurrency", 32)
+    add_number(parser, "--tokens-per-step", 1, "ready at once in the engine")
+    add_number(parser, "--step-ms", 0.0, "between two steps; 0: at once")
     parser.add_argument(
         "--quick", action="store_true", help="two small rounds: shows that all works, measures little"
     )
@@ -130,13 +105,11 @@ class Outcome:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0. Raises BadAnswerError when an answer is not whole, or differs between two orders."""
-
-    def figures(outcomes: Sequence[Outcome]) -> list[Figure]:
-        found = figures_of(outcomes)
-        return [figure.unjudged() for figure in found] if args.quick else found
-
     run_benchmark(
-        "overhead", args, lambda say: asyncio.run(_measure(args, say)), figures, print_tables, panels_of
+        "overhead",
+        args,
+        lambda say: asyncio.run(_measure(args, say)),
+        lambda outcomes: [section_of(outcomes, is_judged=not args.quick)],
     )
     return 0
 
@@ -158,7 +131,7 @@ async def _measure(args: argparse.Namespace, say: Say) -> list[Outcome]:
             texts: set[str] = set()
             for number in range(rounds):
                 say(f"round {number + 1} of {rounds}")
-                # Whose turn is first changes as well.
+                # Another order is first each time.
                 turn = number % len(subjects)
                 for subject in [*subjects[turn:], *subjects[:turn]]:
                     texts.add(await subject.measure(asked))
@@ -252,48 +225,41 @@ def _median(answers: list[Answer], quantity: Callable[[Answer], float]) -> float
     return Sample.of(quantity(answer) for answer in answers).median
 
 
-def figures_of(outcomes: Sequence[Outcome]) -> list[Figure]:
-    figures = []
-    for outcome in outcomes:
-        name = outcome.strategy
-        figures += [Figure(f"{name} {c.name}", outcome.sample(c.name).median, c.unit) for c in COLUMNS]
-        for role in outcome.roles:
-            cpu = f"{name} {role} worker CPU per token", outcome.cpu(role).median, "us"
-            figures.append(at_most(*cpu, MAX_CPU_US) if _RELAYS.get(name) == role else Figure(*cpu))
-    baseline = next((outcome for outcome in outcomes if outcome.strategy == BASELINE), None)
-    for outcome in outcomes if baseline else ():
-        if baseline and outcome.strategy in _WORKER_SIDE:
-            figures += _against(outcome, baseline)
-    return figures
+def section_of(outcomes: Sequence[Outcome], *, is_judged: bool = True) -> Section:
+    """The table fits a terminal of 80 columns."""
+    grid = Grid(
+        "An engine that costs nothing (no real tokens), medians of paired rounds",
+        ("order",),
+        _COLUMNS,
+        {(outcome.strategy,): _cells(outcome) for outcome in outcomes},
+        "{0} {column}",
+    )
+    cpu = [
+        Figure(f"{outcome.strategy} {role} worker CPU per token", outcome.cpu(role).median, "us")
+        for outcome in outcomes
+        for role in outcome.roles
+    ]
+    beside = [
+        figure
+        for baseline in outcomes
+        if baseline.strategy == BASELINE
+        for outcome in outcomes
+        if outcome.strategy in _WORKER_SIDE
+        for figure in _against(outcome, baseline)
+    ]
+    return Section(
+        f"Workers, and orders beside {BASELINE}", [grid], figures=cpu + beside, is_judged=is_judged
+    )
+
+
+def _cells(outcome: Outcome) -> dict[str, float | str]:
+    cpu = "\n".join(f"{role} {outcome.cpu(role).median:.0f}" for role in outcome.roles)
+    return {"CPU": cpu} | {c.name: outcome.sample(c.name).median for c in _COLUMNS if c.unit}
 
 
 def _against(outcome: Outcome, baseline: Outcome) -> list[Figure]:
     name, against = outcome.strategy, baseline.strategy
-    slower = outcome.difference("ttft", baseline).median
-    share = outcome.ratio("throughput", baseline).median
     return [
-        at_most(f"{name} TTFT - {against}", slower, "ms", MAX_TTFT_MS),
-        at_least(f"{name} tok/s / {against}", share, "x", MIN_THROUGHPUT),
-    ]
-
-
-def print_tables(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """The table fits a terminal of 80 columns."""
-    headers = ("order", *(f">{column.header}" for column in COLUMNS), "CPU\nus/token")
-    title = "An engine that costs nothing (no real tokens), medians of paired rounds"
-    shown = table(title, headers, SIMPLE_HEAD)
-    for outcome in outcomes:
-        cells = [format(outcome.sample(column.name).median, column.form) for column in COLUMNS]
-        cpu = "\n".join(f"{role} {outcome.cpu(role).median:.0f}" for role in outcome.roles)
-        shown.add_row(outcome.strategy, *cells, cpu)
-    console.print(shown)
-
-
-def panels_of(outcomes: Sequence[Outcome]) -> list[Bars]:
-    return [
-        Bars(
-            column.header.replace("\n", " "),
-            {outcome.strategy: {"": outcome.sample(column.name).median} for outcome in outcomes},
-        )
-        for column in COLUMNS
+        Figure(f"{name} TTFT - {against}", outcome.difference("ttft", baseline).median, "ms"),
+        Figure(f"{name} tok/s / {against}", outcome.ratio("throughput", baseline).median, "x"),
     ]

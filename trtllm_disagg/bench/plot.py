@@ -79,7 +79,8 @@ def draw(panels: Sequence[Panel], heading: str, path: Path) -> None:
         axis.set_title(panel.title, fontsize=10)
         axis.tick_params(labelsize=8)
         axis.set_ylim(0, 1.35 * axis.get_ylim()[1])  # room for the legend
-        axis.legend(fontsize=7)
+        if any(axis.get_legend_handles_labels()[1]):
+            axis.legend(fontsize=7)
     figure.suptitle(heading, x=0.01, ha="left", fontsize=13)
     figure.savefig(path, format="png", dpi=110)
     pyplot.close(figure)

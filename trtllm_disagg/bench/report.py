@@ -10,13 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from rich.box import HEAVY_HEAD, Box
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from trtllm_disagg.bench.figures import Figure, to_json
+from trtllm_disagg.bench.figures import Column, Figure, Grid, Section, to_json
 from trtllm_disagg.bench.machine import describe_machine, load
-from trtllm_disagg.bench.plot import Panel, draw, require_matplotlib
+from trtllm_disagg.bench.plot import draw, require_matplotlib
+from trtllm_disagg.bench.targets import judged
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 
 NOT_JUDGED = "No target is judged: for that the run is too short, or compares too little."
 _VERDICTS = {True: "met", False: "missed", None: ""}
@@ -32,13 +34,20 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a PNG; needs matplotlib")
 
 
+def add_choice(parser: argparse.ArgumentParser, flag: str, choices: Iterable[str], help: str = "") -> None:
+    """One or more of them, all unless told otherwise."""
+    every = list(choices)
+    told = f"{help} (default: all)".strip()
+    parser.add_argument(flag, choices=every, nargs="+", default=every, help=told)
+
+
+def add_number(parser: argparse.ArgumentParser, flag: str, default: float, help: str = "") -> None:
+    told, metavar = f"{help} (default: %(default)s)".strip(), "N" if isinstance(default, int) else "X"
+    parser.add_argument(flag, type=type(default), default=default, metavar=metavar, help=told)
+
+
 def run_benchmark(
-    name: str,
-    args: argparse.Namespace,
-    measure: Callable[[Say], T],
-    figures_of: Callable[[T], Sequence[Figure]],
-    print_tables: Callable[[Console, T], None],
-    panels_of: Callable[[T], Sequence[Panel]],
+    name: str, args: argparse.Namespace, measure: Callable[[Say], T], report: Callable[[T], Sequence[Section]]
 ) -> T:
     """Measures once and says it as --json and --plot ask for. Raises ConfigError before, not after, measuring."""
     if args.plot is not None:
@@ -46,40 +55,77 @@ def run_benchmark(
     before = load()
     with Progress(name) as progress:
         measured = measure(progress.say)
-    figures = figures_of(measured)
+    sections = report(measured)
     if args.json:
-        print(to_json(figures))
+        print(to_json(figures_of(sections)))
     else:
         console = wide_console()
-        console.print(f"{describe_machine()}; load {before:.1f} before, {load():.1f} after")
-        print_tables(console, measured)
-        print_verdicts(console, figures)
+        console.print(
+            f"{describe_machine()}, CPU level {this_cpu()}; load {before:.1f} before, {load():.1f} after"
+        )
+        print_report(console, sections)
     if args.plot is not None:
-        draw(panels_of(measured), f"trtllm-disagg bench {name}", args.plot)
+        panels = [panel for section in sections for panel in section.every_panel]
+        draw(panels, f"trtllm-disagg bench {name}", args.plot)
     return measured
 
 
-def print_verdicts(console: Console, figures: Sequence[Figure]) -> None:
-    judged = [figure for figure in figures if figure.ok is not None]
-    if not judged:
+def figures_of(sections: Iterable[Section]) -> list[Figure]:
+    return [
+        judged(figure) if section.is_judged else figure
+        for section in sections
+        for figure in section.every_figure
+    ]
+
+
+def print_report(console: Console, sections: Sequence[Section]) -> None:
+    """Tables, then all that has a target: how many are met."""
+    for section in sections:
+        for grid in section.grids:
+            console.print(_grid(grid))
+        for remark in section.remarks:
+            console.print(remark)
+        if section.figures:
+            console.print(_figures(section.title, section.figures))
+    with_target = [figure for figure in figures_of(sections) if figure.target]
+    if not with_target:
         console.print(NOT_JUDGED)
         return
-    console.print(figures_table("Targets", judged))
-    met = sum(bool(figure.ok) for figure in judged)
-    console.print(f"{met} of {len(judged)} targets are met.")
+    console.print(_figures("Targets", with_target))
+    met = sum(bool(figure.ok) for figure in with_target)
+    console.print(f"{met} of {len(with_target)} targets are met.")
 
 
-def figures_table(title: str, figures: Iterable[Figure]) -> Table:
-    shown = table(title, ("figure", ">value", "unit", "target", ""))
+def _grid(grid: Grid) -> Table:
+    headers = (*grid.labels, *(f">{column.header or column.name}" for column in grid.columns))
+    shown, group = _table(grid.title, headers), ""
+    for names, cells in grid.rows.items():
+        if group not in ("", names[0]) and len(names) > 1:
+            shown.add_section()
+        start, group = "" if len(names) > 1 and group == names[0] else names[0], names[0]
+        shown.add_row(
+            start, *names[1:], *(_shown(cells.get(column.name, ""), column) for column in grid.columns)
+        )
+    return shown
+
+
+def _shown(number: float | str, column: Column) -> str:
+    if isinstance(number, str):
+        return number
+    return format(number, column.form) + ("x" if column.unit == "x" else "")
+
+
+def _figures(title: str, figures: Iterable[Figure]) -> Table:
+    shown = _table(title, ("figure", ">value", "unit", "target", ""))
     for figure in figures:
         value = f"{float(f'{figure.value:.4g}'):g}"
         shown.add_row(figure.figure, value, figure.unit, figure.target or "", _VERDICTS[figure.ok])
     return shown
 
 
-def table(title: str, headers: Iterable[str], box: Box = HEAVY_HEAD) -> Table:
+def _table(title: str, headers: Iterable[str]) -> Table:
     """A header that starts with > is of numbers, which stand to the right."""
-    shown = Table(title=title, title_justify="left", box=box, pad_edge=box is HEAVY_HEAD)
+    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for header in headers:
         is_number = header.startswith(">")
         shown.add_column(

@@ -9,34 +9,34 @@ import argparse
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import groupby, zip_longest
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from trtllm_disagg.bench.driving import Measures, Trace, drive, mismatched_tokens
-from trtllm_disagg.bench.figures import Figure, Sample, at_least, at_most, exactly, paired_ratio
+from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
 from trtllm_disagg.bench.machine import two_cores
 from trtllm_disagg.bench.models import NANOGPT_DIRECTORY, random_checkpoint, vocab_size
-from trtllm_disagg.bench.plot import Bars
-from trtllm_disagg.bench.report import Say, add_output_arguments, run_benchmark, table
-from trtllm_disagg.bench.servers import DISAGGREGATED, MODES, Bench, Server, start_servers
+from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
+from trtllm_disagg.bench.servers import DISAGG, DISAGGREGATED, MODES, Bench, Server, start_servers
 from trtllm_disagg.bench.workloads import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
 from trtllm_disagg.kv_transfer.transports import ON_ONE_HOST
 from trtllm_disagg.model_directory import model_directory
 
-#: Header, attribute of Measures, unit, format.
 _COLUMNS = (
-    ("wall s", "wall", "s", ".3f"),
-    ("gen tok/s", "throughput", "tok/s", ".0f"),
-    ("TTFT ms", "ttft", "ms", ".1f"),
-    ("TTFT p99", "ttft_p99", "ms", ".1f"),
-    ("ITL p99 ms", "itl_p99", "ms", ".1f"),
-    ("latency ms", "latency", "ms", ".1f"),
+    Column("wall", "s", ".3f", "wall s"),
+    Column("throughput", "tok/s", ".0f", "gen tok/s", is_plotted=True),
+    Column("ttft", "ms", ".1f", "TTFT ms", is_plotted=True),
+    Column("ttft_p99", "ms", ".1f", "TTFT p99"),
+    Column("itl_p99", "ms", ".1f", "ITL p99 ms", is_plotted=True),
+    Column("latency", "ms", ".1f", "latency ms"),
 )
-_RATIOS = {"throughput": "throughput", "TTFT": "ttft", "ITL p99": "itl_p99", "latency": "latency"}
+_RATIOS = (
+    Column("throughput", "x", ".2f"),
+    Column("ttft", "x", ".2f", "TTFT"),
+    Column("itl_p99", "x", ".2f", "ITL p99"),
+    Column("latency", "x", ".2f"),
+)
 #: The post's strongest scenario: its ratios are to be beaten, at any size.
 _TARGET = "long_prompts"
 
@@ -55,10 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["seed"],
         help="prompts as in the post, or up to 1k or 4k tokens, which takes minutes (default: %(default)s)",
     )
-    names = [scenario.name for scenario in SEED_SCENARIOS]
-    parser.add_argument("--scenario", choices=names, nargs="+", default=names, help="(default: all)")
-    parser.add_argument("--mode", choices=MODES, nargs="+", default=list(MODES), help="(default: all)")
-    parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="(default: %(default)s)")
+    add_choice(parser, "--scenario", [scenario.name for scenario in SEED_SCENARIOS])
+    add_choice(parser, "--mode", MODES)
+    add_number(parser, "--repetitions", 5)
     parser.add_argument("--transport", choices=ON_ONE_HOST, default="NIXL", help="(default: %(default)s)")
 
 
@@ -91,12 +90,12 @@ class Outcome:
         return f"{self.scale} {self.scenario.name}"
 
     @property
-    def monolithic(self) -> list[str]:
-        return [mode for mode in self.measures if mode not in DISAGGREGATED]
-
-    @property
-    def disaggregated(self) -> list[str]:
-        return [mode for mode in self.measures if mode in DISAGGREGATED]
+    def pairs(self) -> list[tuple[str, str]]:
+        """Each disaggregated mode with each monolithic one."""
+        modes = [mode for mode in self.measures if mode in DISAGGREGATED]
+        return [
+            (mode, against) for against in self.measures if against not in DISAGGREGATED for mode in modes
+        ]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         model = model_directory(args.model) if args.model else random_checkpoint(NANOGPT_DIRECTORY)
         return [outcome for name in args.scale for outcome in measure(SCALES[name], model, args, say)]
 
-    outcomes = run_benchmark("scenarios", args, measure_all, figures_of, print_tables, panels_of)
+    outcomes = run_benchmark("scenarios", args, measure_all, report_of)
     return 1 if any(outcome.mismatches for outcome in outcomes) else 0
 
 
@@ -128,14 +127,9 @@ def measure(scale: Scale, model: Path, args: argparse.Namespace, say: Say) -> li
 
 
 def _repeat(
-    scale: Scale,
-    scenario: Scenario,
-    servers: dict[str, Server],
-    vocabulary: int,
-    repetitions: int,
-    say: Say,
+    scale: Scale, scenario: Scenario, servers: dict[str, Server], vocabulary: int, repetitions: int, say: Say
 ) -> Outcome:
-    """Modes take turns, and whose turn is first changes as well."""
+    """Modes take turns, and another one is first each time."""
     outcome = Outcome(scale.name, scenario, {mode: [] for mode in servers})
     say(f"{scale.name} {scenario.name}: warming up")
     warm_up = scenario.warm_up
@@ -155,97 +149,72 @@ def _repeat(
     return outcome
 
 
-def figures_of(outcomes: Sequence[Outcome]) -> list[Figure]:
-    figures = [figure for outcome in outcomes for figure in _figures_of_one(outcome)]
-    mismatches = sum(outcome.mismatches for outcome in outcomes)
-    return [*figures, exactly("token mismatches", mismatches, "tokens", 0)]
-
-
-def _figures_of_one(outcome: Outcome) -> list[Figure]:
-    """The targets are for the better one of the disaggregated modes, against each monolithic one."""
-    name = outcome.name
-    figures = [
-        Figure(f"{name} {mode} {column}", outcome.sample(mode, column).median, unit)
-        for mode in outcome.measures
-        for _, column, unit, _ in _COLUMNS
-    ]
-    for against in outcome.monolithic if outcome.disaggregated else ():
-        figures += [
-            Figure(f"{name} {column} {mode}/{against}", outcome.ratio(mode, against, column), "x")
-            for mode in outcome.disaggregated
-            for column in _RATIOS.values()
-        ]
-        if outcome.scenario.name == _TARGET:
-            figures += _best_figures(outcome, against)
-    return figures
-
-
-def _best_figures(outcome: Outcome, against: str) -> list[Figure]:
-    def ratios(column: str) -> list[float]:
-        return [outcome.ratio(mode, against, column) for mode in outcome.disaggregated]
-
-    seed, pair = SEED_RATIOS[outcome.scenario.name], f"best disaggregated/{against}"
-    throughput, ttft = max(ratios("throughput")), min(ratios("ttft"))
-    return [
-        at_least(f"{outcome.name} throughput {pair}", throughput, "x", seed.throughput),
-        at_most(f"{outcome.name} ttft {pair}", ttft, "x", seed.ttft),
-    ]
-
-
-def print_tables(console: Console, outcomes: Sequence[Outcome]) -> None:
-    for mode in outcomes[0].measures:
-        console.print(f"  {mode}: {MODES[mode].help}")
-    for scale, group in groupby(outcomes, key=lambda outcome: outcome.scale):
-        of_scale = list(group)
-        console.print(_results(scale, of_scale))
-        if of_scale[0].disaggregated and of_scale[0].monolithic:
-            console.print(_ratios(scale, of_scale))
+def report_of(outcomes: Sequence[Outcome]) -> list[Section]:
     mismatches = sum(outcome.mismatches for outcome in outcomes)
     compared = sum(outcome.compared for outcome in outcomes)
-    console.print(f"{mismatches} of {compared} tokens differ between modes.")
+    modes = [f"  {mode}: {MODES[mode].help}" for mode in outcomes[0].measures]
+    by_scale = groupby(outcomes, key=lambda outcome: outcome.scale)
+    return [
+        Section(remarks=modes),
+        *(_section_of(scale, list(group)) for scale, group in by_scale),
+        Section(
+            "Tokens that differ between modes",
+            figures=[Figure("token mismatches", mismatches, "tokens")],
+            remarks=[f"{mismatches} of {compared} tokens differ between modes."],
+        ),
+    ]
 
 
-def _results(scale: str, outcomes: Sequence[Outcome]) -> Table:
+def _section_of(scale: str, outcomes: Sequence[Outcome]) -> Section:
     chunk, whole = SCALES[scale].chunk, SCALES[scale].whole_prompt
     title = f"Scale {scale}: chunks of {chunk} prompt tokens a step, or {whole} where no prompt is cut"
-    shown = table(title, ("scenario", "mode", *(f">{header}" for header, *_ in _COLUMNS), ">spread"))
-    for outcome in outcomes:
-        for label, mode in zip_longest(outcome.scenario.labels, outcome.measures, fillvalue=""):
-            shown.add_row(label, mode, *(_cells(outcome, mode) if mode else ()))
-        shown.add_section()
-    return shown
-
-
-def _cells(outcome: Outcome, mode: str) -> list[str]:
-    values = [format(outcome.sample(mode, column).median, form) for _, column, _, form in _COLUMNS]
-    return [*values, f"±{outcome.sample(mode, 'wall').spread / 2:.0%}"]
-
-
-def _ratios(scale: str, outcomes: Sequence[Outcome]) -> Table:
-    headers = ("scenario", "against", "mode", *(f">{header}" for header in _RATIOS))
-    shown = table(f"Scale {scale}: disaggregated / monolithic, in pairs", headers)
-    for outcome in outcomes:
-        seed = SEED_RATIOS[outcome.scenario.name]
-        post = (f"{seed.throughput:.2f}x", f"{seed.ttft:.2f}x", "", f"{seed.latency:.2f}x")
-        shown.add_row(outcome.scenario.name, "the post's", "", *post)
-        for against in outcome.monolithic:
-            for number, mode in enumerate(outcome.disaggregated):
-                cells = [f"{outcome.ratio(mode, against, column):.2f}x" for column in _RATIOS.values()]
-                shown.add_row("", "" if number else against, mode, *cells)
-        shown.add_section()
-    return shown
-
-
-def panels_of(outcomes: Sequence[Outcome]) -> list[Bars]:
-    titles = {"throughput": "gen tok/s", "ttft": "TTFT ms", "itl_p99": "ITL p99 ms"}
-    return [
-        Bars(
-            f"{scale}: {title}",
-            {
-                mode: {o.scenario.name: o.sample(mode, column).median for o in outcomes if o.scale == scale}
-                for mode in outcomes[0].measures
-            },
+    rows = {(o.scenario.name, mode): _cells(o, mode) for o in outcomes for mode in o.measures}
+    grids = [
+        Grid(
+            title,
+            ("scenario", "mode"),
+            (*_COLUMNS, Column("spread", form=".0%")),
+            rows,
+            f"{scale} {{0}} {{1}} {{column}}",
         )
-        for scale in dict.fromkeys(outcome.scale for outcome in outcomes)
-        for column, title in titles.items()
     ]
+    if any(outcome.pairs for outcome in outcomes):
+        title = f"Scale {scale}: disaggregated / monolithic, in pairs"
+        ratios = {row: cells for outcome in outcomes for row, cells in _ratio_rows(outcome).items()}
+        grids.append(
+            Grid(
+                title,
+                ("scenario", "against", "mode"),
+                _RATIOS,
+                ratios,
+                f"{scale} {{0}} {{column}} {{2}}/{{1}}",
+            )
+        )
+    best = [figure for outcome in outcomes if outcome.scenario.name == _TARGET for figure in _best(outcome)]
+    return Section(
+        "The better one of the disaggregated modes", grids, [o.scenario.sizes for o in outcomes], best
+    )
+
+
+def _cells(outcome: Outcome, mode: str) -> dict[str, float]:
+    cells = {column.name: outcome.sample(mode, column.name).median for column in _COLUMNS}
+    return cells | {"spread": outcome.sample(mode, "wall").spread / 2}
+
+
+def _ratio_rows(outcome: Outcome) -> dict[tuple[str, str, str], dict[str, float]]:
+    """The post's own come first: its only two modes."""
+    name, post = outcome.scenario.name, SEED_RATIOS[outcome.scenario.name]
+    return {(name, "the post's", DISAGG): asdict(post)} | {
+        (name, against, mode): {column.name: outcome.ratio(mode, against, column.name) for column in _RATIOS}
+        for mode, against in outcome.pairs
+    }
+
+
+def _best(outcome: Outcome) -> list[Figure]:
+    figures = []
+    for against in dict.fromkeys(against for _, against in outcome.pairs):
+        modes = [mode for mode, other in outcome.pairs if other == against]
+        for column, better in (("throughput", max), ("ttft", min)):
+            ratio = better(outcome.ratio(mode, against, column) for mode in modes)
+            figures.append(Figure(f"{outcome.name} {column} best disaggregated/{against}", ratio, "x"))
+    return figures

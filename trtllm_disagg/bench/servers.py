@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from trtllm_disagg.bench.conditional import Line, Occupancy, Place
+from trtllm_disagg.bench.conditional import Occupancy, Place
 from trtllm_disagg.bench.workloads import Scale
 from trtllm_disagg.embedded import LLM, DisaggregatedParams, SamplingParams
 
@@ -78,17 +78,17 @@ class Conditional:
             Place.PREFILL: self._disaggregated,
             Place.DECODE: Monolithic(decode),
         }
-        self._line = Line(occupancy)
+        self._occupancy = occupancy
 
     async def answer(self, prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
-        place = await self._line.place(len(prompt))
+        place = await self._occupancy.place(len(prompt))
         answer = self._servers[place].answer(prompt, sampling)
         first = await anext(answer)
-        self._line.first_token(place, len(prompt))
+        self._occupancy.first_token(place, len(prompt))
         yield first
         async for tokens in answer:
             yield tokens
-        self._line.last_token()
+        self._occupancy.last_token()
 
     def close(self) -> None:
         self._disaggregated.close()
@@ -152,13 +152,9 @@ MODES = {
         lambda bench: bench.monolithic(bench.scale.chunk, 2),
     ),
     "mono-2t-whole": Mode(
-        "the same, but no prompt is ever cut",
-        lambda bench: bench.monolithic(bench.scale.whole_prompt, 2),
+        "the same, but no prompt is ever cut", lambda bench: bench.monolithic(bench.scale.whole_prompt, 2)
     ),
-    "mono-1t": Mode(
-        "one engine, one thread, chunks",
-        lambda bench: bench.monolithic(bench.scale.chunk, 1),
-    ),
+    "mono-1t": Mode("one engine, one thread, chunks", lambda bench: bench.monolithic(bench.scale.chunk, 1)),
     DISAGG: Mode(
         "a prefill and a decode engine, one thread each, whole prompts, KV moved between them",
         lambda bench: bench.disaggregated(),

@@ -9,58 +9,35 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
-from trtllm_disagg.bench.figures import Figure, Sample, at_least, paired_ratio
+from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
 from trtllm_disagg.bench.kv_ends import SHAPES, KvShape, connected
-from trtllm_disagg.bench.plot import Bars
 from trtllm_disagg.bench.raw_copy import Memcpy, MemcpyBlocks, ProcessVmReadv
-from trtllm_disagg.bench.report import Say, add_output_arguments, run_benchmark, table
+from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.kv_transfer.transports import ON_ONE_HOST
 
-#: Percent of memcpy that a pull should reach.
-TARGETS = {"contiguous": 85.0, "scattered": 65.0}
-PATTERNS = tuple(TARGETS)
-#: Percent of the bare system call, for the transport that is built on it: on some CPUs that is far from memcpy.
-READV_TARGET = 95.0
-BUILT_ON_READV = "NIXL"
+PATTERNS = ("contiguous", "scattered")
 MEMCPY = "memcpy"
 ONE_BLOCK = "pull of 1 block"
 NO_BLOCK = "pull of 0 blocks"
 
 
-def pull_of(pattern: str) -> str:
-    return f"pull, {pattern}"
-
-
 def memcpy_of(pattern: str) -> str:
-    return f"memcpy of the blocks, {pattern}"
+    return f"memcpy of the blocks {pattern}"
 
 
 def readv_of(pattern: str) -> str:
-    return f"process_vm_readv, {pattern}"
+    return f"process_vm_readv {pattern}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="(default: %(default)s)")
-    parser.add_argument(
-        "--transport",
-        choices=ON_ONE_HOST,
-        nargs="+",
-        default=list(ON_ONE_HOST),
-        help="(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--shape",
-        choices=SHAPES,
-        nargs="+",
-        default=list(SHAPES),
-        help="whose KV: layers and heads of Llama-3.1-8B, of Qwen2.5-0.5B (default: %(default)s)",
+    add_number(parser, "--rounds", 15)
+    add_choice(parser, "--transport", ON_ONE_HOST)
+    add_choice(
+        parser, "--shape", SHAPES, "the KV of a model: layers and heads of Llama-3.1-8B, of Qwen2.5-0.5B"
     )
 
 
@@ -71,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
         "transfer",
         args,
         lambda say: [time_pulls(backend, shape, args.rounds, say) for backend, shape in pairs],
-        lambda results: [figure for times in results for figure in figures_of(times)],
-        print_tables,
-        panels_of,
+        lambda results: [section_of(times) for times in results],
     )
     return 0
 
@@ -121,7 +96,7 @@ def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say) -> PullTimes
             raw = ProcessVmReadv(pid, pool_address, receiver.pool.data_ptr(), ranges[pattern])
             timed[memcpy_of(pattern)] = _timer(MemcpyBlocks(shape, ranges[pattern]))
             timed[readv_of(pattern)] = _timer(raw)
-            timed[pull_of(pattern)] = lambda p=pattern: receiver.pull(remote[p], local[p])  # type: ignore[misc]
+            timed[pattern] = lambda p=pattern: receiver.pull(remote[p], local[p])  # type: ignore[misc]
         timed[ONE_BLOCK] = lambda: receiver.pull([3], [5])
         timed[NO_BLOCK] = lambda: receiver.pull([], [])
         seconds: dict[str, list[float]] = {name: [] for name in timed}
@@ -147,67 +122,50 @@ def _timer(copy: Callable[[], None]) -> Callable[[], float]:
     return timed
 
 
-def figures_of(times: PullTimes) -> list[Figure]:
-    name = times.name
-    return [
-        Figure(f"{name} memcpy rate", times.rate(MEMCPY).median, "GiB/s"),
-        *(figure for pattern in PATTERNS for figure in _pattern_figures(times, pattern)),
-        Figure(f"{name} blocks per request", times.shape.prompt_blocks, "blocks"),
-        Figure(f"{name} one block", times.milliseconds(ONE_BLOCK), "ms"),
-        Figure(f"{name} control round trip", times.milliseconds(NO_BLOCK), "ms"),
-        Figure(f"{name} first pull", 1000 * times.first, "ms"),
-    ]
+_COLUMNS = (
+    Column("rate", "GiB/s", header="GiB/s", is_plotted=True),
+    Column("share of memcpy", "%", ".0f", "% of memcpy"),
+    Column("share of process_vm_readv", "%", ".0f", "% of readv"),
+    Column("spread", form=".0%"),
+    Column("descriptors per request", "descriptors", ".0f", "descriptors"),
+)
 
 
-def _pattern_figures(times: PullTimes, pattern: str) -> list[Figure]:
-    name, pull, readv = f"{times.name} {pattern}", pull_of(pattern), readv_of(pattern)
-    of_readv = f"{name} share of process_vm_readv", times.share(pull, readv).median, "%"
-    yardsticks = (memcpy_of(pattern), readv)
-    return [
-        Figure(f"{name} rate", times.rate(pull).median, "GiB/s"),
-        at_least(f"{name} share of memcpy", times.share(pull).median, "%", TARGETS[pattern]),
-        at_least(*of_readv, READV_TARGET) if times.backend == BUILT_ON_READV else Figure(*of_readv),
-        *(
-            Figure(f"{times.name} {each.replace(',', '')} share of memcpy", times.share(each).median, "%")
-            for each in yardsticks
-        ),
-        Figure(f"{name} descriptors per request", times.ranges[pattern], "descriptors"),
-    ]
-
-
-def print_tables(console: Console, results: Sequence[PullTimes]) -> None:
-    for times in results:
-        shape = times.shape
-        console.print(_table(times))
-        console.print(
-            f"A request is {shape.prompt_blocks} blocks of {shape.block_bytes >> 10} KiB. A pull of one block "
-            f"takes {times.milliseconds(ONE_BLOCK):.2f} ms, of none {times.milliseconds(NO_BLOCK):.2f} ms, "
-            f"the first one of a connection {1000 * times.first:.0f} ms.\n"
-        )
-
-
-def _table(times: PullTimes) -> Table:
-    shape = times.shape
+def section_of(times: PullTimes) -> Section:
+    name, shape = times.name, times.shape
+    one, none, first = times.milliseconds(ONE_BLOCK), times.milliseconds(NO_BLOCK), 1000 * times.first
     size = f"{shape.prompt_tokens} tokens, {shape.prompt_bytes / 2**20:.0f} MiB"
-    headers = ("", ">GiB/s", ">% of memcpy", ">% of readv", ">spread", ">descriptors")
-    shown = table(f"{shape.name} over {times.backend}: {size}", headers)
-    for name in (MEMCPY, *(of(p) for p in PATTERNS for of in (memcpy_of, readv_of, pull_of))):
-        share, pattern = times.share(name), name.rpartition(" ")[2]
-        of_readv = f"{times.share(name, readv_of(pattern)).median:.0f}" if pattern in PATTERNS else ""
-        shown.add_row(
-            name,
-            f"{times.rate(name).median:.2f}",
-            f"{share.median:.0f}",
-            of_readv,
-            f"±{share.spread / 2:.0%}",
-            str(times.ranges.get(pattern, 1)),
-        )
-    return shown
+    # A pull is named by its pattern alone.
+    rows = (MEMCPY, *(row for p in PATTERNS for row in (memcpy_of(p), readv_of(p), p)))
+    return Section(
+        "Besides",
+        [
+            Grid(
+                f"{shape.name} over {times.backend}: {size}",
+                ("",),
+                _COLUMNS,
+                {(row,): _cells(times, row) for row in rows},
+                f"{name} {{0}} {{column}}",
+            )
+        ],
+        [f"A request is {shape.prompt_blocks} blocks of {shape.block_bytes >> 10} KiB."],
+        [
+            Figure(f"{name} blocks per request", shape.prompt_blocks, "blocks"),
+            Figure(f"{name} one block", one, "ms"),
+            Figure(f"{name} control round trip", none, "ms"),
+            Figure(f"{name} first pull", first, "ms"),
+        ],
+    )
 
 
-def panels_of(results: Sequence[PullTimes]) -> list[Bars]:
-    bars = {
-        name: {f"{times.shape.name}\n{times.backend}": times.rate(name).median for times in results}
-        for name in (MEMCPY, *(of(p) for p in PATTERNS for of in (readv_of, pull_of)))
+def _cells(times: PullTimes, row: str) -> dict[str, float | str]:
+    share, pattern = times.share(row), row.rpartition(" ")[2]
+    cells: dict[str, float | str] = {
+        "rate": times.rate(row).median,
+        "share of memcpy": share.median,
+        "spread": share.spread / 2,
+        "descriptors per request": times.ranges.get(pattern, 1),
     }
-    return [Bars("KV pull between two processes, GiB/s", bars)]
+    if pattern in PATTERNS:
+        cells["share of process_vm_readv"] = times.share(row, readv_of(pattern)).median
+    return cells

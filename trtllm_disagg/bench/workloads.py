@@ -11,7 +11,7 @@ _TILE = 32
 _CHUNK_SHARE = 16 / 40
 #: A step with fewer prompt tokens than this reads every weight for too little work.
 _LEAST_PREFILL = 2 * _TILE
-#: The smallest chunk whose tokens cost about what those of a whole prompt do; 32 or 64 a step cost a fifth more.
+#: The smallest chunk in which a token costs about what it does in a whole prompt; 32 or 64 a step cost a fifth more.
 _LEAST_EFFICIENT_CHUNK = 3 * _TILE
 _LONGEST_PROMPT = 40
 
@@ -27,12 +27,10 @@ class Scenario:
     gap: float = 0.0
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        """A line each."""
-        sizes = f"{self.num_requests} x {self.prompt_tokens}p/{self.output_tokens}g"
-        gap = f"every {self.gap:.0f} ms" if self.gap else ""
-        batch = f"batch {self.max_batch_size}" if self.max_batch_size != 4 else ""
-        return tuple(filter(None, (self.name, sizes, gap, batch)))
+    def sizes(self) -> str:
+        gap = f", every {self.gap:.0f} ms" if self.gap else ""
+        batch = f", batch {self.max_batch_size}" if self.max_batch_size != 4 else ""
+        return f"  {self.name}: {self.num_requests} x {self.prompt_tokens}p/{self.output_tokens}g{gap}{batch}"
 
     @property
     def warm_up(self) -> Scenario:

@@ -1,6 +1,7 @@
-"""Dynamo's events (which tokens a cache holds, among others) go through sockets in the run directory.
+"""The brokers of a deployment: of Dynamo's events, and the NATS server where there is a prefill queue.
 
-Without a broker every process publishes on a port of its own, on all interfaces and to every program that connects.
+Dynamo's events (which tokens a cache holds, among others) go through sockets in the run directory. Without a broker
+every process publishes on a port of its own, on all interfaces and to every program that connects.
 """
 
 from __future__ import annotations
@@ -71,9 +72,6 @@ def _pass_on(into: zmq.Socket[bytes], out_of: zmq.Socket[bytes]) -> None:
             zmq.proxy(into, out_of)
         except zmq.ContextTerminated:
             return
-
-
-# The NATS server of a deployment with a prefill queue.
 
 
 COMMAND = "nats-server"

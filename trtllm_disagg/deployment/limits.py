@@ -213,9 +213,6 @@ def _number_in(file: Path) -> int | None:
         return None
 
 
-# Which ports of this machine are free.
-
-
 # Dynamo reads DYN_SYSTEM_PORT as a signed 16 bit number. The kernel takes ephemeral ports from above these.
 SYSTEM_PORTS = range(20000, 32768)
 

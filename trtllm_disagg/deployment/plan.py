@@ -11,7 +11,6 @@ from trtllm_disagg.activity import ACTIVITY_VARIABLE
 from trtllm_disagg.config.flags import FLAGS
 from trtllm_disagg.config.worker_config import SETTINGS, check_value, flag_of
 from trtllm_disagg.deployment.brokers import STORE_DIR, broker_env, nats_server_argv
-from trtllm_disagg.deployment.waiting import Backoff
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.interpreter import SAFE_PATH, python
 from trtllm_disagg.keys import KEY_FILE
@@ -81,6 +80,19 @@ _KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
 
 # A fixed port can be held by one process only, so none of these may be inherited from the user's environment.
 PER_PROCESS_ENV = ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT", "DYN_TCP_RESPONSE_STREAM_PORT")
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """When a process that died is started again, in seconds: after `first`, twice that, and so on to `most`.
+
+    A process that was ready for `steady` begins anew. After `attempts` starts in a row that failed it gets no other.
+    """
+
+    first: float = 1.0
+    most: float = 30.0
+    steady: float = 60.0
+    attempts: int = 5
 
 
 @dataclass(frozen=True)
@@ -348,9 +360,6 @@ def _stage_flags(strategy: Strategy, role: Role) -> Iterator[str]:
 
 def _flag(name: str, value: object | None) -> tuple[str, ...]:
     return () if value is None else (name, str(value))
-
-
-# What can go wrong with a deployment as a whole.
 
 
 class PortInUseError(ConfigError):

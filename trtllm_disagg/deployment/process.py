@@ -189,9 +189,6 @@ class ManagedProcess:
         )
 
 
-# Whether a process serves: asked over HTTP, the way that any other client would.
-
-
 TIMEOUT_SECONDS = 2.0
 NATS_HEALTH = "/healthz?js-server-only=true"
 

@@ -1,4 +1,4 @@
-"""What died is started again, after a while that grows, until it is hopeless."""
+"""A process that died is started again, after a delay that grows, until too many starts have failed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,43 @@ from trtllm_disagg.deployment.limits import free_system_ports, is_free
 from trtllm_disagg.deployment.plan import (
     LOOPBACK,
     NO_WORKERS,
+    Backoff,
     DeploymentConfig,
     DeploymentFailedError,
     ProcessSpec,
     same_again,
 )
 from trtllm_disagg.deployment.process import ManagedProcess
-from trtllm_disagg.deployment.report import continued, death_report, given_up_report
-from trtllm_disagg.deployment.waiting import Deaths
+from trtllm_disagg.deployment.status import continued, death_report, given_up_report
+
+
+class Deaths:
+    """The deaths of one process: how long its next start waits, and when it gets none."""
+
+    def __init__(self, backoff: Backoff) -> None:
+        self._backoff = backoff
+        self._in_a_row = 0
+        self.failed_starts = 0
+
+    def count(self, ready_seconds: float | None) -> None:
+        """One more. `ready_seconds`: how long it had been ready, None when it never was."""
+        if ready_seconds is None:
+            self.failed_starts += 1
+        else:
+            self.failed_starts = 0
+            if ready_seconds >= self._backoff.steady:
+                self._in_a_row = 0
+        self._in_a_row += 1
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self.failed_starts >= self._backoff.attempts
+
+    @property
+    def delay(self) -> float:
+        """Before the next start."""
+        doublings = min(self._in_a_row - 1, 30)
+        return min(self._backoff.first * 2.0**doublings, self._backoff.most)
 
 
 class Owner(Protocol):

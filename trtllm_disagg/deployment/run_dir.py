@@ -148,10 +148,9 @@ def _record(entry: dict[str, Any]) -> ProcessRecord:
     return ProcessRecord(**entry)
 
 
-# A temporary directory that goes when all went well, and stays with its logs when something failed.
-
-
 class Scratch:
+    """A temporary directory; it goes when all went well, and stays with its logs when something failed."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_kept = False

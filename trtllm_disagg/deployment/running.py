@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import replace
 from pathlib import Path
 
-from trtllm_disagg.deployment.command_socket import taking_orders
+from trtllm_disagg.deployment.command_socket import serving_commands
 from trtllm_disagg.deployment.limits import free_http_port, free_system_ports, look_at_limits
 from trtllm_disagg.deployment.plan import (
     DeploymentConfig,
@@ -25,8 +25,7 @@ from trtllm_disagg.deployment.plan import (
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import SilentStatus, Status
-from trtllm_disagg.deployment.supervisor import Supervisor
-from trtllm_disagg.deployment.waiting import first_of
+from trtllm_disagg.deployment.supervisor import Supervisor, first_completed
 
 # `up` from start to end: load, say that it is ready, serve until asked to stop, drain.
 
@@ -58,7 +57,7 @@ async def _serve(supervisor: Supervisor, status: Status) -> int:
             was_ready = await interrupts.allow(supervisor.load())
             if was_ready:
                 print(supervisor.config.ready_line, flush=True)
-                async with taking_orders(supervisor):
+                async with serving_commands(supervisor):
                     await interrupts.allow(supervisor.watch())
             status.note("stopping; interrupt again to kill at once")
             all_obeyed = await supervisor.drain(interrupts.hurry)
@@ -99,7 +98,7 @@ class Interrupts:
 
     async def allow(self, work: Coroutine[None, None, None]) -> bool:
         """Does `work` until its end or the first interrupt. True unless it was interrupted."""
-        interrupted = await first_of(work, self.stop.wait())
+        interrupted = await first_completed(work, self.stop.wait())
         return not interrupted
 
     def _interrupted(self, number: int) -> None:
@@ -159,7 +158,7 @@ async def running_deployment(
         async with status.showing(supervisor.processes):
             await _load(supervisor)
         try:
-            async with taking_orders(supervisor):
+            async with serving_commands(supervisor):
                 yield Deployment(supervisor)
         finally:
             await supervisor.drain()

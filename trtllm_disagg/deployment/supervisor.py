@@ -7,10 +7,11 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from trtllm_disagg.deployment.brokers import EventBroker
-from trtllm_disagg.deployment.guardian import MARK_VARIABLE, kill_marked, start_guardian, stop_guardian
+from trtllm_disagg.deployment.orphan_reaper import MARK_VARIABLE, kill_marked, start_reaper, stop_reaper
 from trtllm_disagg.deployment.plan import (
     KV_ROUTED_ROLES,
     PER_PROCESS_ENV,
@@ -22,15 +23,14 @@ from trtllm_disagg.deployment.plan import (
     Role,
 )
 from trtllm_disagg.deployment.process import ManagedProcess, answers, is_ready
-from trtllm_disagg.deployment.report import (
+from trtllm_disagg.deployment.restarts import Restarts
+from trtllm_disagg.deployment.run_dir import RunDir
+from trtllm_disagg.deployment.status import (
+    Status,
     death_report,
     late_report,
     leftovers_report,
 )
-from trtllm_disagg.deployment.restarts import Restarts
-from trtllm_disagg.deployment.run_dir import RunDir
-from trtllm_disagg.deployment.status import Status
-from trtllm_disagg.deployment.waiting import first_of
 from trtllm_disagg.errors import ERROR_PREFIX
 
 PROBE_SECONDS = 0.1
@@ -51,7 +51,7 @@ class Supervisor:
         self._events = EventBroker(run_dir.path)
         self._status = status
         self._mark = uuid.uuid4().hex
-        self._guardian: subprocess.Popen[bytes] | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         self._watchers: dict[ManagedProcess, asyncio.Task[None]] = {}
         self._deaths: asyncio.Queue[ManagedProcess] = asyncio.Queue()
         #: Their end is told by the task that starts or stops them.
@@ -64,7 +64,7 @@ class Supervisor:
 
         A death or the startup timeout is a `DeploymentFailedError`.
         """
-        self._guardian = start_guardian(self._mark)
+        self._reaper = start_reaper(self._mark)
         self._events.start()
         deadline = time.monotonic() + self.config.startup_timeout
         first = [process for process in self.processes if process.role in STARTED_FIRST]
@@ -75,7 +75,7 @@ class Supervisor:
     async def _load_wave(self, wave: Sequence[ManagedProcess], deadline: float) -> None:
         for process in wave:
             await self._start(process)
-        outcome = await first_of(
+        outcome = await first_completed(
             self._all_ready(wave), self._deaths.get(), timeout=deadline - time.monotonic()
         )
         if isinstance(outcome, ManagedProcess):
@@ -107,7 +107,7 @@ class Supervisor:
         self._attended.add(process)
         try:
             await self._start(process)
-            await first_of(
+            await first_completed(
                 self._becomes_ready(process), self._gone([process]), timeout=self.config.startup_timeout
             )
             if process.is_running and process.state != "ready":
@@ -157,8 +157,8 @@ class Supervisor:
             self._write()
         finally:
             self._events.close()
-            if self._guardian is not None:
-                stop_guardian(self._guardian)
+            if self._reaper is not None:
+                stop_reaper(self._reaper)
 
     async def _kill_descendants(self) -> None:
         for _ in range(KILL_SWEEPS):
@@ -231,7 +231,7 @@ class Supervisor:
         for process in wave:
             process.terminate()
             self.changed(process)
-        await first_of(self._gone(wave), hurry.wait(), timeout=timeout)
+        await first_completed(self._gone(wave), hurry.wait(), timeout=timeout)
         leftovers = [process for process in wave if process.is_running]
         if leftovers:
             self._status.note(leftovers_report(leftovers, time.monotonic() - began))
@@ -247,3 +247,26 @@ class Supervisor:
 
     def _write(self) -> None:
         self._run_dir.write(known.record() for known in self.processes if known.pid)
+
+
+First = TypeVar("First")
+Second = TypeVar("Second")
+
+
+async def first_completed(
+    first: Coroutine[Any, Any, First], second: Coroutine[Any, Any, Second], timeout: float | None = None
+) -> First | Second | None:
+    """The result of the one that ends first, the second one when both did; None after `timeout` seconds.
+
+    The other one is cancelled, and over, before this returns.
+    """
+    a, b = asyncio.create_task(first), asyncio.create_task(second)
+    try:
+        await asyncio.wait((a, b), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        a.cancel()
+        b.cancel()
+        await asyncio.gather(a, b, return_exceptions=True)
+    if not b.cancelled():
+        return b.result()
+    return None if a.cancelled() else a.result()

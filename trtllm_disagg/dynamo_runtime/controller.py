@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamo.runtime import DistributedRuntime
 
-from trtllm_disagg.commands import CONTROL, Command, Describe, Signer, Told
+from trtllm_disagg.commands import CONTROL, Command, Describe, DescribedInstance, Signer
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.errors import from_dynamo
@@ -25,16 +25,16 @@ class Controller:
         self._signer = signer
         self._timeout = timeout
 
-    async def workers(self) -> list[Told]:
+    async def workers(self) -> list[DescribedInstance]:
         """Every worker in discovery, as it describes itself. One that died meanwhile is left out."""
         await self._settled()
         # A first stage is at two endpoints; the later one, of its role, is where it always is.
         names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
         answers = await asyncio.gather(
-            *(self.tell(endpoint, i, Describe()) for i, endpoint in names.items()), return_exceptions=True
+            *(self.send(endpoint, i, Describe()) for i, endpoint in names.items()), return_exceptions=True
         )
         return [
-            Told(endpoint, instance_id, _answer(answer))
+            DescribedInstance(endpoint, instance_id, _answer(answer))
             for (instance_id, endpoint), answer in zip(names.items(), answers, strict=True)
             if not isinstance(answer, PeerUnavailableError)
         ]
@@ -49,7 +49,7 @@ class Controller:
             seen = now
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
+    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         """What the worker answers. Raises a DisaggError: what it has refused, or that it does not answer in time."""
         name = f"instance {instance_id:x} at {endpoint_id}"
         try:

@@ -13,7 +13,7 @@ from typing import Any
 from dynamo.llm import KvRouter, KvRouterConfig
 from dynamo.runtime import DistributedRuntime
 
-from trtllm_disagg.commands import Told
+from trtllm_disagg.commands import DescribedInstance
 from trtllm_disagg.config.settings import parse_endpoint_id
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
@@ -23,7 +23,9 @@ _DESCRIBE_SECONDS = 5.0
 _SYSTEM_PORT = "DYN_SYSTEM_PORT"
 
 
-async def list_instances(config: WorkerConfig, runtime: Any, endpoint_ids: Iterable[str]) -> list[Told]:
+async def list_instances(
+    config: WorkerConfig, runtime: Any, endpoint_ids: Iterable[str]
+) -> list[DescribedInstance]:
     """Every instance at each of these endpoints, and what it says of itself. An instance that does not answer,
     because it is dead or no worker of this package, is left out. `runtime` is this worker's own.
     """
@@ -35,7 +37,7 @@ async def list_instances(config: WorkerConfig, runtime: Any, endpoint_ids: Itera
         places = [(i, where) for where, client in clients.items() for i in client.instance_ids()]
         answers = await asyncio.gather(*(described(clients[where], i) for i, where in places))
         return [
-            Told(where, i, answer)
+            DescribedInstance(where, i, answer)
             for (i, where), answer in zip(places, answers, strict=True)
             if answer is not None
         ]

@@ -24,7 +24,7 @@ DESCRIBE = "trtllm_disagg.describe"
 
 
 #: What a worker does with a control command, however little it looks like one. Raises a DisaggError.
-Obey = Callable[[Any], Awaitable[dict[str, Any]]]
+HandleCommand = Callable[[Any], Awaitable[dict[str, Any]]]
 
 
 async def refuse_control(raw: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ async def refuse_control(raw: Any) -> dict[str, Any]:
 def as_dynamo_handler(
     generate: Generate,
     describe: Callable[[], dict[str, Any]],
-    obey: Obey = refuse_control,
+    handle_command: HandleCommand = refuse_control,
     longest_prompt: float = math.inf,
 ) -> Callable[..., Any]:
     """What Dynamo calls with each request. It finds the second parameter by its name."""
@@ -45,7 +45,7 @@ def as_dynamo_handler(
             return
         try:
             if is_control(request):
-                yield await obey(request[CONTROL])
+                yield await handle_command(request[CONTROL])
                 return
             async with aclosing(generate(decode_request(request, longest_prompt), context)) as chunks:
                 async for chunk in chunks:

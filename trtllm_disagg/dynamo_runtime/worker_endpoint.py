@@ -21,11 +21,11 @@ from dynamo.llm import (
 )
 from dynamo.runtime import DistributedRuntime
 
-from trtllm_disagg.commands import Told
+from trtllm_disagg.commands import DescribedInstance
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.dynamo_runtime.discovery import KvOverlaps, described, list_instances
-from trtllm_disagg.dynamo_runtime.handler import DESCRIBE, Obey, as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.handler import DESCRIBE, HandleCommand, as_dynamo_handler
 from trtllm_disagg.dynamo_runtime.stage_client import DynamoDirectory
 from trtllm_disagg.types import Generate
 
@@ -93,7 +93,7 @@ class Runtime:
         answers = [await described(client, instance_id) for instance_id in client.instance_ids()]
         return [answer for answer in answers if answer is not None]
 
-    async def list_instances(self) -> list[Told]:
+    async def list_instances(self) -> list[DescribedInstance]:
         """Every worker that requests of this namespace could reach, as it describes itself now."""
         config = self._config
         usual = (endpoint_of(config.namespace, role) for role in (None, Role.PREFILL, Role.DECODE))
@@ -180,13 +180,13 @@ class Runtime:
         self,
         generate: Generate,
         describe: Callable[[], dict[str, Any]],
-        obey: Obey,
+        handle_command: HandleCommand,
         longest_prompt: float = math.inf,
     ) -> None:
-        """Answer requests until the runtime is shut down. `describe` answers the other stage's question, `obey` the
-        control commands.
+        """Answer requests until the runtime is shut down. `describe` answers the question of the other stage,
+        `handle_command` the control commands.
         """
-        self._handler = as_dynamo_handler(generate, describe, obey, longest_prompt)
+        self._handler = as_dynamo_handler(generate, describe, handle_command, longest_prompt)
         if self._config.may_switch:
             await self._list(self._config.peer_endpoint_id, self.peer)
         else:

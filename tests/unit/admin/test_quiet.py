@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from trtllm_disagg.admin.where import quiet_runtime
+from trtllm_disagg.admin.client import quiet_runtime
 
 
 def write_both() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from trtllm_disagg.admin.set_command import set_thresholds
 from trtllm_disagg.cli import run
-from trtllm_disagg.commands import Command, Set, Told
+from trtllm_disagg.commands import Command, DescribedInstance, Set
 from trtllm_disagg.config.thresholds import NAMES
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 
@@ -27,10 +27,10 @@ class FakeDeployment:
         self.told: dict[int, Command] = {}
         self.gone: set[int] = set()
 
-    async def workers(self) -> list[Told]:
-        return [Told("dyn://n.c.e", i, said) for i, said in self.said.items()]
+    async def workers(self) -> list[DescribedInstance]:
+        return [DescribedInstance("dyn://n.c.e", i, said) for i, said in self.said.items()]
 
-    async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
+    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         if instance_id in self.gone:
             raise PeerUnavailableError("it is gone")
         same = self.told.get(instance_id) == command
@@ -44,7 +44,7 @@ async def run_set(fake: FakeDeployment, instance: int | None = None) -> tuple[in
     return await set_thresholds(fake, VALUES, instance, said.append, errors.append), said, errors
 
 
-async def test_everybody_is_told_and_says_what_was() -> None:
+async def test_all_workers_are_told_and_answer_with_the_old_values() -> None:
     fake = FakeDeployment()
     failed, said, _ = await run_set(fake)
     assert fake.told == {10: Set(VALUES), 11: Set(VALUES)}
@@ -75,7 +75,7 @@ async def test_one_is_told() -> None:
         await run_set(fake, 255)
 
 
-async def test_who_cannot_be_told_is_named_and_the_others_are_told() -> None:
+async def test_a_worker_that_does_not_answer_is_named_and_the_others_are_told() -> None:
     fake = FakeDeployment()
     fake.gone = {10}
     failed, said, errors = await run_set(fake)
@@ -91,7 +91,9 @@ async def test_who_cannot_be_told_is_named_and_the_others_are_told() -> None:
         ("router", ("prefill", "decode"), "prefill a under router, decode b under router"),
     ],
 )
-async def test_where_nobody_decides_it_is_refused(strategy: str, roles: tuple[str, ...], there: str) -> None:
+async def test_without_a_deciding_worker_it_is_refused(
+    strategy: str, roles: tuple[str, ...], there: str
+) -> None:
     fake = FakeDeployment(strategy, roles)
     with pytest.raises(ConfigError, match=there):
         await run_set(fake)
@@ -111,6 +113,6 @@ async def test_where_nobody_decides_it_is_refused(strategy: str, roles: tuple[st
         ("--eff-isl-threshold 5 --instance here", "--instance: 'here' .* hexadecimal"),
     ],
 )
-def test_what_is_wrong_is_named_before_anybody_is_asked(line: str, named: str) -> None:
+def test_what_is_wrong_is_named_before_a_worker_is_asked(line: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         run(["set", *line.split()])

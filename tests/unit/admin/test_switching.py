@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.admin.switch_command import HttpFrontend, UnknownFrontends, switch
-from trtllm_disagg.commands import Command, Switch, Told
+from trtllm_disagg.commands import Command, DescribedInstance, Switch
 from trtllm_disagg.config.worker_config import Role, Strategy
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError, StageTimeoutError
 
@@ -41,12 +41,12 @@ class FakeDeployment:
         self._lag = lag
         self._asked = dict.fromkeys(self.said, 0)
 
-    async def workers(self) -> list[Told]:
+    async def workers(self) -> list[DescribedInstance]:
         for said in self.said.values():
             said["whole_requests"] = max(0, said["whole_requests"] - 1)
-        return [Told("dyn://n.c.e", i, dict(said)) for i, said in self.said.items()]
+        return [DescribedInstance("dyn://n.c.e", i, dict(said)) for i, said in self.said.items()]
 
-    async def tell(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
+    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         if self.fails_after == len(self.steps):
             raise PeerUnavailableError("it is gone")
         assert isinstance(command, Switch)
@@ -77,7 +77,7 @@ async def run_switch(fake: FakeDeployment, to: str, timeout: float = 5.0) -> tup
     return await switch(fake, fake, to, timeout, lines.append), lines
 
 
-async def test_who_comes_is_known_before_anybody_leaves() -> None:
+async def test_a_new_first_stage_is_known_before_the_old_one_leaves() -> None:
     fake = FakeDeployment("decode_first")
     fake.said[3]["whole_requests"] = 4
     line, lines = await run_switch(fake, "prefill_first")
@@ -142,7 +142,7 @@ async def test_a_frontend_that_learns_nothing_keeps_the_old_first_stage() -> Non
         ("prefill_first", {4: {"role": "cook"}}, "instance 4 at dyn://n.c.e is no trtllm-disagg worker"),
     ],
 )
-async def test_refusals_come_before_anybody_was_told(to: str, change: dict[int, Any], named: str) -> None:
+async def test_refusals_come_before_a_worker_was_told(to: str, change: dict[int, Any], named: str) -> None:
     fake = FakeDeployment("decode_first")
     for instance_id, keys in change.items():
         if keys is None:

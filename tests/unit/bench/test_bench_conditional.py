@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_disagg.bench.conditional import Line, Occupancy, Place
+from trtllm_disagg.bench.conditional import Occupancy, Place
 
 
 def occupancy(max_batch_size: int = 4, prefill: int = 1024, decode: int = 96) -> Occupancy:
@@ -80,7 +80,7 @@ async def started(turns: list[asyncio.Task[Place]]) -> str:
 
 
 async def test_of_six_prompts_at_once_decode_computes_those_that_it_has_rows_for() -> None:
-    line = Line(occupancy(max_batch_size=4))
+    line = occupancy(max_batch_size=4)
     turns = [asyncio.create_task(line.place(1024)) for _ in range(6)]
     assert await started(turns) == "PD"
     line.first_token(Place.PREFILL, 1024)
@@ -105,8 +105,7 @@ def test_every_prompt_gets_an_engine_in_the_order_of_arrival(
 
 async def serve_all(lengths: list[int], engines: Occupancy, data: st.DataObject) -> None:
     """Prompts and answers end in any order. No prompt waits while an engine has room."""
-    line = Line(engines)
-    turns = [asyncio.create_task(line.place(length)) for length in lengths]
+    turns = [asyncio.create_task(engines.place(length)) for length in lengths]
     prompts: list[tuple[Place, int]] = []
     answers, seen = 0, 0
     while True:
@@ -121,10 +120,10 @@ async def serve_all(lengths: list[int], engines: Occupancy, data: st.DataObject)
             break
         event = data.draw(st.integers(0, len(prompts) + answers - 1))
         if event < len(prompts):
-            line.first_token(*prompts.pop(event))
+            engines.first_token(*prompts.pop(event))
             answers += 1
         else:
-            line.last_token()
+            engines.last_token()
             answers -= 1
     assert seen == len(lengths)
     assert (engines.rows, set(engines.unfinished.values())) == (0, {0})

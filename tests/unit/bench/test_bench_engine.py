@@ -5,24 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from trtllm_disagg import cli
-from trtllm_disagg.bench.engine import peer_checkpoints, scaling, speed
+from trtllm_disagg.bench.engine import overheads, peer_checkpoints, scaling, speed
 from trtllm_disagg.bench.engine.contestants import CONTESTANTS, PEERS
 from trtllm_disagg.bench.engine.overheads import Overheads
 from trtllm_disagg.bench.engine.plan import QUICK, Plan
-from trtllm_disagg.bench.engine.results import Results
-from trtllm_disagg.bench.engine.scaling import Curve, Scaling
+from trtllm_disagg.bench.engine.scaling import Curve
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, Speeds, decode_of
-from trtllm_disagg.bench.engine.targets import TARGETS, judged
-from trtllm_disagg.bench.figures import Figure
+from trtllm_disagg.bench.figures import Figure, Section
 from trtllm_disagg.bench.models import SIZES
 from trtllm_disagg.bench.plot import draw
-from trtllm_disagg.bench.report import NOT_JUDGED, print_verdicts, wide_console
+from trtllm_disagg.bench.report import NOT_JUDGED, figures_of, print_report, wide_console
+from trtllm_disagg.bench.targets import TARGETS, judged
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures
 
 # -- models, plans, targets
@@ -80,7 +80,7 @@ def test_options_replace_only_what_is_given() -> None:
 def test_a_figure_is_judged_by_the_target_of_its_name(
     figure: str, value: float, target: str | None, ok: bool | None
 ) -> None:
-    found = judged(figure, value, "?", CpuFeatures("avx512", has_bfloat16=True, has_amx=True))
+    found = judged(Figure(figure, value, "?"), CpuFeatures("avx512", has_bfloat16=True, has_amx=True))
     assert (found.value, found.target, found.ok) == (value, target, ok)
 
 
@@ -100,7 +100,7 @@ def test_a_figure_is_judged_by_the_target_of_its_name(
 def test_hardware_that_is_not_there_is_no_missed_target(
     figure: str, cpu: CpuFeatures, target: str | None
 ) -> None:
-    assert judged(figure, 0.1, "?", cpu).target == target
+    assert judged(Figure(figure, 0.1, "?"), cpu).target == target
 
 
 # -- what comes out
@@ -126,7 +126,7 @@ def test_ratios_are_taken_in_pairs_with_the_best_peer() -> None:
     speeds = speeds_of(embedded=[10, 5, 10], **{LLAMA_CPP: [8, 4, 8]}, ctranslate2=[10, 4, 10])
     assert speeds.best_peer(decode_of(1)) == "ctranslate2"
     assert speeds.against(decode_of(1), "ctranslate2").values == (1.0, 1.25, 1.0)
-    figures = {figure.figure: figure for figure in speed.figures_of(speeds)}
+    figures = {figure.figure: figure for figure in figures_of([speed.section_of(speeds)])}
     name = "450M float32 1t"
     assert figures[f"{name} prefill embedded / llama.cpp"].value == 1.25
     assert figures[f"{name} prefill embedded / llama.cpp"].ok is True
@@ -143,22 +143,17 @@ def test_ratios_are_taken_in_pairs_with_the_best_peer() -> None:
 
 def test_a_crowded_machine_gives_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     speeds = speeds_of(embedded=[10, 5, 10], **{LLAMA_CPP: [8, 4, 8]})
-    assert any(figure.target for figure in speed.figures_of(speeds))
+    assert any(figure.target for figure in figures_of([speed.section_of(speeds)]))
     speeds.waited = 0.06
-    assert not any(figure.target for figure in speed.figures_of(speeds))
-    print_all(Results(Plan(), [speeds]))
+    assert not any(figure.target for figure in figures_of([speed.section_of(speeds)]))
+    print_report(wide_console(), [speed.section_of(speeds)])
     assert "No verdict: other processes needed the cores as well." in capsys.readouterr().out
 
 
 def test_without_peers_there_are_no_ratios() -> None:
-    figures = [figure.figure for figure in speed.figures_of(speeds_of(embedded=[10, 5, 10]))]
+    figures = [figure.figure for figure in figures_of([speed.section_of(speeds_of(embedded=[10, 5, 10]))])]
     assert "450M float32 1t decode b8 embedded" in figures
     assert not [figure for figure in figures if "/" in figure]
-
-
-def print_all(results: Results) -> None:
-    results.print_tables(wide_console())
-    print_verdicts(wide_console(), results.figures)
 
 
 def test_a_curve_knows_how_it_grows() -> None:
@@ -167,14 +162,14 @@ def test_a_curve_knows_how_it_grows() -> None:
     assert curve.per_doubling == 2.0
 
 
-def scaling_of(growth: float) -> Scaling:
-    curve = Curve({1: 1.0, 2: growth})
-    return Scaling(SIZES["30M"], "float32", curve, curve, curve, curve, curve)
+def scaling_of(growth: float) -> Section:
+    curves = ("batch", "context", "pool of blocks", "lookup", "allocation")
+    return scaling.section_of("30M float32", dict.fromkeys(curves, Curve({1: 1.0, 2: growth})))
 
 
 def test_growth_is_judged() -> None:
-    assert all(figure.ok for figure in scaling.figures_of(scaling_of(1.1)) if figure.target)
-    missed = [figure.figure for figure in scaling.figures_of(scaling_of(5.0)) if figure.missed]
+    assert all(figure.ok for figure in figures_of([scaling_of(1.1)]) if figure.target)
+    missed = [figure.figure for figure in figures_of([scaling_of(5.0)]) if figure.missed]
     assert len(missed) == 5
 
 
@@ -192,30 +187,38 @@ def test_shares_and_memory() -> None:
 def test_the_report_names_what_is_absent_and_what_was_missed(capsys: pytest.CaptureFixture[str]) -> None:
     speeds = speeds_of(embedded=[10, 5, 10], **{LLAMA_CPP: [20, 10, 20]})
     speeds.absent["ctranslate2"] = "not installed; pip install ctranslate2"
-    results = Results(Plan(), [speeds], [overheads_of()], [2e-4], [scaling_of(1.0)])
-    print_all(results)
+    sections = [
+        speed.section_of(speeds),
+        overheads.section_of(overheads_of()),
+        overheads.added_ttft_section(2e-4),
+        scaling_of(1.0),
+    ]
+    print_report(wide_console(), sections)
     output = capsys.readouterr().out
     assert "ctranslate2: not installed; pip install ctranslate2." in output
-    assert "transformers: 3 of 4 greedy answers are the embedded engine's." in output
+    assert ["450M", "float32", "1t", "greedy", "answers", "equal,", "transformers", "75", "%"] in map(
+        str.split, output.splitlines()
+    )
     assert "450M float32 1t, tokens a second" in output
     assert "missed" in output
-    judged_figures = [figure for figure in results.figures if figure.ok is not None]
+    judged_figures = [figure for figure in figures_of(sections) if figure.ok is not None]
     met = [figure for figure in judged_figures if figure.ok]
     assert f"{len(met)} of {len(judged_figures)} targets are met." in output
 
 
 def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    results = Results(Plan(), [], [overheads_of()], [2e-4], [scaling_of(1.0)], is_judged=False)
-    assert results.figures
-    assert not any(figure.target or figure.ok is not None for figure in results.figures)
-    print_all(results)
+    sections = [replace(scaling_of(1.0), is_judged=False)]
+    assert figures_of(sections)
+    assert not any(figure.target or figure.ok is not None for figure in figures_of(sections))
+    print_report(wide_console(), sections)
     assert capsys.readouterr().out.endswith(f"{NOT_JUDGED}\n")
 
 
 def test_charts_are_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    results = Results(Plan(), [speeds_of(embedded=[1.0] * 3)], [], [], [scaling_of(1.0)])
-    draw(results.panels, "bench engine", tmp_path / "charts.png")
+    sections = [speed.section_of(speeds_of(embedded=[1.0] * 3)), scaling_of(1.0)]
+    panels = [panel for section in sections for panel in section.every_panel]
+    draw(panels, "bench engine", tmp_path / "charts.png")
     assert (tmp_path / "charts.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -231,7 +234,8 @@ def test_targets_are_named_once() -> None:
     named = [(target.pattern, target.on) for target in TARGETS]
     assert len(set(named)) == len(named)
     assert not any(
-        judged(f"{size} {dtype} resident", 1.0, "MB").target for size, dtype in itertools.product("1", "2")
+        judged(Figure(f"{size} {dtype} resident", 1.0, "MB")).target
+        for size, dtype in itertools.product("1", "2")
     )
 
 

@@ -10,38 +10,50 @@ import pytest
 from trtllm_disagg import cli
 from trtllm_disagg.bench import machine, plot
 from trtllm_disagg.bench.figures import (
+    Column,
     Figure,
+    Grid,
     Sample,
-    at_least,
-    at_most,
-    exactly,
     paired_ratio,
     to_json,
 )
 from trtllm_disagg.bench.report import Progress
+from trtllm_disagg.bench.targets import Target
 from trtllm_disagg.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("figure", "target", "ok"),
+    ("comparison", "value", "bound", "ok"),
     [
-        (at_least("f", 1.62, "x", 1.62), ">= 1.62", True),
-        (at_least("f", 1.61, "x", 1.62), ">= 1.62", False),
-        (at_most("f", 0.26, "x", 0.26), "<= 0.26", True),
-        (at_most("f", 0.27, "x", 0.26), "<= 0.26", False),
-        (exactly("f", 0, "tokens", 0), "== 0", True),
-        (exactly("f", 1, "tokens", 0), "== 0", False),
-        (Figure("f", 1.0, "s"), None, None),
+        (">=", 1.62, 1.62, True),
+        (">=", 1.61, 1.62, False),
+        ("<=", 0.26, 0.26, True),
+        ("<=", 0.27, 0.26, False),
+        ("==", 0, 0, True),
+        ("==", 1, 0, False),
     ],
 )
 def test_a_figure_knows_whether_it_meets_its_target(
-    figure: Figure, target: str | None, ok: bool | None
+    comparison: str, value: float, bound: float, ok: bool
 ) -> None:
-    assert (figure.target, figure.ok, figure.missed) == (target, ok, ok is False)
+    assert not Figure("f", value, "x").missed
+    figure = Target("*", comparison, bound).judge(Figure("f", value, "x"))
+    assert (figure.target, figure.ok, figure.missed) == (f"{comparison} {bound:g}", ok, not ok)
+
+
+def test_every_number_of_a_grid_with_a_unit_is_a_figure_and_a_plotted_column_is_a_chart() -> None:
+    columns = (Column("ttft", "ms", is_plotted=True), Column("spread"), Column("best peer"))
+    rows: dict[tuple[str, str], dict[str, float | str]]
+    rows = {("smoke", "a"): {"ttft": 2.0, "spread": 0.1, "best peer": "b"}, ("smoke", "b"): {"ttft": 1.0}}
+    grid = Grid("title", ("scenario", "mode"), columns, rows, "{1} {column} of {0}")
+    assert grid.figures == [Figure("a ttft of smoke", 2.0, "ms"), Figure("b ttft of smoke", 1.0, "ms")]
+    assert [panel.series for panel in grid.panels if isinstance(panel, plot.Bars)] == [
+        {"a": {"smoke": 2.0}, "b": {"smoke": 1.0}}
+    ]
 
 
 def test_json_is_a_list_of_figures() -> None:
-    assert json.loads(to_json([at_most("ttft", 12.34567, "ms", 20), Figure("wall", 2, "s")])) == [
+    assert json.loads(to_json([Figure("ttft", 12.34567, "ms", "<= 20", True), Figure("wall", 2, "s")])) == [
         {"figure": "ttft", "value": 12.35, "unit": "ms", "target": "<= 20", "ok": True},
         {"figure": "wall", "value": 2.0, "unit": "s", "target": None, "ok": None},
     ]

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import pytest
 
 from trtllm_disagg import cli
-from trtllm_disagg.bench.figures import Figure
 from trtllm_disagg.bench.http_client import Answer, BadAnswerError, Connection, ask_all, completion_request
 from trtllm_disagg.bench.machine import cpu_seconds
-from trtllm_disagg.bench.overhead import Outcome, Round, figures_of, print_tables
-from trtllm_disagg.bench.report import NOT_JUDGED, print_verdicts, wide_console
+from trtllm_disagg.bench.overhead import Outcome, Round, section_of
+from trtllm_disagg.bench.report import NOT_JUDGED, figures_of, print_report, wide_console
 from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -103,11 +102,6 @@ def outcome(strategy: Strategy, ttfts: Sequence[float], throughputs: Sequence[fl
     return Outcome(strategy, rounds)
 
 
-def print_report(outcomes: Sequence[Outcome], figures: Sequence[Figure]) -> None:
-    print_tables(wide_console(), outcomes)
-    print_verdicts(wide_console(), figures)
-
-
 def test_targets_are_of_neighbours_in_time() -> None:
     outcomes = [
         outcome("agg", [1, 1, 1], [9, 9, 9], 1e-5),
@@ -115,7 +109,9 @@ def test_targets_are_of_neighbours_in_time() -> None:
         outcome("decode_first", [2.5, 29, 4], [90, 10, 110], 40e-6),
         outcome("router", [2.5, 29.5, 2], [100, 10, 100], 40e-6),
     ]
-    with_target = {f.figure: (round(f.value, 6), f.target, f.ok) for f in figures_of(outcomes) if f.target}
+    with_target = {
+        f.figure: (round(f.value, 6), f.target, f.ok) for f in figures_of([section_of(outcomes)]) if f.target
+    }
     assert with_target == {
         "prefill_first prefill worker CPU per token": (31.0, "<= 30", False),
         "prefill_first TTFT - router": (0.5, "<= 1", True),
@@ -127,7 +123,7 @@ def test_targets_are_of_neighbours_in_time() -> None:
 
 def test_met_and_missed_targets_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = [outcome("prefill_first", [3], [80], 31e-6), outcome("router", [2.5], [80], 1e-6)]
-    print_report(outcomes, figures_of(outcomes))
+    print_report(wide_console(), [section_of(outcomes)])
     output = capsys.readouterr().out
     rows = [line.replace("│", " ").split() for line in output.splitlines()]
     assert [
@@ -149,8 +145,8 @@ def test_met_and_missed_targets_are_named(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_table_fits_80_columns_with_whole_headers(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = [outcome(strategy, [123.4], [12345], 312e-6) for strategy in STRATEGIES]
-    print_report(outcomes, [])
-    table = capsys.readouterr().out.partition("An engine that")[2].partition(NOT_JUDGED)[0]
+    print_report(wide_console(), [section_of(outcomes, is_judged=False)])
+    table = capsys.readouterr().out.partition("An engine that")[2].partition("Workers, and")[0]
     assert max(map(len, table.splitlines())) <= 80
     for word in ("order", "TTFT", "ITL", "tok/s", "many", "chunks", "/token", "us/token"):
         assert word in table
@@ -159,7 +155,7 @@ def test_the_table_fits_80_columns_with_whole_headers(capsys: pytest.CaptureFixt
 
 def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = [outcome("prefill_first", [3], [80], 31e-6), outcome("router", [2.5], [80], 1e-6)]
-    print_report(outcomes, [figure.unjudged() for figure in figures_of(outcomes)])
+    print_report(wide_console(), [section_of(outcomes, is_judged=False)])
     assert capsys.readouterr().out.endswith(f"{NOT_JUDGED}\n")
 
 

@@ -12,22 +12,20 @@ import pytest
 import torch
 
 from trtllm_disagg import cli
-from trtllm_disagg.bench import transfer
 from trtllm_disagg.bench.figures import Figure
 from trtllm_disagg.bench.kv_ends import SHAPES, KvShape, Receiver, connected, fill, filled_bytes
 from trtllm_disagg.bench.plot import draw
 from trtllm_disagg.bench.raw_copy import Memcpy, MemcpyBlocks, ProcessVmReadv
-from trtllm_disagg.bench.report import print_verdicts, wide_console
+from trtllm_disagg.bench.report import figures_of, print_report, wide_console
 from trtllm_disagg.bench.transfer import (
     MEMCPY,
     NO_BLOCK,
     ONE_BLOCK,
     PATTERNS,
     PullTimes,
-    figures_of,
     memcpy_of,
-    pull_of,
     readv_of,
+    section_of,
 )
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.host import huge_page_tensor
@@ -183,18 +181,18 @@ def test_the_command_prints_figures_of_every_shape_and_transport(
 
 
 def times_of(**seconds: list[float]) -> PullTimes:
-    names = [MEMCPY, ONE_BLOCK, NO_BLOCK, *(of(p) for p in PATTERNS for of in (pull_of, readv_of, memcpy_of))]
+    names = [MEMCPY, ONE_BLOCK, NO_BLOCK, *(of(p) for p in PATTERNS for of in (str, readv_of, memcpy_of))]
     every = {name: [0.5, 1.0, 2.0] for name in names}
-    every |= {pull_of(pattern): values for pattern, values in seconds.items()}
+    every |= seconds
     return PullTimes(SHAPES["8b-bf16"], "NIXL", 0.1, {"contiguous": 1, "scattered": 128}, every)
 
 
 def test_rates_and_shares_of_memcpy() -> None:
     times = times_of(contiguous=[0.5, 1.0, 2.0], scattered=[1.0, 2.0, 4.0])
     assert times.rate(MEMCPY).median == 0.5  # 512 MiB in one second
-    assert times.share(pull_of("contiguous")).values == (100.0, 100.0, 100.0)
-    assert times.share(pull_of("scattered")).median == 50.0
-    figures = {figure.figure: figure for figure in figures_of(times)}
+    assert times.share("contiguous").values == (100.0, 100.0, 100.0)
+    assert times.share("scattered").median == 50.0
+    figures = {figure.figure: figure for figure in figures_of([section_of(times)])}
     assert figures["8b-bf16 NIXL contiguous share of memcpy"].ok is True
     assert figures["8b-bf16 NIXL scattered share of memcpy"].ok is False
     assert figures["8b-bf16 NIXL contiguous share of process_vm_readv"].ok is True
@@ -205,8 +203,7 @@ def test_rates_and_shares_of_memcpy() -> None:
 
 def test_the_tables_name_what_was_missed(capsys: pytest.CaptureFixture[str]) -> None:
     times = times_of(contiguous=[0.5, 1.0, 2.0], scattered=[1.0, 2.0, 4.0])
-    transfer.print_tables(wide_console(), [times])
-    print_verdicts(wide_console(), figures_of(times))
+    print_report(wide_console(), [section_of(times)])
     output = capsys.readouterr().out
     assert "8b-bf16 over NIXL: 4096 tokens, 512 MiB" in output
     assert "A request is 128 blocks of 4096 KiB" in output
@@ -231,5 +228,5 @@ def test_the_tables_name_what_was_missed(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_plot_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     times = times_of(contiguous=[0.5, 1.0, 2.0], scattered=[1.0, 2.0, 4.0])
-    draw(transfer.panels_of([times, times]), "bench transfer", tmp_path / "plot.png")
+    draw(section_of(times).every_panel, "bench transfer", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

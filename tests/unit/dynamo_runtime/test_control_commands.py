@@ -66,22 +66,22 @@ def _refuses() -> Generate:
 
 
 async def _answers(raw: dict[str, Any]) -> list[Any]:
-    async def obey(command: Any) -> dict[str, Any]:
-        return {"obeyed": command}
+    async def handle_command(command: Any) -> dict[str, Any]:
+        return {"handled": command}
 
-    handler = as_dynamo_handler(_refuses(), dict, obey)
+    handler = as_dynamo_handler(_refuses(), dict, handle_command)
     return [answer async for answer in handler(raw, context=FakeContext())]
 
 
-async def test_a_command_is_obeyed_and_a_request_with_tokens_never_is() -> None:
+async def test_a_command_is_handled_and_a_request_with_tokens_never_is() -> None:
     command = encode_command(Describe())
-    assert await _answers(command) == [{"obeyed": {"command": "describe"}}]
+    assert await _answers(command) == [{"handled": {"command": "describe"}}]
     # Whatever comes from a frontend has tokens.
     with pytest.raises(Exception, match="it was asked for tokens"):
         await _answers(raw_request() | command)
 
 
-async def test_who_has_no_standing_refuses_commands() -> None:
+async def test_a_worker_without_a_stage_state_refuses_commands() -> None:
     handler = as_dynamo_handler(_refuses(), dict)
     with pytest.raises(Exception, match="takes no control commands"):
         [answer async for answer in handler(encode_command(Describe()), context=FakeContext())]

@@ -12,8 +12,9 @@ from pathlib import Path
 from trtllm_disagg.bench.engine.contestants import PEERS, install_peers
 from trtllm_disagg.bench.engine.peer_checkpoints import DEFAULT_DIRECTORY
 from trtllm_disagg.bench.engine.plan import DTYPES, QUICK, Plan
+from trtllm_disagg.bench.figures import Section
 from trtllm_disagg.bench.models import SIZES
-from trtllm_disagg.bench.report import Say, add_output_arguments, run_benchmark
+from trtllm_disagg.bench.report import Say, add_choice, add_output_arguments, run_benchmark
 
 PARTS = ("speed", "overheads", "scaling")
 
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Plan()
     add_output_arguments(parser)
     parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds: does it all run?")
-    parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS), help="(default: all)")
+    add_choice(parser, "--part", PARTS)
     sizes = " ".join(default.sizes)
     parser.add_argument("--size", choices=SIZES, nargs="+", help=f"parameters (default: {sizes})")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", help="(default: both)")
@@ -47,25 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status 0. Raises EngineError when the embedded engine fails; peers may be absent, or fail."""
     # The command's --help needs no torch.
-    from trtllm_disagg.bench.engine.results import Results, measure
+    from trtllm_disagg.bench.engine.results import measure
 
     plan = (QUICK if args.quick else Plan()).with_options(
         sizes=args.size, dtypes=args.dtype, threads=args.threads, batches=args.batch, rounds=args.rounds
     )
 
-    def measure_all(say: Say) -> Results:
+    def measure_all(say: Say) -> list[Section]:
         if args.install_peers:
             install_peers(args.peer, args.cache_dir, say)
-        results = measure(plan, args.part, args.peer, args.cache_dir, say)
-        results.is_judged = not args.quick
-        return results
+        return measure(plan, args.part, args.peer, args.cache_dir, say, is_judged=not args.quick)
 
-    run_benchmark(
-        "engine",
-        args,
-        measure_all,
-        lambda results: results.figures,
-        lambda console, results: results.print_tables(console),
-        lambda results: results.panels,
-    )
+    run_benchmark("engine", args, measure_all, lambda sections: sections)
     return 0

@@ -39,7 +39,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A virtual environment of a peer's own, whose libraries do not go with ours."""
+    """A virtual environment of its own for a peer that needs other versions of our libraries."""
 
     requirement: str
     #: What the requirement brings along and cannot be imported with.

@@ -9,8 +9,7 @@ import numpy as np
 
 from trtllm_disagg.bench.engine.contestants import alone
 from trtllm_disagg.bench.engine.plan import Plan, computed_in
-from trtllm_disagg.bench.engine.targets import judged
-from trtllm_disagg.bench.figures import Figure
+from trtllm_disagg.bench.figures import Figure, Section
 from trtllm_disagg.bench.models import ITEM_BYTES, SIZES, Size
 from trtllm_disagg.bench.report import Say
 
@@ -86,24 +85,23 @@ def measure_added_ttft(plan: Plan, cache: Path, say: Say) -> float:
     return float(np.median(added[_TTFT_WARM_UP:]))
 
 
-def figures_of(overheads: Overheads) -> list[Figure]:
+def section_of(overheads: Overheads) -> Section:
     name, batch = overheads.name, overheads.batch
-    return [
+    share = f"{name} scheduler, sampling and IPC, share of a step at batch {batch}"
+    resident = f"{name} resident / (1.25 x weights + KV pool + 400 MB)"
+    figures = [
         Figure(f"{name} step at batch {batch}", 1e3 * overheads.step, "ms"),
         Figure(f"{name} scheduler and sampling of it", 1e6 * (overheads.step - overheads.forward), "us"),
         Figure(f"{name} IPC of it", 1e6 * overheads.ipc, "us"),
-        judged(f"{name} scheduler, sampling and IPC, share of a step at batch {batch}", overheads.share, "%"),
-        judged(f"{name} worker CPU per token", 1e6 * overheads.cpu_per_token, "us"),
+        Figure(share, overheads.share, "%"),
+        Figure(f"{name} worker CPU per token", 1e6 * overheads.cpu_per_token, "us"),
         Figure(f"{name} resident", overheads.resident / 1e6, "MB"),
         Figure(f"{name} weights", overheads.weights / 1e6, "MB"),
         Figure(f"{name} KV pool", overheads.pool / 1e6, "MB"),
-        judged(
-            f"{name} resident / (1.25 x weights + KV pool + 400 MB)",
-            overheads.resident / overheads.allowed,
-            "x",
-        ),
+        Figure(resident, overheads.resident / overheads.allowed, "x"),
     ]
+    return Section(f"Beside the model, {name}, one thread", figures=figures)
 
 
-def added_ttft_figure(seconds: float) -> Figure:
-    return judged("added to TTFT by the LLM API", 1e3 * seconds, "ms")
+def added_ttft_section(seconds: float) -> Section:
+    return Section("The LLM API", figures=[Figure("added to TTFT by the LLM API", 1e3 * seconds, "ms")])

@@ -13,8 +13,7 @@ from trtllm_disagg.bench.engine.block_costs import costs_per_block
 from trtllm_disagg.bench.engine.contestants import alone
 from trtllm_disagg.bench.engine.own_engine import TOKENS_PER_BLOCK
 from trtllm_disagg.bench.engine.plan import Plan
-from trtllm_disagg.bench.engine.targets import judged
-from trtllm_disagg.bench.figures import Figure
+from trtllm_disagg.bench.figures import Figure, Section
 from trtllm_disagg.bench.models import Size
 from trtllm_disagg.bench.plot import Lines
 from trtllm_disagg.bench.report import Say
@@ -22,6 +21,7 @@ from trtllm_disagg.bench.report import Say
 #: Of the curves along which something else grows.
 _BATCH = 8
 _PASSES = 3
+_BLOCK_COSTS = ("lookup", "allocation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +43,8 @@ class Curve:
         return float((later / earlier) ** (1 / np.log2(now / before)))
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    size: Size
-    dtype: str
-    batch: Curve
-    context: Curve
-    pool: Curve
-    lookup: Curve
-    allocation: Curve
-
-    @property
-    def name(self) -> str:
-        return f"{self.size.name} {self.dtype}"
-
-
-def measure_scaling(plan: Plan, size: Size, dtype: str, cache: Path, say: Say) -> Scaling:
-    """One thread."""
+def measure_scaling(plan: Plan, size: Size, dtype: str, cache: Path, say: Say) -> dict[str, Curve]:
+    """One thread. Keys: batch, context and pool (seconds a step); lookup and allocation (seconds a block)."""
 
     def step(core: ChildProcess, batch: int, context: int) -> float:
         say(f"{size.name} {dtype}: batch {batch}, context {context}")
@@ -79,10 +64,14 @@ def measure_scaling(plan: Plan, size: Size, dtype: str, cache: Path, say: Say) -
         pool = _best(plan.scaling_pools, lambda blocks: step_in_pool(core, blocks))
     say("lookup and allocation of KV blocks")
     costs = {blocks: costs_per_block(blocks) for blocks in plan.block_pools}
-    lookup, allocation = (
-        Curve({blocks: cost[number] for blocks, cost in costs.items()}) for number in range(2)
-    )
-    return Scaling(size, dtype, batch, context, pool, lookup, allocation)
+    lookup, allocation = (Curve({blocks: cost[n] for blocks, cost in costs.items()}) for n in range(2))
+    return {
+        "batch": batch,
+        "context": context,
+        "pool of blocks": pool,
+        "lookup": lookup,
+        "allocation": allocation,
+    }
 
 
 def _best(xs: Sequence[int], measure: Callable[[int], float]) -> Curve:
@@ -96,47 +85,31 @@ def _pool_batch(plan: Plan) -> int:
     return min(_BATCH, min(plan.scaling_pools) * TOKENS_PER_BLOCK // (2 * plan.context))
 
 
-def figures_of(scaling: Scaling) -> list[Figure]:
-    name = scaling.name
-    steps = {"batch": scaling.batch, "context": scaling.context, "pool of blocks": scaling.pool}
-    blocks = {"lookup": scaling.lookup, "allocation": scaling.allocation}
-    return [
+def section_of(name: str, curves: dict[str, Curve]) -> Section:
+    """`name`: of the model."""
+    steps = {what: curve for what, curve in curves.items() if what not in _BLOCK_COSTS}
+    blocks = {what: curves[what] for what in _BLOCK_COSTS}
+    figures = [
         *(
             Figure(f"{name} step, {what} {x}", 1e3 * seconds, "ms")
             for what, curve in steps.items()
             for x, seconds in curve.points.items()
         ),
-        judged(f"{name} step, twice the batch", scaling.batch.per_doubling, "x"),
-        judged(f"{name} step, twice the context", scaling.context.per_doubling, "x"),
-        judged(f"{name} step, largest pool / smallest", scaling.pool.ends, "x"),
+        Figure(f"{name} step, twice the batch", curves["batch"].per_doubling, "x"),
+        Figure(f"{name} step, twice the context", curves["context"].per_doubling, "x"),
+        Figure(f"{name} step, largest pool / smallest", curves["pool of blocks"].ends, "x"),
         *(
             Figure(f"{what} in a pool of {x} blocks", 1e6 * seconds, "us/block")
             for what, curve in blocks.items()
             for x, seconds in curve.points.items()
         ),
-        *(judged(f"{what}, largest pool / smallest", curve.ends, "x") for what, curve in blocks.items()),
+        *(Figure(f"{what}, largest pool / smallest", curve.ends, "x") for what, curve in blocks.items()),
     ]
+    panels = [Lines(f"{name}: step, ms", what, {"": _scaled(curve, 1e3)}) for what, curve in steps.items()]
+    costs = {what: _scaled(curve, 1e6) for what, curve in blocks.items()}
+    panels.append(Lines("a KV block's cost, us", "blocks of the pool", costs))
+    return Section(f"Growth, {name}, one thread", figures=figures, panels=panels)
 
 
-def panels_of(scaling: Scaling) -> list[Lines]:
-    def line(title: str, x_label: str, unit: str, factor: float, **curves: Curve) -> Lines:
-        points = {
-            name: {x: factor * seconds for x, seconds in curve.points.items()}
-            for name, curve in curves.items()
-        }
-        return Lines(f"{title}, {unit}", x_label, points)
-
-    name = scaling.name
-    return [
-        line(f"{name}: step against batch", "rows", "ms", 1e3, step=scaling.batch),
-        line(f"{name}: step against context", "tokens a row", "ms", 1e3, step=scaling.context),
-        line(f"{name}: step against the pool", "KV blocks", "ms", 1e3, step=scaling.pool),
-        line(
-            "a KV block's cost against the pool",
-            "KV blocks",
-            "us",
-            1e6,
-            lookup=scaling.lookup,
-            allocation=scaling.allocation,
-        ),
-    ]
+def _scaled(curve: Curve, factor: float) -> dict[int, float]:
+    return {x: factor * seconds for x, seconds in curve.points.items()}

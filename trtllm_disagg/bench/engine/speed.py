@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED, EMBEDDED_API, Contestant
 from trtllm_disagg.bench.engine.plan import Plan, computed_in
-from trtllm_disagg.bench.engine.targets import judged
-from trtllm_disagg.bench.figures import Figure, Sample, paired_ratio
+from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
 from trtllm_disagg.bench.machine import CoreWaits
 from trtllm_disagg.bench.models import ITEM_BYTES, Size
 from trtllm_disagg.bench.plot import Bars
-from trtllm_disagg.bench.report import Say, table
+from trtllm_disagg.bench.report import Say
 from trtllm_disagg.errors import EngineError
 
 PREFILL = "prefill"
@@ -99,13 +96,7 @@ class Speeds:
 
 
 def measure_speeds(
-    plan: Plan,
-    size: Size,
-    dtype: str,
-    threads: int,
-    peers: Sequence[str],
-    cache: Path,
-    say: Say,
+    plan: Plan, size: Size, dtype: str, threads: int, peers: Sequence[str], cache: Path, say: Say
 ) -> Speeds:
     """Raises EngineError when the embedded engine fails; a peer that fails is reported as absent."""
     speeds = Speeds(size, dtype, threads)
@@ -166,7 +157,7 @@ class _Rounds:
                 self._speeds.agreeing[name] = (equal, len(prompts))
 
     def measure(self, number: int) -> None:
-        """Every test once, every contestant in turn; who is first changes from round to round."""
+        """Every test once, every contestant in turn; another one is first in each round."""
         told = f"round {number + 1} of {self._plan.rounds}" if number >= 0 else "warming up"
         read, multiply = self._roofs.call("read"), self._roofs.call("multiply")
         self._roofs.await_sleep()
@@ -220,101 +211,63 @@ class _Rounds:
             self._remotes.pop(name, None)
 
 
-def figures_of(speeds: Speeds) -> list[Figure]:
-    judge = Figure if speeds.is_crowded else judged
-    name = speeds.name
-    figures: list[Figure] = []
-    for test, rates in speeds.rates.items():
-        figures += [
-            Figure(f"{name} {test} {each}", speeds.rate(test, each).median, "tok/s") for each in rates
-        ]
-        peers = {LLAMA_CPP: LLAMA_CPP} if test == PREFILL and LLAMA_CPP in rates else {}
-        if best := speeds.best_peer(test):
-            peers["best peer"] = best
-        figures += [
-            judge(f"{name} {test} {own} / {what}", speeds.against(test, peer, own).median, "x")
-            for what, peer in peers.items()
-            for own in OWN
-            if own in rates
-        ]
-    figures += [
+def section_of(speeds: Speeds) -> Section:
+    name, read, multiply = speeds.name, Sample.of(speeds.read).median, Sample.of(speeds.multiply).median
+    ratios = (f"{EMBEDDED} / best peer", f"{EMBEDDED_API} / best peer", f"{EMBEDDED} / {LLAMA_CPP}")
+    columns = (
+        *(Column(each, "tok/s", ".0f") for each in speeds.contestants),
+        Column("spread", form=".0%"),
+        Column("best peer"),
+        *(Column(ratio, "x", ".2f") for ratio in ratios),
+    )
+    rows = {(test,): _cells(speeds, test) for test in speeds.rates}
+    figures = [
         Figure(f"{name} waiting for a core", 100 * speeds.waited, "%"),
-        Figure(f"{name} read bandwidth", Sample.of(speeds.read).median, "GB/s"),
-        Figure(f"{name} matrix product's rate", Sample.of(speeds.multiply).median, "GFLOP/s"),
-        judge(f"{name} prefill share of the matrix product's rate", speeds.prefill_share().median, "%"),
+        Figure(f"{name} read bandwidth", read, "GB/s"),
+        Figure(f"{name} matrix product's rate", multiply, "GFLOP/s"),
+        Figure(f"{name} prefill share of the matrix product's rate", speeds.prefill_share().median, "%"),
     ]
     if decode_of(1) in speeds.rates:
         share = speeds.read_share().median
-        figures.append(judge(f"{name} decode b1 share of the read bandwidth", share, "%"))
-    return figures + [
+        figures.append(Figure(f"{name} decode b1 share of the read bandwidth", share, "%"))
+    figures += [
         Figure(f"{name} greedy answers equal, {peer}", 100 * equal / of, "%")
         for peer, (equal, of) in speeds.agreeing.items()
     ]
-
-
-def print_speeds(console: Console, speeds: Speeds) -> None:
-    console.print(_table(speeds))
-    read, multiply = Sample.of(speeds.read).median, Sample.of(speeds.multiply).median
-    console.print(
-        f"Hardware: reads {read:.1f} GB/s, multiplies {multiply:.0f} GFLOP/s. "
-        f"Waiting for a core: {speeds.waited:.0%} of the time."
-    )
+    remarks = [f"{peer}: {reason}." for peer, reason in speeds.absent.items()]
     if speeds.is_crowded:
-        console.print("No verdict: other processes needed the cores as well.")
-    for peer, (equal, of) in speeds.agreeing.items():
-        console.print(f"{peer}: {equal} of {of} greedy answers are the embedded engine's.")
-    for peer, reason in speeds.absent.items():
-        console.print(f"{peer}: {reason}.")
-    console.print()
+        remarks.append("No verdict: other processes needed the cores as well.")
+    grid = Grid(f"{name}, tokens a second", ("",), columns, rows, f"{name} {{0}} {{column}}")
+    return Section(
+        f"{name}, the hardware and the answers",
+        [grid],
+        remarks,
+        figures,
+        [
+            Bars(
+                f"{name}, speed beside {EMBEDDED}'s",
+                {name: _heights(speeds, name) for name in speeds.contestants},
+            )
+        ],
+        is_judged=not speeds.is_crowded,
+    )
 
 
-def _table(speeds: Speeds) -> Table:
-    numbers = (*speeds.contestants, "spread", "best peer", "ratio")
-    shown = table(f"{speeds.name}, tokens a second", ("", *(f">{name}" for name in numbers)))
-    for test, rates in speeds.rates.items():
-        peer = speeds.best_peer(test)
-        shown.add_row(
-            test,
-            *(_three_digits(speeds.rate(test, name).median) for name in rates),
-            f"±{speeds.rate(test, EMBEDDED).spread / 2:.0%}",
-            peer or "",
-            f"{speeds.against(test, peer).median:.2f}x" if peer else "",
-        )
-    return shown
+def _cells(speeds: Speeds, test: str) -> dict[str, float | str]:
+    cells: dict[str, float | str] = {name: speeds.rate(test, name).median for name in speeds.rates[test]}
+    cells["spread"] = speeds.rate(test, EMBEDDED).spread / 2
+    if peer := speeds.best_peer(test):
+        cells["best peer"] = peer
+        cells |= {f"{own} / best peer": speeds.against(test, peer, own).median for own in OWN if own in cells}
+    if test == PREFILL and LLAMA_CPP in cells:
+        cells[f"{EMBEDDED} / {LLAMA_CPP}"] = speeds.against(test, LLAMA_CPP).median
+    return cells
 
 
-def _three_digits(rate: float) -> str:
-    return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
-
-
-def panels_of(several: Sequence[Speeds]) -> list[Bars]:
-    """A panel a size and test: all dtypes and threads; then the shares of what the hardware can do."""
-    panels = [
-        Bars(
-            f"{size} {test}, tokens a second",
-            {
-                name: {_short(s): s.rate(test, name).median for s in group if name in s.rates[test]}
-                for name in dict.fromkeys(name for s in group for name in s.contestants)
-            },
-        )
-        for size, group in _by_size(several).items()
-        for test in group[0].rates
-    ]
-    shares = {
-        "prefill / product": {f"{s.size.name}\n{_short(s)}": s.prefill_share().median for s in several},
-        "decode b1 / read": {
-            f"{s.size.name}\n{_short(s)}": s.read_share().median for s in several if decode_of(1) in s.rates
-        },
+def _heights(speeds: Speeds, contestant: str) -> dict[str, float]:
+    """Of the embedded engine's rate: prefill and decode would not fit one axis."""
+    return {
+        test: speeds.rate(test, contestant).median / speeds.rate(test, EMBEDDED).median
+        for test, rates in speeds.rates.items()
+        if contestant in rates
     }
-    return [*panels, Bars("share of the hardware's rate, %", shares)] if several else []
-
-
-def _by_size(several: Sequence[Speeds]) -> dict[str, list[Speeds]]:
-    groups: dict[str, list[Speeds]] = {}
-    for speeds in several:
-        groups.setdefault(speeds.size.name, []).append(speeds)
-    return groups
-
-
-def _short(speeds: Speeds) -> str:
-    return f"{ {'float32': 'fp32', 'bfloat16': 'bf16'}[speeds.dtype] } {speeds.threads}t"

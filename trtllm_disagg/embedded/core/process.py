@@ -15,6 +15,8 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -44,6 +46,8 @@ _commands = msgspec.msgpack.Decoder(Command)
 
 #: After so long without work, memory that steps needed goes back to the system.
 _IDLE_SECONDS = 1.0
+#: So often a step is looked at before its time is over.
+_LOOKS_A_STEP = 10
 
 
 class Start(msgspec.Struct):
@@ -53,6 +57,44 @@ class Start(msgspec.Struct):
     #: Of the worker's socket.
     address: str
     log_level: str = "INFO"
+
+
+class StepWatch:
+    """Around each step. When one does not return in time, `fail` is called, from a thread: whatever waits for that step
+    would wait for ever. Time in which this process was stopped does not count. A step that holds the interpreter's lock
+    is not seen.
+    """
+
+    def __init__(self, most_seconds: float, fail: Callable[[str], None]) -> None:
+        self._most_seconds = most_seconds
+        self._fail = fail
+        #: Odd while a step runs.
+        self._begun_and_ended = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="step-watch", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> None:
+        self._begun_and_ended += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._begun_and_ended += 1
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        seen, looks = 0, 0
+        while not self._over.wait(self._most_seconds / _LOOKS_A_STEP):
+            now = self._begun_and_ended
+            looks = looks + 1 if now == seen and now % 2 else 0
+            seen = now
+            if looks == _LOOKS_A_STEP:
+                self._fail(
+                    f"a step has not ended after {self._most_seconds:g} s (embedded.step_timeout_seconds)"
+                )
+                return
 
 
 class CoreProcess:
@@ -80,8 +122,18 @@ class CoreProcess:
         self._link.flush(_LAST_WORDS_SECONDS)
         os._exit(1)
 
-    def serve(self, core: Any) -> None:
+    def serve(self, core: Any, step_timeout_seconds: float | None) -> None:
         """Until Shutdown. Sleeps whenever the core has nothing to do."""
+        if step_timeout_seconds is None:
+            self._serve(core, contextlib.nullcontext())
+            return
+        watch = StepWatch(step_timeout_seconds, self.fail)
+        try:
+            self._serve(core, watch)
+        finally:
+            watch.close()
+
+    def _serve(self, core: Any, watch: AbstractContextManager[None]) -> None:
         ready: Ready = core.ready()
         self.others = ready.pids[1:]
         self.report(ready)
@@ -101,7 +153,8 @@ class CoreProcess:
                         return
                     case _:
                         _apply(core, command)
-            report: StepReport = core.step()
+            with watch:
+                report: StepReport = core.step()
             if report.outputs or report.events or report.stats or report.num_active != self._num_active:
                 self._num_active = report.num_active
                 self.report(report)
@@ -164,14 +217,14 @@ def main() -> int:
     process = CoreProcess(start)
     _exit_with_parent(process)
     try:
-        core = _build(start, process)
+        core, step_timeout_seconds = _build(start, process)
     except Exception as error:  # whatever it is, the worker must hear of it
         log.debug("engine start failed", exc_info=True)
         process.report(Failed(type(error).__name__, str(error)))
         process.close()
         return 1
     try:
-        process.serve(core)
+        process.serve(core, step_timeout_seconds)
     finally:
         core.close()
         process.close()
@@ -189,7 +242,8 @@ def _read_line() -> bytes:
     return bytes(line)
 
 
-def _build(start: Start, process: CoreProcess) -> Any:
+def _build(start: Start, process: CoreProcess) -> tuple[Any, float | None]:
+    """The engine core, and how long a step of it may take."""
     reporter = reporter_of(os.environ)
     reporter.tell("loading libraries")
     from trtllm_disagg.embedded.core.engine_core import EngineCore
@@ -201,7 +255,7 @@ def _build(start: Start, process: CoreProcess) -> Any:
     use_cpus(args, rank=0)
     core = EngineCore(args, process.wake, team, reporter)
     gc.collect()
-    return core
+    return core, args.embedded.step_timeout_seconds
 
 
 def _return_free_memory() -> None:

@@ -25,6 +25,8 @@ _TIMEVAL = struct.Struct("ll")
 _CHUNK_BYTES = 1 << 16
 #: As much as the system lets us have: what fits is sent without a thread.
 _BUFFER_BYTES = 4 << 20
+#: A reader that far behind reads no more. All answers of thousands of requests have room in it.
+MOST_BACKLOG_BYTES = 1 << 28
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -42,6 +44,7 @@ class Link(Generic[T]):
         self._lock = threading.Lock()
         #: What the socket had no room for, and who sends it when there is some.
         self._backlog: deque[bytes] = deque()
+        self._backlog_bytes = 0
         self._sender: threading.Thread | None = None
 
     def fileno(self) -> int:
@@ -55,14 +58,19 @@ class Link(Generic[T]):
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
 
     def send(self, message: Any) -> None:
-        """Never waits, however slow the other side is. When it is gone, nothing is sent."""
+        """Never waits, however slow the other side is. When it is gone, nothing is sent; one that has left
+        MOST_BACKLOG_BYTES unread is taken for gone, and finds the connection closed.
+        """
         payload = _encoder.encode(message)
         frame = _HEADER.pack(len(payload)) + payload
         with self._lock, contextlib.suppress(OSError):
             if not self._backlog:
                 frame = frame[self._send_now(frame) :]
-            if frame:
+            if self._backlog_bytes + len(frame) > MOST_BACKLOG_BYTES:
+                self._connection.shutdown(socket.SHUT_RDWR)
+            elif frame:
                 self._backlog.append(frame)
+                self._backlog_bytes += len(frame)
                 if len(self._backlog) == 1:
                     self._sender = threading.Thread(
                         target=self._send_backlog, name="link-sender", daemon=True
@@ -130,7 +138,7 @@ class Link(Generic[T]):
             with contextlib.suppress(OSError):
                 self._connection.sendall(self._backlog[0])
             with self._lock:
-                self._backlog.popleft()
+                self._backlog_bytes -= len(self._backlog.popleft())
                 if not self._backlog:
                     return
 

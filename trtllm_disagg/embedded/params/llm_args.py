@@ -200,6 +200,8 @@ class EmbeddedConfig(StrictModel):
     transfer_host: str = Field(default="127.0.0.1", min_length=1)
     #: The same file on every host, readable by its owner only. None: TRTLLM_DISAGG_TRANSFER_KEY_FILE.
     transfer_key_file: Path | None = None
+    #: A step that takes longer ends the engine, and its requests go on elsewhere. None: it may take for ever.
+    step_timeout_seconds: float | None = Field(default=600.0, gt=0)
 
 
 class BaseLlmArgs(StrictModel):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from trtllm_disagg.embedded.ipc import link
 from trtllm_disagg.embedded.ipc.link import Link
 
 Message = tuple[int, bytes]
@@ -90,3 +91,17 @@ def test_who_is_gone_in_the_middle_of_a_message_is_gone(ends: tuple[Link[Message
     here.close()
     with pytest.raises(EOFError):
         received(there, 1)
+
+
+def test_a_reader_that_stays_too_far_behind_is_taken_for_gone(
+    ends: tuple[Link[Message], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "MOST_BACKLOG_BYTES", 2 * len(LARGE))
+    here, there = ends
+    for i in range(4):
+        here.send((i, LARGE))
+    here.flush(5)
+    with pytest.raises(EOFError):
+        received(there, 4)
+    with pytest.raises(EOFError):
+        here.receive(wait=True)

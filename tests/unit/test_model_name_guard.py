@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtllm_disagg.commands import Told
+from trtllm_disagg.commands import DescribedInstance
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.startup import ModelIdentity, Namesakes
+from trtllm_disagg.startup import ModelIdentity, ModelNameGuard
 
 MINE = ModelIdentity(model="tiny", source="/models/a", weights="aaaa")
 PLACE = "dyn://dynamo.tensorrt_llm.generate"
@@ -23,18 +23,18 @@ def said(identity: ModelIdentity, **more: Any) -> dict[str, Any]:
     return {"role": "agg", **identity.described(), **more}
 
 
-def namesakes(*others: dict[str, Any]) -> Namesakes:
-    async def look() -> list[Told]:
+def guard(*others: dict[str, Any]) -> ModelNameGuard:
+    async def look() -> list[DescribedInstance]:
         itself = {"role": "agg", "model": MINE.model, "weights": "of no interest"}
-        return [Told(PLACE, 5 + i, each) for i, each in enumerate([itself, {}, *others])]
+        return [DescribedInstance(PLACE, 5 + i, each) for i, each in enumerate([itself, {}, *others])]
 
-    return Namesakes(MINE, 5, {PLACE}, look)
+    return ModelNameGuard(MINE, 5, {PLACE}, look)
 
 
 async def test_another_model_behind_the_same_name_is_named_with_both() -> None:
     other = said(replace(MINE, source="/models/b", weights="bbbb"))
     with pytest.raises(ConfigError) as caught:
-        await namesakes(said(MINE), other).require_same()
+        await guard(said(MINE), other).require_same()
     message = str(caught.value)
     assert message.startswith("--model: '/models/a' (hash aaaa) is not allowed; expected")
     for word in ("'tiny'", "'/models/b' (hash bbbb)", "agg 8", PLACE, "--served-model-name", "--namespace"):
@@ -52,42 +52,42 @@ async def test_another_model_behind_the_same_name_is_named_with_both() -> None:
     ],
 )
 async def test_others_may_be_as_they_like(other: dict[str, Any]) -> None:
-    await namesakes(other).require_same()
-    await namesakes(other).settle()
+    await guard(other).require_same()
+    await guard(other).confirm()
 
 
 async def test_one_endpoint_is_for_one_name() -> None:
     """Dynamo holds one model for each; and a worker calls any worker at the other role's."""
-    other = Told(PLACE, 7, said(replace(MINE, model="another")))
+    other = DescribedInstance(PLACE, 7, said(replace(MINE, model="another")))
 
-    async def look() -> list[Told]:
+    async def look() -> list[DescribedInstance]:
         return [other]
 
-    await Namesakes(MINE, 5, {"dyn://apart.tensorrt_llm.generate"}, look).require_same()
+    await ModelNameGuard(MINE, 5, {"dyn://apart.tensorrt_llm.generate"}, look).require_same()
     with pytest.raises(ConfigError) as caught:
-        await Namesakes(MINE, 5, {PLACE}, look).require_same()
+        await ModelNameGuard(MINE, 5, {PLACE}, look).require_same()
     message = str(caught.value)
     assert message.startswith("--served-model-name: 'tiny' is not allowed; expected 'another', which agg 7")
     assert PLACE in message
     assert "--namespace" in message
 
 
-async def test_who_sees_nobody_looks_again() -> None:
+async def test_empty_discovery_is_looked_at_once_more() -> None:
     """Discovery may not have told anything yet."""
-    looks = iter([[], [Told(PLACE, 7, said(replace(MINE, weights="bbbb")))]])
+    looks = iter([[], [DescribedInstance(PLACE, 7, said(replace(MINE, weights="bbbb")))]])
 
-    async def look() -> list[Told]:
+    async def look() -> list[DescribedInstance]:
         return next(looks)
 
     with pytest.raises(ConfigError, match="by agg 7"):
-        await Namesakes(MINE, 5, {PLACE}, look, poll_seconds=0).require_same()
+        await ModelNameGuard(MINE, 5, {PLACE}, look, poll_seconds=0).require_same()
 
 
-async def test_who_is_settled_stays() -> None:
+async def test_a_settled_worker_stays_and_the_other_one_is_refused() -> None:
     other = replace(MINE, weights="bbbb")
-    mine = namesakes(said(other, settled=True))
+    mine = guard(said(other, settled=True))
     with pytest.raises(ConfigError, match="hash bbbb"):
-        await mine.settle()
+        await mine.confirm()
     assert mine.described()["settled"] is False
 
 
@@ -98,7 +98,7 @@ class Place:
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
-        self.there: dict[int, Namesakes] = {}
+        self.there: dict[int, ModelNameGuard] = {}
 
     async def pause(self) -> None:
         for _ in range(self._chance.randrange(8)):
@@ -107,24 +107,24 @@ class Place:
     async def start(self, instance_id: int, identity: ModelIdentity) -> bool:
         """Whether it serves."""
 
-        async def look() -> list[Told]:
+        async def look() -> list[DescribedInstance]:
             snapshot = list(self.there.items())
             await self.pause()
             answers = []
             for i, other in snapshot:
                 await self.pause()
                 if i in self.there:
-                    answers.append(Told(PLACE, i, {"role": "agg", **other.described()}))
+                    answers.append(DescribedInstance(PLACE, i, {"role": "agg", **other.described()}))
             return answers
 
-        mine = Namesakes(identity, instance_id, {PLACE}, look, poll_seconds=0.0)
+        mine = ModelNameGuard(identity, instance_id, {PLACE}, look, poll_seconds=0.0)
         try:
             await self.pause()
             await mine.require_same()
             await self.pause()
             self.there[instance_id] = mine
             await self.pause()
-            await mine.settle()
+            await mine.confirm()
         except ConfigError:
             await self.pause()
             self.there.pop(instance_id, None)

@@ -1,7 +1,7 @@
 """No orphans: a process that carries the mark of a deployment dies with it, even after `kill -9` of `up`.
 
 Every process of a deployment, and whatever it starts itself, inherits an environment variable with the
-deployment's mark. The guardian is a tiny process beside `up`. When its parent is gone, it kills everything
+deployment's mark. The reaper is a tiny process beside `up`. When its parent is gone, it kills everything
 that carries the mark. It runs this file alone, so only the standard library is imported here.
 """
 
@@ -22,8 +22,8 @@ SWEEP_SECONDS = 0.05
 CLEAN_SWEEPS = 4
 
 
-def start_guardian(mark: str) -> subprocess.Popen[bytes]:
-    """Watches over this process from now on; `stop_guardian` dismisses it."""
+def start_reaper(mark: str) -> subprocess.Popen[bytes]:
+    """Watches over this process from now on; `stop_reaper` ends that."""
     environment = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, mark, str(os.getpid())],
@@ -35,9 +35,9 @@ def start_guardian(mark: str) -> subprocess.Popen[bytes]:
     )
 
 
-def stop_guardian(guardian: subprocess.Popen[bytes]) -> None:
-    guardian.kill()
-    guardian.wait()
+def stop_reaper(reaper: subprocess.Popen[bytes]) -> None:
+    reaper.kill()
+    reaper.wait()
 
 
 def marked_processes(mark: str) -> list[int]:

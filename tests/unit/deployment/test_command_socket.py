@@ -17,19 +17,15 @@ from typing import Any
 
 import pytest
 
+from trtllm_disagg.commands import Describe, Scale, Set, Switch, UpCommand
 from trtllm_disagg.deployment.command_socket import (
+    COMMAND_SOCKET,
     LIMITS,
-    ORDERS_SOCKET,
-    Describe,
     Limits,
-    Order,
-    Scale,
-    Switched,
-    ThresholdsSet,
     connect,
     listen,
-    order,
-    taking_orders,
+    send_to_up,
+    serving_commands,
 )
 from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.deployment.run_dir import RunDir, is_alive, read_processes
@@ -49,8 +45,8 @@ http.server.HTTPServer(("127.0.0.1", int(os.environ["DYN_SYSTEM_PORT"])), Health
 DYING = "import sys; print('no such model'); sys.exit(3)"
 
 
-#: Sends an order as a user with no rights, and prints the answer.
-AS_NOBODY = (
+#: Sends a command as a user with no rights, and prints the answer.
+AS_USER_WITHOUT_RIGHTS = (
     *(sys.executable, "-c"),
     """
 import os, socket, sys
@@ -58,7 +54,7 @@ os.setgroups([]); os.setgid(65534); os.setuid(65534)
 os.chdir(os.path.dirname(sys.argv[1]))
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(os.path.basename(sys.argv[1]))
-connection.sendall(b'{"order": "scale", "workers": {"prefill": 1}}\\n')
+connection.sendall(b'{"command": "scale", "workers": {"prefill": 1}}\\n')
 print(connection.makefile().read())
 """,
 )
@@ -83,15 +79,15 @@ async def supervisor(tmp_path: Path, limits: Limits) -> AsyncIterator[Supervisor
     )
     supervisor = Supervisor(config, [], run_dir, SilentStatus())
     try:
-        async with taking_orders(supervisor, limits):
+        async with serving_commands(supervisor, limits):
             yield supervisor
     finally:
         await supervisor.kill()
 
 
-async def tell(supervisor: Supervisor, wanted: Order) -> tuple[Any, list[str]]:
+async def tell(supervisor: Supervisor, wanted: UpCommand) -> tuple[Any, list[str]]:
     said: list[str] = []
-    answer = await asyncio.to_thread(order, supervisor.config.run_dir, wanted, said.append)
+    answer = await asyncio.to_thread(send_to_up, supervisor.config.run_dir, wanted, said.append)
     return answer, said
 
 
@@ -101,7 +97,7 @@ def alive(supervisor: Supervisor) -> list[str]:
 
 
 async def test_only_its_user_may_open_the_socket(supervisor: Supervisor) -> None:
-    mode = (supervisor.config.run_dir / ORDERS_SOCKET).stat().st_mode
+    mode = (supervisor.config.run_dir / COMMAND_SOCKET).stat().st_mode
     assert stat.S_ISSOCK(mode)
     assert stat.S_IMODE(mode) == 0o600
 
@@ -146,7 +142,7 @@ async def test_a_worker_that_does_not_come_up_is_told_with_its_log_and_forgotten
     ],
 )
 async def test_wrong_counts_are_refused_before_anything_starts(
-    supervisor: Supervisor, wanted: Order, named: str
+    supervisor: Supervisor, wanted: UpCommand, named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         await tell(supervisor, wanted)
@@ -154,7 +150,7 @@ async def test_wrong_counts_are_refused_before_anything_starts(
 
 
 async def test_workers_to_come_run_the_strategy_of_now(supervisor: Supervisor) -> None:
-    assert (await tell(supervisor, Switched("prefill_first")))[0] == "prefill_first"
+    assert (await tell(supervisor, Switch("prefill_first")))[0] == "prefill_first"
     await tell(supervisor, Scale({"prefill": 1}))
     argv = supervisor.processes[0].spec.argv
     assert argv[argv.index("--disaggregation-strategy") + 1] == "prefill_first"
@@ -162,12 +158,12 @@ async def test_workers_to_come_run_the_strategy_of_now(supervisor: Supervisor) -
 
 
 async def test_workers_to_come_have_the_thresholds_of_now(supervisor: Supervisor) -> None:
-    await tell(supervisor, ThresholdsSet({"max_local_prefill_length": 7, "eff_isl_ratio_threshold": 0.5}))
-    await tell(supervisor, ThresholdsSet({"max_local_prefill_length": 9}))
-    wrongs: list[dict[str, int | float]] = [{"max_local_prefill_length": -1}, {"no_such": 1}]
+    await tell(supervisor, Set({"max_local_prefill_length": 7, "eff_isl_ratio_threshold": 0.5}))
+    await tell(supervisor, Set({"max_local_prefill_length": 9}))
+    wrongs: list[dict[str, int | float | str | bool]] = [{"max_local_prefill_length": -1}, {"no_such": 1}]
     for wrong in wrongs:
         with pytest.raises(ConfigError, match="set"):
-            await tell(supervisor, ThresholdsSet(wrong))
+            await tell(supervisor, Set(wrong))
     await tell(supervisor, Scale({"prefill": 1}))
     argv = supervisor.processes[0].spec.argv
     assert argv[-4:] == ("--max-local-prefill-length", "9", "--eff-isl-ratio-threshold", "0.5")
@@ -176,29 +172,29 @@ async def test_workers_to_come_have_the_thresholds_of_now(supervisor: Supervisor
 async def test_an_agg_deployment_cannot_be_switched(supervisor: Supervisor) -> None:
     supervisor.config = replace(supervisor.config, strategy="agg")
     with pytest.raises(ConfigError, match="strategy"):
-        await tell(supervisor, Switched("prefill_first"))
+        await tell(supervisor, Switch("prefill_first"))
 
 
 NONSENSE = [
     b"",
     b"[]",
     b"nonsense",
-    b'{"order": "stop"}',
-    b'{"order": "scale"}',
+    b'{"command": "stop"}',
+    b'{"command": "scale"}',
     b"\xff\xfe",
-    b'{"order": "\xff"}',
+    b'{"command": "\xff"}',
 ]
 
 
 @pytest.mark.parametrize("line", [*NONSENSE, b"{" * 70_000, b"{" * 700_000])
-async def test_what_is_no_order_is_answered_and_harms_nothing(supervisor: Supervisor, line: bytes) -> None:
+async def test_what_is_no_command_is_answered_and_harms_nothing(supervisor: Supervisor, line: bytes) -> None:
     answer = await asyncio.to_thread(say, supervisor, line + b"\n")
-    assert "order" in answer["refused"]
+    assert "command" in answer["refused"]
     assert (await tell(supervisor, Describe()))[0]["model"] == "m"
 
 
 def say(supervisor: Supervisor, text: bytes) -> dict[str, Any]:
-    with connect(supervisor.config.run_dir / ORDERS_SOCKET) as connection:
+    with connect(supervisor.config.run_dir / COMMAND_SOCKET) as connection:
         connection.settimeout(20)
         connection.sendall(text)
         return answer_on(connection)
@@ -213,50 +209,52 @@ def answer_on(connection: socket.socket) -> dict[str, Any]:
 
 @pytest.mark.parametrize("limits", [Limits(idle_seconds=0.2)])
 async def test_a_silent_connection_is_told_and_closed(supervisor: Supervisor) -> None:
-    for half in (b"", b'{"order":'):
+    for half in (b"", b'{"command":'):
         assert "none came within 0.2 s" in (await asyncio.to_thread(say, supervisor, half))["refused"]
 
 
 async def test_connections_beyond_the_limit_are_told_and_leave_room(supervisor: Supervisor) -> None:
     with ExitStack() as open_ones:
         silent = [
-            open_ones.enter_context(connect(supervisor.config.run_dir / ORDERS_SOCKET))
+            open_ones.enter_context(connect(supervisor.config.run_dir / COMMAND_SOCKET))
             for _ in range(LIMITS.connections)
         ]
         last = await asyncio.to_thread(say, supervisor, b"")
         assert f"more than {LIMITS.connections} connections" in last["refused"]
         silent.pop().close()
-        while "refused" in await asyncio.to_thread(say, supervisor, b'{"order": "describe"}\n'):
+        while "refused" in await asyncio.to_thread(say, supervisor, b'{"command": "describe"}\n'):
             pass  # the connection that was closed is still being noticed
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 async def test_another_user_is_refused_even_where_the_socket_is_open_to_it(supervisor: Supervisor) -> None:
-    path = supervisor.config.run_dir / ORDERS_SOCKET
+    path = supervisor.config.run_dir / COMMAND_SOCKET
     path.chmod(0o666)
     supervisor.config.run_dir.chmod(0o711)
     for parent in path.parents[1:-2]:
         parent.chmod(parent.stat().st_mode | 0o011)
-    done = await asyncio.to_thread(subprocess.run, [*AS_NOBODY, str(path)], capture_output=True, text=True)
+    done = await asyncio.to_thread(
+        subprocess.run, [*AS_USER_WITHOUT_RIGHTS, str(path)], capture_output=True, text=True
+    )
     assert "from uid 65534; expected uid 0" in json.loads(done.stdout)["refused"], done.stderr
     assert supervisor.processes == []
 
 
-async def test_an_order_is_carried_out_when_its_giver_has_gone(supervisor: Supervisor) -> None:
-    with connect(supervisor.config.run_dir / ORDERS_SOCKET) as connection:
-        connection.sendall(b'{"order": "scale", "workers": {"prefill": 1}}\n')
+async def test_a_command_is_executed_when_its_client_has_gone(supervisor: Supervisor) -> None:
+    with connect(supervisor.config.run_dir / COMMAND_SOCKET) as connection:
+        connection.sendall(b'{"command": "scale", "workers": {"prefill": 1}}\n')
     # The next one waits for its turn.
     line, said = await tell(supervisor, Scale({"prefill": 1}))
     assert (line, said) == ("scaled: 1 prefill, 0 decode", [])
 
 
-def test_nobody_there_is_said_so(tmp_path: Path) -> None:
+def test_without_an_up_there_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run directory of a running `up`"):
-        order(tmp_path, Describe())
+        send_to_up(tmp_path, Describe())
 
 
 def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / ORDERS_SOCKET
+    path = tmp_path / COMMAND_SOCKET
     listen(path).close()
     with pytest.raises(ConnectionRefusedError):
         connect(path)

@@ -1,0 +1,57 @@
+"""A step that does not return ends its engine, by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import Checkpoints
+from trtllm_disagg.embedded import LLM, RequestError, SamplingParams
+from trtllm_disagg.embedded.core.process import StepWatch
+
+
+class Failures:
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self.came = threading.Event()
+
+    def __call__(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.came.set()
+
+
+@pytest.fixture
+def failures() -> Failures:
+    return Failures()
+
+
+@pytest.fixture
+def watch(failures: Failures) -> Iterator[StepWatch]:
+    watch = StepWatch(0.2, failures)
+    yield watch
+    watch.close()
+
+
+def test_a_step_that_hangs_is_told_once(watch: StepWatch, failures: Failures) -> None:
+    with watch:
+        assert failures.came.wait(10)
+    assert failures.reasons == ["a step has not ended after 0.2 s (embedded.step_timeout_seconds)"]
+
+
+def test_many_steps_that_end_and_a_long_pause_are_no_hang(failures: Failures) -> None:
+    watch = StepWatch(1.0, failures)
+    for _ in range(100):
+        with watch:
+            failures.came.wait(0.01)
+    assert not failures.came.wait(1.2)
+    watch.close()
+
+
+def test_an_engine_whose_step_takes_too_long_ends_with_its_cause(checkpoints: Checkpoints) -> None:
+    with (
+        LLM(checkpoints(), max_seq_len=2048, embedded={"step_timeout_seconds": 1e-3}) as llm,
+        pytest.raises(RequestError, match=r"a step has not ended after 0\.001 s"),
+    ):
+        llm.generate([1] * 1000, SamplingParams(max_tokens=1000))

@@ -1,0 +1,186 @@
+"""The client of `switch` and `set`: finds the workers of a running deployment, proves with the deployment's key that it
+may change them, and sends commands (`commands.py`) to them and to their `up`.
+
+A deployment is that of an `up`, given by its run directory, or any other one, found by Dynamo's discovery.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from trtllm_disagg.commands import (
+    Command,
+    Describe,
+    DescribedInstance,
+    Description,
+    KeySigner,
+    Signer,
+    UpCommand,
+)
+from trtllm_disagg.config.flags import FLAGS
+from trtllm_disagg.config.worker_config import flag_of
+from trtllm_disagg.deployment.command_socket import send_to_up
+from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.keys import KEY_FILE, AdminKey
+
+if TYPE_CHECKING:
+    from trtllm_disagg.dynamo_runtime import Controller
+
+
+KEY_FLAG = "--key-file"
+_KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
+#: A worker that leaves waits until all frontends have heard of it.
+_ANSWER_SECONDS = 60.0
+_PLANES = (("DYN_DISCOVERY_BACKEND", "file"), ("DYN_REQUEST_PLANE", "tcp"), ("DYN_EVENT_PLANE", "zmq"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run directory of a running `up`")
+    parser.add_argument(
+        "--namespace", metavar="NAME", help="without --run-dir: Dynamo namespace [DYN_NAMESPACE]"
+    )
+    parser.add_argument(
+        KEY_FLAG,
+        type=Path,
+        metavar="FILE",
+        help=f"key of the workers, as in their {flag_of('admin_key_file')} (default: that in --run-dir, or "
+        f"[{_KEY_VARIABLE}], or the one that the launch scripts make)",
+    )
+
+
+def signer(run_dir: Path | None, key_file: Path | None, environ: Mapping[str, str]) -> Signer:
+    """Signs what workers are told. Raises ConfigError when there is no key."""
+    named = key_file or (run_dir and run_dir / KEY_FILE) or environ.get(_KEY_VARIABLE)
+    path = Path(named) if named else _key_of_launch_scripts(environ)
+    if not named and not path.exists():
+        raise ConfigError(
+            f"{KEY_FLAG} is missing: workers take commands only with their key, that of {flag_of('admin_key_file')}; "
+            "give that file, or --run-dir for the workers of an `up`"
+        )
+    return KeySigner(AdminKey.read(path, KEY_FLAG))
+
+
+def _key_of_launch_scripts(environ: Mapping[str, str]) -> Path:
+    """Where launch/lib.sh makes one."""
+    state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or "/", ".local", "state")
+    return Path(state, "trtllm-disagg", "admin.key")
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    endpoint_id: str
+    instance_id: int
+    is_: Description
+
+    def __str__(self) -> str:
+        return f"{self.is_.role} {self.instance_id:x}"
+
+
+class Workers(Protocol):
+    """`dynamo_runtime.Controller`."""
+
+    async def workers(self) -> Sequence[DescribedInstance]: ...
+
+    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]: ...
+
+
+async def all_workers(workers: Workers) -> list[Worker]:
+    """Raises ConfigError when an instance there is no worker of this package."""
+    return [_worker(each) for each in await workers.workers()]
+
+
+def _worker(instance: DescribedInstance) -> Worker:
+    try:
+        description = msgspec.convert(instance.description, Description)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"instance {instance.instance_id:x} at {instance.endpoint_id} is no trtllm-disagg worker: {error}"
+        ) from None
+    return Worker(instance.endpoint_id, instance.instance_id, description)
+
+
+#: What a command does with the workers; the second argument is what `up` answers to Describe, if there is an `up`.
+Change = Callable[[Workers, dict[str, Any] | None], Awaitable[int]]
+
+
+def change_deployment(args: argparse.Namespace, change: Change, then: UpCommand | None) -> int:
+    """Carry out `change`, and tell `up`, if there is one, what new workers are to be like (`then`).
+
+    The exit code: that of `change`, or 1 when it failed on the way. Raises ConfigError for a setting that is wrong.
+    """
+    up = send_to_up(args.run_dir, Describe()) if args.run_dir is not None else None
+    with_key = signer(args.run_dir, args.key_file, os.environ)
+
+    async def run() -> int:
+        async with _connected(up, args.namespace, with_key) as workers:
+            return await change(workers, up)
+
+    try:
+        status = asyncio.run(run())
+        if up is not None and then is not None:
+            send_to_up(args.run_dir, then)
+    except ConfigError:
+        raise
+    except DisaggError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+@asynccontextmanager
+async def _connected(
+    up: dict[str, Any] | None, namespace: str | None, signer: Signer
+) -> AsyncIterator[Controller]:
+    if up is not None:
+        os.environ["DYN_FILE_KV"] = up["discovery"]
+        namespace = up["namespace"]
+    backend, request_plane, event_plane = (
+        ("file", "tcp", "zmq") if up else tuple(os.environ.get(name) or default for name, default in _PLANES)
+    )
+    with quiet_runtime(os.environ):
+        from trtllm_disagg.dynamo_runtime import controller
+
+        async with controller(
+            backend=backend,
+            request_plane=request_plane,
+            event_plane=event_plane,
+            namespace=namespace or os.environ.get("DYN_NAMESPACE") or "dynamo",
+            signer=signer,
+            timeout=_ANSWER_SECONDS,
+        ) as workers:
+            yield workers
+
+
+_STDERR = 2
+
+
+@contextmanager
+def quiet_runtime(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Inside, what Python prints to stderr arrives there, and what Dynamo's runtime logs does not.
+
+    The runtime writes a line for each of its own requests at every level, `off` included, past Python to descriptor 2;
+    what it writes later, when the process ends, DYN_LOG keeps back, so its module must be imported inside. Where the
+    user has set DYN_LOG, the runtime's log stays.
+    """
+    if environ.get("DYN_LOG"):
+        yield
+        return
+    environ["DYN_LOG"] = "off"
+    sys.stderr.flush()
+    with os.fdopen(os.dup(_STDERR), "w", buffering=1) as ours, redirect_stderr(ours):
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), _STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(ours.fileno(), _STDERR)
