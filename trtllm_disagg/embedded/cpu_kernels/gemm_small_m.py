@@ -129,8 +129,8 @@ def _function(module: Any, arithmetic: _Arithmetic, rows: int) -> Any:
     for first in range(0, _VECTORS, at_once):
         before = builder.mul(builder.mul(given[3], by), I64(first))
         vectors = range(first, first + at_once)
-        soon = builder.add(prefetched, before)
-        _emit_pass(builder, arithmetic, rows, vectors, *given, prefetched=soon, by=by)
+        values = [*given, builder.add(prefetched, before), by]
+        _emit_pass(builder, arithmetic, rows, vectors, *values)
     builder.ret_void()
     return function
 
