@@ -135,7 +135,7 @@ def section_of(times: PullTimes) -> Section:
     name, shape = times.name, times.shape
     one, none, first = times.milliseconds(ONE_BLOCK), times.milliseconds(NO_BLOCK), 1000 * times.first
     size = f"{shape.prompt_tokens} tokens, {shape.prompt_bytes / 2**20:.0f} MiB"
-    # A pull is named by its pattern alone.
+    # A pull's figures are named by its pattern alone.
     rows = (MEMCPY, *(row for p in PATTERNS for row in (memcpy_of(p), readv_of(p), p)))
     return Section(
         "Besides",
@@ -144,8 +144,8 @@ def section_of(times: PullTimes) -> Section:
                 f"{shape.name} over {times.backend}: {size}",
                 ("",),
                 _COLUMNS,
-                {(row,): _cells(times, row) for row in rows},
-                f"{name} {{0}} {{column}}",
+                {(f"pull {row}" if row in PATTERNS else row, row): _cells(times, row) for row in rows},
+                f"{name} {{1}} {{column}}",
             )
         ],
         [f"A request is {shape.prompt_blocks} blocks of {shape.block_bytes >> 10} KiB."],

@@ -208,6 +208,7 @@ def test_the_tables_name_what_was_missed(capsys: pytest.CaptureFixture[str]) -> 
     assert "8b-bf16 over NIXL: 4096 tokens, 512 MiB" in output
     assert "A request is 128 blocks of 4096 KiB" in output
     assert "% of readv" in output
+    assert "pull scattered" in output
     rows = [line.replace("│", " ").split() for line in output.splitlines()]
     assert ["8b-bf16", "NIXL", "scattered", "share", "of", "memcpy", "50", "%", ">=", "65", "missed"] in rows
     assert [
