@@ -13,8 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
-from trtllm_disagg.bench.kv_ends import SHAPES, KvShape, connected
-from trtllm_disagg.bench.raw_copy import Memcpy, MemcpyBlocks, ProcessVmReadv
+from trtllm_disagg.bench.kv_ends import (
+    SHAPES,
+    KvShape,
+    Memcpy,
+    MemcpyBlocks,
+    ProcessVmReadv,
+    connected,
+)
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.kv_transfer.transports import ON_ONE_HOST
 

@@ -13,9 +13,18 @@ import torch
 
 from trtllm_disagg import cli
 from trtllm_disagg.bench.figures import Figure
-from trtllm_disagg.bench.kv_ends import SHAPES, KvShape, Receiver, connected, fill, filled_bytes
+from trtllm_disagg.bench.kv_ends import (
+    SHAPES,
+    KvShape,
+    Memcpy,
+    MemcpyBlocks,
+    ProcessVmReadv,
+    Receiver,
+    connected,
+    fill,
+    filled_bytes,
+)
 from trtllm_disagg.bench.plot import draw
-from trtllm_disagg.bench.raw_copy import Memcpy, MemcpyBlocks, ProcessVmReadv
 from trtllm_disagg.bench.report import figures_of, print_report, wide_console
 from trtllm_disagg.bench.transfer import (
     MEMCPY,
