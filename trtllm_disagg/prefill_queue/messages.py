@@ -74,7 +74,7 @@ class Cancel(msgspec.Struct, frozen=True):
 
 YES, NO = b"+", b"-"
 
-#: A worker that leaves, or drops a request whose client is still there, is one that is gone.
+#: A worker that leaves, or drops a request with a client that is still there, counts as gone.
 _BY_CATEGORY: dict[str, type[errors.DisaggError]] = {
     errors.WorkerLeavingError.category: errors.PeerUnavailableError,
     errors.RequestCancelledError.category: errors.PeerUnavailableError,
