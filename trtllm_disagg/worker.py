@@ -20,7 +20,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime import Leaving, Registration, Runtime, ServedModel
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
 from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
-from trtllm_disagg.dynamo_runtime.system_port import require_system_port
+from trtllm_disagg.dynamo_runtime.worker_endpoint import require_system_port
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.engine import Engine, load_api, resolve_engine, serve_as_rank
 from trtllm_disagg.errors import EngineError

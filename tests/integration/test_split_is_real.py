@@ -77,7 +77,7 @@ def test_each_worker_does_its_own_part_only(strategy: Strategy, deployed: Served
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
-def test_who_gets_the_kv_says_how_long_it_took(strategy: Strategy, deployed: Served) -> None:
+def test_the_receiver_of_the_kv_says_how_long_it_took(strategy: Strategy, deployed: Served) -> None:
     def told(role: str) -> list[float]:
         return [deployed.total(f"trtllm_disagg_{name}", deployed.of_role(role)) for name in TRANSFERS]
 

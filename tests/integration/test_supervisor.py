@@ -75,7 +75,7 @@ async def test_a_signal_during_load_stops_everything_and_is_the_exit_code(
         ("agg", ("agg-0", "frontend")),
     ],
 )
-async def test_who_is_called_stops_after_its_callers(
+async def test_a_called_worker_stops_after_its_callers(
     start_up: StartUp, strategy: str, order: tuple[str, ...]
 ) -> None:
     up = await start_up(strategy=strategy)
@@ -109,7 +109,7 @@ async def test_a_command_that_does_not_exist_is_reported(start_up: StartUp) -> N
     assert nothing_runs(up.run_dir)
 
 
-async def test_the_startup_timeout_names_who_is_late(start_up: StartUp) -> None:
+async def test_the_startup_timeout_names_the_late_process(start_up: StartUp) -> None:
     up = await start_up(worker_args=("--unready-role", "prefill"), startup_timeout=3.0)
 
     assert await up.ends() == 1
@@ -118,7 +118,7 @@ async def test_the_startup_timeout_names_who_is_late(start_up: StartUp) -> None:
     assert nothing_runs(up.run_dir)
 
 
-async def test_who_ignores_the_order_to_stop_is_killed_and_named(start_up: StartUp) -> None:
+async def test_a_process_that_ignores_sigterm_is_killed_and_named(start_up: StartUp) -> None:
     up = await start_up(worker_args=("--stubborn-role", "prefill"), stop_timeout=2.0)
     await up.ready_line()
     exits = Exits(up.all_pids())

@@ -58,7 +58,7 @@ TENSORRT_LLM = ("engine",)
 #: These put something in its place, under its name, and import only that.
 STAND_INS = ("embedded.mount", "embedded.api.mounted_names", "testing.mounted")
 
-#: The engine serves whoever speaks the LLM API; it knows none of them.
+#: The engine serves every client of the LLM API; it knows none of them.
 NOT_FOR_EMBEDDED = (
     "handlers",
     "worker",

@@ -104,7 +104,7 @@ def test_a_stranger_does_not_fit(answer: dict[str, Any]) -> None:
         require_pair(described("prefill"), answer)
 
 
-def test_whoever_is_there_already_has_to_fit() -> None:
+def test_every_worker_that_is_there_has_to_fit() -> None:
     decode, prefill = described("decode"), described("prefill", block_size=64)
     with pytest.raises(ConfigError, match="decode 32, prefill 64"):
         require_fit(decode, [described("prefill"), prefill])

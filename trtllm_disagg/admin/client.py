@@ -27,8 +27,7 @@ from trtllm_disagg.commands import (
     Signer,
     UpCommand,
 )
-from trtllm_disagg.config.flags import FLAGS
-from trtllm_disagg.config.worker_config import flag_of
+from trtllm_disagg.config.worker_config import FLAGS, flag_of
 from trtllm_disagg.deployment.command_socket import send_to_up
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.keys import KEY_FILE, AdminKey

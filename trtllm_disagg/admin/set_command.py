@@ -11,9 +11,8 @@ from trtllm_disagg.admin import client
 from trtllm_disagg.admin.client import Worker, Workers, all_workers
 from trtllm_disagg.commands import SWITCHABLE, Set
 from trtllm_disagg.config.args import argument_parser_of
-from trtllm_disagg.config.flags import FLAGS
 from trtllm_disagg.config.thresholds import ADMISSION, NAMES
-from trtllm_disagg.config.worker_config import flag_of
+from trtllm_disagg.config.worker_config import FLAGS, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
 
 Values = Mapping[str, Any]

@@ -75,7 +75,7 @@ class Grid:
     """A table of which every number is a figure."""
 
     title: str
-    #: Headers of what names a row.
+    #: Headers of a row's names; a name beyond these is not shown.
     labels: tuple[str, ...]
     columns: Sequence[Column]
     #: Numbers, or texts, by a row's names and a column's.
@@ -104,7 +104,7 @@ class Grid:
     def _heights(self, column: Column) -> dict[str, dict[str, float]]:
         heights: dict[str, dict[str, float]] = {}
         for row, cells in self.rows.items():
-            color = row[-1] if len(row) > 1 else ""
+            color = row[-1] if len(self.labels) > 1 else ""
             heights.setdefault(color, {})[row[0]] = float(cells[column.name])
         return heights
 

@@ -99,13 +99,15 @@ def print_report(console: Console, sections: Sequence[Section]) -> None:
 def _grid(grid: Grid) -> Table:
     headers = (*grid.labels, *(f">{column.header or column.name}" for column in grid.columns))
     shown, group = _table(grid.title, headers), ""
-    for names, cells in grid.rows.items():
-        if group not in ("", names[0]) and len(names) > 1:
+    several = len(grid.labels) > 1
+    for row, cells in grid.rows.items():
+        names = list(row[: len(grid.labels)])
+        if several and group not in ("", row[0]):
             shown.add_section()
-        start, group = "" if len(names) > 1 and group == names[0] else names[0], names[0]
-        shown.add_row(
-            start, *names[1:], *(_shown(cells.get(column.name, ""), column) for column in grid.columns)
-        )
+        if several and group == row[0]:
+            names[0] = ""
+        group = row[0]
+        shown.add_row(*names, *(_shown(cells.get(column.name, ""), column) for column in grid.columns))
     return shown
 
 

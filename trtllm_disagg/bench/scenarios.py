@@ -7,21 +7,107 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from trtllm_disagg.bench.driving import Measures, Trace, drive, mismatched_tokens
+import numpy as np
+
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
 from trtllm_disagg.bench.machine import two_cores
 from trtllm_disagg.bench.models import NANOGPT_DIRECTORY, random_checkpoint, vocab_size
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.bench.servers import DISAGG, DISAGGREGATED, MODES, Bench, Server, start_servers
 from trtllm_disagg.bench.workloads import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
+from trtllm_disagg.embedded import SamplingParams
 from trtllm_disagg.kv_transfer.transports import ON_ONE_HOST
 from trtllm_disagg.model_directory import model_directory
+
+
+@dataclass(slots=True)
+class Trace:
+    """One request. Seconds on the clock of the run."""
+
+    arrived: float
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.arrived
+
+    @property
+    def latency(self) -> float:
+        return self.times[-1] - self.arrived
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in itertools.pairwise(self.times)]
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """Of one repetition; times in milliseconds, but `wall` in seconds."""
+
+    wall: float
+    throughput: float
+    ttft: float
+    ttft_p99: float
+    itl_p99: float
+    latency: float
+
+    @classmethod
+    def of(cls, traces: Sequence[Trace]) -> Measures:
+        wall = max(trace.times[-1] for trace in traces)
+        ttft = [1000 * trace.ttft for trace in traces]
+        gaps = [1000 * gap for trace in traces for gap in trace.gaps]
+        return cls(
+            wall=wall,
+            throughput=sum(len(trace.tokens) for trace in traces) / wall,
+            ttft=float(np.mean(ttft)),
+            ttft_p99=float(np.percentile(ttft, 99)),
+            itl_p99=float(np.percentile(gaps, 99)) if gaps else 0.0,
+            latency=float(np.mean([1000 * trace.latency for trace in traces])),
+        )
+
+
+async def drive(server: Server, scenario: Scenario, prompts: Sequence[list[int]]) -> list[Trace]:
+    """Requests come when they are due, whatever became of the earlier ones."""
+    started = time.perf_counter()
+
+    async def one(number: int, prompt: list[int]) -> Trace:
+        trace = Trace(arrived=number * scenario.gap / 1000)
+        await asyncio.sleep(max(0.0, trace.arrived - (time.perf_counter() - started)))
+        async for tokens in server.answer(prompt, _sampling(number, scenario)):
+            trace.times += [time.perf_counter() - started] * len(tokens)
+            trace.tokens += tokens
+        return trace
+
+    return list(await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts))))
+
+
+def mismatched_tokens(expected: Sequence[Trace], actual: Sequence[Trace]) -> int:
+    """Positions at which two runs of the same requests differ; a missing token differs."""
+    return sum(
+        a != b
+        for one, other in zip(expected, actual, strict=True)
+        for a, b in itertools.zip_longest(one.tokens, other.tokens)
+    )
+
+
+def _sampling(number: int, scenario: Scenario) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=scenario.output_tokens,
+        temperature=1.0,
+        seed=1000 + number,
+        ignore_eos=True,
+        detokenize=False,
+    )
+
 
 _COLUMNS = (
     Column("wall", "s", ".3f", "wall s"),

@@ -13,8 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
-from trtllm_disagg.bench.kv_ends import SHAPES, KvShape, connected
-from trtllm_disagg.bench.raw_copy import Memcpy, MemcpyBlocks, ProcessVmReadv
+from trtllm_disagg.bench.kv_ends import (
+    SHAPES,
+    KvShape,
+    Memcpy,
+    MemcpyBlocks,
+    ProcessVmReadv,
+    connected,
+)
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.kv_transfer.transports import ON_ONE_HOST
 
@@ -135,7 +141,7 @@ def section_of(times: PullTimes) -> Section:
     name, shape = times.name, times.shape
     one, none, first = times.milliseconds(ONE_BLOCK), times.milliseconds(NO_BLOCK), 1000 * times.first
     size = f"{shape.prompt_tokens} tokens, {shape.prompt_bytes / 2**20:.0f} MiB"
-    # A pull is named by its pattern alone.
+    # A pull's figures are named by its pattern alone.
     rows = (MEMCPY, *(row for p in PATTERNS for row in (memcpy_of(p), readv_of(p), p)))
     return Section(
         "Besides",
@@ -144,8 +150,8 @@ def section_of(times: PullTimes) -> Section:
                 f"{shape.name} over {times.backend}: {size}",
                 ("",),
                 _COLUMNS,
-                {(row,): _cells(times, row) for row in rows},
-                f"{name} {{0}} {{column}}",
+                {(f"pull {row}" if row in PATTERNS else row, row): _cells(times, row) for row in rows},
+                f"{name} {{1}} {{column}}",
             )
         ],
         [f"A request is {shape.prompt_blocks} blocks of {shape.block_bytes >> 10} KiB."],

@@ -10,14 +10,16 @@ import argparse
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from trtllm_disagg.config.flags import FLAG_GROUPS, FLAGS, Flag
 from trtllm_disagg.config.settings import parse_endpoint_id
 from trtllm_disagg.config.worker_config import (
+    FLAGS,
     SETTINGS,
+    Flag,
     Role,
     ScheduleStyle,
     Strategy,
@@ -60,7 +62,7 @@ class _SetBothPublishers(argparse.BooleanOptionalAction):
 
 def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag of a worker. A flag that is not given leaves no attribute in the namespace."""
-    for title, flags in FLAG_GROUPS.items():
+    for title, flags in groupby(FLAGS.values(), key=lambda flag: flag.group):
         group = parser.add_argument_group(title)
         for flag in flags:
             _add_flag(group, flag)
@@ -109,14 +111,13 @@ def refuse_unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[
 
 
 def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    names = (flag_of(flag.field), *flag.aliases)
     options: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS, "help": _help(flag)}
     if _value_type(flag.field) is bool:
-        group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
+        group.add_argument(*flag.names, action=argparse.BooleanOptionalAction, **options)
         return
     rule = rule_of(flag.field)
     metavar = "{" + ",".join(rule.choices) + "}" if rule and rule.choices else None
-    group.add_argument(*names, type=argument_parser_of(flag.field), metavar=metavar, **options)
+    group.add_argument(*flag.names, type=argument_parser_of(flag.field), metavar=metavar, **options)
 
 
 def _help(flag: Flag) -> str:

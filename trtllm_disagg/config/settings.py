@@ -1,4 +1,4 @@
-"""What a setting accepts, and how a field of a configuration says so."""
+"""How a field of a configuration says all about its setting: what it accepts, its flag, its help, its other names."""
 
 from __future__ import annotations
 
@@ -111,7 +111,46 @@ NATS_URL = Rule("nats://host:port", lambda value: all(map(_is_nats_url, value.sp
 
 REQUIRED: Any = object()
 
+ENV_PREFIX = "TRTLLM_DISAGG_"
+#: Where Dynamo has the same setting: in its TensorRT-LLM worker, in its runtime, or nowhere.
+DYNAMO_WORKER, DYNAMO_RUNTIME, NOT_IN_DYNAMO = "DYN_TRTLLM_", "DYN_", ""
 
-def option(default: Any, *, rule: Rule | None = None, flag: str | None = None) -> Any:
-    metadata = {"rule": rule, "flag": flag}
+
+class Setting(NamedTuple):
+    """One setting of a user: what it accepts, its flag, and the names by which Dynamo knows it."""
+
+    help: str
+    #: None when any value of its type will do.
+    rule: Rule | None
+    #: Where `--help` lists it; empty for the group of the setting before it.
+    group: str
+    #: The flag, where it is not the field's name.
+    flag: str | None
+    dynamo: str
+    aliases: tuple[str, ...]
+    more_variables: tuple[str, ...]
+
+    def flag_of(self, field_name: str) -> str:
+        return self.flag or "--" + field_name.replace("_", "-")
+
+    def variables(self, field_name: str) -> tuple[str, ...]:
+        """The environment variables of this setting, the strongest first."""
+        name = self.flag_of(field_name).removeprefix("--").replace("-", "_").upper()
+        dynamo = (self.dynamo + name.removeprefix("DYN_"),) if self.dynamo else ()
+        return (ENV_PREFIX + name, *dynamo, *self.more_variables)
+
+
+def option(
+    default: Any,
+    help: str,
+    rule: Rule | None = None,
+    *,
+    group: str = "",
+    flag: str | None = None,
+    dynamo: str = NOT_IN_DYNAMO,
+    aliases: tuple[str, ...] = (),
+    variables: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass field with its `Setting`."""
+    metadata = {"setting": Setting(help, rule, group, flag, dynamo, aliases, variables)}
     return field(metadata=metadata) if default is REQUIRED else field(default=default, metadata=metadata)

@@ -99,14 +99,11 @@ def read_policy_file(path: Path) -> dict[str, Any]:
     return content
 
 
-# A value that may change while requests run.
-
-
 T = TypeVar("T")
 
 
 class Live(Generic[T]):
-    """A request that has read `value` keeps what it read."""
+    """A value that may change while requests run; a request that has read it keeps what it read."""
 
     def __init__(self, value: T) -> None:
         self._value = value

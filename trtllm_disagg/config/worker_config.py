@@ -1,15 +1,18 @@
-"""What one worker is told to be: the typed result of the command line, with every default and every check.
+"""What one worker is told to be: every setting with its type, default, check, flag, help and other names, in one place.
 
-Nothing else holds a default. `config/args.py` reads flag names, types, choices and defaults from the fields below.
+`config/args.py` makes the command line of the fields below, and reads command line and environment into them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import NamedTuple
 
 from trtllm_disagg.config.settings import (
     API_TYPES,
+    DYNAMO_RUNTIME,
+    DYNAMO_WORKER,
     ENDPOINT_ID,
     FRACTION,
     NAMESPACE,
@@ -24,15 +27,13 @@ from trtllm_disagg.config.settings import (
     SHARE,
     TRIES,
     Rule,
+    Setting,
     endpoint_of,
     one_of,
     option,
     parse_endpoint_id,
 )
 from trtllm_disagg.errors import ConfigError
-
-# The settings of a worker that calls others.
-
 
 #: When a request's prefill leaves the worker that it was routed to.
 DECIDERS = ("always", "length", "length_and_queue", "isl_bounding", "non_cached_tokens")
@@ -58,9 +59,6 @@ ORCHESTRATION = (
     "first_decode_token_timeout",
     "next_decode_token_timeout",
 )
-
-
-# Which schedule style a protocol is made for.
 
 
 #: `dynamo` has words for both; of these, each is one style by what it says.
@@ -116,82 +114,221 @@ _FIRST_STAGE_ROLES = {
 }
 
 
+ROLES, STRATEGIES, STYLES = one_of(*Role), one_of(*Strategy), one_of(*ScheduleStyle)
+#: Of the flag that stands for both publishers.
+BOTH_PUBLISHERS_VARIABLE = "DYN_TRTLLM_PUBLISH_EVENTS_AND_METRICS"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """One worker. Raises ConfigError when a value, or a combination of values, makes no sense."""
+    """One worker. Raises ConfigError when a value, or a combination of values, makes no sense.
 
-    model: str = option(REQUIRED, rule=NOT_EMPTY)
-    served_model_name: str | None = option(None, rule=NOT_EMPTY)
+    `group` begins a group of `--help`, to the next one.
+    """
 
-    role: Role = option(Role.AGG, rule=one_of(*Role), flag="--disaggregation-mode")  # noqa: RUF009
-    strategy: Strategy = option(  # noqa: RUF009
-        Strategy.DECODE_FIRST, rule=one_of(*Strategy), flag="--disaggregation-strategy"
+    model: str = option(
+        REQUIRED,
+        "path, or name on the Hugging Face hub",
+        NOT_EMPTY,
+        group="model",
+        dynamo=DYNAMO_WORKER,
+        aliases=("--model-path",),
     )
-    schedule_style: ScheduleStyle = option(ScheduleStyle.CONTEXT_FIRST, rule=one_of(*ScheduleStyle))  # noqa: RUF009
-    engine: str = option("auto", rule=one_of("auto", "tensorrt_llm", "embedded", "recording"))
+    served_model_name: str | None = option(
+        None, "name for clients (default: the value of --model)", NOT_EMPTY, dynamo=DYNAMO_WORKER
+    )
+    load_format: str = option(
+        "auto", "how weights are loaded", one_of("auto", "dummy", "vision_only", "gms"), dynamo=DYNAMO_WORKER
+    )
 
-    prefill_decider: str = option("always", rule=one_of(*DECIDERS))
-    max_local_prefill_length: int = option(1000, rule=NUMBER)
-    max_prefill_queue_size: int = option(2, rule=NUMBER)
-    eff_isl_threshold: int = option(2048, rule=NUMBER)
-    eff_isl_ratio_threshold: float = option(0.7, rule=SHARE)
-    non_cached_tokens: int = option(0, rule=NUMBER)
-    policy_file: str | None = option(None, rule=NOT_EMPTY)
+    role: Role = option(  # noqa: RUF009
+        Role.AGG,
+        "the part of a request that this worker runs",
+        ROLES,
+        group="disaggregation",
+        flag="--disaggregation-mode",
+        dynamo=DYNAMO_WORKER,
+    )
+    strategy: Strategy = option(  # noqa: RUF009
+        Strategy.DECODE_FIRST,
+        "the stage that takes requests and calls the other one",
+        STRATEGIES,
+        flag="--disaggregation-strategy",
+    )
+    schedule_style: ScheduleStyle = option(  # noqa: RUF009
+        ScheduleStyle.CONTEXT_FIRST,
+        "generation_first: both stages at once, KV is written as it is made",
+        STYLES,
+    )
+    engine: str = option(
+        "auto",
+        "auto: tensorrt_llm where it is installed, else embedded; recording makes no real tokens (benchmarks)",
+        one_of("auto", "tensorrt_llm", "embedded", "recording"),
+    )
 
-    next_router: str = option("round_robin", rule=one_of("kv", "least_loaded", "round_robin", "random"))
-    prefill_dispatch: str = option("direct", rule=one_of("direct", "queue"))
-    nats_server: str = option("nats://127.0.0.1:4222", rule=NATS_URL)
-    handoff_protocol: str = option("dynamo", rule=one_of("dynamo", "two_phase", "bootstrap"))
+    prefill_decider: str = option(
+        "always",
+        "when a prefill is sent to a prefill worker, or stays where decode is",
+        one_of(*DECIDERS),
+        group="orchestration (first stage)",
+    )
+    max_local_prefill_length: int = option(1000, "max uncached tokens prefilled locally", NUMBER)
+    max_prefill_queue_size: int = option(2, "waiting prefills from which on further ones stay local", NUMBER)
+    eff_isl_threshold: int = option(2048, "isl_bounding: max uncached tokens prefilled locally", NUMBER)
+    eff_isl_ratio_threshold: float = option(
+        0.7, "isl_bounding: max uncached fraction prefilled locally", SHARE
+    )
+    non_cached_tokens: int = option(
+        0, "non_cached_tokens: uncached tokens from which on a prefill is remote", NUMBER
+    )
+    policy_file: str | None = option(
+        None, "YAML with the thresholds above; watched, so they change without restart", NOT_EMPTY
+    )
+    next_router: str = option(
+        "round_robin",
+        "how an instance of the second stage is chosen",
+        one_of("kv", "least_loaded", "round_robin", "random"),
+    )
+    prefill_dispatch: str = option(
+        "direct", "direct, or a global queue on NATS JetStream", one_of("direct", "queue")
+    )
+    nats_server: str = option(
+        "nats://127.0.0.1:4222", "NATS servers of that queue", NATS_URL, variables=("NATS_SERVER",)
+    )
+    handoff_protocol: str = option(
+        "dynamo", "the shape of the bodies between the stages", one_of("dynamo", "two_phase", "bootstrap")
+    )
+    on_missing_stage: str = option(
+        "local", "local: serve alone when no worker of the other role can", one_of("local", "fail")
+    )
+    max_tries: int = option(2, "instances of the second stage to try for one request", TRIES)
+    breaker_failures: int = option(3, "failures in a row that trip an instance's circuit breaker", POSITIVE)
+    breaker_seconds: float = option(5.0, "seconds a tripped instance is skipped", SECONDS)
+    queue_timeout: float = option(30.0, "max seconds a prefill waits in the queue", SECONDS)
+    prefill_timeout: float = option(120.0, "max seconds of a prefill, waiting included", SECONDS)
+    first_decode_token_timeout: float = option(
+        60.0, "max seconds from handoff to decode's first token", SECONDS
+    )
+    next_decode_token_timeout: float = option(60.0, "max seconds between decode tokens", SECONDS)
 
-    max_queued_requests: int | None = option(None, rule=NUMBER)
-    max_queued_tokens: int | None = option(None, rule=NUMBER)
+    max_queued_requests: int | None = option(
+        None,
+        "max requests without a first token, further ones are refused with 529; 0: no bound "
+        "(default: four batches, at least 256)",
+        NUMBER,
+        group="overload",
+    )
+    max_queued_tokens: int | None = option(
+        None,
+        "max prompt tokens of requests without a first token, as above "
+        "(default: one step of max_num_tokens for each request that may wait)",
+        NUMBER,
+    )
 
-    on_missing_stage: str = option("local", rule=one_of("local", "fail"))
-    max_tries: int = option(2, rule=TRIES)
-    breaker_failures: int = option(3, rule=POSITIVE)
-    breaker_seconds: float = option(5.0, rule=SECONDS)
-    queue_timeout: float = option(30.0, rule=SECONDS)
-    prefill_timeout: float = option(120.0, rule=SECONDS)
-    first_decode_token_timeout: float = option(60.0, rule=SECONDS)
-    next_decode_token_timeout: float = option(60.0, rule=SECONDS)
+    namespace: str = option(
+        "dynamo", "Dynamo namespace", NAMESPACE, group="endpoints and planes", dynamo=DYNAMO_RUNTIME
+    )
+    endpoint: str | None = option(
+        None, "where this worker is reached, dyn://ns.component.endpoint", ENDPOINT_ID, dynamo=DYNAMO_RUNTIME
+    )
+    next_endpoint: str | None = option(
+        None, "where the second stage is reached; first stage only", ENDPOINT_ID
+    )
+    discovery_backend: str = option(
+        "file",
+        "how workers find each other",
+        one_of("file", "etcd", "kubernetes", "mem"),
+        dynamo=DYNAMO_RUNTIME,
+    )
+    request_plane: str = option("tcp", "how requests travel", one_of("tcp", "nats"), dynamo=DYNAMO_RUNTIME)
+    event_plane: str = option("zmq", "how KV events travel", one_of("zmq", "nats"), dynamo=DYNAMO_RUNTIME)
+    drain_seconds: float = option(
+        30.0, "seconds after SIGTERM for running requests; then other workers continue them", SECONDS_OR_NONE
+    )
+    frozen_seconds: float = option(
+        7.0,
+        "seconds until a worker stopped by SIGSTOP is killed, so that others continue; 0: never",
+        SECONDS_OR_NONE,
+    )
 
-    drain_seconds: float = option(30.0, rule=SECONDS_OR_NONE)
-    frozen_seconds: float = option(7.0, rule=SECONDS_OR_NONE)
+    admin_key_file: str | None = option(
+        None,
+        "key with which `switch` and `set` are signed (default: none, and they are refused)",
+        NOT_EMPTY,
+        group="administration",
+    )
 
-    namespace: str = option("dynamo", rule=NAMESPACE)
-    endpoint: str | None = option(None, rule=ENDPOINT_ID)
-    next_endpoint: str | None = option(None, rule=ENDPOINT_ID)
-    discovery_backend: str = option("file", rule=one_of("file", "etcd", "kubernetes", "mem"))
-    request_plane: str = option("tcp", rule=one_of("tcp", "nats"))
-    event_plane: str = option("zmq", rule=one_of("zmq", "nats"))
+    extra_engine_args: str = option(
+        "",
+        "YAML file of engine arguments; a flag below wins over it",
+        group="engine arguments",
+        dynamo=DYNAMO_WORKER,
+    )
+    override_engine_args: str = option(
+        "", "JSON object laid over the YAML file and every flag", dynamo=DYNAMO_WORKER
+    )
+    tensor_parallel_size: int = option(1, "GPUs that share each layer", POSITIVE, dynamo=DYNAMO_WORKER)
+    pipeline_parallel_size: int = option(
+        1, "groups of GPUs that share the layers", POSITIVE, dynamo=DYNAMO_WORKER
+    )
+    expert_parallel_size: int | None = option(
+        None, "GPUs that share the experts", POSITIVE, dynamo=DYNAMO_WORKER
+    )
+    enable_attention_dp: bool = option(
+        False, "attention runs data-parallel instead of tensor-parallel", dynamo=DYNAMO_WORKER
+    )
+    gpus_per_node: int | None = option(
+        None, "GPUs of one node (default: as found)", POSITIVE, dynamo=DYNAMO_WORKER
+    )
+    kv_block_size: int = option(32, "tokens in one KV block", POWER_OF_TWO, dynamo=DYNAMO_WORKER)
+    max_batch_size: int = option(
+        2048, "requests in one step; on the embedded engine 64 unless given", POSITIVE, dynamo=DYNAMO_WORKER
+    )
+    max_num_tokens: int = option(
+        8192, "tokens in one step; on the embedded engine 512 unless given", POSITIVE, dynamo=DYNAMO_WORKER
+    )
+    max_seq_len: int | None = option(
+        None,
+        "tokens of one request, prompt and answer (default: the model's)",
+        POSITIVE,
+        dynamo=DYNAMO_WORKER,
+    )
+    max_beam_width: int = option(1, "beams of one request", POSITIVE, dynamo=DYNAMO_WORKER)
+    free_gpu_memory_fraction: float = option(
+        0.9, "share of the free GPU memory that KV takes", FRACTION, dynamo=DYNAMO_WORKER
+    )
+    guided_decoding_backend: str | None = option(
+        None, "library behind structured output", one_of("xgrammar", "llguidance"), dynamo=DYNAMO_WORKER
+    )
 
-    extra_engine_args: str = option("")
-    override_engine_args: str = option("")
-    load_format: str = option("auto", rule=one_of("auto", "dummy", "vision_only", "gms"))
-    guided_decoding_backend: str | None = option(None, rule=one_of("xgrammar", "llguidance"))
+    publish_kv_events: bool = option(
+        False,
+        "tell the KV router which blocks this worker holds",
+        group="publishing",
+        dynamo=DYNAMO_WORKER,
+        variables=(BOTH_PUBLISHERS_VARIABLE,),
+    )
+    publish_metrics: bool = option(
+        False, "publish load and engine metrics", dynamo=DYNAMO_WORKER, variables=(BOTH_PUBLISHERS_VARIABLE,)
+    )
 
-    tensor_parallel_size: int = option(1, rule=POSITIVE)
-    pipeline_parallel_size: int = option(1, rule=POSITIVE)
-    expert_parallel_size: int | None = option(None, rule=POSITIVE)
-    enable_attention_dp: bool = option(False)
-    gpus_per_node: int | None = option(None, rule=POSITIVE)
-
-    kv_block_size: int = option(32, rule=POWER_OF_TWO)
-    max_batch_size: int = option(2048, rule=POSITIVE)
-    max_num_tokens: int = option(8192, rule=POSITIVE)
-    max_seq_len: int | None = option(None, rule=POSITIVE)
-    max_beam_width: int = option(1, rule=POSITIVE)
-    free_gpu_memory_fraction: float = option(0.9, rule=FRACTION)
-
-    admin_key_file: str | None = option(None, rule=NOT_EMPTY)
-
-    publish_kv_events: bool = option(False)
-    publish_metrics: bool = option(False)
-
-    endpoint_types: str = option("chat,completions", rule=API_TYPES)
-    custom_jinja_template: str | None = option(None, rule=NOT_EMPTY)
-    tool_call_parser: str | None = option(None, rule=NOT_EMPTY, flag="--dyn-tool-call-parser")
-    reasoning_parser: str | None = option(None, rule=NOT_EMPTY, flag="--dyn-reasoning-parser")
+    endpoint_types: str = option(
+        "chat,completions",
+        "chat, completions, both with a comma, or none",
+        API_TYPES,
+        group="API",
+        dynamo=DYNAMO_RUNTIME,
+        aliases=("--dyn-endpoint-types",),
+    )
+    custom_jinja_template: str | None = option(
+        None, "file of a chat template", NOT_EMPTY, dynamo=DYNAMO_RUNTIME
+    )
+    tool_call_parser: str | None = option(
+        None, "parser of tool calls", NOT_EMPTY, flag="--dyn-tool-call-parser", dynamo=DYNAMO_RUNTIME
+    )
+    reasoning_parser: str | None = option(
+        None, "parser of reasoning", NOT_EMPTY, flag="--dyn-reasoning-parser", dynamo=DYNAMO_RUNTIME
+    )
 
     explicit: frozenset[str] = frozenset()
     """Fields that a flag or a variable set. Those win over the engine YAML; the others only fill it up."""
@@ -331,16 +468,44 @@ SETTINGS = {setting.name: setting for setting in fields(WorkerConfig) if setting
 """The dataclass field of every setting that a user can give, by name."""
 
 
+class Flag(NamedTuple):
+    """The names of a setting: its field, its flags, and its environment variables, the strongest first."""
+
+    field: str
+    names: tuple[str, ...]
+    variables: tuple[str, ...]
+    help: str
+    group: str
+
+
+def _setting(name: str) -> Setting:
+    setting: Setting = SETTINGS[name].metadata["setting"]
+    return setting
+
+
 def flag_of(name: str) -> str:
     """The command-line flag of a field."""
-    flag: str | None = SETTINGS[name].metadata["flag"]
-    return flag or "--" + name.replace("_", "-")
+    return _setting(name).flag_of(name)
+
+
+def _flags() -> dict[str, Flag]:
+    flags: dict[str, Flag] = {}
+    group = ""
+    for name in SETTINGS:
+        setting = _setting(name)
+        group = setting.group or group
+        names = (flag_of(name), *setting.aliases)
+        flags[name] = Flag(name, names, setting.variables(name), setting.help, group)
+    return flags
+
+
+FLAGS = _flags()
+"""Every flag, by the field that it fills, in the order of `--help`."""
 
 
 def rule_of(name: str) -> Rule | None:
     """What a field accepts; None when any value of its type does."""
-    rule: Rule | None = SETTINGS[name].metadata["rule"]
-    return rule
+    return _setting(name).rule
 
 
 def check_value(name: str, value: object, key: str | None = None) -> None:

@@ -68,14 +68,14 @@ def _texts(event: dict[str, Any]) -> Iterator[str]:
             yield text
 
 
-# Text that comes in pieces, in lines that end between words.
-
-
 _PIECES = re.compile(r"\n| +|[^ \n]+")
 
 
 class WrappedText:
-    """A word is written when it is whole: that is seen from what follows it."""
+    """Text that comes in pieces, in lines that end between words.
+
+    A word is written when it is whole: that is seen from what follows it.
+    """
 
     def __init__(self, stream: TextIO, columns: int, indent: str) -> None:
         self._stream = stream

@@ -1,4 +1,6 @@
-"""What the model reads: Python's own documentation, as every installation carries it."""
+"""What the model reads: Python's own documentation, as every installation carries it, made into conversations, which
+ask and answer, and passages, which just read on.
+"""
 
 from __future__ import annotations
 
@@ -177,9 +179,6 @@ def reads_as_prose(lines: list[str]) -> bool:
 def join_lines(lines: list[str]) -> str:
     joined = " ".join(line.strip() for line in lines)
     return CROSS_REFERENCE.sub("", re.sub(r"(\w-) (?=\w)", r"\1", joined)).replace("  ", " ")
-
-
-# Makes the training documents: conversations, which ask and answer, and passages, which just read on.
 
 
 # Conversations make the answers, passages the language; more of these leave too little time for those.

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from trtllm_disagg.activity import ACTIVITY_VARIABLE
-from trtllm_disagg.config.flags import FLAGS
-from trtllm_disagg.config.worker_config import SETTINGS, check_value, flag_of
+from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, check_value, flag_of
 from trtllm_disagg.deployment.brokers import STORE_DIR, broker_env, nats_server_argv
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.interpreter import SAFE_PATH, python

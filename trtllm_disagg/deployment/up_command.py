@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.config.args import argument_parser_of
-from trtllm_disagg.config.flags import FLAGS
-from trtllm_disagg.config.worker_config import SETTINGS, flag_of
+from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, flag_of
 from trtllm_disagg.deployment.plan import (
     BEYOND_DRAIN_SECONDS,
     NEXT_ROUTERS,

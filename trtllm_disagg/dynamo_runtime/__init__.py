@@ -1,6 +1,6 @@
 """Everything of Dynamo's runtime that a worker uses. Only this package and `publisher/` import `dynamo`."""
 
-from trtllm_disagg.dynamo_runtime.controller import Controller, controller
+from trtllm_disagg.dynamo_runtime.discovery import Controller, controller
 from trtllm_disagg.dynamo_runtime.errors import from_dynamo, to_dynamo
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, refuse_control
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving

@@ -1,4 +1,4 @@
-"""Which other workers serve in this namespace, looked up once and not watched."""
+"""The workers of a namespace: what they are, what they are told from outside, and what they have cached."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from typing import Any
 from dynamo.llm import KvRouter, KvRouterConfig
 from dynamo.runtime import DistributedRuntime
 
-from trtllm_disagg.commands import DescribedInstance
-from trtllm_disagg.config.settings import parse_endpoint_id
-from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.commands import CONTROL, Command, Describe, DescribedInstance, Signer
+from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.errors import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
+from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.types import GenerateRequest
 
 _DESCRIBE_SECONDS = 5.0
 _SYSTEM_PORT = "DYN_SYSTEM_PORT"
+_FOUND_SECONDS = 3.0
+_POLL_SECONDS = 0.15
+
+log = logging.getLogger(__name__)
 
 
 async def list_instances(
@@ -82,14 +88,89 @@ def _without_system_port() -> Iterator[None]:
             os.environ[_SYSTEM_PORT] = port
 
 
-# What the other stage's instances have cached of a prompt, from their own cache events.
+class Controller:
+    """Finds the workers of a deployment from outside, and sends them commands."""
+
+    def __init__(self, clients: Mapping[str, Any], signer: Signer, timeout: float) -> None:
+        self._clients = clients
+        self._signer = signer
+        self._timeout = timeout
+
+    async def workers(self) -> list[DescribedInstance]:
+        """Every worker in discovery, as it describes itself. One that died meanwhile is left out."""
+        await self._settled()
+        # A first stage is at two endpoints; the later one, of its role, is where it always is.
+        names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
+        answers = await asyncio.gather(
+            *(self.send(endpoint, i, Describe()) for i, endpoint in names.items()), return_exceptions=True
+        )
+        return [
+            DescribedInstance(endpoint, instance_id, _answer(answer))
+            for (instance_id, endpoint), answer in zip(names.items(), answers, strict=True)
+            if not isinstance(answer, PeerUnavailableError)
+        ]
+
+    async def _settled(self) -> None:
+        """A fresh client learns of the instances bit by bit."""
+        seen: list[list[int]] = []
+        for _ in range(round(_FOUND_SECONDS / _POLL_SECONDS)):
+            now = [sorted(client.instance_ids()) for client in self._clients.values()]
+            if all(now) and now == seen:
+                return
+            seen = now
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
+        """What the worker answers. Raises a DisaggError: what it has refused, or that it does not answer in time."""
+        name = f"instance {instance_id:x} at {endpoint_id}"
+        try:
+            async with asyncio.timeout(self._timeout):
+                request = self._signer.request(command, instance_id)
+                stream = await self._clients[endpoint_id].direct(request, instance_id)
+                answers = [item.data() async for item in stream if not item.is_error()]
+        except TimeoutError:
+            raise StageTimeoutError(f"{name} did not answer within {self._timeout:g} s") from None
+        except Exception as error:
+            raise _named(from_dynamo(error), name) from error
+        if len(answers) != 1 or not isinstance(answers[0], dict):
+            raise PeerUnavailableError(f"{name} does not know {CONTROL}")
+        return answers[0]
 
 
-log = logging.getLogger(__name__)
+@asynccontextmanager
+async def controller(
+    *, backend: str, request_plane: str, event_plane: str, namespace: str, signer: Signer, timeout: float
+) -> AsyncIterator[Controller]:
+    """For the workers of a namespace at their usual endpoints. Discovery is found as every Dynamo process does, by
+    environment variables.
+    """
+    runtime = DistributedRuntime(asyncio.get_running_loop(), backend, request_plane, event_plane=event_plane)
+    try:
+        endpoints = [endpoint_of(namespace, role) for role in (None, Role.PREFILL, Role.DECODE)]
+        clients = {
+            endpoint: await runtime.endpoint(parse_endpoint_id(endpoint).dotted).client()
+            for endpoint in endpoints
+        }
+        yield Controller(clients, signer, timeout)
+    finally:
+        runtime.shutdown()
+
+
+def _answer(answer: dict[str, Any] | BaseException) -> dict[str, Any]:
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def _named(error: DisaggError, name: str) -> DisaggError:
+    return type(error)(f"{name}: {error}")
 
 
 class KvOverlaps:
-    """Dynamo's index. Instances must have a model card, or it hears nothing of them (facts: dynamo.md section 2)."""
+    """What the other stage's instances have cached of a prompt, by Dynamo's index of their cache events.
+
+    Instances must have a model card, or the index hears nothing of them.
+    """
 
     def __init__(self, endpoint: Any, block_size: int) -> None:
         self._endpoint = endpoint

@@ -1,4 +1,4 @@
-"""Errors on their way through Dynamo. What it makes of each was measured (facts: dynamo.md section 5)."""
+"""Errors on their way through Dynamo. What it makes of each was measured."""
 
 from __future__ import annotations
 

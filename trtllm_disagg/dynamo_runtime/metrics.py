@@ -130,9 +130,6 @@ def expose(metrics: Collector, endpoint: Any, config: WorkerConfig) -> None:
     )
 
 
-# What waits in the prefill queue, as gauges. Every worker of it shows the same numbers.
-
-
 class QueueState(Protocol):
     def depth(self) -> int: ...
 
@@ -140,6 +137,8 @@ class QueueState(Protocol):
 
 
 class QueueMetrics(Collector):
+    """What waits in the prefill queue, as gauges; every worker of the queue shows the same numbers."""
+
     def __init__(self, queue: QueueState) -> None:
         self._queue = queue
 

@@ -1,4 +1,4 @@
-"""A publisher runs beside the handlers for as long as the worker serves."""
+"""The publishers of a worker: cache events and load, sent while it serves (`create_publishers` says which)."""
 
 from __future__ import annotations
 
@@ -70,9 +70,6 @@ class PollingPublisher(ABC):
             await asyncio.sleep(pause)
 
 
-# The engine's statistics -> the router's load, and the worker's /metrics. The only reader of that stream.
-
-
 _WAIT_SECONDS = 2.0
 
 
@@ -89,7 +86,10 @@ class StatsSink(Protocol):
 
 
 class StatsForwarder(PollingPublisher):
-    """Needs enable_iter_perf_stats. Of what came together, the router gets the newest and the metrics all."""
+    """The engine's statistics to the router's load and to this worker's /metrics; the only reader of that stream.
+
+    Needs enable_iter_perf_stats. Of what came together, the router gets the newest and the metrics all.
+    """
 
     def __init__(self, llm: Any, load: LoadSink, metrics: StatsSink) -> None:
         super().__init__("engine-stats")
@@ -112,9 +112,6 @@ class StatsForwarder(PollingPublisher):
             self._load.publish(rank, kv_used_blocks=used)
 
 
-# The engine's KV cache events -> the router's index (facts: trtllm.md section 4, dynamo.md section 4).
-
-
 class EventSink(Protocol):
     """Dynamo's KvEventPublisher, as far as we use it."""
 
@@ -132,7 +129,10 @@ class EventSink(Protocol):
 
 
 class KvEventForwarder(PollingPublisher):
-    """Only whole blocks are published: the router cannot place a request on a part of one."""
+    """The engine's KV cache events to the router's index.
+
+    Only whole blocks are published: the router cannot place a request on a part of one.
+    """
 
     def __init__(
         self,
@@ -217,9 +217,6 @@ def signed(block_hash: int | str) -> int:
     """The engine's unsigned 64 bits, or the start of its SHA-256 in hexadecimal, as a signed number."""
     number = int(block_hash[:16], 16) if isinstance(block_hash, str) else block_hash
     return number - (1 << 64) if number >= 1 << 63 else number
-
-
-# Which publishers a worker runs.
 
 
 async def create_publishers(

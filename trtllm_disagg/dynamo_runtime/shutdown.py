@@ -102,9 +102,6 @@ class Leaving:
             await asyncio.sleep(_POLL_SECONDS)
 
 
-# A worker that was frozen (SIGSTOP, a paused machine, a closed laptop) for longer than discovery waits.
-
-
 _FREEZE_POLL_SECONDS = 1.0
 #: Dynamo's file discovery forgets a process that has not touched its files for 10 s.
 _LONG_SECONDS = 5.0
@@ -116,7 +113,7 @@ def _clock() -> float:
 
 
 async def watch_for_freezes(thaw: Callable[[], Awaitable[None]], clock: Callable[[], float] = _clock) -> None:
-    """Returns never. Calls `thaw` after each freeze that discovery may have taken for a death."""
+    """Returns never. Calls `thaw` after each freeze (SIGSTOP, a paused machine) that may look dead to discovery."""
     while True:
         before = clock()
         await asyncio.sleep(_FREEZE_POLL_SECONDS)

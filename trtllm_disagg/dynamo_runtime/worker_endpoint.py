@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.dynamo_runtime.discovery import KvOverlaps, described, list_instances
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE, HandleCommand, as_dynamo_handler
 from trtllm_disagg.dynamo_runtime.stage_client import DynamoDirectory
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,27 @@ class ServedModel:
     max_batch_size: int
     max_num_tokens: int
     max_seq_len: int
+
+
+_SYSTEM_PORT, _SYSTEM_HOST = "DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST"
+
+
+def require_system_port(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError when the port of /health and /metrics is wanted and taken. Dynamo opens it, and when it cannot,
+    it goes on without and says so in its log: a worker without metrics is not what was asked for.
+    """
+    port = environ.get(_SYSTEM_PORT, "")
+    if not port.isdecimal():
+        return  # none is wanted, or Dynamo refuses it
+    if int(port) > 65535:
+        raise ConfigError.bad_value(_SYSTEM_PORT, port, "a port, 65535 at most")
+    host = environ.get(_SYSTEM_HOST) or "0.0.0.0"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, int(port)), family=family).close()
+    except OSError as error:
+        allowed = f"a port on {host} ({_SYSTEM_HOST}) that can be listened on ({error.strerror or error})"
+        raise ConfigError.bad_value(_SYSTEM_PORT, port, allowed) from None
 
 
 class Runtime:

@@ -21,10 +21,10 @@ from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.errors import ConfigError, OverloadedError, QueueUnusableError
 from trtllm_disagg.prefill_queue.messages import CONSUMER, MAX_BYTES, NO, YES, Names
 
-# NATS's client, which takes tls:// for a wish where it has to be a condition.
-
 
 class NatsClient(Client):
+    """NATS's client takes tls:// for a wish; here it is a condition."""
+
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         """The server's first word, before it is told anything. Without this, one that offers no TLS would be sent the
         password and all else in the clear.
@@ -35,17 +35,14 @@ class NatsClient(Client):
         await super()._process_info(info, initial_connection=initial_connection)
 
 
-# Waiting for a library that loses cancels.
-
-
 T = TypeVar("T")
 
 
-async def heeded(answer: Awaitable[T]) -> T:
-    """`answer`, but whoever is cancelled meanwhile hears of it.
+async def preserve_cancellation(answer: Awaitable[T]) -> T:
+    """The result of `answer`; a cancel of this task that comes meanwhile is raised here in any case.
 
     `asyncio.wait_for` of Python 3.11 forgets a cancel that comes in the same turn as its result, and NATS's client
-    makes another error of some. Whoever then awaits the cancelled task would wait for ever.
+    makes another error of some. Waiting for the cancelled task would then never end.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -59,14 +56,14 @@ async def heeded(answer: Awaitable[T]) -> T:
 
 log = logging.getLogger(__name__)
 
-#: A worker that does not say for so long that it is still at an item has lost it.
+#: Seconds: a prefill worker that is silent about an item for longer has lost it.
 ACK_SECONDS = 3.0
 _CONNECT_SECONDS = 3.0
 _REPLY_SECONDS = 2.0
 _RECONNECT_SECONDS = 0.2
 #: A server that hangs is given up after two of these.
 _PING_SECONDS = 2
-#: Nobody waits so long; what is left of pushers that are gone, where no worker pulls.
+#: No request waits so long: what is older is left of pushers that are gone, where no worker pulls.
 _MAX_AGE_SECONDS = 3600.0
 _MAX_ITEMS = 10_000
 _MAX_STREAM_BYTES = 256 << 20
@@ -79,13 +76,13 @@ class Reply(Enum):
     YES = "yes"
     NO = "no"
     #: There is no such subscriber.
-    NOBODY = "nobody"
+    NO_RECEIVER = "no receiver"
     #: It did not come in time, or NATS is gone.
     NONE = "none"
 
 
 class Broker:
-    """Whoever connects it closes it."""
+    """One connection of this worker, and the stream of its queue; its owner calls `close`."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
@@ -145,7 +142,9 @@ class Broker:
                 f"{self._client.max_payload} (max_payload)"
             )
         try:
-            ack = await heeded(self._stream.publish(self.names.items, data, timeout=_REPLY_SECONDS))
+            ack = await preserve_cancellation(
+                self._stream.publish(self.names.items, data, timeout=_REPLY_SECONDS)
+            )
         except APIError as error:
             if error.err_code in _TOO_MANY:
                 raise OverloadedError("the prefill queue is full") from error
@@ -155,16 +154,16 @@ class Broker:
         return ack.seq
 
     async def withdraw(self, sequence: int) -> None:
-        """As far as possible; an item that nobody waits for is skipped anyway."""
+        """As far as possible; an item without a waiting request is skipped anyway."""
         with contextlib.suppress(*_NATS_ERRORS):
-            await heeded(self._stream.delete_msg(self.names.stream, sequence))
+            await preserve_cancellation(self._stream.delete_msg(self.names.stream, sequence))
 
     async def pull(self, seconds: float) -> Msg | None:
         """The next item, None when there is none in this time, or NATS is gone."""
         try:
             if self._pulling is None:
                 self._pulling = await self._stream.pull_subscribe_bind(CONSUMER, self.names.stream)
-            (message,) = await heeded(self._pulling.fetch(1, timeout=seconds))
+            (message,) = await preserve_cancellation(self._pulling.fetch(1, timeout=seconds))
         except TimeoutError:
             return None
         except _NATS_ERRORS as error:
@@ -177,7 +176,7 @@ class Broker:
     async def waiting(self) -> tuple[int, int]:
         """(items that no worker has been given yet, place of the oldest one). Raises QueueUnusableError."""
         try:
-            consumer = await heeded(
+            consumer = await preserve_cancellation(
                 self._stream.consumer_info(self.names.stream, CONSUMER, timeout=_REPLY_SECONDS)
             )
             if consumer.created != self._born:
@@ -193,7 +192,7 @@ class Broker:
     async def pushed_at(self, sequence: int) -> float | None:
         """When the first item from this place on was pushed, in seconds since the epoch by NATS's clock."""
         try:
-            message = await heeded(
+            message = await preserve_cancellation(
                 self._stream.get_msg(self.names.stream, sequence, subject=self.names.items, next=True)
             )
         except _NATS_ERRORS:
@@ -213,9 +212,9 @@ class Broker:
 
     async def ask(self, subject: str, data: bytes) -> Reply:
         try:
-            answer = await heeded(self._client.request(subject, data, timeout=_REPLY_SECONDS))
+            answer = await preserve_cancellation(self._client.request(subject, data, timeout=_REPLY_SECONDS))
         except nats.errors.NoRespondersError:
-            return Reply.NOBODY
+            return Reply.NO_RECEIVER
         except _NATS_ERRORS:
             return Reply.NONE
         return {YES: Reply.YES, NO: Reply.NO}.get(answer.data, Reply.NONE)
@@ -266,10 +265,10 @@ class Broker:
         self._born = (await self._stream.add_consumer(self.names.stream, consumer)).created
 
     async def _make_anew(self) -> None:
-        """Somebody has deleted it, with what waited in it. Raises QueueUnusableError."""
+        """The stream was deleted in NATS, with what waited in it. Raises QueueUnusableError."""
         log.warning("the prefill queue was deleted in NATS, and is made anew")
         try:
-            await heeded(self._make_stream())
+            await preserve_cancellation(self._make_stream())
         except _NATS_ERRORS as error:
             raise self._unavailable(error) from error
         self._tell_lost("it was deleted in NATS")
@@ -294,7 +293,7 @@ class Broker:
         """It may be another server, or the same one without its memory."""
         while self._client.is_connected:
             try:
-                await heeded(self._make_stream())
+                await preserve_cancellation(self._make_stream())
             except _NATS_ERRORS as error:
                 log.warning("NATS is back, but has no stream yet: %s", error)
                 await asyncio.sleep(_RECONNECT_SECONDS)

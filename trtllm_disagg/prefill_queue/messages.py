@@ -22,7 +22,7 @@ InstanceId = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One prefill that somebody waits for. What the prefill worker answers with goes to `pusher`."""
+    """One prefill that a request waits for. The answer of the prefill worker goes to `pusher`."""
 
     id: Id
     pusher: Id
@@ -53,7 +53,7 @@ class Beat(_OfAttempt, frozen=True, tag=True):
 
 
 class Answer(_OfAttempt, frozen=True, tag=True):
-    """The one chunk of a prefill. Answered with YES by who takes it, and with it the duty to release the KV."""
+    """The one chunk of a prefill. A pusher that answers YES takes it, and with it the duty to release the KV."""
 
     chunk: dict[str, Any]
 
@@ -67,14 +67,14 @@ FromPuller = Claim | Beat | Answer | Failed
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """From the pusher to the prefill worker: nobody waits any more."""
+    """From the pusher to the prefill worker: no request waits any more."""
 
     item: Id
 
 
 YES, NO = b"+", b"-"
 
-#: A worker that leaves, or drops a request whose client is still there, is one that is gone.
+#: A worker that leaves, or drops a request with a client that is still there, counts as gone.
 _BY_CATEGORY: dict[str, type[errors.DisaggError]] = {
     errors.WorkerLeavingError.category: errors.PeerUnavailableError,
     errors.RequestCancelledError.category: errors.PeerUnavailableError,
@@ -117,16 +117,13 @@ def decode(data: bytes, kind: Any) -> Any:
         raise UnreadableError(f"{type(error).__name__}: {error}") from None
 
 
-# Where things are in NATS.
-
-
 #: The one consumer that all prefill workers pull from.
 CONSUMER = "prefill_workers"
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Of one queue: that of the prefill workers of one kind (`pairing.kind_of`) behind one endpoint.
+    """The names in NATS of one queue: that of the prefill workers of one kind (`startup.kind_of`) behind one endpoint.
 
     Endpoints alone would not do: deployments that know nothing of each other may use one NATS server, and all have
     the same endpoints unless they are told otherwise.

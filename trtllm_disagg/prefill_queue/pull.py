@@ -1,4 +1,4 @@
-"""A prefill worker at the queue: takes an item when it has room, runs it, answers who has pushed it."""
+"""A prefill worker at the queue: takes an item when it has room, runs it, and answers its pusher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from trtllm_disagg.errors import DisaggError, InvalidRequestError, PeerUnavailableError
-from trtllm_disagg.prefill_queue.broker import ACK_SECONDS, Broker, Reply, heeded
+from trtllm_disagg.prefill_queue.broker import ACK_SECONDS, Broker, Reply, preserve_cancellation
 from trtllm_disagg.prefill_queue.messages import (
     MAX_ERROR_CHARS,
     Answer,
@@ -30,11 +30,11 @@ from trtllm_disagg.prefill_queue.messages import (
 from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire import decode_request, encode_chunk
 
-# How much a prefill worker takes on at once: what one step of its engine computes, and no more.
-
 
 class Room:
-    """A worker pulls while fewer than `max_tokens` prompt tokens and `max_items` items are in it.
+    """How much a prefill worker takes on at once: what one step of its engine computes, and no more.
+
+    A worker pulls while fewer than `max_tokens` prompt tokens and `max_items` items are in it.
 
     So short prompts fill a step together, a long one is alone, and the engine always has its next step's work. What
     waits beyond that waits in the queue, where any worker may take it.
@@ -55,19 +55,16 @@ class Room:
             self._changed.clear()
             await self._changed.wait()
 
-    def enter(self, who: object, num_tokens: int) -> None:
-        self._inside[who] = num_tokens
+    def enter(self, item: object, num_tokens: int) -> None:
+        self._inside[item] = num_tokens
 
-    def leave(self, who: object) -> None:
-        self._inside.pop(who, None)
+    def leave(self, item: object) -> None:
+        self._inside.pop(item, None)
         self._changed.set()
 
 
-# The context of a request that came through the queue.
-
-
 class PulledContext:
-    """A RequestContext: stopped when the pusher says so, or is gone."""
+    """The RequestContext of a request that came through the queue: stopped when its pusher says so, or is gone."""
 
     def __init__(self, request_id: str | None) -> None:
         self._id = request_id
@@ -150,7 +147,7 @@ class Puller:
                 self._begin(message)
 
     async def _ask(self) -> Msg | None:
-        """Not to be cancelled by `stop`: an item that was on its way would be nobody's for a while."""
+        """Not to be cancelled by `stop`: an item that was on its way would belong to no worker for a while."""
         self._is_asking = True
         try:
             return await self._broker.pull(_PULL_SECONDS)
@@ -191,7 +188,7 @@ class Puller:
                 await self._run(item, attempt, context)
             await _settle(message.ack())
         else:
-            log.info("request %s: nobody waits for this prefill any more", item.request_id)
+            log.info("request %s: its pusher does not wait for this prefill any more", item.request_id)
             await _settle(message.ack())
 
     async def _run(self, item: Item, attempt: int, context: PulledContext) -> None:
@@ -201,7 +198,7 @@ class Puller:
             async with aclosing(self._generate(request, context)) as chunks:
                 async for chunk in chunks:
                     if not await self._may_be_taken(item, Answer(item.id, attempt, encode_chunk(chunk))):
-                        # Before it goes on: that is how the prefill phase knows who has the handoff.
+                        # Before it goes on: that is how the prefill phase knows that it still has the handoff.
                         context.stop()
         except DisaggError as error:
             if not context.is_stopped():
@@ -222,14 +219,14 @@ class Puller:
         return request
 
     async def _may_be_taken(self, item: Item, answer: Answer) -> bool:
-        """A pusher that is there and does not say a word stands still perhaps, and takes the handoff when it goes on;
-        if not, the lease ends by itself. When NATS is gone, so is what was pushed through it.
+        """False when the pusher certainly does not take the handoff. A pusher that is there and silent may stand still,
+        and take it when it goes on; if not, the lease ends by itself. Without NATS, all that was pushed is void.
         """
         reply = await self._tell(item, answer)
         if reply is Reply.NONE:
-            # It may as well have died with the answer on its way: then nobody hears this any more.
+            # It may as well have died with the answer on its way: then this has no receiver.
             reply = await self._tell(item, Beat(item.id, answer.attempt))
-            return reply is not Reply.NOBODY and self._broker.is_usable
+            return reply is not Reply.NO_RECEIVER and self._broker.is_usable
         return reply is Reply.YES
 
     async def _tell(self, item: Item, said: FromPuller) -> Reply:
@@ -243,7 +240,7 @@ class Puller:
 
     @contextlib.asynccontextmanager
     async def _at_work(self, message: Msg, item: Item, attempt: int) -> AsyncIterator[PulledContext]:
-        """Inside, a cancel is heard, and both JetStream and the pusher hear that somebody is at it."""
+        """Inside, a cancel is heard, and both JetStream and the pusher hear that the prefill goes on."""
         context = self._contexts[item.id] = PulledContext(item.request_id)
         beating = asyncio.create_task(self._beat(message, item, attempt, context))
         try:
@@ -273,11 +270,11 @@ class Puller:
 async def _settle(saying: Awaitable[None]) -> None:
     """To JetStream, about an item. If that is lost, the item comes again, and its pusher knows what to do."""
     with contextlib.suppress(nats.errors.Error, asyncio.TimeoutError, OSError):
-        await heeded(saying)
+        await preserve_cancellation(saying)
 
 
 def _num_tokens(item: Item) -> int:
-    """Of its prompt, before anybody has looked whether it is one."""
+    """Of its prompt, before it was validated."""
     tokens = item.request.get("token_ids")
     if isinstance(tokens, bytes):
         return len(tokens) // 4

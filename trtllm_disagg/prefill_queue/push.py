@@ -39,15 +39,12 @@ from trtllm_disagg.prefill_queue.messages import (
 )
 from trtllm_disagg.types import GenerateRequest, Journey, RequestContext
 
-# An item as its pusher sees it: who is at it, and what became of it.
-
-
 #: An item that so many workers have lost is not given to another one.
 MAX_CLAIMS = 3
 
 
 class Arrived:
-    """An answer that nobody has taken yet. Its sender keeps the duty to release the KV until somebody does."""
+    """An answer that is not taken yet. Its sender keeps the duty to release the KV until it is."""
 
     def __init__(self, chunk: dict[str, Any], reply: Callable[[bool], None]) -> None:
         self._chunk = chunk
@@ -69,15 +66,18 @@ class Arrived:
 
 
 class Pushed:
-    """`outcome` is what arrived, None when the client has left, or an error."""
+    """An item as its pusher sees it: which worker is at it, and what became of it.
+
+    `outcome` is what arrived, None when the client has left, or an error.
+    """
 
     def __init__(self, item: Item, timeout: float, on_claim: Callable[[Claim], None]) -> None:
-        """`timeout`: seconds for which nobody may be at it."""
+        """`timeout`: seconds for which no worker may be at it."""
         self.item = item
         self.outcome: asyncio.Future[Arrived | None] = asyncio.get_running_loop().create_future()
         #: Its place in the stream, once it is there.
         self.sequence: int | None = None
-        #: Who is at it.
+        #: The latest worker that was let in.
         self.claim: Claim | None = None
         self._num_claims = 0
         self._is_settled = False
@@ -119,7 +119,7 @@ class Pushed:
             self.fail(failure_of(said), self.claim.worker)
 
     def fail(self, error: DisaggError, peer: int = QUEUE_ID) -> None:
-        """`peer`: who is to blame."""
+        """`peer`: the instance to blame."""
         error.peer = peer
         if not self.outcome.done():
             self.outcome.set_exception(error)
@@ -130,7 +130,7 @@ class Pushed:
             self.outcome.set_result(None)
 
     def close(self) -> None:
-        """Nobody will ask for the outcome any more."""
+        """The outcome is not asked for any more."""
         self._timer.cancel()
         if not self.outcome.done():
             self.outcome.cancel()
@@ -203,7 +203,7 @@ class QueueClient:
         return (QUEUE_ID,)
 
     def check(self, request: GenerateRequest) -> None:
-        """Nobody can be wished for here: whoever has room takes the item."""
+        """A request cannot ask for an instance here: the first prefill worker with room takes the item."""
 
     async def run(
         self, raw: dict[str, Any], request: GenerateRequest, context: RequestContext | None
@@ -232,7 +232,7 @@ class QueueClient:
                 in_background(self._call_off(pushed))
 
     async def _call_off(self, pushed: Pushed) -> None:
-        """Nobody waits any more: out of the queue with it, and who is at it is told."""
+        """No request waits any more: the item leaves the queue, and a worker that is at it is told."""
         if pushed.claim is not None:
             puller = self._broker.names.puller(pushed.claim.puller)
             await self._broker.tell(puller, encode(Cancel(pushed.item.id)))
@@ -262,7 +262,7 @@ class QueueClient:
 
 
 class QueuedPrefill:
-    """A StageInstance: the prefill worker that will take the item, whoever that is."""
+    """A StageInstance: the prefill worker that will take the item, not known yet."""
 
     instance_id = QUEUE_ID
 
@@ -271,7 +271,7 @@ class QueuedPrefill:
         self._request = request
 
     async def describe(self) -> dict[str, Any]:
-        raise PeerUnavailableError("nobody knows yet which prefill worker will take this request")
+        raise PeerUnavailableError("it is not known yet which prefill worker will take this request")
 
     def call(
         self, request: dict[str, Any], context: RequestContext | None

@@ -18,14 +18,14 @@ from trtllm_disagg.prefill_queue.pull import Puller, Room
 from trtllm_disagg.prefill_queue.push import QueueClient
 from trtllm_disagg.types import Generate
 
-# How much waits in the queue, and for how long: asked for in the background, told without waiting.
-
-
 _ASK_SECONDS = 0.25
 
 
 class DepthWatch:
-    """A QueueDepth. Between `start` and `stop` it knows what was so a quarter of a second ago."""
+    """A QueueDepth: how much waits in the queue, and for how long, asked in the background and told without waiting.
+
+    Between `start` and `stop` it knows what was so a quarter of a second ago.
+    """
 
     def __init__(self, broker: Broker, own: Callable[[], Sequence[float]]) -> None:
         """`own`: for how many seconds each item of this worker has waited. To JetStream an item does not wait any more
@@ -39,7 +39,7 @@ class DepthWatch:
         self._task: asyncio.Task[None] | None = None
 
     def depth(self) -> int:
-        """Prefills that no worker has begun. A queue that cannot be reached holds nothing for anybody."""
+        """Prefills that no worker has begun. A queue that cannot be reached holds nothing."""
         known = self._num_waiting if self._broker.is_usable else 0
         return max(known, len(self._own()))
 
@@ -160,7 +160,7 @@ class NatsPrefillQueue:
 
 
 async def open_prefill_queue(config: WorkerConfig, kind: str) -> PrefillQueue:
-    """That of all workers of this kind (`pairing.kind_of`). Raises ConfigError when NATS is not there."""
+    """That of all workers of this kind (`startup.kind_of`). Raises ConfigError when NATS is not there."""
     # A decode worker that is a second stage pushes after a switch.
     if config.prefill_dispatch == "direct" or not config.may_switch:
         return NoPrefillQueue()

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_disagg.bench.conditional import Occupancy, Place
+from trtllm_disagg.bench.servers import Occupancy, Place
 
 
 def occupancy(max_batch_size: int = 4, prefill: int = 1024, decode: int = 96) -> Occupancy:

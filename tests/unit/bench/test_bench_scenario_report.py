@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trtllm_disagg.bench.driving import Measures
 from trtllm_disagg.bench.figures import Figure
 from trtllm_disagg.bench.report import figures_of, print_report, wide_console
-from trtllm_disagg.bench.scenarios import Outcome, report_of
+from trtllm_disagg.bench.scenarios import Measures, Outcome, report_of
 from trtllm_disagg.bench.servers import CONDITIONAL, DISAGG
 from trtllm_disagg.bench.workloads import SCALES, SEED_SCENARIOS
 

@@ -12,11 +12,10 @@ import pytest
 
 from trtllm_disagg import cli
 from trtllm_disagg.bench import scenarios, servers
-from trtllm_disagg.bench.conditional import Occupancy, Place
-from trtllm_disagg.bench.driving import Measures, Trace, drive, mismatched_tokens
 from trtllm_disagg.bench.figures import Figure
 from trtllm_disagg.bench.models import NANOGPT, random_checkpoint, vocab_size
-from trtllm_disagg.bench.servers import CONDITIONAL, DISAGG
+from trtllm_disagg.bench.scenarios import Measures, Trace, drive, mismatched_tokens
+from trtllm_disagg.bench.servers import CONDITIONAL, DISAGG, Occupancy, Place
 from trtllm_disagg.bench.workloads import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scenario
 from trtllm_disagg.embedded import SamplingParams
 

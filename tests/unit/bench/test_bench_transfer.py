@@ -13,9 +13,18 @@ import torch
 
 from trtllm_disagg import cli
 from trtllm_disagg.bench.figures import Figure
-from trtllm_disagg.bench.kv_ends import SHAPES, KvShape, Receiver, connected, fill, filled_bytes
+from trtllm_disagg.bench.kv_ends import (
+    SHAPES,
+    KvShape,
+    Memcpy,
+    MemcpyBlocks,
+    ProcessVmReadv,
+    Receiver,
+    connected,
+    fill,
+    filled_bytes,
+)
 from trtllm_disagg.bench.plot import draw
-from trtllm_disagg.bench.raw_copy import Memcpy, MemcpyBlocks, ProcessVmReadv
 from trtllm_disagg.bench.report import figures_of, print_report, wide_console
 from trtllm_disagg.bench.transfer import (
     MEMCPY,
@@ -208,6 +217,7 @@ def test_the_tables_name_what_was_missed(capsys: pytest.CaptureFixture[str]) -> 
     assert "8b-bf16 over NIXL: 4096 tokens, 512 MiB" in output
     assert "A request is 128 blocks of 4096 KiB" in output
     assert "% of readv" in output
+    assert "pull scattered" in output
     rows = [line.replace("│", " ").split() for line in output.splitlines()]
     assert ["8b-bf16", "NIXL", "scattered", "share", "of", "memcpy", "50", "%", ">=", "65", "missed"] in rows
     assert [

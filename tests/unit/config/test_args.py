@@ -15,8 +15,8 @@ from trtllm_disagg.config.args import (
     config_from_namespace,
     parse_worker_args,
 )
-from trtllm_disagg.config.flags import FLAGS
 from trtllm_disagg.config.worker_config import (
+    FLAGS,
     ORCHESTRATION,
     SETTINGS,
     Role,

@@ -81,7 +81,7 @@ def test_agg_has_only_aggregated_workers_and_no_strategy_flag(config: Deployment
         ("router", {"prefill-0", "decode-0"}),
     ],
 )
-def test_whoever_the_frontend_may_route_to_publishes_kv_events_and_all_publish_metrics(
+def test_workers_behind_the_kv_router_publish_kv_events_and_all_publish_metrics(
     config: DeploymentConfig, strategy: Strategy, publishers: set[str]
 ) -> None:
     specs = specs_of(replace(config, strategy=strategy))

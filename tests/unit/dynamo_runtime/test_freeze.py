@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from dynamo.runtime import Context
+from tests.unit.test_stage_state import stage_state
 
 from tests.support.handling import raw_request, until
-from tests.unit.test_standing import standing
 from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.dynamo_runtime import Registration, Runtime, ServedModel, refuse_control
 from trtllm_disagg.dynamo_runtime import shutdown as freeze
@@ -89,8 +89,8 @@ async def test_the_watch_goes_on_when_discovery_cannot_be_told(caplog: pytest.Lo
 
 
 async def test_what_is_told_again_is_what_was_there() -> None:
-    worker, registration, _ = standing("decode", "decode_first")
-    await worker.take()
+    worker, registration, _ = stage_state("decode", "decode_first")
+    await worker.apply()
     await worker.renew()
     assert [word for word, _ in registration.history] == ["enter", "renew"]
     assert registration.is_there
@@ -110,7 +110,7 @@ async def no_tokens(*_: object) -> AsyncIterator[None]:
     yield
 
 
-async def test_who_was_forgotten_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_forgotten_worker_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Dynamo's own file discovery, after another process has removed its files."""
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
     runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST))

@@ -193,7 +193,7 @@ async def test_a_handler_that_is_cancelled_by_its_worker_hands_the_request_back(
         await answering
 
 
-async def test_who_are_you() -> None:
+async def test_describe_is_answered() -> None:
     handler = as_dynamo_handler(failing(EngineError("not asked")), lambda: {"role": "decode"})
     question = {"trtllm_disagg.describe": True}
     assert [answer async for answer in handler(question, context=FakeContext())] == [{"role": "decode"}]

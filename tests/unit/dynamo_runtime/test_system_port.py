@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from trtllm_disagg.dynamo_runtime.system_port import require_system_port
+from trtllm_disagg.dynamo_runtime.worker_endpoint import require_system_port
 from trtllm_disagg.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -16,7 +16,7 @@ def wanting(port: str) -> None:
     require_system_port({"DYN_SYSTEM_PORT": port, "DYN_SYSTEM_HOST": HOST})
 
 
-def test_a_port_that_somebody_has_is_named_and_free_again_later() -> None:
+def test_a_taken_port_is_named_and_free_again_later() -> None:
     with socket.create_server((HOST, 0)) as listener:
         port = str(listener.getsockname()[1])
         with pytest.raises(

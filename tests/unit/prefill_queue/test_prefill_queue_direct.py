@@ -49,7 +49,7 @@ async def test_what_nats_does_not_take_goes_to_a_prefill_worker(queue: Queueing)
 @pytest.mark.parametrize(
     "pin", [{"annotations": ["disagg:next=a1"]}, {"routing": {"prefill_worker_id": 0xA1}}], ids=str
 )
-async def test_who_asks_for_a_prefill_worker_does_not_go_through_the_queue(
+async def test_a_request_with_a_pinned_prefill_worker_passes_the_queue_by(
     queue: Queueing, pin: dict[str, Any]
 ) -> None:
     (pushing, stage), pulling = await decoding(queue), await queue.puller()
@@ -103,7 +103,7 @@ async def test_without_nats_prefills_go_on_without_the_queue(tmp_path: Any, no_l
         server.kill()
 
 
-async def test_nobody_is_told_as_prefill_worker_before_one_has_taken_the_item(queue: Queueing) -> None:
+async def test_no_prefill_worker_is_named_before_one_has_taken_the_item(queue: Queueing) -> None:
     pushing = await queue.pusher(timeout=0.2)
     asked = request(5)
     with pytest.raises(Exception, match="--queue-timeout"):

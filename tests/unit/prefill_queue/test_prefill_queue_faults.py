@@ -56,7 +56,7 @@ async def test_a_dead_workers_item_goes_to_another_one(queue: Queueing) -> None:
     assert asked.journey.facts["prefill_instance"] == "2"
 
 
-async def test_who_works_longer_than_the_ack_wait_keeps_its_item(queue: Queueing) -> None:
+async def test_a_worker_slower_than_the_ack_wait_keeps_its_item(queue: Queueing) -> None:
     pushing, slow, other = await queue.pusher(timeout=1.0), await queue.puller(1), await queue.puller(2)
     scripts = [blocked() for _ in range(2)]
     for puller, (script, _) in zip((slow, other), scripts, strict=True):
@@ -195,7 +195,7 @@ FORGED = {
 }
 
 
-async def test_forged_items_are_dropped_and_harm_nobody(queue: Queueing) -> None:
+async def test_forged_items_are_dropped_and_harm_no_request(queue: Queueing) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller()
     for data in FORGED.values():
         await pushing.broker.push(data)
@@ -246,7 +246,7 @@ async def test_what_nats_does_not_take_is_refused_before_it_is_sent(queue: Queue
 
 
 @pytest.mark.parametrize("forged", [b"", b"\x00", b"\x91" * 100_000, b"x" * 1000])
-async def test_forged_words_to_a_pusher_harm_nobody(queue: Queueing, forged: bytes) -> None:
+async def test_forged_words_to_a_pusher_harm_no_request(queue: Queueing, forged: bytes) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller()
     script, gate = blocked()
     pulling.llm.scripts.append(script)

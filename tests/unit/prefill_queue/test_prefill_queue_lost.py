@@ -33,7 +33,9 @@ async def administrator(queue: Queueing) -> AsyncIterator[JetStreamContext]:
 
 
 @pytest.mark.parametrize("what", ["stream", "consumer"])
-async def test_what_is_deleted_in_nats_is_made_anew_and_who_waits_is_told(queue: Queueing, what: str) -> None:
+async def test_what_is_deleted_in_nats_is_made_anew_and_waiting_requests_are_told(
+    queue: Queueing, what: str
+) -> None:
     pushing, watching = await queue.pusher(), await queue.pusher()
     waiting = asyncio.create_task(collect(pushing.generate, request(5)))
     await until(lambda: watching.watch.depth() == 1)
@@ -53,7 +55,7 @@ async def test_what_is_deleted_in_nats_is_made_anew_and_who_waits_is_told(queue:
     assert len(pulling.llm.results) == 1, "no caller waits for the other one any more"
 
 
-async def test_who_pulls_goes_on_after_that(queue: Queueing) -> None:
+async def test_pulling_goes_on_after_a_deletion(queue: Queueing) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller()
     assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
 

@@ -17,13 +17,13 @@ from trtllm_disagg.prefill_queue import NoPrefillQueue, broker, open_prefill_que
 from trtllm_disagg.prefill_queue.messages import Names
 
 
-async def test_who_has_no_use_for_a_queue_opens_none() -> None:
+async def test_a_worker_without_use_for_a_queue_opens_none() -> None:
     config = WorkerConfig(model="m", role=Role.PREFILL)
     assert isinstance(await open_prefill_queue(config, "kind"), NoPrefillQueue)
     assert isinstance(await open_prefill_queue(WorkerConfig(model="m"), "kind"), NoPrefillQueue)
 
 
-def test_whatever_a_worker_is_and_was_it_means_the_same_queue() -> None:
+def test_every_role_and_strategy_means_the_same_queue() -> None:
     """A deployment that switched has workers that were started under either strategy."""
     configs = [
         WorkerConfig(model="m", role=role, strategy=strategy, prefill_dispatch="queue")
@@ -55,7 +55,7 @@ def test_the_queue_of_prefill_workers_elsewhere() -> None:
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("strategy", SWITCHABLE)
-async def test_whoever_may_push_after_a_switch_opens_it(
+async def test_a_worker_that_may_push_after_a_switch_opens_it(
     role: Role, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker, "_CONNECT_SECONDS", 0.1)

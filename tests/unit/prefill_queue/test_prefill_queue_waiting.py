@@ -121,7 +121,7 @@ async def test_a_client_that_leaves_during_the_prefill_stops_it(queue: Queueing)
     assert tokens_of(await collect(pushing.generate, request(4))) == expected_tokens(4)
 
 
-async def test_a_handoff_that_nobody_takes_is_let_go(queue: Queueing) -> None:
+async def test_a_handoff_that_is_not_taken_is_released(queue: Queueing) -> None:
     """The pusher dies while the prefill runs: its answer finds no receiver."""
     pushing, pulling = await queue.pusher(), await queue.puller()
     script, gate = blocked()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trtllm_disagg.errors import DisaggError, EngineError, StageTimeoutError
 from trtllm_disagg.handlers.remote import QUEUE_ID
-from trtllm_disagg.prefill_queue.broker import heeded
+from trtllm_disagg.prefill_queue.broker import preserve_cancellation
 from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, Failed, FromPuller, Item
 from trtllm_disagg.prefill_queue.pull import Room
 from trtllm_disagg.prefill_queue.push import MAX_CLAIMS, Pushed
@@ -93,7 +93,7 @@ async def test_a_silent_worker_is_to_blame_and_a_beat_is_no_silence() -> None:
     pushed.close()
 
 
-async def test_who_is_to_blame() -> None:
+async def test_the_instance_to_blame() -> None:
     waiting, failing = (Pushed(item(), 60.0, lambda claim: None) for _ in range(2))
     waiting.fail(DisaggError("NATS is gone"))
     failing.hear(claim(2), lambda yes: None)
@@ -106,7 +106,7 @@ async def test_who_is_to_blame() -> None:
     assert isinstance(failing.outcome.exception(), EngineError)
 
 
-async def test_room_is_there_again_when_somebody_leaves() -> None:
+async def test_room_is_there_again_when_an_item_leaves() -> None:
     room = Room(max_items=2, max_tokens=100)
     room.enter("long", 5000)
     assert not room.is_there
@@ -128,7 +128,7 @@ async def test_room_is_counted_in_items_too() -> None:
 async def test_a_cancel_that_comes_with_the_result_is_not_lost() -> None:
     async def ask(answer: asyncio.Future[int], keep: bool) -> int:
         waiting = asyncio.wait_for(answer, 5)
-        return await (heeded(waiting) if keep else waiting)
+        return await (preserve_cancellation(waiting) if keep else waiting)
 
     async def cancelled_with_the_result(keep: bool) -> bool:
         answer = asyncio.get_running_loop().create_future()
