@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from dynamo.runtime import Context
-from tests.unit.test_stage_state import stage_state
 
 from tests.support.handling import raw_request, until
+from tests.unit.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
 from trtllm_disagg.dynamo_runtime import Registration, Runtime, ServedModel, refuse_control
 from trtllm_disagg.dynamo_runtime import shutdown as freeze
