@@ -20,7 +20,7 @@ from trtllm_disagg.config.worker_config import Role, Strategy, flag_of
 from trtllm_disagg.errors import CommandRefusedError, ConfigError, InvalidRequestError
 from trtllm_disagg.keys import AdminKey
 
-CONTROL = "trtllm_disagg.commands"
+CONTROL = "trtllm_disagg.control"
 
 #: Between these a deployment can switch while it serves: the same workers run all of them.
 SWITCHABLE = (Strategy.PREFILL_FIRST, Strategy.DECODE_FIRST, Strategy.AUTO)

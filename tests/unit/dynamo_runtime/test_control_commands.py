@@ -29,6 +29,7 @@ from trtllm_disagg.types import Generate
 )
 def test_a_command_crosses_the_wire(command: Command) -> None:
     encoded = encode_command(command)
+    assert list(encoded) == ["trtllm_disagg.control"], "workers of other versions know this key"
     assert is_control(encoded)
     assert decode_command(encoded[CONTROL]) == command
 
