@@ -35,31 +35,10 @@ from trtllm_disagg.config.settings import (
 )
 from trtllm_disagg.errors import ConfigError
 
+ORCHESTRATION_GROUP = "orchestration (first stage)"
+
 #: When a request's prefill leaves the worker that it was routed to.
 DECIDERS = ("always", "length", "length_and_queue", "isl_bounding", "non_cached_tokens")
-
-#: How a worker that calls others does so. No other worker has a use for these.
-ORCHESTRATION = (
-    "prefill_decider",
-    "max_local_prefill_length",
-    "max_prefill_queue_size",
-    "eff_isl_threshold",
-    "eff_isl_ratio_threshold",
-    "non_cached_tokens",
-    "policy_file",
-    "next_router",
-    "prefill_dispatch",
-    "handoff_protocol",
-    "on_missing_stage",
-    "max_tries",
-    "breaker_failures",
-    "breaker_seconds",
-    "queue_timeout",
-    "prefill_timeout",
-    "first_decode_token_timeout",
-    "next_decode_token_timeout",
-)
-
 
 #: `dynamo` has words for both; of these, each is one style by what it says.
 _ONLY_STYLE = {"two_phase": "context_first", "bootstrap": "generation_first"}
@@ -170,7 +149,7 @@ class WorkerConfig:
         "always",
         "when a prefill is sent to a prefill worker, or stays where decode is",
         one_of(*DECIDERS),
-        group="orchestration (first stage)",
+        group=ORCHESTRATION_GROUP,
     )
     max_local_prefill_length: int = option(1000, "max uncached tokens prefilled locally", NUMBER)
     max_prefill_queue_size: int = option(2, "waiting prefills from which on further ones stay local", NUMBER)
@@ -501,6 +480,11 @@ def _flags() -> dict[str, Flag]:
 
 FLAGS = _flags()
 """Every flag, by the field that it fills, in the order of `--help`."""
+
+ORCHESTRATION = tuple(
+    name for name, flag in FLAGS.items() if flag.group == ORCHESTRATION_GROUP and name != "nats_server"
+)
+"""How a worker that calls others does so; no other worker has a use for these. NATS_SERVER may be set for all."""
 
 
 def rule_of(name: str) -> Rule | None:
