@@ -1,4 +1,4 @@
-"""How a worker answers a request: phases (local, remote), their composition (chain), and who composes what.
+"""How a worker answers a request: phases (local, remote), their composition (chain), and what a worker serves.
 
 Lives in the top-level folder `handlers/`, imported as `trtllm_disagg.handlers` (docs/structure.md).
 """

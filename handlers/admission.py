@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.errors import OverloadedError
+from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -46,20 +46,15 @@ class Admission:
     def admitting(self, generate: Generate) -> Generate:
         """Raises OverloadedError for what finds no room."""
 
-        async def admitted(
-            request: GenerateRequest, context: RequestContext
-        ) -> AsyncGenerator[TokenChunk, None]:
-            self._require_room(len(request.token_ids))
-            wait = _Wait(self._queued, len(request.token_ids))
-            try:
-                async with aclosing(generate(request, context)) as chunks:
-                    async for chunk in chunks:
-                        wait.end()
-                        yield chunk
-            finally:
-                wait.end()
+        def admitted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+            return _Admitted(self, generate, request, context)
 
         return admitted
+
+    def enter(self, request: GenerateRequest) -> _Wait:
+        """The request waits from now on."""
+        self._require_room(len(request.token_ids))
+        return _Wait(self._queued, len(request.token_ids))
 
     def _require_room(self, tokens: int) -> None:
         """One prompt alone may be as long as the engine takes."""
@@ -95,3 +90,25 @@ class _Wait:
             self._waits = False
             self._queued.requests -= 1
             self._queued.tokens -= self._tokens
+
+
+class _Admitted(PerRequestStream[TokenChunk]):
+    def __init__(
+        self, admission: Admission, generate: Generate, request: GenerateRequest, context: RequestContext
+    ) -> None:
+        self._admission = admission
+        self._generate = generate
+        self._request = request
+        self._context = context
+        self._wait: _Wait | None = None
+
+    async def _first(self) -> TokenChunk:
+        self._wait = self._admission.enter(self._request)
+        self._rest = self._generate(self._request, self._context)
+        chunk = await anext(self._rest)
+        self._wait.end()
+        return chunk
+
+    async def _finish(self) -> None:
+        if self._wait is not None:
+            self._wait.end()

@@ -10,13 +10,11 @@ from typing import Any
 
 from trtllm_disagg.types import RequestContext
 
-# Work for a request that goes on after its answer has ended.
-
-
 _running: set[asyncio.Task[None]] = set()
 
 
 def in_background(work: Coroutine[Any, Any, None]) -> None:
+    """Work for a request that goes on after its answer has ended."""
     task = asyncio.create_task(work)
     # The event loop alone would let a task be collected while it waits.
     _running.add(task)
@@ -80,36 +78,37 @@ async def abort_when_stopped(
 
 
 async def _read_on(result: Any, guard: AbortGuard) -> None:
-    """Nobody wants this result any more, but its KV is still on the way."""
+    """No client waits for this result any more, but its KV is still on the way."""
     try:
         async for _ in result:
             guard.may_abort()
     except Exception as error:
-        log.info("a request that nobody waits for has failed: %s: %s", type(error).__name__, error)
-
-
-# A wait that something else than its own task can end.
+        log.info("a cancelled request has failed: %s: %s", type(error).__name__, error)
 
 
 class Wait:
-    """Begun and rested from as often as one likes: no task and no timer for each, which would cost 5 us a token."""
+    """A wait that something else than its own task can end.
+
+    Armed and disarmed as often as one likes: no task and no timer for each, which would cost 5 us a token.
+    """
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Task[Any] | None = None
         self._cancelling = 0
         self._was_ended = False
 
     @property
-    def is_on(self) -> bool:
+    def is_armed(self) -> bool:
         return self._waiting is not None
 
-    def begin(self) -> None:
-        """From now on the current task waits, until `rest`."""
-        task = self._waiting = asyncio.current_task()
+    def arm(self) -> None:
+        """From now on the current task waits, until `disarm`."""
+        task = self._waiting = asyncio.current_task(self._loop)
         assert task is not None
         self._cancelling = task.cancelling()
 
-    def rest(self) -> None:
+    def disarm(self) -> None:
         self._waiting = None
 
     def end(self) -> None:

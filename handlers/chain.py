@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
+from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol
 from trtllm_disagg.types import (
     DecodePhase,
@@ -24,31 +24,48 @@ def chain(prefill: PrefillPhase, decode: DecodePhase) -> Generate:
     phase in a chain drops its repeat of it. On every way out the prefill's KV is fetched or released.
     """
 
-    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        handoff = await prefill(request, context)
-        try:
-            yield handoff.first
-            if not handoff.is_final:
-                async with aclosing(decode(request.with_handoff(handoff), context, handoff)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-        finally:
-            handoff.release()
+    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        return _Chain(prefill, decode, request, context)
 
     return generate
+
+
+class _Chain(PerRequestStream[TokenChunk]):
+    def __init__(
+        self,
+        prefill: PrefillPhase,
+        decode: DecodePhase,
+        request: GenerateRequest,
+        context: RequestContext,
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._request = request
+        self._context = context
+        self._handoff: Handoff | None = None
+
+    async def _first(self) -> TokenChunk:
+        self._handoff = handoff = await self._prefill(self._request, self._context)
+        if not handoff.is_final:
+            self._rest = self._decode(self._request.with_handoff(handoff), self._context, handoff)
+        return handoff.first
+
+    async def _finish(self) -> None:
+        if self._handoff is not None:
+            self._handoff.release()
 
 
 def bare_decode(decode: DecodePhase) -> Generate:
     """The decode phase as a service, for a first stage or Dynamo's router that brings the handoff."""
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        return decode(request, context, _SOMEBODY_ELSES)
+        return decode(request, context, _OF_THE_SENDER)
 
     return generate
 
 
-#: Whoever sent the request holds the duty to release.
-_SOMEBODY_ELSES = Handoff(TokenChunk([]), None)
+#: The worker that sent the request has the duty to release.
+_OF_THE_SENDER = Handoff(TokenChunk([]), None)
 
 
 def bare_prefill(prefill: PrefillPhase, protocol: HandoffProtocol = DYNAMO) -> Generate:

@@ -1,9 +1,10 @@
-"""Calls of the other stage, with deadlines for their answers, and a breaker that hears how they end."""
+"""Calls of the other stage, with deadlines for their answers, and a circuit breaker for each instance."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
@@ -22,14 +23,11 @@ from trtllm_disagg.handlers.cancellation import Wait
 from trtllm_disagg.handlers.remote import StageClient, StageInstance
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
-# A circuit breaker for each instance of the other stage.
-
-
 log = logging.getLogger(__name__)
 
 
-class Breaker:
-    """An instance that failed several times in a row is left alone for a while; then one failure more is enough."""
+class CircuitBreaker:
+    """An instance that failed several times in a row is skipped for a while; then one failure more is enough."""
 
     def __init__(self, failures: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = failures
@@ -39,7 +37,7 @@ class Breaker:
         self._open_until: dict[int, float] = {}
 
     def open(self) -> frozenset[int]:
-        """Instances that are to be left alone now."""
+        """Instances to skip now."""
         now = self._clock()
         return frozenset(i for i, until in self._open_until.items() if now < until)
 
@@ -47,7 +45,7 @@ class Breaker:
         count = self._failures[instance_id] = self._failures.get(instance_id, 0) + 1
         if count >= self._limit:
             log.warning(
-                "instance %x failed %d times in a row: left alone for %g s", instance_id, count, self._seconds
+                "instance %x failed %d times in a row: skipped for %g s", instance_id, count, self._seconds
             )
             self._open_until[instance_id] = self._clock() + self._seconds
 
@@ -56,27 +54,24 @@ class Breaker:
         self._open_until.pop(instance_id, None)
 
 
-# How long a call of another worker may be silent: before its first answer, and before each further one.
-
-
-class Patience(NamedTuple):
-    """Seconds."""
+class StreamTimeouts(NamedTuple):
+    """Seconds that a call of another worker may be silent, before its first answer and before each further one."""
 
     first: float
     #: A worker that is frozen keeps its connections: nothing else tells that it will never answer.
     next: float
 
 
-def patience_of(config: WorkerConfig) -> Mapping[str, Patience]:
-    """By the errand's stage. Whoever answers a whole request may have to try several others, and then itself."""
-    prefill = Patience(config.prefill_timeout, config.prefill_timeout)
-    decode = Patience(config.first_decode_token_timeout, config.next_decode_token_timeout)
+def stream_timeouts_of(config: WorkerConfig) -> Mapping[str, StreamTimeouts]:
+    """By the stage of the phase request. A worker that answers a whole request may try several others, then itself."""
+    prefill = StreamTimeouts(config.prefill_timeout, config.prefill_timeout)
+    decode = StreamTimeouts(config.first_decode_token_timeout, config.next_decode_token_timeout)
     tries = config.max_tries + 1
-    whole = Patience(tries * prefill.first, tries * max(decode))
+    whole = StreamTimeouts(tries * prefill.first, tries * max(decode))
     return {"prefill": prefill, "decode": decode, "whole": whole}
 
 
-class Alarm:
+class IdleTimer:
     """Ends a wait that takes too long. One timer for all waits of a call: one for each would cost 5 us a token."""
 
     def __init__(self, peer: int) -> None:
@@ -87,23 +82,24 @@ class Alarm:
         self._missing, self._seconds = "", 0.0
         self._wait = Wait()
         self._timer: asyncio.TimerHandle | None = None
+        self._next_look = math.inf
 
-    def expect(self, what: str, seconds: float) -> None:
-        """From now on the current task waits, until `rest`."""
-        self._wait.begin()
+    def arm(self, what: str, seconds: float) -> None:
+        """From now on the current task waits, until `disarm`."""
+        self._wait.arm()
         self._missing, self._seconds = what, seconds
-        self._due = self._loop.time() + seconds
-        if self._timer is None or self._timer.when() > self._due:
-            self._set(self._due)
+        self._due = due = self._loop.time() + seconds
+        if due < self._next_look:
+            self._look_at(due)
 
-    def rest(self) -> None:
-        self._wait.rest()
+    def disarm(self) -> None:
+        self._wait.disarm()
 
-    def __enter__(self) -> Alarm:
+    def __enter__(self) -> IdleTimer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raises StageTimeoutError when it was the alarm that ended the wait."""
+        """Raises StageTimeoutError when it was this timer that ended the wait."""
         if self._timer is not None:
             self._timer.cancel()
         if self._wait.was_ended(error):
@@ -111,17 +107,17 @@ class Alarm:
             late.peer = self._peer
             raise late from None
 
-    def _set(self, when: float) -> None:
+    def _look_at(self, when: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._look)
+        self._timer, self._next_look = self._loop.call_at(when, self._look), when
 
     def _look(self) -> None:
-        self._timer = None
-        if not self._wait.is_on:
+        self._timer, self._next_look = None, math.inf
+        if not self._wait.is_armed:
             return  # the next wait sets it again
         if self._loop.time() < self._due:
-            self._set(self._due)
+            self._look_at(self._due)
             return
         self._wait.end()
 
@@ -130,12 +126,14 @@ class Alarm:
 _FAULTS = (PeerUnavailableError, StageTimeoutError, EngineError)
 
 
-class WatchedStage:
-    def __init__(self, stage: StageClient, breaker: Breaker, patience: Mapping[str, Patience]) -> None:
-        """`patience`: by the errand's stage."""
+class CircuitBreakerClient:
+    def __init__(
+        self, stage: StageClient, breaker: CircuitBreaker, timeouts: Mapping[str, StreamTimeouts]
+    ) -> None:
+        """`timeouts`: by the stage of the phase request."""
         self._stage = stage
         self._breaker = breaker
-        self._patience = patience
+        self._timeouts = timeouts
         self._unanswered = Unanswered()
 
     def instance_ids(self) -> Collection[int]:
@@ -144,16 +142,16 @@ class WatchedStage:
     def check(self, request: GenerateRequest) -> None:
         self._stage.check(request)
 
-    def num_well(self) -> int:
-        """Instances whose breaker is closed."""
+    def num_healthy(self) -> int:
+        """Number of instances that are not skipped."""
         return len(set(self.instance_ids()) - self._breaker.open())
 
     def depth(self) -> int:
         """Calls of this worker without an answer yet, beyond one for each instance: those wait."""
         return max(0, self._unanswered.count - len(self.instance_ids()))
 
-    async def pick(self, request: GenerateRequest) -> WatchedInstance:
-        """One whose breaker is closed; if there is none, any: better a doubtful instance than none."""
+    async def pick(self, request: GenerateRequest) -> CircuitBreakerInstance:
+        """One that is not skipped; if all are, any: better a doubtful instance than none."""
         cautious = request
         for instance_id in self._breaker.open():
             cautious = cautious.avoiding(instance_id)
@@ -163,7 +161,7 @@ class WatchedStage:
             if cautious is request:
                 raise
             picked = await self._stage.pick(request)
-        return WatchedInstance(picked, self._breaker, self._patience, self._unanswered)
+        return CircuitBreakerInstance(picked, self._breaker, self._timeouts, self._unanswered)
 
 
 class Unanswered:
@@ -179,17 +177,17 @@ class Unanswered:
         self.count -= 1
 
 
-class WatchedInstance:
+class CircuitBreakerInstance:
     def __init__(
         self,
         instance: StageInstance,
-        breaker: Breaker,
-        patience: Mapping[str, Patience],
+        breaker: CircuitBreaker,
+        timeouts: Mapping[str, StreamTimeouts],
         unanswered: Unanswered,
     ) -> None:
         self._instance = instance
         self._breaker = breaker
-        self._patience = patience
+        self._timeouts = timeouts
         self._unanswered = unanswered
 
     @property
@@ -203,22 +201,22 @@ class WatchedInstance:
         self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         stage = str(request["errand"]["stage"])
-        patience = self._patience[stage]
+        timeouts = self._timeouts[stage]
         further = f"further answer to {stage}"
         try:
-            with Alarm(self.instance_id) as alarm:
+            with IdleTimer(self.instance_id) as timer:
                 async with aclosing(self._instance.call(request, context)) as answers:
-                    alarm.expect(f"answer to {stage}", patience.first)
+                    timer.arm(f"answer to {stage}", timeouts.first)
                     with self._unanswered:
                         first = await anext(answers, None)
                     if first is not None:
-                        alarm.rest()
+                        timer.disarm()
                         yield first
-                        alarm.expect(further, patience.next)
+                        timer.arm(further, timeouts.next)
                         async for answer in answers:
-                            alarm.rest()
+                            timer.disarm()
                             yield answer
-                            alarm.expect(further, patience.next)
+                            timer.arm(further, timeouts.next)
                 self._breaker.succeeded(self.instance_id)
         except DisaggError as error:
             if isinstance(error, _FAULTS) and not isinstance(error, QueueUnusableError):

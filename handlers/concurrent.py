@@ -20,6 +20,7 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.cancellation import abort_when_stopped
 from trtllm_disagg.handlers.local import OutputCursor, request_errors
 from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance
+from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol
 from trtllm_disagg.types import (
     DecodePhase,
@@ -31,14 +32,13 @@ from trtllm_disagg.types import (
     TokenChunk,
 )
 
-# Prefill phases that write into a decode engine's blocks, while that engine's decode phase waits for them.
-
-
 #: Runs to the end of the prefill. Raises a DisaggError.
 Push = Callable[[GenerateRequest, RequestContext], Awaitable[object]]
 
 
 class PushPhase(Protocol):
+    """A prefill phase that writes into a decode engine's blocks, while that engine's decode phase waits for them."""
+
     async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
         """Where decode finds the prefill engine that the push will run on."""
         ...
@@ -48,7 +48,7 @@ class LocalPush:
     """context_only on this worker's engine. What it answers reaches the client through decode."""
 
     def __init__(self, engine: Engine, protocol: HandoffProtocol = DYNAMO) -> None:
-        """Raises ConfigError for an engine that nobody can meet."""
+        """Raises ConfigError for an engine that no decode engine can reach."""
         self._engine = engine
         self._protocol = protocol
         self._endpoint = _reachable(engine.ctx_info_endpoint, "this engine")
@@ -100,9 +100,11 @@ def bare_push(push: LocalPush) -> Generate:
     return generate
 
 
-def _reachable(endpoint: list[str] | None, who: str) -> list[str]:
+def _reachable(endpoint: list[str] | None, engine: str) -> list[str]:
     if not endpoint:
-        raise ConfigError(f"{who} says no ctx_info_endpoint, which --schedule-style generation_first needs")
+        raise ConfigError(
+            f"{engine} says no ctx_info_endpoint, which --schedule-style generation_first needs"
+        )
     return endpoint
 
 
@@ -113,21 +115,35 @@ def together(prefill: PushPhase, decode: DecodePhase) -> Generate:
     other to be asked; whichever fails ends the other.
     """
 
-    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        rendezvous, push = await prefill.meet(request)
-        request = request.with_rendezvous(rendezvous)
-        pushing = asyncio.ensure_future(push(request, context))
-        try:
-            async with aclosing(decode(request, context, _NO_HANDOFF)) as chunks:
-                first = await _first_of(chunks, pushing)
-                if first is not None:
-                    yield first
-                    async for chunk in chunks:
-                        yield chunk
-        finally:
-            await _end(pushing)
+    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        return _Together(prefill, decode, request, context)
 
     return generate
+
+
+class _Together(PerRequestStream[TokenChunk]):
+    def __init__(
+        self, prefill: PushPhase, decode: DecodePhase, request: GenerateRequest, context: RequestContext
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._request = request
+        self._context = context
+        self._pushing: asyncio.Future[Any] | None = None
+
+    async def _first(self) -> TokenChunk:
+        rendezvous, push = await self._prefill.meet(self._request)
+        request = self._request.with_rendezvous(rendezvous)
+        self._pushing = asyncio.ensure_future(push(request, self._context))
+        self._rest = self._decode(request, self._context, _NO_HANDOFF)
+        first = await _first_of(self._rest, self._pushing)
+        if first is None:
+            raise StopAsyncIteration
+        return first
+
+    async def _finish(self) -> None:
+        if self._pushing is not None:
+            await _end(self._pushing)
 
 
 #: The engines hand the KV over among themselves.

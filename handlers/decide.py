@@ -1,21 +1,18 @@
 """Conditional disaggregation: is a request worth the way to another worker, or does this one answer it alone?
 
-The rules are those of the old Dynamo design (length and queue), of Dynamo 1.6 (isl_bounding) and of llm-d
-(non_cached_tokens). All count real tokens, without those whose blocks are in this worker's cache.
+`trtllm_disagg.deciders` has the rules.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from trtllm_disagg.config.thresholds import Live, Thresholds
+from trtllm_disagg.deciders import ALWAYS, DECIDERS, Decision, Facts, Rule
+from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
-
-# How much of a prompt this worker's engine has in its cache, from the engine's own cache events.
-
 
 #: (block before it, its tokens as bytes); the first block hangs on its salt.
 _Key = tuple[int | str, bytes]
@@ -87,58 +84,6 @@ class QueueDepth(Protocol):
         ...
 
 
-class Decision(NamedTuple):
-    remote: bool
-    #: One word, fit for a metric's label.
-    reason: str
-
-
-class Facts(NamedTuple):
-    num_prompt: int
-    uncached: int
-    depth: int
-
-
-Rule = Callable[[Facts, Thresholds], Decision]
-
-
-def _length(facts: Facts, limits: Thresholds) -> Decision:
-    is_long = facts.uncached > limits.max_local_prefill_length
-    return Decision(is_long, "long" if is_long else "short")
-
-
-def _length_and_queue(facts: Facts, limits: Thresholds) -> Decision:
-    decision = _length(facts, limits)
-    if decision.remote and facts.depth >= limits.max_prefill_queue_size:
-        return Decision(False, "queue_full")
-    return decision
-
-
-def _isl_bounding(facts: Facts, limits: Thresholds) -> Decision:
-    """Stays when little is to compute, and most of the prompt is there (facts: dynamo.md section 9)."""
-    if facts.uncached >= limits.eff_isl_threshold:
-        return Decision(True, "long")
-    # A quotient rounds to the number that the threshold was read as; a product may be above that.
-    if facts.uncached / max(1, facts.num_prompt) >= limits.eff_isl_ratio_threshold:
-        return Decision(True, "low_hit_ratio")
-    return Decision(False, "cached")
-
-
-def _non_cached_tokens(facts: Facts, limits: Thresholds) -> Decision:
-    """llm-d's prefix-based decider; 0 means never."""
-    least = limits.non_cached_tokens
-    is_long = 0 < least <= facts.uncached
-    return Decision(is_long, "long" if is_long else "short")
-
-
-_RULES: dict[str, Rule] = {
-    "length": _length,
-    "length_and_queue": _length_and_queue,
-    "isl_bounding": _isl_bounding,
-    "non_cached_tokens": _non_cached_tokens,
-}
-
-
 class Decider(Protocol):
     def decide(self, request: GenerateRequest) -> Decision: ...
 
@@ -147,7 +92,7 @@ class Always:
     """Every request goes to the other stage."""
 
     def decide(self, request: GenerateRequest) -> Decision:
-        return Decision(True, "always")
+        return Decision(True, ALWAYS)
 
 
 class ByRule:
@@ -160,18 +105,18 @@ class ByRule:
         self._thresholds = thresholds
 
     def decide(self, request: GenerateRequest) -> Decision:
-        """What it was decided on is told in the journey."""
+        """The request trace has what the decision is based on."""
         num_prompt = len(request.token_ids)
         num_cached = self._cached.num_cached(request.token_ids, request.cache_salt)
         facts = Facts(num_prompt, num_prompt - num_cached, self._queue.depth())
-        request.journey.facts |= {"uncached": facts.uncached, "queue_depth": facts.depth}
+        request.trace.facts |= {"uncached": facts.uncached, "queue_depth": facts.depth}
         return self._rule(facts, self._thresholds.value)
 
 
 def create_decider(
     name: str, cached: CachedPrefix, queue: QueueDepth, thresholds: Live[Thresholds]
 ) -> Decider:
-    return Always() if name == "always" else ByRule(_RULES[name], cached, queue, thresholds)
+    return Always() if name == ALWAYS else ByRule(DECIDERS[name], cached, queue, thresholds)
 
 
 def conditional(decider: Decider, local: Generate, remote: Generate) -> Generate:
@@ -179,17 +124,16 @@ def conditional(decider: Decider, local: Generate, remote: Generate) -> Generate
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         decision = decider.decide(request)
-        request.journey.chose(request.journey.strategy if decision.remote else "local", decision.reason)
+        request.trace.chose(request.trace.strategy if decision.remote else "local", decision.reason)
         return (remote if decision.remote else local)(request, context)
 
     return generate
 
 
-# `--disaggregation-strategy auto`: the order of each request by its length, by queues and by who is well.
-
-
 class Auto:
-    """local: little to compute, a queue in front of the other stage, or nobody there who is well.
+    """`--disaggregation-strategy auto`: the order of each request, by length, queues and health of the other stage.
+
+    local: little to compute, a queue in front of the other stage, or no healthy instance there.
 
     Otherwise the order whose first stage this worker is; the other order when this worker decodes as much as fits
     into its batch, so that another decode worker can be found.
@@ -200,29 +144,29 @@ class Auto:
         decider: Decider,
         ways: dict[str, Generate],
         orders: tuple[str, str],
-        num_well: Callable[[], int],
+        num_healthy: Callable[[], int],
         max_batch_size: int,
     ) -> None:
         """`orders`: this worker's own, and the other one."""
         self._decider = decider
         self._ways = ways
         self._own, self._other = orders
-        self._num_well = num_well
+        self._num_well = num_healthy
         self._room = max_batch_size
         self._running = 0
 
-    async def __call__(
-        self, request: GenerateRequest, context: RequestContext
-    ) -> AsyncGenerator[TokenChunk, None]:
+    def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        return _AutoAnswer(self, request, context)
+
+    def begin(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        """The way that is chosen now; `end` follows."""
         name, reason = self._chosen(request)
-        request.journey.chose(name, f"auto_{reason}")
+        request.trace.chose(name, f"auto_{reason}")
         self._running += 1
-        try:
-            async with aclosing(self._ways[name](request, context)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        finally:
-            self._running -= 1
+        return self._ways[name](request, context)
+
+    def end(self) -> None:
+        self._running -= 1
 
     def _chosen(self, request: GenerateRequest) -> tuple[str, str]:
         decision = self._decider.decide(request)
@@ -233,3 +177,18 @@ class Auto:
         if self._running >= self._room:
             return self._other, "busy"
         return self._own, decision.reason
+
+
+class _AutoAnswer(PerRequestStream[TokenChunk]):
+    def __init__(self, auto: Auto, request: GenerateRequest, context: RequestContext) -> None:
+        self._auto = auto
+        self._request = request
+        self._context = context
+
+    async def _first(self) -> TokenChunk:
+        self._rest = self._auto.begin(self._request, self._context)
+        return await anext(self._rest)
+
+    async def _finish(self) -> None:
+        if self._rest is not None:
+            self._auto.end()

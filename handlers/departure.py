@@ -6,8 +6,8 @@ Whether a request ends because its client left or because this worker does is de
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import Wait
@@ -15,6 +15,15 @@ from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, Token
 
 #: A request that is told to end does so at once, unless it waits for something that cannot be cancelled.
 _END_SECONDS = 5.0
+
+#: Sees every chunk on its way, and may put another one in its place.
+See = Callable[[TokenChunk], TokenChunk]
+#: Begins with a request and ends with it.
+Recording = Callable[[GenerateRequest, RequestContext], AbstractContextManager[See]]
+
+
+def no_record(request: GenerateRequest, context: RequestContext) -> AbstractContextManager[See]:
+    return nullcontext(lambda chunk: chunk)
 
 
 class Departure:
@@ -50,24 +59,24 @@ class Departure:
             async with asyncio.timeout(_END_SECONDS):
                 await self.none_runs()
 
-    def attending(self, generate: Generate) -> Generate:
-        """`generate`, counted, and ended when the worker is."""
+    def attending(self, generate: Generate, record: Recording = no_record) -> Generate:
+        """`generate`, counted, ended when the worker is, and recorded: in one, since each is work for every chunk."""
 
         async def attended(
             request: GenerateRequest, context: RequestContext
         ) -> AsyncGenerator[TokenChunk, None]:
             self._raise_if_over()
             has_ended = False
-            with self._counted() as wait:
+            with self._counted() as wait, record(request, context) as see:
                 async with aclosing(generate(request, context)) as chunks:
-                    wait.begin()
+                    wait.arm()
                     async for chunk in chunks:
-                        wait.rest()
+                        wait.disarm()
                         has_ended = chunk.finish_reason is not None
-                        yield chunk
+                        yield see(chunk)
                         if not has_ended:
                             self._raise_if_over()
-                        wait.begin()
+                        wait.arm()
             if self.has_begun and not has_ended:
                 # A runtime that is shut down stops all contexts: to a handler that looks as if the client had left.
                 raise self._error()

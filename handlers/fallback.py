@@ -1,4 +1,4 @@
-"""The fallback ladder: when one way to answer fails, the next one goes on where it stopped."""
+"""Fallback: when one way to answer fails, the next step goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
+from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk, Usage
 
-# The rest of an answer, when whoever was giving it has failed: nothing is repeated, nothing is left out.
+log = logging.getLogger(__name__)
 
 
-class Rest(Protocol):
-    """What is asked for, and what of its answer is new to the client."""
+class Remainder(Protocol):
+    """The rest of an answer after its worker has failed, nothing repeated and nothing left out: what is asked for, and
+    what of its answer is new to the client.
+    """
 
     @property
     def request(self) -> GenerateRequest: ...
@@ -115,12 +118,14 @@ def always(request: GenerateRequest) -> bool:
     return True
 
 
-def only_if_it_must(request: GenerateRequest) -> bool:
+def replay_if_needed(request: GenerateRequest) -> bool:
     """For all others: what can be appended is."""
     return not depends_on_text_only(request)
 
 
-def rest_of(request: GenerateRequest, delivered: list[int], replays: Replays = only_if_it_must) -> Rest:
+def remainder_of(
+    request: GenerateRequest, delivered: list[int], replays: Replays = replay_if_needed
+) -> Remainder:
     if not delivered:
         return Everything(request)
     return (Replayed if replays(request) else Appended)(request, delivered)
@@ -133,7 +138,7 @@ def depends_on_text_only(request: GenerateRequest) -> bool:
     return not any(penalties) and sampling.repetition_penalty in (None, 1.0) and not sampling.guided_decoding
 
 
-def repeatable(request: GenerateRequest) -> GenerateRequest:
+def with_seed(request: GenerateRequest) -> GenerateRequest:
     """An answer that may have to be given twice needs a seed, or it would be another one."""
     sampling = request.sampling
     if sampling.seed is not None:
@@ -153,7 +158,7 @@ def has_ended(request: GenerateRequest, delivered: list[int]) -> bool:
     return limit is not None and len(delivered) >= limit
 
 
-def the_end(request: GenerateRequest, delivered: list[int]) -> TokenChunk:
+def end_chunk(request: GenerateRequest, delivered: list[int]) -> TokenChunk:
     usage = Usage.of(len(request.token_ids), len(delivered), 0)
     return TokenChunk([], finish_reason="length", completion_usage=usage)
 
@@ -170,10 +175,7 @@ def _without_first(chunk: TokenChunk, count: int) -> TokenChunk:
     )
 
 
-log = logging.getLogger(__name__)
-
-
-class Rung(NamedTuple):
+class FallbackStep(NamedTuple):
     """One way to answer a whole request. `to` names it in logs, metrics and answers."""
 
     to: str
@@ -184,35 +186,35 @@ class Rung(NamedTuple):
     without_engine: bool = False
 
 
-def ladder(rungs: Sequence[Rung], replays: Replays = only_if_it_must) -> Generate:
-    """The first rung, else the next one, bounded by their number.
+def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_needed) -> Generate:
+    """The first step, else the next one, bounded by their number.
 
-    The caller's faults are final, and so is what this worker's own engine fails at, unless it is dead. Each rung makes
+    The caller's faults are final, and so is what this worker's own engine fails at, unless it is dead. Each step makes
     a handoff of its own. An instance that has failed is not asked again for this request.
     """
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        request = repeatable(request) if replays(request) else request
+        request = with_seed(request) if replays(request) else request
         delivered: list[int] = []
         is_over = is_alone = has_no_engine = False
         error: DisaggError | None = None
-        for place, rung in enumerate(rungs):
-            if rung.without_engine is not has_no_engine:
+        for place, step in enumerate(steps):
+            if step.without_engine is not has_no_engine:
                 continue
-            if is_alone and rung.to == rungs[place - 1].to:
+            if is_alone and step.to == steps[place - 1].to:
                 continue  # it would find no other one either
             if error is not None:
                 log.warning(
-                    "request %s: %s after %d tokens: %s", context.id(), rung.to, len(delivered), error
+                    "request %s: %s after %d tokens: %s", context.id(), step.to, len(delivered), error
                 )
-                request.journey.fell_back(rung.to, str(error))
-                request.journey.strategy = rung.strategy or request.journey.strategy
+                request.trace.fell_back(step.to, str(error))
+                request.trace.strategy = step.strategy or request.trace.strategy
                 if has_ended(request, delivered):
-                    yield the_end(request, delivered)
+                    yield end_chunk(request, delivered)
                     return
-            rest = rest_of(request, delivered, replays)
+            rest = remainder_of(request, delivered, replays)
             try:
-                async with aclosing(rung.generate(rest.request, context)) as chunks:
+                async with aclosing(step.generate(rest.request, context)) as chunks:
                     async for chunk in chunks:
                         new = rest.new(chunk)
                         if new is not None:
@@ -244,38 +246,22 @@ def _may_go_on(error: DisaggError) -> bool:
     return isinstance(error, (PeerUnavailableError, StageTimeoutError, OverloadedError, WorkerLeavingError))
 
 
-# A request whose answer is complete but for its end.
-#
-# A worker died when it had given the last token and not yet said so; the frontend migrates the request, with the
-# tokens
-# that it has as prompt and what is left of `max_tokens`: 0.
+def finish_if_budget_exhausted(generate: Generate) -> Generate:
+    """Answers a request whose answer lacks its end only: a worker died when it had given the last token and not yet
+    said so, and the frontend migrates the request with `max_tokens` 0.
+    """
 
-
-def ending_what_is_complete(generate: Generate) -> Generate:
     def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         if has_ended(request, []):
-            request.journey.chose("local", "nothing_left")
-            return _end(request)
+            request.trace.chose("local", "nothing_left")
+            return _end(request, [])
         return generate(request, context)
 
     return answer
 
 
-async def _end(request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-    yield the_end(request, [])
-
-
-# A request that the frontend has taken from a worker that died, and that goes on here.
-#
-# Dynamo appends the tokens that the client has to the prompt and takes them from `max_tokens`. That forgets which of
-# them
-# were generated: penalties begin anew, usage counts them as prompt, and where prefill's sums differ from decode's
-# another
-# token may come. Dynamo does not say where the prompt ends, but it returns to the next worker what the last one has
-# put
-# into `worker_trace_link`, as `migration_link` (decision 22). So each answer says there how long its prompt is, and
-# which
-# seed it was given.
+async def _end(request: GenerateRequest, delivered: list[int]) -> AsyncGenerator[TokenChunk, None]:
+    yield end_chunk(request, delivered)
 
 
 #: Tells our links from those of a tracing library.
@@ -285,7 +271,14 @@ _LINK = "migration_link"
 
 
 class Start(NamedTuple):
-    """How a request began, as its answer tells it to whatever worker goes on with it."""
+    """How a request began, as its answer says it to the worker that goes on with it after a migration.
+
+    Dynamo appends the tokens that the client has to the prompt and takes them from `max_tokens`. That forgets which of
+    them were generated: penalties begin anew, usage counts them as prompt, and where prefill's sums differ from
+    decode's another token may come. Dynamo does not say where the prompt ends, but it returns to the next worker what
+    the last one has put into `worker_trace_link`, as `migration_link` (decision 22). So each answer says there how
+    long its prompt is, and which seed it was given.
+    """
 
     num_prompt: int
     #: That it was given because it had none; 0 when it had one.
@@ -307,38 +300,52 @@ class Start(NamedTuple):
         return cls(int(span_id, 16), int(seed, 16))
 
 
-def going_on(generate: Generate, replays: Replays) -> Generate:
+def resume_migrated(generate: Generate, replays: Replays) -> Generate:
     """`generate`, for requests from frontends; what was migrated is given once more, without what the client has.
 
     `replays` says of which requests; the others go on as Dynamo has them.
     """
 
-    async def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+    def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         start = Start.read(request.raw.get(_LINK))
         asked, delivered = _as_it_began(request, start) if start is not None else (request, [])
-        if request.errand is not None or not replays(asked):
-            async with aclosing(generate(request, context)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-            return
+        if request.phase_request is not None or not replays(asked):
+            return generate(request, context)
         if delivered and has_ended(asked, delivered):
-            asked.journey.chose("local", "nothing_left")
-            yield the_end(asked, delivered)
-            return
+            asked.trace.chose("local", "nothing_left")
+            return _end(asked, delivered)
         had_a_seed = asked.sampling.seed is not None and (start is None or not start.seed)
-        asked = repeatable(asked)
+        asked = with_seed(asked)
         seed = 0 if had_a_seed else asked.sampling.seed or 0
-        link: dict[str, str] | None = Start(len(asked.token_ids), seed).as_link()
-        rest = rest_of(asked, delivered, replays)
-        async with aclosing(generate(rest.request, context)) as chunks:
-            async for chunk in chunks:
-                new = rest.new(chunk)
-                if new is not None:
-                    # Once is enough, and in each chunk it would cost 0.1 kB a token.
-                    yield new if link is None else msgspec.structs.replace(new, worker_trace_link=link)
-                    link = None
+        rest = remainder_of(asked, delivered, replays)
+        chunks = generate(rest.request, context)
+        if delivered:
+            chunks = _new_ones(rest, chunks)
+        return _Linked(Start(len(asked.token_ids), seed).as_link(), chunks)
 
     return answer
+
+
+async def _new_ones(
+    rest: Remainder, chunks: AsyncGenerator[TokenChunk, None]
+) -> AsyncGenerator[TokenChunk, None]:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            new = rest.new(chunk)
+            if new is not None:
+                yield new
+
+
+class _Linked(PerRequestStream[TokenChunk]):
+    """The first chunk has the link: in each chunk it would cost 0.1 kB a token."""
+
+    def __init__(self, link: dict[str, str], chunks: AsyncGenerator[TokenChunk, None]) -> None:
+        self._link = link
+        self._rest = chunks
+
+    async def _first(self) -> TokenChunk:
+        assert self._rest is not None
+        return msgspec.structs.replace(await anext(self._rest), worker_trace_link=self._link)
 
 
 def _as_it_began(request: GenerateRequest, start: Start) -> tuple[GenerateRequest, list[int]]:

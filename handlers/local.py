@@ -22,7 +22,8 @@ from trtllm_disagg.errors import (
     WorkerLeavingError,
 )
 from trtllm_disagg.handlers.cancellation import abort_when_stopped, in_background
-from trtllm_disagg.handlers.trace import tell_transfer
+from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.handlers.trace import record_transfer
 from trtllm_disagg.types import (
     DecodePhase,
     GenerateRequest,
@@ -35,11 +36,9 @@ from trtllm_disagg.types import (
 )
 from trtllm_disagg.wire import encode_disaggregated_params, names_a_sender
 
-# RequestOutput of the LLM API (cumulative) -> TokenChunk (what is new).
-
 
 class OutputCursor:
-    """Reads one choice of one RequestOutput, and remembers how far."""
+    """RequestOutput of the LLM API (cumulative) -> TokenChunk (what is new), for one choice."""
 
     def __init__(self, num_prompt: int, *, skip: int = 0, cached_tokens: int | None = None) -> None:
         """`skip` tokens have reached the client already; `cached_tokens` wins over this engine's count."""
@@ -79,7 +78,7 @@ class OutputCursor:
         entries = (output.logprobs or [])[self._position : self._position + len(tokens)]
         if not tokens or len(entries) < len(tokens):
             return None, None
-        if isinstance(entries[0], float):  # TensorRT-LLM, when nobody asked for alternatives
+        if isinstance(entries[0], float):  # TensorRT-LLM, when the request asks for no alternatives
             return list(entries), None
         if any(token not in entry for token, entry in zip(tokens, entries, strict=True)):
             return None, None
@@ -94,11 +93,9 @@ class OutputCursor:
         return chosen, top
 
 
-# Reads an engine's output as fast as it comes, however slow the way to the client is.
-
-
 async def newest_states(result: Any, on_output: Callable[[], None]) -> AsyncGenerator[Any, None]:
-    """`result` (a RequestOutput, cumulative) when it has grown: once for all that came while the caller was busy. What
+    """Reads an engine's output as fast as it comes, however slow the way to the client is: `result` (a RequestOutput,
+    cumulative) when it has grown: once for all that came while the caller was busy. What
     comes alone never waits. Raises what iterating the result raises, behind the last state.
 
     `on_output` is called for each output of the engine, also while the caller is busy.
@@ -157,7 +154,7 @@ class LocalPrefill:
             raise EngineError("the engine ended the prefill without a token")
         if chunk.finish_reason not in _ENDS_OF_EVERY_PREFILL:
             return Handoff(chunk, None)
-        if self._sees_callers_max_tokens and request.stop.max_tokens == 1 and not request.goes_on:
+        if self._sees_callers_max_tokens and request.stop.max_tokens == 1 and not request.decode_follows:
             return Handoff(msgspec.structs.replace(chunk, finish_reason="length"), None)
         params = result.outputs[0].disaggregated_params
         encoded = encode_disaggregated_params(params) if params is not None else {}
@@ -165,7 +162,7 @@ class LocalPrefill:
             raise EngineError("the engine finished the prefill without disaggregated_params")
         usage = chunk.completion_usage
         details = usage.prompt_tokens_details if usage is not None else None
-        return Handoff(chunk.going_on(), PrefillResult(encoded, details), result.abort)
+        return Handoff(chunk.without_end(), PrefillResult(encoded, details), result.abort)
 
 
 #: context_only ends like this after its one token; it says nothing about the answer.
@@ -180,11 +177,14 @@ class LocalDecode:
         self._engine = engine
         self._skip = 0 if repeats_first_token else 1
 
-    async def __call__(
+    def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
-        result = self._engine.start_decode(request)
-        handoff.taken()
+        def start() -> Any:
+            result = self._engine.start_decode(request)
+            handoff.taken()
+            return result
+
         prefill = request.prefill_result
         details = prefill.prompt_tokens_details if prefill is not None else None
         cursor = OutputCursor(
@@ -192,18 +192,16 @@ class LocalDecode:
             skip=self._skip,
             cached_tokens=details.cached_tokens if details is not None else None,
         )
-        # With a rendezvous nothing may ever come, so nobody waits for it.
+
+        def finished(result: Any) -> None:
+            record_transfer(request.trace, result)
+
+        # With a rendezvous nothing may ever come, so an abort does not wait for it.
         deferred = request.rendezvous is None
-        async with aclosing(
-            _stream(self._engine, result, cursor, context, deferred_abort=deferred)
-        ) as chunks:
-            async for chunk in chunks:
-                if chunk.finish_reason is not None:
-                    tell_transfer(request.journey, result)
-                yield chunk
+        return _stream(self._engine, start, cursor, context, finished, deferred_abort=deferred)
 
     def drain(self, request: GenerateRequest) -> None:
-        """Fetch and drop a handoff that nobody wants any more: that is how its sender's blocks come free.
+        """Fetch and drop an unused handoff: that is how its sender's blocks come free.
 
         One token, in the background. It works the same on every engine, which a release message would not.
         """
@@ -222,31 +220,36 @@ class LocalBoth:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def __call__(
-        self, request: GenerateRequest, context: RequestContext
-    ) -> AsyncGenerator[TokenChunk, None]:
-        result = self._engine.start_both(request)
+    def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         cursor = OutputCursor(len(request.token_ids))
-        async with aclosing(_stream(self._engine, result, cursor, context, deferred_abort=False)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        return _stream(self._engine, lambda: self._engine.start_both(request), cursor, context)
 
 
 async def _stream(
-    engine: Engine, result: Any, cursor: OutputCursor, context: RequestContext, *, deferred_abort: bool
+    engine: Engine,
+    start: Callable[[], Any],
+    cursor: OutputCursor,
+    context: RequestContext,
+    finished: Callable[[Any], None] = lambda result: None,
+    *,
+    deferred_abort: bool = False,
 ) -> AsyncGenerator[TokenChunk, None]:
+    """`start` asks the engine once a chunk is wanted; `finished` hears of the result before its end leaves."""
+    result = start()
     async with abort_when_stopped(result, context, deferred=deferred_abort) as guard:
         with request_errors(engine):
             async with aclosing(newest_states(result, guard.may_abort)) as states:
                 async for state in states:
                     chunk = cursor.advance(state)
                     if chunk is not None:
+                        if chunk.finish_reason is not None:
+                            finished(result)
                         yield chunk
 
 
 @contextlib.contextmanager
 def request_errors(engine: Engine) -> Iterator[None]:
-    """The engine's per-request error -> ours, by whose fault it is."""
+    """The engine's per-request error -> ours, by category."""
     try:
         yield
     except engine.request_error as error:
@@ -266,9 +269,6 @@ def _translate(error: BaseException) -> DisaggError:
     return _BY_CATEGORY.get(getattr(error, "category", ""), EngineError)(str(error))
 
 
-# Deadlines of the phases that run on this worker.
-
-
 def prefill_within(seconds: float, prefill: PrefillPhase) -> PrefillPhase:
     """Raises StageTimeoutError; leaving the phase aborts it."""
 
@@ -285,18 +285,23 @@ def prefill_within(seconds: float, prefill: PrefillPhase) -> PrefillPhase:
 def first_token_within(seconds: float, decode: DecodePhase) -> DecodePhase:
     """The transfer of the KV is in that time."""
 
-    async def timed(
+    def timed(
         request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
-        async with aclosing(decode(request, context, handoff)) as chunks:
-            try:
-                async with asyncio.timeout(seconds):
-                    first = await anext(chunks, None)
-            except TimeoutError:
-                raise StageTimeoutError(f"decode gave no token within {seconds:g} s") from None
-            if first is not None:
-                yield first
-                async for chunk in chunks:
-                    yield chunk
+        return _FirstTokenWithin(seconds, decode(request, context, handoff))
 
     return timed
+
+
+class _FirstTokenWithin(PerRequestStream[TokenChunk]):
+    def __init__(self, seconds: float, chunks: AsyncGenerator[TokenChunk, None]) -> None:
+        self._seconds = seconds
+        self._rest = chunks
+
+    async def _first(self) -> TokenChunk:
+        assert self._rest is not None
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await anext(self._rest)
+        except TimeoutError:
+            raise StageTimeoutError(f"decode gave no token within {self._seconds:g} s") from None

@@ -18,14 +18,16 @@ from trtllm_disagg.handlers.cancellation import in_background
 from trtllm_disagg.handoff_formats import result_of
 from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol
 from trtllm_disagg.types import (
-    Errand,
     GenerateRequest,
     Handoff,
+    PhaseRequest,
     PrefillPhase,
     RequestContext,
     TokenChunk,
 )
 from trtllm_disagg.wire import decode_chunk
+
+log = logging.getLogger(__name__)
 
 
 class StageClient(Protocol):
@@ -38,7 +40,7 @@ class StageClient(Protocol):
         ...
 
     def instance_ids(self) -> Collection[int]:
-        """Who is there now."""
+        """Those that are there now."""
         ...
 
     def check(self, request: GenerateRequest) -> None:
@@ -60,14 +62,14 @@ class StageInstance(Protocol):
         self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Its chunks, with the same request id, metadata and trace; a stopped context stops it too, and then
-        the iteration just ends. Without a context nobody waits for the answer. Raises a DisaggError whose
-        `peer` is this instance, whatever became of it.
+        the iteration just ends. Without a context no client waits for the answer. Raises a DisaggError with this
+        instance as `peer`, whatever became of it.
         """
         ...
 
 
 class NoStage:
-    """The stage client of a worker that calls nobody."""
+    """The stage client of a worker that calls no other."""
 
     async def pick(self, request: GenerateRequest) -> StageInstance:
         raise AssertionError("this worker has no second stage")
@@ -76,13 +78,13 @@ class NoStage:
         return ()
 
     def check(self, request: GenerateRequest) -> None:
-        """Nobody is there to wish for."""
+        """No instance is there to wish for."""
 
 
 #: As an instance, the prefill queue: to be blamed, and avoided, for what no worker has done.
 QUEUE_ID = 0
 
-PREFILL, DECODE = Errand("prefill"), Errand("decode")
+PREFILL, DECODE = PhaseRequest("prefill"), PhaseRequest("decode")
 
 
 class RemotePrefill:
@@ -100,8 +102,8 @@ class RemotePrefill:
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         handoffs: list[Handoff] = []
         instance = await self._client.pick(request)
-        if instance.instance_id != QUEUE_ID:  # who takes it from there tells that itself
-            request.journey.facts["prefill_instance"] = f"{instance.instance_id:x}"
+        if instance.instance_id != QUEUE_ID:  # the worker that takes it from there says so itself
+            request.trace.facts["prefill_instance"] = f"{instance.instance_id:x}"
         with ExitStack() as unless_returned:
             async with aclosing(instance.call(self._protocol.encode(request, PREFILL), context)) as answers:
                 async for raw in answers:
@@ -124,7 +126,7 @@ class RemotePrefill:
             raise PeerUnavailableError(
                 f"the prefill worker sent {len(chunk.token_ids)} tokens instead of one"
             )
-        handoff = Handoff(chunk.going_on(), result)
+        handoff = Handoff(chunk.without_end(), result)
         with_kv = request.with_handoff(handoff)
         handoff.on_release(lambda: self._drain(with_kv))
         return handoff
@@ -140,7 +142,7 @@ class RemoteDecode:
     ) -> AsyncGenerator[TokenChunk, None]:
         has_ended = False
         instance = await self._client.pick(request)
-        request.journey.facts["decode_instance"] = f"{instance.instance_id:x}"
+        request.trace.facts["decode_instance"] = f"{instance.instance_id:x}"
         async with aclosing(instance.call(self._protocol.encode(request, DECODE), context)) as answers:
             async for raw in answers:
                 # It answers, so it has the KV.
@@ -158,14 +160,10 @@ def _fault(instance: StageInstance, what: str) -> PeerUnavailableError:
     return error
 
 
-# A handoff whose KV is on another prefill worker, and that no decode has begun to fetch.
-
-
-log = logging.getLogger(__name__)
-
-
 class RemoteDrain:
-    """Has a decode worker fetch and drop it, as `LocalDecode.drain` does where there is an engine for that."""
+    """Has a decode worker fetch and drop the KV of another prefill worker that no decode has begun to fetch, as
+    `LocalDecode.drain` does where there is an engine for that.
+    """
 
     def __init__(self, client: StageClient, protocol: HandoffProtocol = DYNAMO) -> None:
         self._client = client
@@ -183,10 +181,7 @@ class RemoteDrain:
                     pass
         except DisaggError as error:
             # Best effort: the lease ends by itself.
-            log.info("a handoff that nobody wants waits for the end of its lease: %s", error)
-
-
-# A prefill through the queue, or without it where the queue cannot take it.
+            log.info("an unused handoff waits for the end of its lease: %s", error)
 
 
 def queued(
@@ -194,8 +189,9 @@ def queued(
     direct: PrefillPhase,
     passes_by: Callable[[GenerateRequest], bool] = lambda request: False,
 ) -> PrefillPhase:
-    """`direct` runs a request that is too large for the queue, that the queue has lost with all that it had, or that
-    `passes_by`, because whoever has room is not who it asks for.
+    """A prefill through the queue. `direct` runs a request that is too large for it, that it has lost with all that it
+    had, or that
+    `passes_by`, because the worker with room may not be the one that it asks for.
     """
 
     async def prefill(request: GenerateRequest, context: RequestContext) -> Handoff:
@@ -208,12 +204,12 @@ def queued(
                 raise
             unusable = error
         log.warning("request %s: direct: %s", context.id(), unusable)
-        request.journey.fell_back("direct", str(unusable))
-        # Whoever was at it does not answer any more.
-        request.journey.facts.pop("prefill_instance", None)
+        request.trace.fell_back("direct", str(unusable))
+        # The worker that had it does not answer any more.
+        request.trace.facts.pop("prefill_instance", None)
         try:
             return await direct(request, context)
         except NoInstanceError:
-            raise unusable from None  # says more than that nobody else is there
+            raise unusable from None  # says more than that no other instance is there
 
     return prefill

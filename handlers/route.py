@@ -9,16 +9,13 @@ from contextlib import aclosing
 from trtllm_disagg.config.thresholds import Live
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError, PeerUnavailableError
 from trtllm_disagg.handlers.remote import StageClient
-from trtllm_disagg.types import Errand, Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire import decode_chunk, encode_request
 
-# Which instances of the other stage a request asks for.
-#
 # Dynamo's frontend takes our first stage for whole workers. So it holds `decode_worker_id` (and the header
-# x-dynamo-worker-instance-id) against that stage, answers 400 for anybody else, and passes `prefill_worker_id`
+# x-dynamo-worker-instance-id) against that stage, answers 400 for any other instance, and passes `prefill_worker_id`
 # (x-dynamo-prefill-instance-id) on without a look. Both may come with any instance, whatever its role; measured in
-# both
-# orders (docs/log.md).
+# both orders (docs/log.md).
 
 
 #: `nvext.annotations: ["disagg:next=1a2b,3c4d"]`: ids as logs print them, or decimal, as Dynamo does.
@@ -75,15 +72,15 @@ class Choice:
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         """Raises InvalidRequestError for a name that is none."""
         self._check(request)
-        if request.errand is not None and request.errand.strategy is not None:
-            name, reason = self._known(request.errand.strategy), "asked_by_worker"
+        if request.phase_request is not None and request.phase_request.strategy is not None:
+            name, reason = self._known(request.phase_request.strategy), "asked_by_worker"
         elif (asked := self._asked(request)) is not None:
             name, reason = asked, "annotation"
         else:
             name, reason = self._strategy.value, "default"
-            request.journey.chose(name, reason)
+            request.trace.chose(name, reason)
             return self._deployed[name](request, context)
-        request.journey.chose(name, reason)
+        request.trace.chose(name, reason)
         return self._ways[name](request, context)
 
     def _asked(self, request: GenerateRequest) -> str | None:
@@ -106,21 +103,19 @@ class Choice:
         return name
 
 
-# A whole request that a worker of the other role answers, because it is to run in that worker's order.
-
-
 def relayed(stage: StageClient, strategy: str) -> Generate:
-    errand = Errand("whole", strategy)
+    """A worker of the other role answers the whole request, because it is to run in that worker's order."""
+    wanted = PhaseRequest("whole", strategy)
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        if request.errand is not None:
+        if request.phase_request is not None:
             # Two workers without engines would send it to and fro.
             raise NoInstanceError("this request was relayed already")
         instance = await stage.pick(request)
-        request.journey.facts["first_stage"] = f"{instance.instance_id:x}"
+        request.trace.facts["first_stage"] = f"{instance.instance_id:x}"
         has_ended = False
-        raw = encode_request(request, errand)
-        # A wish for an instance has been heard here; the other worker calls somebody else.
+        raw = encode_request(request, wanted)
+        # A wish for an instance has been heard here; the other worker calls another one.
         raw["annotations"] = [each for each in request.annotations if not each.startswith(NEXT)]
         async with aclosing(instance.call(raw, context)) as answers:
             async for raw in answers:

@@ -7,12 +7,12 @@ import itertools
 import logging
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
 from typing import Any, Protocol
 
 from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError, NoInstanceError
 from trtllm_disagg.handlers.remote import StageClient, StageInstance
 from trtllm_disagg.handlers.route import pins_of
+from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ async def _cheapest(
 
 
 class SelectedStage:
-    """A StageClient: pins first, then the selector, among who is there and has not failed this request."""
+    """A StageClient: pins first, then the selector, among the instances that have not failed this request."""
 
     def __init__(
         self, directory: Directory, selector: Selector, in_flight: InFlight, role: str, own_id: int = 0
@@ -157,12 +157,12 @@ class SelectedStage:
         return CountedInstance(instance, self._in_flight, len(request.token_ids))
 
     def check(self, request: GenerateRequest) -> None:
-        if request.errand is not None:
+        if request.phase_request is not None:
             return  # the worker that sent it has looked
         there = self.instance_ids()
         strangers = [pin for pin in self._pins(request) if pin not in self._known]
         if strangers:
-            names = ", ".join(f"{each:x}" for each in sorted(there)) or "none, nobody is there"
+            names = ", ".join(f"{each:x}" for each in sorted(there)) or "none, no instance is there"
             raise InvalidRequestError(
                 f"pinned {self._role} instance {strangers[0]:x} is not known; expected one of {names}"
             )
@@ -175,10 +175,10 @@ class SelectedStage:
         there_too = [pin for pin in pins if pin in allowed]
         if pins and not there_too:
             names = ", ".join(f"{pin:x}" for pin in pins)
-            why = "is gone" if not set(pins) & request.avoid else "failed or is left alone"
+            why = "is gone" if not set(pins) & request.avoid else "failed or is skipped"
             because = f"pinned {self._role} instance {names} {why}"
-            if not any(because in told for told in request.journey.fallbacks):
-                request.journey.fell_back("other_instance", because)
+            if not any(because in told for told in request.trace.fallbacks):
+                request.trace.fell_back("other_instance", because)
         return there_too
 
 
@@ -197,28 +197,44 @@ class CountedInstance:
     async def describe(self) -> dict[str, Any]:
         return await self._instance.describe()
 
-    async def call(
+    def call(
         self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        self._in_flight.add(self.instance_id, self._tokens)
-        try:
-            async with aclosing(self._instance.call(request, context)) as answers:
-                async for answer in answers:
-                    yield answer
-        finally:
-            self._in_flight.add(self.instance_id, -self._tokens)
+        return _CountedCall(
+            self._instance.call(request, context), self._in_flight, self.instance_id, self._tokens
+        )
 
 
-# Only instances of the other stage that this worker fits together with are called.
+class _CountedCall(PerRequestStream[dict[str, Any]]):
+    def __init__(
+        self,
+        answers: AsyncGenerator[dict[str, Any], None],
+        in_flight: InFlight,
+        instance_id: int,
+        tokens: int,
+    ) -> None:
+        self._rest = answers
+        self._in_flight = in_flight
+        self._instance_id = instance_id
+        self._tokens = tokens
+
+    async def _first(self) -> dict[str, Any]:
+        assert self._rest is not None
+        self._in_flight.add(self._instance_id, self._tokens)
+        return await anext(self._rest)
+
+    async def _finish(self) -> None:
+        if self._has_begun:
+            self._in_flight.add(self._instance_id, -self._tokens)
 
 
-#: It is a round trip; who takes longer is not well, and the call's own deadline is for that.
+#: It is a round trip; an instance that takes longer is not well, and the call's own deadline is for that.
 _DESCRIBE_SECONDS = 1.0
 
 
-class FittingStage:
-    """A StageClient. Instances come at any time, and each is asked who it is once, by the first request that could
-    go there.
+class CompatibilityFilter:
+    """A StageClient of the instances that this worker fits together with. Instances come at any time, and each is asked
+    for its description once, by the first request that could go there.
     """
 
     def __init__(self, stage: StageClient, require_fit: Callable[[dict[str, Any]], None]) -> None:
@@ -251,7 +267,7 @@ class FittingStage:
             log.error("instance %x is not called: %s", instance.instance_id, error)
             return self._remember(instance, False)
         except (DisaggError, TimeoutError):
-            # Whoever calls it will see, and the next request asks again.
+            # The call itself will show it, and the next request asks again.
             return True
         return self._remember(instance, True)
 
@@ -262,10 +278,7 @@ class FittingStage:
         return fits
 
 
-# A prefill queue that nobody pulls from is no way to get an answer.
-
-
-class AttendedQueue:
+class RequireConsumers:
     """A StageClient: the queue, as long as there is a prefill worker. Otherwise a request would wait in it for
     `--queue-timeout` before this worker serves it alone.
     """

@@ -2,33 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
 
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.thresholds import Live, Thresholds, read_policy_file
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine import Engine
-from trtllm_disagg.errors import PeerUnavailableError
+from trtllm_disagg.errors import ConfigError, PeerUnavailableError
+from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
-from trtllm_disagg.handlers.circuit_breaker import Breaker, WatchedStage, patience_of
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, stream_timeouts_of
 from trtllm_disagg.handlers.concurrent import LocalPush, bare_push
-from trtllm_disagg.handlers.decide import Auto, QueueDepth, conditional, create_decider
+from trtllm_disagg.handlers.decide import Auto, CachedPrefix, QueueDepth, conditional, create_decider
 from trtllm_disagg.handlers.fallback import (
+    FallbackStep,
     Replays,
-    Rung,
     always,
-    ending_what_is_complete,
-    going_on,
-    ladder,
-    only_if_it_must,
+    finish_if_budget_exhausted,
+    replay_if_needed,
+    resume_migrated,
+    with_fallback,
 )
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
-from trtllm_disagg.handlers.parts import Parts
-from trtllm_disagg.handlers.policy import Policy
 from trtllm_disagg.handlers.remote import StageClient
 from trtllm_disagg.handlers.route import Choice, relayed
-from trtllm_disagg.handlers.select import AttendedQueue
-from trtllm_disagg.handlers.strategies import ORDERS, build_strategy
-from trtllm_disagg.handoff_protocols import choose_protocol
+from trtllm_disagg.handlers.select import RequireConsumers
+from trtllm_disagg.handlers.trace import RequestCounts
+from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol, choose_protocol
+from trtllm_disagg.strategies import orders, spec_of
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+log = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a worker knows and may be told while it runs."""
+
+    strategy: Live[str]
+    thresholds: Live[Thresholds]
+    cached: CachedPrefix
+    counts: RequestCounts = field(default_factory=RequestCounts)
+    queued: Queued = field(default_factory=Queued)
+
+    @classmethod
+    def of(cls, config: WorkerConfig, block_size: int) -> Policy:
+        """Raises ConfigError when the policy file is wrong."""
+        policy = cls(Live(config.strategy), Live(Thresholds.of(config)), CachedPrefix(block_size))
+        if config.policy_file is not None:
+            policy.set_thresholds(read_policy_file(Path(config.policy_file)), config.policy_file)
+        return policy
+
+    def set_thresholds(self, values: Mapping[str, Any], source: str) -> list[str]:
+        """The differences. Raises ConfigError, and then nothing has changed."""
+        old = self.thresholds.value
+        new = old.changed(values, source)
+        differences = old.differences(new)
+        if differences:
+            self.thresholds.set(new)
+            log.info("thresholds changed by %s: %s", source, ", ".join(differences))
+        return differences
+
+
+async def watch_policy_file(path: Path, policy: Policy) -> None:
+    """Returns never. A file that is wrong now is reported once, and the old values stay."""
+    seen = _stamp(path)
+    while True:
+        await asyncio.sleep(_WATCH_SECONDS)
+        stamp = _stamp(path)
+        if stamp == seen:
+            continue
+        seen = stamp
+        try:
+            policy.set_thresholds(read_policy_file(path), str(path))
+        except ConfigError as error:
+            log.error("the old thresholds stay: %s", error)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a worker answers with: its own engine, and the way to the workers of the other role."""
+
+    role: Role
+    engine: Engine
+    stage: StageClient
+    style: ScheduleStyle = ScheduleStyle.CONTEXT_FIRST
+    #: Seconds for the phases that run here.
+    prefill_timeout: float = 120.0
+    first_decode_token_timeout: float = 60.0
+    protocol: HandoffProtocol = DYNAMO
+    #: The prefill queue, under --prefill-dispatch queue.
+    prefills: StageClient | None = None
+
+    @property
+    def pushes(self) -> bool:
+        """Both phases are dispatched at once, and prefill writes into decode's blocks."""
+        return self.style is ScheduleStyle.GENERATION_FIRST
 
 
 def build_generate(
@@ -43,16 +126,16 @@ def build_generate(
     `prefills` is that to whichever prefill worker has room, and `waiting` how many have waited for one.
     """
     policy = policy or Policy.of(config, config.kv_block_size)
-    replays = always if engine.is_exact else only_if_it_must
-    name = "agg" if config.role is Role.AGG else config.strategy.value
-    if name in ("agg", Strategy.ROUTER):
+    replays = always if engine.is_exact else replay_if_needed
+    name = "agg" if config.role is Role.AGG else config.strategy
+    if not spec_of(name).is_worker_side:
         whole = _named(name, build_strategy(name, Parts(config.role, engine, stage)))
         # Under router, Dynamo's link is from the prefill worker to the decode worker.
-        whole = ending_what_is_complete(whole)
-        return whole if name == Strategy.ROUTER else going_on(whole, replays)
-    breaker = Breaker(config.breaker_failures, config.breaker_seconds)
-    patience = patience_of(config)
-    watched = WatchedStage(stage, breaker, patience)
+        whole = finish_if_budget_exhausted(whole)
+        return resume_migrated(whole, replays) if config.role is Role.AGG else whole
+    breaker = CircuitBreaker(config.breaker_failures, config.breaker_seconds)
+    timeouts = stream_timeouts_of(config)
+    watched = CircuitBreakerClient(stage, breaker, timeouts)
     parts = Parts(
         config.role,
         engine,
@@ -61,56 +144,63 @@ def build_generate(
         config.prefill_timeout,
         config.first_decode_token_timeout,
         choose_protocol(config.handoff_protocol),
-        prefills and WatchedStage(_attended(config, prefills, stage), breaker, patience),
+        prefills and CircuitBreakerClient(_require_consumers(config, prefills, stage), breaker, timeouts),
     )
     chosen = _chosen(config, parts, watched, waiting or watched, policy, replays)
-    return going_on(ending_what_is_complete(served(parts, chosen)), replays)
+    return resume_migrated(finish_if_budget_exhausted(served(parts, chosen)), replays)
 
 
-def _attended(config: WorkerConfig, queue: StageClient, workers: StageClient) -> StageClient:
+def _require_consumers(config: WorkerConfig, queue: StageClient, workers: StageClient) -> StageClient:
     """Under `local` nothing waits in it for a worker that is not there; a prefill worker is there itself."""
     waits = config.role is Role.PREFILL or config.on_missing_stage == "fail"
-    return queue if waits else AttendedQueue(queue, workers)
+    return queue if waits else RequireConsumers(queue, workers)
 
 
 def _chosen(
     config: WorkerConfig,
     parts: Parts,
-    stage: WatchedStage,
+    stage: CircuitBreakerClient,
     queue: QueueDepth,
     policy: Policy,
     replays: Replays,
 ) -> Choice:
     local = LocalBoth(parts.engine)
-    own, other = sorted(ORDERS, key=lambda order: order.first_stage_role is not parts.role)
+    own = [order.name for order in orders() if order.entry_role == parts.role]
+    others = [order.name for order in orders() if order.entry_role != parts.role]
+    across = {name: relayed(stage, name) for name in others}
 
-    across = relayed(stage, other)
-
-    def with_fallback(whole: Generate) -> Generate:
-        rungs = [Rung("other_instance", whole)] * config.max_tries
+    def falling_back(whole: Generate) -> Generate:
+        steps = [FallbackStep("other_instance", whole)] * config.max_tries
         if config.on_missing_stage == "local":
-            rungs = [*rungs, Rung("local", local, "local")]
-        rungs += [Rung("other_stage", across, other.value, without_engine=True)] * config.max_tries
-        return ladder(rungs, replays)
+            steps = [*steps, FallbackStep("local", local, "local")]
+        steps += [
+            FallbackStep("other_stage", across[others[0]], others[0], without_engine=True)
+        ] * config.max_tries
+        return with_fallback(steps, replays)
 
     ways: dict[str, Generate] = {
         "local": local,
-        own.value: with_fallback(build_strategy(own, parts)),
-        other.value: with_fallback(across),
+        **{name: falling_back(build_strategy(name, parts)) for name in own},
+        **{name: falling_back(across[name]) for name in others},
     }
     decider = create_decider(config.prefill_decider, policy.cached, queue, policy.thresholds)
     by_length = create_decider("length_and_queue", policy.cached, queue, policy.thresholds)
-    auto = Auto(by_length, ways, (own.value, other.value), stage.num_well, config.max_batch_size)
+    deployed = {name: conditional(decider, local, ways[name]) for name in (*own, *others)}
+    auto = Auto(by_length, ways, (own[0], others[0]), stage.num_healthy, config.max_batch_size)
     ways["auto"] = auto
-    deployed = {order.value: conditional(decider, local, ways[order.value]) for order in ORDERS}
     return Choice(ways, deployed | {"auto": auto}, policy.strategy, stage.check)
+
+
+def build_strategy(name: str, parts: Parts) -> Generate:
+    """How a worker of that strategy's entry role answers a whole request."""
+    return cast(Generate, spec_of(name).load_builder()(parts))
 
 
 def _named(name: str, whole: Generate) -> Generate:
     """Where there is no choice."""
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        request.journey.chose(name, "default")
+        request.trace.chose(name, "default")
         return whole(request, context)
 
     return generate
@@ -122,11 +212,11 @@ def served(parts: Parts, whole: Generate) -> Generate:
     phase = _PHASES[parts.role](parts)
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        errand = request.errand
-        if errand is None or errand.stage == "whole":
+        asked = request.phase_request
+        if asked is None or asked.stage == "whole":
             return whole(request, context)
-        if errand.stage != own:
-            raise PeerUnavailableError(f"a {own} worker was asked for the phase {errand.stage}")
+        if asked.stage != own:
+            raise PeerUnavailableError(f"a {own} worker was asked for the phase {asked.stage}")
         return phase(request, context)
 
     return generate

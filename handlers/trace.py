@@ -1,6 +1,6 @@
 """One log line per request and worker: what was done for it here, why, and when. `trtllm-disagg demo` reads it.
 
-What was done and why is also told in the first and the last chunk of the answer, and counted.
+What was done and why is also in the first and the last chunk of the answer, and counted.
 """
 
 from __future__ import annotations
@@ -9,22 +9,28 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from trtllm_disagg.types import Generate, GenerateRequest, Journey, RequestContext, TokenChunk
+from trtllm_disagg.handlers.departure import Departure
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, RequestTrace, TokenChunk
 
-# What the engine measured of a request (`--publish-metrics`), told with the answer and on /metrics.
+log = logging.getLogger(__name__)
 
-
+#: What the engine measured of a request (`--publish-metrics`); the answer and /metrics have it.
 KV_TRANSFER_MS = "kv_transfer_ms"
 KV_TRANSFER_BYTES = "kv_transfer_bytes"
 
+#: The key of `engine_data` under which the request trace is.
+ENGINE_DATA = "disagg"
 
-def tell_transfer(journey: Journey, result: Any) -> None:
+#: Starts every line of the request log.
+PREFIX = "journal "
+
+
+def record_transfer(trace: RequestTrace, result: Any) -> None:
     """How long the request's KV was on its way here, and how much of it came. `result` is a finished RequestOutput."""
     measured = result.outputs[0].request_perf_metrics
     timing = measured.timing_metrics if measured is not None else None
@@ -32,14 +38,11 @@ def tell_transfer(journey: Journey, result: Any) -> None:
         return
     seconds = (timing.kv_cache_transfer_end - timing.kv_cache_transfer_start).total_seconds()
     if seconds > 0:
-        journey.facts[KV_TRANSFER_MS] = round(seconds * 1000, 3)
-        journey.facts[KV_TRANSFER_BYTES] = timing.kv_cache_size
+        trace.facts[KV_TRANSFER_MS] = round(seconds * 1000, 3)
+        trace.facts[KV_TRANSFER_BYTES] = timing.kv_cache_size
 
 
-log = logging.getLogger(__name__)
-
-
-class JourneyCounts:
+class RequestCounts:
     """How many whole requests took which way here: (strategy, reason, last fallback) -> number."""
 
     LABELS = ("strategy", "reason", "fallback")
@@ -49,69 +52,84 @@ class JourneyCounts:
         #: KV transfers that the engine measured, their seconds and their bytes.
         self.num_transfers, self.transfer_seconds, self.transfer_bytes = 0, 0.0, 0
 
-    def add(self, journey: Journey) -> None:
-        last = journey.fallbacks[-1].partition(":")[0] if journey.fallbacks else "none"
-        self.ended[journey.strategy, journey.reason, last] += 1
-        if KV_TRANSFER_MS in journey.facts:
+    def add(self, trace: RequestTrace) -> None:
+        last = trace.fallbacks[-1].partition(":")[0] if trace.fallbacks else "none"
+        self.ended[trace.strategy, trace.reason, last] += 1
+        if KV_TRANSFER_MS in trace.facts:
             self.num_transfers += 1
-            self.transfer_seconds += journey.facts[KV_TRANSFER_MS] / 1000
-            self.transfer_bytes += journey.facts[KV_TRANSFER_BYTES]
+            self.transfer_seconds += trace.facts[KV_TRANSFER_MS] / 1000
+            self.transfer_bytes += trace.facts[KV_TRANSFER_BYTES]
 
 
-def journaled(generate: Generate, part: str, counts: JourneyCounts | None = None) -> Generate:
-    """`part` names the worker's role and strategy. Times are seconds since the epoch, so that logs of several
-    processes on one machine can be put together.
+def with_request_log(
+    generate: Generate, part: str, counts: RequestCounts | None = None, departure: Departure | None = None
+) -> Generate:
+    """`generate` under `departure`, with a log line for each request. `part` names the worker's role and strategy."""
+    counts = counts or RequestCounts()
+
+    def record(request: GenerateRequest, context: RequestContext) -> _Record:
+        return _Record(request, context, part, counts)
+
+    return (departure or Departure()).attending(generate, record)
+
+
+class _Record:
+    """Of one request. Times are seconds since the epoch, so that logs of several processes on one machine can be put
+    together.
     """
-    counts = counts or JourneyCounts()
 
-    async def recorded(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        started = time.time()
-        times: list[float] = []
-        num_tokens, finish_reason = 0, None
-        try:
-            async with aclosing(generate(request, context)) as chunks:
-                async for chunk in chunks:
-                    if len(times) < 2:
-                        times.append(time.time())
-                    num_tokens += len(chunk.token_ids)
-                    finish_reason = chunk.finish_reason or finish_reason
-                    # At the end it is complete, but a stop string's end is the frontend's and not ours.
-                    if len(times) == 1 or chunk.finish_reason is not None:
-                        chunk = _telling(chunk, request.journey)
-                    yield chunk
-        finally:
-            journey = request.journey.told()
-            if journey:
-                counts.add(request.journey)
-            entry = {
-                "request": context.id(),
-                "part": part,
-                "prompt_tokens": len(request.token_ids),
-                "tokens": num_tokens,
-                "finish_reason": finish_reason,
-                "start": started,
-                "first_chunk": times[0] if times else None,
-                "second_chunk": times[1] if len(times) > 1 else None,
-                "end": time.time(),
-            }
-            log.info("%s%s", PREFIX, json.dumps(entry | ({"disagg": journey} if journey else {})))
+    def __init__(
+        self, request: GenerateRequest, context: RequestContext, part: str, counts: RequestCounts
+    ) -> None:
+        self._request = request
+        self._context = context
+        self._part = part
+        self._counts = counts
+        self._started = time.time()
+        self._times: list[float] = []
+        self._num_tokens = 0
+        self._finish_reason: str | None = None
 
-    return recorded
+    def __enter__(self) -> Callable[[TokenChunk], TokenChunk]:
+        return self._see
+
+    def _see(self, chunk: TokenChunk) -> TokenChunk:
+        self._num_tokens += len(chunk.token_ids)
+        if len(self._times) < 2:
+            self._times.append(time.time())
+        elif chunk.finish_reason is None:
+            return chunk
+        self._finish_reason = chunk.finish_reason or self._finish_reason
+        # At the end it is complete, but a stop string's end is the frontend's and not ours.
+        if len(self._times) == 1 or chunk.finish_reason is not None:
+            return _with_trace(chunk, self._request.trace)
+        return chunk
+
+    def __exit__(self, *_: object) -> None:
+        trace = self._request.trace.to_json()
+        if trace:
+            self._counts.add(self._request.trace)
+        times = self._times
+        entry = {
+            "request": self._context.id(),
+            "part": self._part,
+            "prompt_tokens": len(self._request.token_ids),
+            "tokens": self._num_tokens,
+            "finish_reason": self._finish_reason,
+            "start": self._started,
+            "first_chunk": times[0] if times else None,
+            "second_chunk": times[1] if len(times) > 1 else None,
+            "end": time.time(),
+        }
+        log.info("%s%s", PREFIX, json.dumps(entry | ({"disagg": trace} if trace else {})))
 
 
-def _telling(chunk: TokenChunk, journey: Journey) -> TokenChunk:
+def _with_trace(chunk: TokenChunk, trace: RequestTrace) -> TokenChunk:
     """Where Dynamo lets a worker add to the answer: `nvext.extra_fields: ["engine_data"]`."""
-    told: dict[str, Any] = journey.told()
-    if not told:
+    known: dict[str, Any] = trace.to_json()
+    if not known:
         return chunk
     theirs = (chunk.engine_data or {}).get(ENGINE_DATA, {})
     return msgspec.structs.replace(
-        chunk, engine_data=(chunk.engine_data or {}) | {ENGINE_DATA: theirs | told}
+        chunk, engine_data=(chunk.engine_data or {}) | {ENGINE_DATA: theirs | known}
     )
-
-
-#: The key of `engine_data` under which the journey is.
-ENGINE_DATA = "disagg"
-
-#: Starts every journal line's message.
-PREFIX = "journal "

@@ -33,16 +33,17 @@ if [[ -z ${DYN_FILE_KV:-} ]]; then
 fi
 source "$here/lib.sh"
 
-# The stage that is called by the other one stops after it, so that requests in flight still find it.
+# The stage that is called by the other one stops after it, so that requests in flight still find it: so says the list
+# of strategies.
 # shellcheck disable=SC2329  # called by the trap
 stop_everything() {
     trap - EXIT
     trap kill_everything INT TERM
-    local first=$prefill second=$decode
-    # Under these, decode workers take the requests.
-    [[ $STRATEGY != decode_first && $STRATEGY != auto ]] || { first=$decode second=$prefill; }
-    stop "$first"
-    stop "$second"
+    local role
+    # shellcheck disable=SC2154  # set by check_strategy
+    for role in $stop_order; do
+        stop "${!role}"
+    done
     stop "$frontend"
     [[ -z ${fresh_discovery:-} ]] || rm -rf "$fresh_discovery"
 }
@@ -53,7 +54,7 @@ kill_everything() {
     exit 1
 }
 
-frontend="" prefill="" decode=""
+frontend="" prefill="" decode="" stop_order="prefill decode"
 trap stop_everything EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM

@@ -68,16 +68,16 @@ served_model_name() {
     fi
 }
 
+# check_strategy: sets routed_roles, which the frontend routes to by what their KV caches hold, and stop_order.
 check_strategy() {
-    case $STRATEGY in
-        prefill_first | decode_first | router | auto) ;;
-        *) fail "STRATEGY: '$STRATEGY' is not allowed; expected prefill_first, decode_first, router or auto" ;;
-    esac
+    local spec
+    spec=$("$PYTHON" -P -m trtllm_disagg.strategies "$STRATEGY") || exit 1
+    { read -r routed_roles && read -r stop_order; } <<<"$spec"
 }
 
 # exec_worker ROLE [ARG...]: becomes a worker.
 exec_worker() {
-    local role=$1
+    local role=$1 routed_roles=$1 stop_order=$1
     shift
     [[ -n $MODEL ]] || fail "MODEL: set it to a model directory or a Hugging Face name"
     local argv=(--model "$MODEL" --served-model-name "$(served_model_name)" --namespace "$NAMESPACE")
@@ -86,9 +86,8 @@ exec_worker() {
         check_strategy
         argv+=(--disaggregation-strategy "$STRATEGY")
     fi
-    # The frontend picks among these by what their KV caches hold.
-    case $role:$STRATEGY in
-        agg:* | prefill:prefill_first | decode:decode_first | decode:auto | *:router) argv+=(--publish-events-and-metrics) ;;
+    case " $routed_roles " in
+        *" $role "*) argv+=(--publish-events-and-metrics) ;;
         *) argv+=(--publish-metrics) ;;
     esac
     [[ -z $ENGINE ]] || argv+=(--engine "$ENGINE")

@@ -11,7 +11,6 @@ import pytest
 from tests.support.deployments import Fleet, Served
 from tests.support.durations import DurationRecorder, mark_by_speed
 from tests.support.models import write_checkpoint
-from trtllm_disagg.deployment.plan import Strategy
 
 Checkpoints = Callable[..., Path]
 
@@ -72,6 +71,6 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def deployed(fleet: Fleet, strategy: Strategy) -> Served:
+def deployed(fleet: Fleet, strategy: str) -> Served:
     """The deployment of the strategy that the test is parametrised with."""
     return fleet[strategy]

@@ -16,14 +16,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from trtllm_disagg.config.worker_config import Role, Strategy, flag_of
+from trtllm_disagg.config.worker_config import Role, flag_of
 from trtllm_disagg.errors import CommandRefusedError, ConfigError, InvalidRequestError
 from trtllm_disagg.keys import AdminKey
+from trtllm_disagg.strategies import switchable
 
-CONTROL = "trtllm_disagg.commands"
-
-#: Between these a deployment can switch while it serves: the same workers run all of them.
-SWITCHABLE = (Strategy.PREFILL_FIRST, Strategy.DECODE_FIRST, Strategy.AUTO)
+CONTROL = "trtllm_disagg.control"
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="command", tag="describe", forbid_unknown_fields=True):
@@ -34,10 +32,6 @@ class Switch(msgspec.Struct, frozen=True, tag_field="command", tag="switch", for
     """A worker becomes the first or the second stage, as its role is under `to`; `up` starts new workers so."""
 
     to: str
-
-    @property
-    def strategy(self) -> Strategy:
-        return switchable(self.to)
 
 
 class Set(msgspec.Struct, frozen=True, tag_field="command", tag="set", forbid_unknown_fields=True):
@@ -73,7 +67,7 @@ def decode_command(raw: Any) -> Command:
             f"{CONTROL}: {error}; expected a command of describe, switch, set"
         ) from None
     if isinstance(command, Switch):
-        switchable(command.to)
+        _require_switchable(command.to)
     return command
 
 
@@ -86,21 +80,20 @@ def decode_up_command(line: bytes) -> UpCommand:
     return command
 
 
-def switchable(to: str) -> Strategy:
-    """Raise InvalidRequestError unless a running deployment can become that."""
-    if to not in SWITCHABLE:
+def _require_switchable(to: str) -> None:
+    """Raise InvalidRequestError unless a running deployment can become that: the same workers run all of them."""
+    if to not in switchable():
         raise InvalidRequestError(
-            f"to: {to!r} is not allowed; expected one of {', '.join(SWITCHABLE)} "
+            f"to: {to!r} is not allowed; expected one of {', '.join(switchable())} "
             "(router and agg need other workers; start a deployment of their own)"
         )
-    return Strategy(to)
 
 
 class Description(msgspec.Struct, frozen=True):
     """What a switch has to know of a worker; it tells more."""
 
     role: Role
-    strategy: Strategy
+    strategy: str
     model: str
     #: The frontend knows it, and may send it requests.
     registered: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import logging
 import os
@@ -13,21 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtllm_disagg.engines import ENGINES
 from trtllm_disagg.errors import ConfigError, EngineError, InvalidRequestError, WorkerLeavingError
 from trtllm_disagg.types import GenerateRequest, Rendezvous, SamplingOptions
 from trtllm_disagg.wire import decode_disaggregated_params
 
 log = logging.getLogger(__name__)
-
-#: Each offers TensorRT-LLM's LLM API: same names, fields, defaults and errors. `recording` makes no real tokens: it
-#: is for measuring and testing what is around an engine, and `auto` never means it.
-ENGINES = {
-    "tensorrt_llm": "tensorrt_llm",
-    "embedded": "trtllm_disagg.embedded",
-    "recording": "trtllm_disagg.testing.instant_llm",
-}
-#: All names in the one module.
-_FLAT = ("embedded", "recording")
 
 _CONTEXT_ONLY, _GENERATION_ONLY = "context_only", "generation_only"
 #: DisaggScheduleStyle.GENERATION_FIRST; older TensorRT-LLM has no such name.
@@ -51,20 +41,13 @@ class LlmApi:
     new_disagg_request_id: Callable[..., int]
 
 
-def resolve_engine(name: str) -> str:
-    """`auto` means TensorRT-LLM where it is installed, else the embedded engine."""
-    if name != "auto":
-        return name
-    return "tensorrt_llm" if importlib.util.find_spec("tensorrt_llm") is not None else "embedded"
-
-
 def load_api(name: str) -> LlmApi:
     """Raise ConfigError when the engine is not installed."""
     try:
-        module = importlib.import_module(ENGINES[name])
+        module = importlib.import_module(ENGINES[name].module)
     except ModuleNotFoundError as error:
         raise ConfigError.bad_value("--engine", name, f"an engine that is installed ({error})") from error
-    if name in _FLAT:
+    if ENGINES[name].is_flat:
         parts: tuple[Any, ...] = (module,) * 4
     else:
         parts = tuple(
@@ -87,14 +70,16 @@ def load_api(name: str) -> LlmApi:
 def serve_as_rank(name: str, args: dict[str, Any]) -> bool:
     """Under mpiexec, on every rank but rank 0: take part in its engine until that ends, then True. Blocks.
 
-    TensorRT-LLM has a launcher of its own. Raises ConfigError when the job has another number of ranks.
+    Raises ConfigError when the job has another number of ranks.
     """
-    if name != "embedded":
+    server = ENGINES[name].rank_server
+    if server is None:
         return False
-    from trtllm_disagg.embedded.tensor_parallel.launch import serve_as_rank as serve
-
+    module, _, function = server.partition(":")
+    serve = getattr(importlib.import_module(module), function)
     own = args.get("embedded") or {}
-    return serve(args.get("tensor_parallel_size") or 1, own.get("num_threads") or 1, os.environ)
+    served: bool = serve(args.get("tensor_parallel_size") or 1, own.get("num_threads") or 1, os.environ)
+    return served
 
 
 class Engine:
@@ -119,7 +104,7 @@ class Engine:
         args = dict(engine_args)
         llm = api.llm(**args)
         max_seq_len = args.get("max_seq_len") or _max_positions(args["model"])
-        # Who wants to know how steps went wants to know it of requests, too.
+        # Metrics of steps without those of requests are of no use.
         return cls(api, llm, max_seq_len, machine_id, measures=bool(args.get("enable_iter_perf_stats")))
 
     @property

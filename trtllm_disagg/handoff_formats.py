@@ -24,7 +24,7 @@ from trtllm_disagg.types import (
 
 # A handoff as vLLM's `kv_transfer_params`, there and back.
 #
-# Its plain fields say where the KV is, for whoever looks at a body on its way. Engines go by the handle, which is
+# Its plain fields say where the KV is, for proxies that look at a body on its way. Engines go by the handle, which is
 # bound to prompt, sender and lease; so the plain fields have to say what the handle says, or all of it is refused.
 
 
@@ -39,12 +39,12 @@ _NOWHERE: Params = {
 
 
 def asking(*, remote_decode: bool) -> Params:
-    """For prefill's body: whether somebody will come for the KV."""
+    """For prefill's body: whether a decode worker will come for the KV."""
     return {"do_remote_decode": remote_decode, "do_remote_prefill": False} | _NOWHERE
 
 
 def handing_over(result: PrefillResult) -> Params:
-    """For prefill's answer, and for decode's body. An engine whose handle is opaque to us has null for a place."""
+    """For prefill's answer, and for decode's body. An engine with an opaque handle has null for a place."""
     details = result.prompt_tokens_details
     return {
         "do_remote_decode": False,
@@ -153,7 +153,7 @@ class Given(NamedTuple):
     prefill_result: PrefillResult | None
     rendezvous: Rendezvous | None
     #: A decode comes after this prefill, whatever `max_tokens` says.
-    goes_on: bool
+    decode_follows: bool
 
 
 def given_in(wire: WireRequest) -> Given:

@@ -10,15 +10,15 @@ import msgspec
 
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handoff_formats import asking, handing_over, keys_of
-from trtllm_disagg.types import Errand, GenerateRequest, Handoff, Rendezvous, TokenChunk
+from trtllm_disagg.types import GenerateRequest, Handoff, PhaseRequest, Rendezvous, TokenChunk
 from trtllm_disagg.wire import encode_request
 
 
 class HandoffProtocol(Protocol):
     """One of them, chosen once at construction. It never changes what it is given."""
 
-    def encode(self, request: GenerateRequest, errand: Errand) -> dict[str, Any]:
-        """The body for another worker: as the request came, and what this errand needs besides."""
+    def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
+        """The body for another worker: as the request came, and what this phase needs besides."""
         ...
 
     def answer(self, handoff: Handoff, num_prompt: int) -> TokenChunk:
@@ -34,8 +34,8 @@ class HandoffProtocol(Protocol):
 
 
 class DynamoProtocol:
-    def encode(self, request: GenerateRequest, errand: Errand) -> dict[str, Any]:
-        return encode_request(request, errand)
+    def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
+        return encode_request(request, phase_request)
 
     def answer(self, handoff: Handoff, num_prompt: int) -> TokenChunk:
         return handoff.as_chunk(num_prompt)
@@ -56,15 +56,15 @@ _NO_ROOM = 1 << 63
 
 
 class BootstrapProtocol:
-    def encode(self, request: GenerateRequest, errand: Errand) -> dict[str, Any]:
-        body = encode_request(replace(request, rendezvous=None), errand)
+    def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
+        body = encode_request(replace(request, rendezvous=None), phase_request)
         return body if request.rendezvous is None else body | keys_of(request.rendezvous)
 
     def answer(self, handoff: Handoff, num_prompt: int) -> TokenChunk:
         return handoff.as_chunk(num_prompt)
 
     def meeting(self, rendezvous: Rendezvous) -> Rendezvous:
-        """At random: who knows a room can write into what is offered there, so none can be guessed."""
+        """At random: a sender that knows a room can write into what is offered there, so none can be guessed."""
         room = _FIRST_ROOM + secrets.randbelow(_NO_ROOM - _FIRST_ROOM)
         met = msgspec.structs.replace(rendezvous, disagg_request_id=room)
         keys_of(met)
@@ -75,16 +75,16 @@ class BootstrapProtocol:
 
 
 _KEY = "kv_transfer_params"
-#: Where a body has them, OpenAI's keys are changed too: whoever reads it by those must see one token as well.
+#: Where a body has them, OpenAI's keys are changed too: a reader of those must see one token as well.
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _LEFT_OUT = ("stream_options",)
 
 
 class TwoPhaseProtocol:
-    def encode(self, request: GenerateRequest, errand: Errand) -> dict[str, Any]:
+    def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
         """The fields that prefill sees changed are in decode's body as they came: both are made from `raw`."""
-        body = encode_request(replace(request, prefill_result=None), errand)
-        if errand.stage == "prefill":
+        body = encode_request(replace(request, prefill_result=None), phase_request)
+        if phase_request.stage == "prefill":
             # An answer of one token is prefill's alone, and no KV has to be kept for it.
             return _of_one_token(body) | {_KEY: asking(remote_decode=request.stop.max_tokens != 1)}
         if request.prefill_result is not None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection
-from contextlib import aclosing
 from typing import Any, Protocol
 
 from trtllm_disagg.commands import Command, Set, Switch, Verifier
 from trtllm_disagg.config.settings import endpoint_of
 from trtllm_disagg.config.thresholds import ADMISSION
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig, flag_of
+from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
-from trtllm_disagg.handlers.policy import Policy
+from trtllm_disagg.handlers.services import Policy
+from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.strategies import spec_of, worker_side
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class StageState:
     async def apply(self) -> None:
         """Become what the configuration says. Raises what registering raises."""
         async with self._changing:
-            if self._config.role is Role.AGG or self._is_first(Strategy(self._policy.strategy.value)):
+            if self._config.role is Role.AGG or self._is_first(self._policy.strategy.value):
                 await self._registration.enter()
             else:
                 await self._registration.stand_by()
@@ -95,7 +96,7 @@ class StageState:
 
     async def _execute(self, command: Command) -> dict[str, Any]:
         if isinstance(command, Switch):
-            await self._switch(command.strategy)
+            await self._switch(command.to)
         elif isinstance(command, Set):
             self._require_use_for(command.values)
             return {"changed": self._policy.set_thresholds(command.values, "set")}
@@ -106,10 +107,10 @@ class StageState:
             for_all = ", ".join(ADMISSION)
             raise InvalidRequestError(
                 f"set: a worker in mode {self._config.role} under {self._config.strategy} decides nothing; "
-                f"expected {for_all} only, or a prefill or decode worker of prefill_first, decode_first or auto"
+                f"expected {for_all} only, or a prefill or decode worker of {' or '.join(worker_side())}"
             )
 
-    async def _switch(self, to: Strategy) -> None:
+    async def _switch(self, to: str) -> None:
         config = self._config
         if not config.may_switch:
             raise InvalidRequestError(
@@ -127,7 +128,7 @@ class StageState:
             # A new first stage runs the new strategy before a request can come, an old one until its last request.
             if self._is_first(to):
                 self._require_other()
-                strategy.set(to.value)
+                strategy.set(to)
                 try:
                     await self._registration.enter()
                 except BaseException:
@@ -135,11 +136,11 @@ class StageState:
                     raise
             else:
                 await self._registration.leave()
-                strategy.set(to.value)
+                strategy.set(to)
         log.info("switched from %s to %s: %s stage", was, to, "first" if self._is_first(to) else "second")
 
-    def _is_first(self, strategy: Strategy) -> bool:
-        return strategy.first_stage_role in (self._config.role, None)
+    def _is_first(self, strategy: str) -> bool:
+        return spec_of(strategy).entry_role in (self._config.role, None)
 
     def _require_other(self) -> None:
         if not self._other.instance_ids():
@@ -150,19 +151,32 @@ class StageState:
     def counting(self, generate: Generate) -> Generate:
         """Knows how many requests from frontends run, so that one can see when the last one has ended."""
 
-        async def counted(
-            request: GenerateRequest, context: RequestContext
-        ) -> AsyncGenerator[TokenChunk, None]:
-            whole = request.errand is None
-            self._whole_requests += whole
-            try:
-                async with aclosing(generate(request, context)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-            finally:
-                self._whole_requests -= whole
+        def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+            chunks = generate(request, context)
+            return _Counted(self, chunks) if request.phase_request is None else chunks
 
         return counted
+
+    def whole_request_begins(self) -> None:
+        self._whole_requests += 1
+
+    def whole_request_ends(self) -> None:
+        self._whole_requests -= 1
+
+
+class _Counted(PerRequestStream[TokenChunk]):
+    def __init__(self, state: StageState, chunks: AsyncGenerator[TokenChunk, None]) -> None:
+        self._state = state
+        self._rest = chunks
+
+    async def _first(self) -> TokenChunk:
+        assert self._rest is not None
+        self._state.whole_request_begins()
+        return await anext(self._rest)
+
+    async def _finish(self) -> None:
+        if self._has_begun:
+            self._state.whole_request_ends()
 
 
 def fixed_by(config: WorkerConfig) -> list[str]:

@@ -155,7 +155,7 @@ def describe_worker(
     """What other workers have to know of this one; JSON."""
     return identity.described() | {
         "role": config.role.value,
-        "strategy": config.strategy.value,
+        "strategy": config.strategy,
         "schedule_style": config.schedule_style.value,
         "handoff_protocol": config.handoff_protocol,
         "prefill_dispatch": config.prefill_dispatch,

@@ -1,6 +1,6 @@
 """The nouns of a request's life, in the order in which it meets them. Imports nothing of this project.
 
-The Structs are wire forms too: their field names are Dynamo's keys (facts: dynamo.md section 6). Unknown keys
+The Structs are wire forms too: their field names are Dynamo's keys. Unknown keys
 of a request are ignored here and forwarded as they came.
 """
 
@@ -92,7 +92,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     ctx_info_endpoint: list[str]
 
 
-class Errand(msgspec.Struct, frozen=True, omit_defaults=True):
+class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one worker wants of another; a request from a frontend has none, and means the whole answer."""
 
     stage: Literal["prefill", "decode", "whole"]
@@ -112,7 +112,7 @@ class WireRequest(msgspec.Struct, frozen=True):
     prefill_result: PrefillResult | None = None
     priority: float | None = None
     rendezvous: Rendezvous | None = None
-    errand: Errand | None = None
+    errand: PhaseRequest | None = None
     kv_transfer_params: KvTransferParams | None = None
     bootstrap_host: Host | None = None
     bootstrap_port: Port | None = None
@@ -120,14 +120,14 @@ class WireRequest(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Journey:
-    """What was done for one request on one worker, and why: told in its log line, in metrics and in its answer."""
+class RequestTrace:
+    """What was done for one request on one worker, and why: its log line, metrics and its answer have it."""
 
     #: What ran: prefill_first, decode_first, local (this worker did both phases), router or agg.
     strategy: str = ""
     #: Why that: "default", "annotation", or a decider's word.
     reason: str = ""
-    #: One entry a step down the ladder: "other_instance: ...", "local: ...".
+    #: One entry a fallback step: "other_instance: ...", "local: ...".
     fallbacks: list[str] = field(default_factory=list)
     #: Further facts that the answer tells: {"prefill_instance": "1a2b", ...}.
     facts: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Journey:
     def fell_back(self, to: str, because: str) -> None:
         self.fallbacks.append(f"{to}: {because}")
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """JSON; without what did not happen."""
         said: dict[str, Any] = {"strategy": self.strategy, "reason": self.reason, "fallbacks": self.fallbacks}
         return {name: value for name, value in said.items() if value} | self.facts
@@ -159,14 +159,14 @@ class GenerateRequest:
     annotations: tuple[str, ...]
     prefill_result: PrefillResult | None = None
     rendezvous: Rendezvous | None = None
-    errand: Errand | None = None
+    phase_request: PhaseRequest | None = None
     #: By role, the instance of the other stage that the caller wants.
     pins: dict[str, int | None] = field(default_factory=dict)
     #: A decode comes after this prefill, whatever `stop.max_tokens` says.
-    goes_on: bool = False
+    decode_follows: bool = False
     #: Instances that failed this request already.
     avoid: frozenset[int] = frozenset()
-    journey: Journey = field(default_factory=Journey, compare=False)
+    trace: RequestTrace = field(default_factory=RequestTrace, compare=False)
 
     def avoiding(self, instance_id: int) -> GenerateRequest:
         return replace(self, avoid=self.avoid | {instance_id})
@@ -211,7 +211,7 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Dynamo gives it to the worker that goes on with this answer when this one dies (`handlers/fallback.py`).
     worker_trace_link: dict[str, str] | None = None
 
-    def going_on(self) -> TokenChunk:
+    def without_end(self) -> TokenChunk:
         """The same tokens without the end that every prefill phase has."""
         return TokenChunk(self.token_ids, self.index, self.log_probs, self.top_logprobs)
 
@@ -279,6 +279,6 @@ class DecodePhase(Protocol):
         ...
 
 
-#: A worker's whole service: one request in, chunks out. Whoever iterates it closes it, at once and not by the
-#: garbage collector: that is when an engine hears that nobody wants its tokens any more.
+#: A worker's whole service: one request in, chunks out. Its reader closes it, at once and not by the
+#: garbage collector: that is when an engine hears that its tokens are not wanted any more.
 Generate = Callable[[GenerateRequest, RequestContext], AsyncGenerator[TokenChunk, None]]

@@ -15,9 +15,9 @@ import msgspec
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handoff_formats import HANDOFF_PATHS, given_in
 from trtllm_disagg.types import (
-    Errand,
     GenerateRequest,
     OutputOptions,
+    PhaseRequest,
     PrefillResult,
     Routing,
     SamplingOptions,
@@ -80,7 +80,7 @@ _NO_STOP, _NO_SAMPLING, _NO_OUTPUT, _NO_ROUTING = (
 #: Keys that routers add to the parameters on their way.
 _FOREIGN_KEYS = ("worker_id", "_epd_metadata")
 
-#: Who holds the KV: TensorRT-LLM's C++ transceiver fills the first, its Python one the second.
+#: The holder of the KV: TensorRT-LLM's C++ transceiver fills the first, its Python one the second.
 _SENDER_KEYS = ("opaque_state", "ctx_info_endpoint")
 
 
@@ -109,9 +109,9 @@ def decode_request(raw: dict[str, Any], longest_prompt: float = math.inf) -> Gen
         annotations=tuple(wire.annotations or ()),
         prefill_result=given.prefill_result,
         rendezvous=given.rendezvous,
-        errand=wire.errand,
+        phase_request=wire.errand,
         pins={"prefill": routing.prefill_worker_id, "decode": routing.decode_worker_id},
-        goes_on=given.goes_on,
+        decode_follows=given.decode_follows,
     )
     _require_servable(request)
     return request
@@ -153,19 +153,19 @@ def _require_servable(request: GenerateRequest) -> None:
             "echo (or prompt_logprobs) is not served: workers return nothing of the prompt; expected neither"
         )
     require_guides(request.sampling.guided_decoding or {})
-    # 0 comes from no client, but from a frontend whose worker died behind the last token (handlers/fallback.py).
+    # 0 comes from no client, but from a frontend that lost its worker behind the last token (handlers/fallback.py).
     if request.stop.max_tokens is not None and request.stop.max_tokens < 0:
         raise InvalidRequestError(f"max_tokens={request.stop.max_tokens} is not allowed; expected at least 1")
 
 
-def encode_request(request: GenerateRequest, errand: Errand) -> dict[str, Any]:
+def encode_request(request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
     """For another worker: as it came, what is wanted of it, and what there is already: the prefill result, where
     Dynamo's router puts it, or the rendezvous.
     """
     added = {
         "prefill_result": request.prefill_result,
         "rendezvous": request.rendezvous,
-        "errand": errand,
+        "errand": phase_request,
     }
     return request.raw | {
         name: msgspec.to_builtins(value) for name, value in added.items() if value is not None
@@ -193,7 +193,7 @@ def encode_disaggregated_params(params: Any) -> dict[str, Any]:
         encoded["first_gen_log_probs"] = [
             [{"token_id": int(t), "logprob": float(lp.logprob), "rank": lp.rank} for t, lp in entry.items()]
             if isinstance(entry, dict)
-            else entry  # a plain number, when nobody asked for alternatives
+            else entry  # a plain number, when the request asks for no alternatives
             for entry in encoded["first_gen_log_probs"]
         ]
     # Tensors, and of no use to a decode that has the token.

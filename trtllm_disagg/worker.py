@@ -22,15 +22,15 @@ from trtllm_disagg.dynamo_runtime.publishers import create_publishers
 from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
 from trtllm_disagg.dynamo_runtime.worker_endpoint import require_system_port
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
-from trtllm_disagg.engine import Engine, load_api, resolve_engine, serve_as_rank
+from trtllm_disagg.engine import Engine, load_api, serve_as_rank
+from trtllm_disagg.engines import resolve_engine
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.departure import Departure
-from trtllm_disagg.handlers.policy import Policy, watch_policy_file
 from trtllm_disagg.handlers.remote import NoStage, StageClient
 from trtllm_disagg.handlers.select import (
     BestCached,
-    FittingStage,
+    CompatibilityFilter,
     InFlight,
     LeastLoaded,
     Random,
@@ -38,8 +38,8 @@ from trtllm_disagg.handlers.select import (
     SelectedStage,
     Selector,
 )
-from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.handlers.trace import journaled
+from trtllm_disagg.handlers.services import Policy, build_generate, watch_policy_file
+from trtllm_disagg.handlers.trace import with_request_log
 from trtllm_disagg.keys import AdminKey
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.stage_state import StageState
@@ -124,7 +124,7 @@ async def _serve(
     stage: StageClient = NoStage()
     if config.partner_endpoint_id is not None:
         others = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
-        stage = FittingStage(others, partial(require_callable, me))
+        stage = CompatibilityFilter(others, partial(require_callable, me))
     policy = Policy.of(config, block_size)
     model = ServedModel(
         block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
@@ -133,7 +133,8 @@ async def _serve(
     state = StageState(config, me, policy, stage, registration, verifier)
     waiting = queue if queue.client is not None else None
     generate = build_generate(config, engine, stage, policy, queue.client, waiting)
-    generate = departure.attending(state.counting(journaled(generate, _part(config), policy.counts)))
+    generate = with_request_log(generate, _part(config), policy.counts, departure)
+    generate = state.counting(generate)
     generate = Admission(policy.thresholds, policy.queued).admitting(generate)
     publishers = await create_publishers(config, runtime.front, runtime.peer, engine.llm, block_size, policy)
     for publisher in publishers:

@@ -1,7 +1,7 @@
 """No disaggregation: one worker does both phases."""
 
 from trtllm_disagg.handlers.local import LocalBoth
-from trtllm_disagg.handlers.parts import Parts
+from trtllm_disagg.handlers.services import Parts
 from trtllm_disagg.types import Generate
 
 

@@ -3,9 +3,9 @@
 from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.concurrent import RemotePush, together
 from trtllm_disagg.handlers.local import LocalDecode, first_token_within
-from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.handlers.remote import RemotePrefill, queued
 from trtllm_disagg.handlers.route import names_prefill
+from trtllm_disagg.handlers.services import Parts
 from trtllm_disagg.types import Generate, PrefillPhase
 
 

@@ -3,8 +3,8 @@
 from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.concurrent import LocalPush, together
 from trtllm_disagg.handlers.local import LocalPrefill, prefill_within
-from trtllm_disagg.handlers.parts import Parts
 from trtllm_disagg.handlers.remote import RemoteDecode, RemoteDrain, RemotePrefill, queued
+from trtllm_disagg.handlers.services import Parts
 from trtllm_disagg.types import Generate, PrefillPhase
 
 

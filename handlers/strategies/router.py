@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
-from trtllm_disagg.handlers.parts import Parts
+from trtllm_disagg.handlers.services import Parts
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 

@@ -25,7 +25,6 @@ from tests.support.deployments import (
     served,
 )
 from trtllm_disagg.deployment import DeploymentFailedError
-from trtllm_disagg.deployment.plan import Strategy
 from trtllm_disagg.deployment.run_dir import read_processes
 
 # -- the command line and the YAML file
@@ -183,10 +182,10 @@ def test_up_needs_a_model_before_it_starts_anything(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def mismatches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[Strategy, str]]:
+def mismatches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
     """What is reported about prefill workers with blocks of 32 tokens and decode workers with blocks of 16."""
 
-    def report(strategy: Strategy) -> str:
+    def report(strategy: str) -> str:
         directory = tmp_path_factory.mktemp(strategy)
         prefill = directory / "prefill.yaml"
         text = (DEMO_CONFIGS / "prefill.yaml").read_text()
@@ -204,7 +203,7 @@ def mismatches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[Str
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
 def test_different_block_sizes_are_found_before_the_model_is_registered(
-    strategy: Strategy, mismatches: Mapping[Strategy, str]
+    strategy: str, mismatches: Mapping[str, str]
 ) -> None:
     report = mismatches[strategy]
     # The worker that comes second finds out.
@@ -245,7 +244,7 @@ BAD_REQUESTS: dict[str, tuple[Api, Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize("bad", BAD_REQUESTS)
 @pytest.mark.parametrize("strategy", FIXED)
 def test_a_bad_request_is_refused_alike(
-    strategy: Strategy, bad: str, stream: bool, deployed: Served, fleet: Fleet
+    strategy: str, bad: str, stream: bool, deployed: Served, fleet: Fleet
 ) -> None:
     api, prompt, options, words = BAD_REQUESTS[bad]
     if api == "chat":
@@ -261,7 +260,7 @@ def test_a_bad_request_is_refused_alike(
 
 
 @pytest.mark.parametrize("strategy", FIXED)
-def test_it_still_serves_afterwards(strategy: Strategy, deployed: Served, fleet: Fleet) -> None:
+def test_it_still_serves_afterwards(strategy: str, deployed: Served, fleet: Fleet) -> None:
     question = Question("completions", "Are you there?", {"max_tokens": 8}, salt="afterwards")
 
     assert ask(deployed.openai, question) == ask(fleet["agg"].openai, question)

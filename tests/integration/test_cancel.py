@@ -17,7 +17,6 @@ import pytest
 
 from tests.parity.answers import Answer, Question, Refusal, ask
 from tests.support.deployments import DISAGGREGATED, MODEL_NAME, WORKER_SIDE, Fleet, Served, wait_until
-from trtllm_disagg.deployment.plan import Strategy
 
 TIMES = 10
 #: Its prefill takes long enough to leave in the middle of it.
@@ -74,7 +73,7 @@ def assert_nothing_happened(deployed: Served, fleet: Fleet, asked: str) -> None:
 
 
 @every_strategy
-def test_hanging_up_while_tokens_come(strategy: Strategy, deployed: Served, fleet: Fleet) -> None:
+def test_hanging_up_while_tokens_come(strategy: str, deployed: Served, fleet: Fleet) -> None:
     deployed.wait_until_idle()
     before = deployed.total(DECODED)
 
@@ -88,7 +87,7 @@ def test_hanging_up_while_tokens_come(strategy: Strategy, deployed: Served, flee
 
 
 @every_strategy
-def test_hanging_up_before_the_first_token(strategy: Strategy, deployed: Served, fleet: Fleet) -> None:
+def test_hanging_up_before_the_first_token(strategy: str, deployed: Served, fleet: Fleet) -> None:
     """From just after the request's arrival until its first token is due."""
     started = time.monotonic()
     with streaming(deployed, LONG_PROMPT, max_tokens=2) as connection:
@@ -107,7 +106,7 @@ def test_hanging_up_before_the_first_token(strategy: Strategy, deployed: Served,
 
 # Under router, the frontend calls the prefill worker, and does not tell it that the client has left.
 @pytest.mark.parametrize("strategy", WORKER_SIDE)
-def test_a_running_prefill_stops_in_the_middle_of_its_prompt(strategy: Strategy, deployed: Served) -> None:
+def test_a_running_prefill_stops_in_the_middle_of_its_prompt(strategy: str, deployed: Served) -> None:
     deployed.wait_until_idle()
     started = time.monotonic()
     with streaming(deployed, LONGEST_PROMPT, max_tokens=1) as connection:
@@ -130,7 +129,7 @@ def test_a_running_prefill_stops_in_the_middle_of_its_prompt(strategy: Strategy,
 
 
 @every_strategy
-def test_hanging_up_while_kv_travels(strategy: Strategy, deployed: Served, fleet: Fleet) -> None:
+def test_hanging_up_while_kv_travels(strategy: str, deployed: Served, fleet: Fleet) -> None:
     """At the first token: prefill sends it, where it can, before decode has fetched anything."""
     deployed.wait_until_idle()
 
@@ -143,7 +142,7 @@ def test_hanging_up_while_kv_travels(strategy: Strategy, deployed: Served, fleet
 
 
 @every_strategy
-def test_many_hang_up_at_once(strategy: Strategy, deployed: Served, fleet: Fleet) -> None:
+def test_many_hang_up_at_once(strategy: str, deployed: Served, fleet: Fleet) -> None:
     """While others go on: those get their whole answers."""
     deployed.wait_until_idle()
     stays = Question(

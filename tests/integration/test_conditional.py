@@ -15,7 +15,6 @@ from tests.parity.cases import ids
 from tests.parity.conftest import oracle  # noqa: F401 - a fixture
 from tests.parity.oracle import Oracle
 from tests.support.deployments import WORKER_SIDE, Served, demo_config, served, wait_until
-from trtllm_disagg.deployment.plan import Strategy
 
 BLOCK = 16
 LIMIT = 100
@@ -25,7 +24,7 @@ LIMIT = 100
 def deployment(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Served, Path]]:
-    order: Strategy = request.param
+    order: str = request.param
     directory = tmp_path_factory.mktemp(order)
     policy = directory / "policy.yaml"
     policy.write_text(f"max_local_prefill_length: {LIMIT}\n")

@@ -19,7 +19,7 @@ from tests.support.deployments import Worker, wait_until
 from trtllm_disagg.commands import Scale
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.command_socket import send_to_up
-from trtllm_disagg.deployment.plan import Role, Strategy
+from trtllm_disagg.deployment.plan import Role
 from trtllm_disagg.deployment.process import ManagedProcess
 
 NUM_STREAMS = 12
@@ -116,7 +116,7 @@ def engine_of(process: ManagedProcess) -> psutil.Process:
     [("prefill_first", "prefill", None), ("decode_first", "decode", 0.1)],
 )
 async def test_streams_outlive_their_first_stage(
-    strategy: Strategy, first: Role, drain_seconds: float | None, checkpoints: Checkpoints, tmp_path: Path
+    strategy: str, first: Role, drain_seconds: float | None, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     setting = replace(
         config(strategy, checkpoints("llama"), tmp_path / "run"),

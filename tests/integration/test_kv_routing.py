@@ -14,10 +14,9 @@ import httpx
 import pytest
 
 from tests.support.deployments import MODEL_NAME, Served, Worker, demo_config, served, wait_until
-from trtllm_disagg.deployment.plan import Strategy
 
 #: Two workers of the stage that the frontend knows, one of the other.
-TWO_FIRST: dict[Strategy, str] = {
+TWO_FIRST: dict[str, str] = {
     "agg": "agg_workers",
     "prefill_first": "prefill_workers",
     "decode_first": "decode_workers",
@@ -27,7 +26,7 @@ PREFIX, SUFFIX = 320, 80
 
 @pytest.fixture(scope="module", params=list(TWO_FIRST))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    strategy: Strategy = request.param
+    strategy: str = request.param
     config = demo_config(strategy, tmp_path_factory.mktemp(strategy), **{TWO_FIRST[strategy]: 2})
     with served(config) as deployment:
         # The deployment is ready when the frontend knows one of the two.

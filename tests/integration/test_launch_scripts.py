@@ -18,7 +18,7 @@ from tests.parity.answers import Answer, Question, ask
 from tests.support.deployments import DEMO_CONFIGS, MODEL_NAME, ROOT, WORKER_SIDE, demo_model, wait_until
 from trtllm_disagg.deployment.limits import free_http_port, free_system_ports
 from trtllm_disagg.deployment.orphan_reaper import MARK_VARIABLE, kill_marked, marked_processes
-from trtllm_disagg.deployment.plan import LOOPBACK, Strategy
+from trtllm_disagg.deployment.plan import LOOPBACK
 
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
@@ -164,7 +164,7 @@ def test_prefill_and_decode_each_on_its_own(launch: Launch, answers: Answers) ->
 
 
 @pytest.mark.parametrize("strategy", WORKER_SIDE)
-def test_disagg(launch: Launch, answers: Answers, strategy: Strategy) -> None:
+def test_disagg(launch: Launch, answers: Answers, strategy: str) -> None:
     ports = {name: launch.next_port() for name in ("PREFILL_SYSTEM_PORT", "DECODE_SYSTEM_PORT")}
     launch.start("disagg.sh", strategy, **ports)
     ready = f"ready http://{LOOPBACK}:{launch.http_port} model={MODEL_NAME} strategy={strategy}"

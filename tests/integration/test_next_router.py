@@ -13,7 +13,6 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.support.deployments import DEMO_CONFIGS, WORKER_SIDE, Served, Worker, served, wait_until
 from trtllm_disagg.deployment import DeploymentConfig
-from trtllm_disagg.deployment.plan import Strategy
 from trtllm_disagg.deployment.up_command import engine_configs_in
 
 MODEL = "tiny"
@@ -28,7 +27,7 @@ def pair(
     request: pytest.FixtureRequest, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     """One worker of the first stage, two of the second one."""
-    strategy: Strategy = request.param
+    strategy: str = request.param
     config = DeploymentConfig(
         strategy=strategy,
         model=str(checkpoints("llama")),

@@ -9,7 +9,6 @@ import pytest
 from tests.parity.answers import Answer, Question, Refusal, ask
 from tests.parity.oracle import Oracle
 from tests.support.deployments import Fleet, demo_model
-from trtllm_disagg.deployment.plan import Strategy
 
 Answers = list[Answer | Refusal]
 
@@ -27,16 +26,16 @@ class Examination:
     def __init__(self, fleet: Fleet, oracle: Oracle) -> None:
         self._fleet = fleet
         self._oracle = oracle
-        self._given: dict[tuple[Strategy, str], Answers] = {}
+        self._given: dict[tuple[str, str], Answers] = {}
 
-    def answers(self, strategy: Strategy, questions: Sequence[Question]) -> Answers:
+    def answers(self, strategy: str, questions: Sequence[Question]) -> Answers:
         """The salt of the questions names them."""
         name = (strategy, questions[0].salt)
         if name not in self._given:
             self._given[name] = [ask(self._fleet[strategy].openai, question) for question in questions]
         return self._given[name]
 
-    def right_answers(self, strategy: Strategy, questions: Sequence[Question]) -> Answers:
+    def right_answers(self, strategy: str, questions: Sequence[Question]) -> Answers:
         if strategy == "agg":
             return [self._oracle.answer(question) for question in questions]
         return self.answers("agg", questions)

@@ -14,7 +14,6 @@ from tests.parity.cases import BOTH, CASES, MIXTURE, ROOM, Case, say
 from tests.parity.conftest import Examination
 from tests.parity.oracle import Oracle
 from tests.support.deployments import FIXED, Served
-from trtllm_disagg.deployment.plan import Strategy
 
 CASE = {case.name: case for case in CASES}
 
@@ -29,7 +28,7 @@ ROWS = [pytest.param(case, api, id=f"{case}-{api}") for case in CASES for api in
 @pytest.mark.parametrize(("case", "api"), ROWS)
 @every_strategy
 def test_same_answer(
-    strategy: Strategy, case: Case, api: Api, stream: bool, oracle: Oracle, examination: Examination
+    strategy: str, case: Case, api: Api, stream: bool, oracle: Oracle, examination: Examination
 ) -> None:
     questions = case.questions(oracle, api, stream)
 
@@ -43,7 +42,7 @@ def test_same_answer(
 
 @every_strategy
 def test_same_answers_when_all_are_asked_at_once(
-    strategy: Strategy, deployed: Served, oracle: Oracle, examination: Examination
+    strategy: str, deployed: Served, oracle: Oracle, examination: Examination
 ) -> None:
     def questions(salt: str) -> list[Question]:
         cases = [(CASE[name], api, stream) for name, api, stream in MIXTURE]
@@ -59,7 +58,7 @@ def test_same_answers_when_all_are_asked_at_once(
 @pytest.mark.parametrize("api", BOTH)
 @every_strategy
 def test_several_choices_are_refused_alike(
-    strategy: Strategy, api: Api, stream: bool, examination: Examination
+    strategy: str, api: Api, stream: bool, examination: Examination
 ) -> None:
     """A handoff carries one choice. When all would be the same, the frontend says so first."""
     prompt = say(api, "Hello?").prompt
@@ -98,5 +97,5 @@ def test_the_cases_are_what_they_say(api: Api, oracle: Oracle) -> None:
 
 
 @every_strategy
-def test_nothing_is_held_afterwards(strategy: Strategy, deployed: Served) -> None:
+def test_nothing_is_held_afterwards(strategy: str, deployed: Served) -> None:
     deployed.wait_until_idle()

@@ -11,7 +11,6 @@ from tests.parity.answers import Api, ask, without_cached_tokens
 from tests.parity.cases import CASES
 from tests.parity.oracle import Oracle
 from tests.support.deployments import Served, demo_config, served
-from trtllm_disagg.deployment.plan import Strategy
 
 CASE = {case.name: case for case in CASES}
 #: One of each kind; the engines' tests have the rest.
@@ -29,7 +28,7 @@ CHOSEN: tuple[tuple[str, Api, bool], ...] = (
 
 
 #: Each style in a protocol besides the default one, each order with KV that is written; the units have the rest.
-DEPLOYMENTS: tuple[tuple[Strategy, str, str], ...] = (
+DEPLOYMENTS: tuple[tuple[str, str, str], ...] = (
     ("prefill_first", "generation_first", "dynamo"),
     ("decode_first", "generation_first", "bootstrap"),
     ("decode_first", "context_first", "two_phase"),

@@ -18,9 +18,10 @@ import httpx
 from openai import OpenAI
 
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, deployment_in_background
-from trtllm_disagg.deployment.plan import KV_ROUTED_ROLES, LOOPBACK, NO_WORKERS, Strategy
+from trtllm_disagg.deployment.plan import LOOPBACK, NO_WORKERS
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.up_command import engine_configs_in
+from trtllm_disagg.strategies import STRATEGIES, orders, spec_of
 
 ROOT = Path(__file__).parents[2]
 DEMO_CONFIGS = ROOT / "engine_configs" / "demo"
@@ -28,10 +29,10 @@ DEMO_MODEL = ROOT / ".cache" / "demo-model"
 MODEL_NAME = "demo"
 
 #: The strategies in which a worker calls a worker, and all that have two kinds of worker.
-WORKER_SIDE: tuple[Strategy, ...] = ("prefill_first", "decode_first")
+WORKER_SIDE = tuple(order.name for order in orders())
 #: Those that answer every request in one way.
-FIXED: tuple[Strategy, ...] = ("agg", *WORKER_SIDE, "router")
-DISAGGREGATED: tuple[Strategy, ...] = (*WORKER_SIDE, "router")
+FIXED = tuple(spec.name for spec in STRATEGIES.values() if spec.builder is not None)
+DISAGGREGATED = tuple(name for name in FIXED if spec_of(name).is_disaggregated)
 
 SETTLE_SECONDS = 20.0
 POLL_SECONDS = 0.02
@@ -56,7 +57,7 @@ def demo_model() -> Path:
     return DEMO_MODEL
 
 
-def demo_config(strategy: Strategy, run_dir: Path, **changes: Any) -> DeploymentConfig:
+def demo_config(strategy: str, run_dir: Path, **changes: Any) -> DeploymentConfig:
     settings: dict[str, Any] = {
         "strategy": strategy,
         "model": str(demo_model()),
@@ -131,7 +132,7 @@ class Served:
     @property
     def first_stage(self) -> list[Worker]:
         """Those that the frontend may send requests to."""
-        return [worker for worker in self.workers if worker.role in KV_ROUTED_ROLES[self.strategy]]
+        return [worker for worker in self.workers if worker.role in spec_of(self.strategy).kv_routed_roles]
 
     @property
     def second_stage(self) -> list[Worker]:
@@ -171,15 +172,15 @@ def served(config: DeploymentConfig) -> Iterator[Served]:
 class Fleet:
     """One deployment per strategy. All that will be needed load side by side, as soon as one is asked for."""
 
-    def __init__(self, run_dirs: Path, wanted: Iterable[Strategy]) -> None:
+    def __init__(self, run_dirs: Path, wanted: Iterable[str]) -> None:
         self._run_dirs = run_dirs
         self._wanted = set(wanted)
         self._slots = threading.Semaphore(LOADING_AT_ONCE)
         self._done = threading.Event()
-        self._ready: dict[Strategy, Future[Served]] = {}
+        self._ready: dict[str, Future[Served]] = {}
         self._keepers: list[threading.Thread] = []
 
-    def __getitem__(self, strategy: Strategy) -> Served:
+    def __getitem__(self, strategy: str) -> Served:
         if not self._ready:
             self._load()
         return self._ready[strategy].result()
@@ -197,7 +198,7 @@ class Fleet:
             self._keepers.append(threading.Thread(target=self._keep, args=(strategy,), name=strategy))
             self._keepers[-1].start()
 
-    def _keep(self, strategy: Strategy) -> None:
+    def _keep(self, strategy: str) -> None:
         ready = self._ready[strategy]
         with ExitStack() as stack:
             try:

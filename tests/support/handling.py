@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
+from trtllm_disagg.strategies import STRATEGIES as SPECS
+from trtllm_disagg.strategies import orders
 from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
@@ -15,8 +17,8 @@ from trtllm_disagg.wire import decode_request
 PROMPT = [11, 12, 13]
 
 #: Each has a prefill and a decode worker.
-STRATEGIES = ["prefill_first", "decode_first", "router"]
-ORDERS = STRATEGIES[:2]
+STRATEGIES = [name for name, spec in SPECS.items() if spec.is_disaggregated and spec.builder is not None]
+ORDERS = [order.name for order in orders()]
 
 
 def raw_request(max_tokens: int | None = 5, **keys: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tests.support.nats_server import NatsServer
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import NoInstanceError
 from trtllm_disagg.handlers.remote import NoStage, StageClient, StageInstance
 from trtllm_disagg.handlers.services import build_generate
@@ -18,6 +18,7 @@ from trtllm_disagg.prefill_queue.messages import Names
 from trtllm_disagg.prefill_queue.pull import Puller, Room
 from trtllm_disagg.prefill_queue.push import QueueClient
 from trtllm_disagg.prefill_queue.queue import DepthWatch
+from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording_llm import LLM, Script
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
@@ -32,7 +33,7 @@ class NoWorkers(NoStage):
         raise NoInstanceError("no worker is there")
 
 
-def worker_config(namespace: str, role: Role, strategy: Strategy) -> WorkerConfig:
+def worker_config(namespace: str, role: Role, strategy: str) -> WorkerConfig:
     return WorkerConfig(
         model="org/model",
         role=role,
@@ -77,7 +78,7 @@ class Queueing:
     """One queue. What it makes, it closes."""
 
     server: NatsServer
-    strategy: Strategy = Strategy.DECODE_FIRST
+    strategy: str = "decode_first"
     namespace: str = field(default_factory=lambda: f"test-{next(_namespaces)}")
     kind: str = "kind"
     pushers: list[Pushing] = field(default_factory=list)
@@ -98,8 +99,7 @@ class Queueing:
         watch = DepthWatch(broker, client.waits)
         await watch.start()
         engine = recording_engine()
-        role = self.strategy.first_stage_role
-        assert role is not None
+        role = Role(spec_of(self.strategy).entry_role or "decode")
         config = worker_config(self.namespace, role, self.strategy)
         generate = build_generate(config, engine, stage or NoWorkers(), prefills=client, waiting=watch)
         self.pushers.append(Pushing(client, watch, broker, generate, engine.llm))
@@ -131,7 +131,7 @@ class Queueing:
 
 
 @asynccontextmanager
-async def queueing(server: NatsServer, strategy: Strategy = Strategy.DECODE_FIRST) -> AsyncIterator[Queueing]:
+async def queueing(server: NatsServer, strategy: str = "decode_first") -> AsyncIterator[Queueing]:
     async with closing(Queueing(server, strategy)) as queue:
         yield queue
 

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.handling import PROMPT, request
 from trtllm_disagg import embedded
-from trtllm_disagg.engine import Engine, load_api, resolve_engine
+from trtllm_disagg.engine import Engine, load_api
+from trtllm_disagg.engines import resolve_engine
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, WorkerLeavingError
 from trtllm_disagg.testing.pair import MAX_SEQ_LEN, recording_engine
 from trtllm_disagg.testing.recording_llm import GuidedDecodingParams, SamplingParams

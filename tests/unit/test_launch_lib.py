@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.deployments import ROOT, wait_until
+from trtllm_disagg.strategies import disaggregated, spec_of
 
 #: As a worker or a frontend: writes down how it was started, and its role when it is told to stop.
 STAND_IN = f"""#!{sys.executable} -P
 import os, signal, sys
 if "-I" in sys.argv:
     sys.exit(1)  # it asks whether all are ready
+if "trtllm_disagg.strategies" in sys.argv:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 role = sys.argv[sys.argv.index("--disaggregation-mode") + 1] if "trtllm_disagg" in sys.argv else "frontend"
 def note(file, text):
     with open(os.path.join(os.path.dirname(__file__), file), "a") as out:
@@ -79,21 +82,21 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
     made.close()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "order"),
-    [
-        ("prefill_first", ["prefill", "decode", "frontend"]),
-        ("router", ["prefill", "decode", "frontend"]),
-        ("decode_first", ["decode", "prefill", "frontend"]),
-        ("auto", ["decode", "prefill", "frontend"]),
-    ],
-)
-def test_the_stage_that_takes_requests_stops_first(scripts: Scripts, strategy: str, order: list[str]) -> None:
+@pytest.mark.parametrize("strategy", disaggregated())
+def test_the_stage_that_takes_requests_stops_first(scripts: Scripts, strategy: str) -> None:
     running = scripts.start("disagg.sh", strategy)
     scripts.lines("started", 3)
     running.terminate()
     assert running.wait(SECONDS) == 128 + signal.SIGTERM, "it was not ready yet"
-    assert scripts.lines("stopped") == order
+    stopped = scripts.lines("stopped")
+    assert stopped == [*spec_of(strategy).stop_order, "frontend"]
+    assert spec_of(strategy).entry_role in (stopped[0], None)
+
+
+def test_an_unknown_strategy_is_refused_with_those_that_are_known(scripts: Scripts) -> None:
+    refused = scripts.start("disagg.sh", "sideways")
+    assert refused.wait(SECONDS) == 1
+    assert scripts.lines("started") == []
 
 
 def test_nothing_is_imported_from_the_current_directory(scripts: Scripts) -> None:

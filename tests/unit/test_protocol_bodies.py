@@ -17,8 +17,8 @@ from trtllm_disagg.handoff_formats import result_of
 from trtllm_disagg.handoff_protocols import PROTOCOLS, BootstrapProtocol, choose_protocol
 from trtllm_disagg.kv_transfer.handle import KvHandle
 from trtllm_disagg.types import (
-    Errand,
     Handoff,
+    PhaseRequest,
     PrefillResult,
     PromptTokensDetails,
     Rendezvous,
@@ -91,7 +91,7 @@ def over_the_wire(message: Any) -> Any:
     return json.loads(json.dumps(message, allow_nan=False))
 
 
-def body(protocol: str, errand: Errand, raw: dict[str, Any], **given: Any) -> Any:
+def body(protocol: str, errand: PhaseRequest, raw: dict[str, Any], **given: Any) -> Any:
     """What another worker gets; the caller's own is as it was."""
     before = copy.deepcopy(raw)
     request = decode_request(raw)
@@ -149,7 +149,7 @@ def test_two_phase_adds_no_field_that_a_body_has_not() -> None:
 def test_two_phase_keeps_no_kv_for_an_answer_of_one_token() -> None:
     sent = body("two_phase", PREFILL, asked() | {"stop_conditions": {"max_tokens": 1}})
     assert sent["kv_transfer_params"] == ASKING | {"do_remote_decode": False}
-    assert not decode_request(sent).goes_on
+    assert not decode_request(sent).decode_follows
 
 
 def test_two_phase_answer() -> None:
@@ -193,7 +193,7 @@ def test_a_final_answer_is_the_same_in_all(protocol: str) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_whole_request_crosses_as_it_came(protocol: str) -> None:
-    errand = Errand("whole", "prefill_first")
+    errand = PhaseRequest("whole", "prefill_first")
     sent = asked() | {"errand": {"stage": "whole", "strategy": "prefill_first"}}
     assert body(protocol, errand, asked()) == sent
 
@@ -273,7 +273,7 @@ def test_two_phases_give_decode_the_original_and_its_handoff(raw: dict[str, Any]
     seen_by_prefill = decode_request(body("two_phase", PREFILL, raw))
     assert seen_by_prefill.stop.max_tokens == 1
     assert (seen_by_prefill.stop.min_tokens or 0) <= 1
-    assert seen_by_prefill.goes_on == (decode_request(raw).stop.max_tokens != 1)
+    assert seen_by_prefill.decode_follows == (decode_request(raw).stop.max_tokens != 1)
 
     result = result_of(decode_chunk(answer("two_phase")))
     assert result == HANDOFF.result
@@ -284,7 +284,7 @@ def test_two_phases_give_decode_the_original_and_its_handoff(raw: dict[str, Any]
     seen_by_decode, as_it_came = decode_request(sent), decode_request(raw)
     assert seen_by_decode.prefill_result == result
     assert seen_by_decode.stop == as_it_came.stop
-    assert not seen_by_decode.goes_on
+    assert not seen_by_decode.decode_follows
 
 
 @given(requests, st.integers(0, 2**63 - 1), st.sampled_from(["tcp://a-b.c:1", "tcp://[fe80::1]:65535"]))

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.support.handling import ORDERS, collect, request, tokens_of, until
 from tests.unit.test_protocol_refusals import forge, forged
-from trtllm_disagg.config.worker_config import Role, ScheduleStyle, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine import Engine, load_api
 from trtllm_disagg.errors import InvalidRequestError, KvTransferError, OverloadedError
 from trtllm_disagg.handlers.concurrent import Push, together
@@ -57,7 +57,7 @@ def pair(engines: dict[Role, Engine], order: str, protocol: str) -> tuple[Genera
         config = WorkerConfig(
             model="m",
             role=role,
-            strategy=Strategy(order),
+            strategy=order,
             schedule_style=STYLES[protocol],
             handoff_protocol=protocol,
             # What fails here is the caller's to know.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.handling import ORDERS, collect, expected_tokens, raw_request, request, tokens_of
 from tests.unit.test_protocol_bodies import ASKING, HANDED_OVER, PARAMS
-from trtllm_disagg.config.worker_config import Role, ScheduleStyle, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.errors import (
     ConfigError,
     HandoffRefusedError,
@@ -263,7 +263,7 @@ def configured(protocol: str, style: str) -> WorkerConfig:
     return WorkerConfig(
         model="m",
         role=Role.DECODE,
-        strategy=Strategy.DECODE_FIRST,
+        strategy="decode_first",
         schedule_style=ScheduleStyle(style),
         handoff_protocol=protocol,
     )

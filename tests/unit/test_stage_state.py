@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.handling import request, until
 from trtllm_disagg.commands import Command, decode_command
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
-from trtllm_disagg.handlers.policy import Policy
+from trtllm_disagg.handlers.services import Policy
 from trtllm_disagg.stage_state import StageState
 from trtllm_disagg.testing.stage_client import FakeContext
-from trtllm_disagg.types import Errand, GenerateRequest, TokenChunk
+from trtllm_disagg.types import GenerateRequest, PhaseRequest, TokenChunk
 
 
 class FakeRegistration:
@@ -66,7 +66,7 @@ class Others:
 def stage_state(
     role: str, strategy: str, others: Others | None = None, **settings: Any
 ) -> tuple[StageState, FakeRegistration, Policy]:
-    config = WorkerConfig(model="m", role=Role(role), strategy=Strategy(strategy), **settings)
+    config = WorkerConfig(model="m", role=Role(role), strategy=strategy, **settings)
     registration, policy = FakeRegistration(), Policy.of(config, 32)
     registration.policy = policy
     return (
@@ -221,7 +221,7 @@ async def test_it_counts_whole_requests_from_frontends_only() -> None:
         yield TokenChunk([1])
 
     generate = worker.counting(one_token)
-    errand = Errand("whole")
+    errand = PhaseRequest("whole")
     async with aclosing(generate(request(), FakeContext())) as mine:
         await anext(mine)
         async with aclosing(generate(request(errand={"stage": errand.stage}), FakeContext())) as others:

@@ -21,9 +21,10 @@ from tests.support.handling import (
     until,
 )
 from trtllm_disagg.config.engine_args import build_engine_args
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.publishers import KvEventForwarder, StatsForwarder
-from trtllm_disagg.engine import Engine, LlmApi, load_api, resolve_engine
+from trtllm_disagg.engine import Engine, LlmApi, load_api
+from trtllm_disagg.engines import resolve_engine
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing import recording_llm
 from trtllm_disagg.testing.mounted import mounted_recording_llm
@@ -226,9 +227,9 @@ async def test_the_python_transceiver() -> None:
     """TensorRT-LLM's default with NIXL: no opaque_state, an endpoint instead."""
     override = json.dumps({"cache_transceiver_config": {"transceiver_runtime": "PYTHON"}})
     prefill = opened(Role.PREFILL, override_engine_args=override)
-    config = worker(Role.PREFILL, strategy=Strategy.PREFILL_FIRST)[0]
+    config = worker(Role.PREFILL, strategy="prefill_first")[0]
     decode = opened(Role.DECODE, override_engine_args=override)
-    second = worker(Role.DECODE, strategy=Strategy.PREFILL_FIRST)[0]
+    second = worker(Role.DECODE, strategy="prefill_first")[0]
     client = RecordingStageClient(build_generate(second, decode, RecordingStageClient()))
     chunks = await collect(build_generate(config, prefill, client), request())
     assert tokens_of(chunks) == expected_tokens(5)

@@ -9,11 +9,12 @@ from typing import Any
 
 from trtllm_disagg.admin import client
 from trtllm_disagg.admin.client import Worker, Workers, all_workers
-from trtllm_disagg.commands import SWITCHABLE, Set
+from trtllm_disagg.commands import Set
 from trtllm_disagg.config.args import argument_parser_of
 from trtllm_disagg.config.thresholds import ADMISSION, NAMES
 from trtllm_disagg.config.worker_config import FLAGS, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.strategies import switchable
 
 Values = Mapping[str, Any]
 
@@ -71,12 +72,12 @@ async def set_thresholds(
 def _meant(workers: Sequence[Worker], values: Values, instance: int | None) -> list[Worker]:
     for_all = set(values) <= set(ADMISSION)
     told = [
-        each for each in workers if for_all or (each.is_.role != "agg" and each.is_.strategy in SWITCHABLE)
+        each for each in workers if for_all or (each.is_.role != "agg" and each.is_.strategy in switchable())
     ]
     if not told:
         there = ", ".join(f"{each} under {each.is_.strategy}" for each in workers) or "no worker"
         raise ConfigError.bad_value(
-            "set", "thresholds", f"prefill or decode workers of {', '.join(SWITCHABLE)}; there is: {there}"
+            "set", "thresholds", f"prefill or decode workers of {', '.join(switchable())}; there is: {there}"
         )
     if instance is None:
         return told

@@ -19,9 +19,10 @@ from urllib.request import Request, urlopen
 
 from trtllm_disagg.admin import client
 from trtllm_disagg.admin.client import Worker, Workers, all_workers
-from trtllm_disagg.commands import SWITCHABLE, Switch
-from trtllm_disagg.config.worker_config import Role, Strategy
+from trtllm_disagg.commands import Switch
+from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, StageTimeoutError
+from trtllm_disagg.strategies import spec_of, switchable
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +31,25 @@ class SwitchPlan:
     that a plan which was carried out by half is finished by making it anew.
     """
 
-    to: Strategy
+    to: str
     model: str
     first: tuple[Worker, ...]
     second: tuple[Worker, ...]
 
     @property
     def is_done(self) -> bool:
-        return all(w.is_.strategy is self.to and w.is_.registered for w in self.first) and all(
-            w.is_.strategy is self.to and not w.is_.registered for w in self.second
+        return all(w.is_.strategy == self.to and w.is_.registered for w in self.first) and all(
+            w.is_.strategy == self.to and not w.is_.registered for w in self.second
         )
 
 
 def require_switchable(to: str) -> None:
     """Raises ConfigError for what no running deployment can become."""
-    if to not in SWITCHABLE:
+    if to not in switchable():
         raise ConfigError.bad_value(
             "--to",
             to,
-            f"one of {', '.join(SWITCHABLE)}; router and agg need other workers, in a deployment of their own",
+            f"one of {', '.join(switchable())}; router and agg need other workers, in a deployment of their own",
         )
 
 
@@ -64,7 +65,7 @@ def plan_switch(to: str, workers: Sequence[Worker]) -> SwitchPlan:
             f"a strategy that these workers can run; it needs prefill and decode, there are: {there} (at the usual "
             "endpoints of the namespace; none of their own by --endpoint or --next-endpoint)",
         )
-    fixed = {w.is_.strategy for w in workers if w.is_.role is not Role.AGG} - set(SWITCHABLE)
+    fixed = {w.is_.strategy for w in workers if w.is_.role is not Role.AGG} - set(switchable())
     if fixed or roles[Role.AGG]:
         raise ConfigError.bad_value(
             "--to",
@@ -85,9 +86,8 @@ def plan_switch(to: str, workers: Sequence[Worker]) -> SwitchPlan:
         raise ConfigError.bad_value(
             "--namespace", ", ".join(models), "the namespace of one model; there are several in this one"
         )
-    strategy = Strategy(to)
-    first = tuple(w for w in workers if w.is_.role is strategy.first_stage_role)
-    return SwitchPlan(strategy, models[0], first, tuple(w for w in workers if w not in first))
+    first = tuple(w for w in workers if w.is_.role == spec_of(to).entry_role)
+    return SwitchPlan(to, models[0], first, tuple(w for w in workers if w not in first))
 
 
 POLL_SECONDS = 0.05
@@ -164,12 +164,12 @@ async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, 
         return f"{plan.model} runs {plan.to} already: {_names(plan.first)} first"
     began = time.monotonic()
     for each in plan.first:
-        await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to.value))
+        await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a first stage under {plan.to}")
     await _known(plan, frontend, timeout)
     say(f"the frontend sends requests to {_names(plan.first)}")
     for each in plan.second:
-        await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to.value))
+        await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a second stage; it finishes its requests")
     left = await _finished(plan, workers, timeout)
     rest = f"; {left} requests still run on the old first stage" if left else ""
@@ -194,7 +194,7 @@ async def _finished(plan: SwitchPlan, workers: Workers, timeout: float) -> int:
     while left := sum(
         each.is_.whole_requests
         for each in await all_workers(workers)
-        if each.is_.role is not plan.to.first_stage_role
+        if each.is_.role != spec_of(plan.to).entry_role
     ):
         if time.monotonic() > deadline:
             break
@@ -212,7 +212,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--to",
         required=True,
-        metavar="{" + ",".join(SWITCHABLE) + "}",
+        metavar="{" + ",".join(switchable()) + "}",
         help="the strategy to run from now on",
     )
     client.add_arguments(parser)

@@ -22,12 +22,12 @@ from trtllm_disagg.bench.models import weightless_model
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
 from trtllm_disagg.deployment.limits import look_at_limits
-from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
 from trtllm_disagg.deployment.run_dir import scratch_directory
+from trtllm_disagg.strategies import STRATEGIES, orders
 
 T = TypeVar("T")
-BASELINE: Strategy = "router"
-_WORKER_SIDE = ("prefill_first", "decode_first")
+BASELINE = "router"
+_WORKER_SIDE = [order.name for order in orders()]
 _MODEL = "recording"
 _PROMPT_TOKENS = 32
 
@@ -81,7 +81,7 @@ class Round:
 class Outcome:
     """The rounds of one order; those at the same place ran in the same seconds."""
 
-    strategy: Strategy
+    strategy: str
     rounds: list[Round] = field(default_factory=list)
 
     def sample(self, column: str) -> Sample:
@@ -156,7 +156,7 @@ async def _side_by_side(managers: Iterable[AbstractAsyncContextManager[T]]) -> A
         await asyncio.gather(*(stack.aclose() for stack, _ in stacks))
 
 
-def _config(strategy: Strategy, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
+def _config(strategy: str, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
     pace = {"tokens_per_step": args.tokens_per_step, "step_seconds": args.step_ms / 1000}
     return DeploymentConfig(
         strategy=strategy,

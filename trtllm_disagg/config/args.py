@@ -22,7 +22,6 @@ from trtllm_disagg.config.worker_config import (
     Flag,
     Role,
     ScheduleStyle,
-    Strategy,
     WorkerConfig,
     check_value,
     flag_of,
@@ -176,7 +175,6 @@ _PARSERS: dict[type, Callable[[str, str], Any]] = {
     float: _parse_float,
     str: lambda text, _: text,
     Role: lambda text, _: _ROLE_ALIASES.get(text, text),
-    Strategy: lambda text, _: text,
     ScheduleStyle: lambda text, _: text,
 }
 

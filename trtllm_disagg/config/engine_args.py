@@ -49,11 +49,6 @@ _KEYS = {
     "guided_decoding_backend": "guided_decoding_backend",
 }
 
-#: On a CPU a step of 8192 tokens takes seconds, in which nothing can be cancelled and no other request can start;
-#: steps of 512 compute a long prompt as fast, and more than 64 requests only queue for the same cores
-#: (docs/decisions/0023-load.md).
-_EMBEDDED_DEFAULTS = {"max_batch_size": 64, "max_num_tokens": 512, "enable_chunked_prefill": True}
-
 
 def build_engine_args(config: WorkerConfig) -> Args:
     """The arguments of LLM(...) for this worker; raises ConfigError for whatever is wrong with them.
@@ -110,8 +105,8 @@ def _dynamo_defaults(config: WorkerConfig) -> Args:
         value = getattr(config, name)
         if value is not None:
             _set(args, key, value)
-    if _is_embedded(config):
-        args |= {key: value for key, value in _EMBEDDED_DEFAULTS.items() if not _is_given(config, key)}
+    defaults = config.engine_spec.defaults
+    args |= {key: value for key, value in defaults.items() if not _is_given(config, key)}
     return args
 
 
@@ -134,7 +129,9 @@ def _read_yaml(config: WorkerConfig) -> Args:
         raise ConfigError.bad_value(flag_of("extra_engine_args"), source, allowed) from error
     except ValueError as error:
         raise ConfigError(f"{source} is not YAML: {error}") from error
-    return check_engine_keys(content if content is not None else {}, source, _is_embedded(config))
+    return check_engine_keys(
+        content if content is not None else {}, source, config.engine_spec.has_known_arguments
+    )
 
 
 def _read_json(config: WorkerConfig) -> Args:
@@ -146,11 +143,7 @@ def _read_json(config: WorkerConfig) -> Args:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{flag} is not JSON: {error} in {text!r}") from error
-    return check_engine_keys(content, flag, _is_embedded(config))
-
-
-def _is_embedded(config: WorkerConfig) -> bool:
-    return config.engine == "embedded"
+    return check_engine_keys(content, flag, config.engine_spec.has_known_arguments)
 
 
 def _apply_given_flags(args: Args, config: WorkerConfig) -> None:
@@ -193,13 +186,13 @@ def _check_model(model: object) -> None:
 
 
 def _check_engine(args: Args, config: WorkerConfig) -> None:
-    if config.engine != "tensorrt_llm":
+    if config.engine_spec.takes_embedded_arguments:
         return
     if "embedded" in args:
-        raise ConfigError.bad_value("embedded", args["embedded"], "no value, on the engine tensorrt_llm")
+        raise ConfigError.bad_value("embedded", args["embedded"], f"no value, on the engine {config.engine}")
     backend = _get(args, "cache_transceiver_config.backend")
     if backend == _EMBEDDED_ONLY_BACKEND:
-        allowed = "DEFAULT, NIXL, UCX, MOONCAKE or MPI, on the engine tensorrt_llm"
+        allowed = f"DEFAULT, NIXL, UCX, MOONCAKE or MPI, on the engine {config.engine}"
         raise ConfigError.bad_value("cache_transceiver_config.backend", backend, allowed)
 
 
@@ -214,7 +207,7 @@ def _check_role(args: Args, config: WorkerConfig) -> None:
     width = args["max_beam_width"]
     if width not in (1, None):
         raise ConfigError.bad_value("max_beam_width", width, f"1 in mode {config.role}: KV carries one beam")
-    if config.schedule_style is ScheduleStyle.GENERATION_FIRST and _is_embedded(config):
+    if config.schedule_style is ScheduleStyle.GENERATION_FIRST and config.engine_spec.rank_server:
         ranks = args.get("tensor_parallel_size", 1)
         if ranks != 1:
             raise ConfigError.bad_value(

@@ -33,33 +33,12 @@ from trtllm_disagg.config.settings import (
     option,
     parse_endpoint_id,
 )
+from trtllm_disagg.deciders import ALWAYS, DECIDERS
+from trtllm_disagg.engines import ENGINES, UNRESOLVED, EngineSpec
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.strategies import STRATEGIES, StrategySpec, disaggregated, worker_side
 
-#: When a request's prefill leaves the worker that it was routed to.
-DECIDERS = ("always", "length", "length_and_queue", "isl_bounding", "non_cached_tokens")
-
-#: How a worker that calls others does so. No other worker has a use for these.
-ORCHESTRATION = (
-    "prefill_decider",
-    "max_local_prefill_length",
-    "max_prefill_queue_size",
-    "eff_isl_threshold",
-    "eff_isl_ratio_threshold",
-    "non_cached_tokens",
-    "policy_file",
-    "next_router",
-    "prefill_dispatch",
-    "handoff_protocol",
-    "on_missing_stage",
-    "max_tries",
-    "breaker_failures",
-    "breaker_seconds",
-    "queue_timeout",
-    "prefill_timeout",
-    "first_decode_token_timeout",
-    "next_decode_token_timeout",
-)
-
+ORCHESTRATION_GROUP = "orchestration (first stage)"
 
 #: `dynamo` has words for both; of these, each is one style by what it says.
 _ONLY_STYLE = {"two_phase": "context_first", "bootstrap": "generation_first"}
@@ -77,25 +56,11 @@ def require_style(protocol: str, style: str) -> None:
 
 
 class Role(StrEnum):
-    """Which part of a request this worker runs."""
+    """Which part of a request this worker runs; `strategies.WorkerRole` as an enum."""
 
     AGG = "agg"
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-class Strategy(StrEnum):
-    """Which stage takes requests and calls the other one, with prefill and decode in separate workers."""
-
-    DECODE_FIRST = "decode_first"
-    PREFILL_FIRST = "prefill_first"
-    ROUTER = "router"
-    AUTO = "auto"
-
-    @property
-    def first_stage_role(self) -> Role | None:
-        """The role that takes requests and calls the other one; None where the frontend chains both."""
-        return _FIRST_STAGE_ROLES[self]
 
 
 class ScheduleStyle(StrEnum):
@@ -105,16 +70,7 @@ class ScheduleStyle(StrEnum):
     GENERATION_FIRST = "generation_first"
 
 
-_FIRST_STAGE_ROLES = {
-    Strategy.DECODE_FIRST: Role.DECODE,
-    Strategy.PREFILL_FIRST: Role.PREFILL,
-    Strategy.ROUTER: None,
-    # Registered as decode_first; the order of each request is chosen when it comes.
-    Strategy.AUTO: Role.DECODE,
-}
-
-
-ROLES, STRATEGIES, STYLES = one_of(*Role), one_of(*Strategy), one_of(*ScheduleStyle)
+ROLES, STYLES = one_of(*Role), one_of(*ScheduleStyle)
 #: Of the flag that stands for both publishers.
 BOTH_PUBLISHERS_VARIABLE = "DYN_TRTLLM_PUBLISH_EVENTS_AND_METRICS"
 
@@ -149,10 +105,10 @@ class WorkerConfig:
         flag="--disaggregation-mode",
         dynamo=DYNAMO_WORKER,
     )
-    strategy: Strategy = option(  # noqa: RUF009
-        Strategy.DECODE_FIRST,
+    strategy: str = option(
+        "decode_first",
         "the stage that takes requests and calls the other one",
-        STRATEGIES,
+        one_of(*disaggregated()),
         flag="--disaggregation-strategy",
     )
     schedule_style: ScheduleStyle = option(  # noqa: RUF009
@@ -163,14 +119,14 @@ class WorkerConfig:
     engine: str = option(
         "auto",
         "auto: tensorrt_llm where it is installed, else embedded; recording makes no real tokens (benchmarks)",
-        one_of("auto", "tensorrt_llm", "embedded", "recording"),
+        one_of("auto", *ENGINES),
     )
 
     prefill_decider: str = option(
-        "always",
+        ALWAYS,
         "when a prefill is sent to a prefill worker, or stays where decode is",
         one_of(*DECIDERS),
-        group="orchestration (first stage)",
+        group=ORCHESTRATION_GROUP,
     )
     max_local_prefill_length: int = option(1000, "max uncached tokens prefilled locally", NUMBER)
     max_prefill_queue_size: int = option(2, "waiting prefills from which on further ones stay local", NUMBER)
@@ -338,7 +294,6 @@ class WorkerConfig:
             check_value(name, getattr(self, name))
         # Plain strings are welcome; the rest of the code compares roles by identity.
         object.__setattr__(self, "role", Role(self.role))
-        object.__setattr__(self, "strategy", Strategy(self.strategy))
         object.__setattr__(self, "schedule_style", ScheduleStyle(self.schedule_style))
         self._check_stages()
 
@@ -381,7 +336,7 @@ class WorkerConfig:
                     flag_of(name),
                     getattr(self, name),
                     f"no value in mode {self.role} under {self.strategy}, where no worker calls another; "
-                    "--disaggregation-strategy prefill_first, decode_first or auto have a use for it",
+                    f"{flag_of('strategy')} {' or '.join(worker_side())} have a use for it",
                 )
 
     def is_explicit(self, name: str) -> bool:
@@ -394,17 +349,30 @@ class WorkerConfig:
         return self.served_model_name or self.model
 
     @property
+    def engine_spec(self) -> EngineSpec:
+        return ENGINES.get(self.engine, UNRESOLVED)
+
+    @property
+    def strategy_spec(self) -> StrategySpec:
+        return STRATEGIES[self.strategy]
+
+    @property
+    def _entry_role(self) -> Role | None:
+        entry_role = self.strategy_spec.entry_role
+        return Role(entry_role) if entry_role is not None else None
+
+    @property
     def is_first_stage(self) -> bool:
         """Requests come from the frontend, not from another worker; so this worker registers the model.
 
         Under `router` that is true of both roles: the frontend calls one after the other.
         """
-        return self.role is Role.AGG or self.strategy.first_stage_role in (self.role, None)
+        return self.role is Role.AGG or self._entry_role in (self.role, None)
 
     @property
     def calls_second_stage(self) -> bool:
         """This worker sends a part of each request to a worker of the other role."""
-        return self.role is not Role.AGG and self.strategy.first_stage_role is self.role
+        return self.role is not Role.AGG and self._entry_role is self.role
 
     @property
     def tells_kv_events(self) -> bool:
@@ -419,7 +387,7 @@ class WorkerConfig:
     @property
     def reads_kv_events(self) -> bool:
         """This worker wants to know itself what its engine has in its cache, or would after a switch to auto."""
-        decides = self.prefill_decider != "always" or self.strategy is Strategy.AUTO
+        decides = self.prefill_decider != ALWAYS or not self.strategy_spec.builder
         return self.role is not Role.AGG and (decides or (self.may_switch and self.publish_kv_events))
 
     @property
@@ -431,7 +399,7 @@ class WorkerConfig:
     def front_endpoint_id(self) -> str:
         """Where frontends reach this worker while it is a first stage; both roles share it."""
         given = self.endpoint if self.is_first_stage else None
-        is_routed_prefill = self.strategy is Strategy.ROUTER and self.role is Role.PREFILL
+        is_routed_prefill = self.strategy_spec.entry_role is None and self.role is Role.PREFILL
         return given or endpoint_of(self.namespace, Role.PREFILL if is_routed_prefill else None)
 
     @property
@@ -455,7 +423,7 @@ class WorkerConfig:
     @property
     def may_switch(self) -> bool:
         """This worker can be the first stage as well as the second one, and become the other while it serves."""
-        return self.role is not Role.AGG and self.strategy is not Strategy.ROUTER
+        return self.role is not Role.AGG and self.strategy_spec.is_worker_side
 
     @property
     def _default_partner(self) -> str:
@@ -501,6 +469,11 @@ def _flags() -> dict[str, Flag]:
 
 FLAGS = _flags()
 """Every flag, by the field that it fills, in the order of `--help`."""
+
+ORCHESTRATION = tuple(
+    name for name, flag in FLAGS.items() if flag.group == ORCHESTRATION_GROUP and name != "nats_server"
+)
+"""How a worker that calls others does so; no other worker has a use for these. NATS_SERVER may be set for all."""
 
 
 def rule_of(name: str) -> Rule | None:

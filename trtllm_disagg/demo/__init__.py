@@ -23,12 +23,12 @@ from trtllm_disagg.deployment import (
     DeploymentFailedError,
     deployment_in_background,
 )
-from trtllm_disagg.deployment.plan import NO_WORKERS, Strategy
+from trtllm_disagg.deployment.plan import NO_WORKERS
 from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.deployment.up_command import default_name, engine_configs_in
 from trtllm_disagg.model_directory import is_hub_name, servable_model
+from trtllm_disagg.strategies import StrategySpec, orders
 
-ORDERS: tuple[Strategy, ...] = ("prefill_first", "decode_first")
 QUESTION = "What is a list?"
 _DEFAULT_MODEL = ".cache/demo-model"
 _JOURNAL_SECONDS = 2.0
@@ -61,21 +61,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         _say(f"1. The model: {args.model}")
     model = servable_model(args.model)
-    answers = [_one_order(number, order, model, args) for number, order in enumerate(ORDERS, 2)]
+    answers = [_one_order(number, order, model, args) for number, order in enumerate(orders(), 2)]
     same = len({answer.text for answer in answers}) == 1
     _say("Both orders gave the same answer." if same else "The two orders gave DIFFERENT answers: a bug.")
     return 0 if same else 1
 
 
-def _one_order(number: int, order: Strategy, model: Path, args: argparse.Namespace) -> Answer:
-    _say(
-        f"{number}. {order}: the frontend sends the request to the {order.removesuffix('_first')} worker first"
-    )
+def _one_order(number: int, order: StrategySpec, model: Path, args: argparse.Namespace) -> Answer:
+    _say(f"{number}. {order.name}: the frontend sends the request to the {order.entry_role} worker first")
     with _run_dir() as run_dir:
-        return _ask(run_dir, order, model, args)
+        return _ask(run_dir, order.name, model, args)
 
 
-def _ask(run_dir: Path, order: Strategy, model: Path, args: argparse.Namespace) -> Answer:
+def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> Answer:
     columns = shutil.get_terminal_size().columns
     config = DeploymentConfig(
         strategy=order,

@@ -21,7 +21,6 @@ from typing import Any, cast
 import msgspec
 
 from trtllm_disagg.commands import (
-    SWITCHABLE,
     Describe,
     Set,
     Switch,
@@ -31,10 +30,8 @@ from trtllm_disagg.commands import (
 from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.deployment.limits import free_system_ports
 from trtllm_disagg.deployment.plan import (
-    WORKER_ROLES,
     ProcessSpec,
     Role,
-    Strategy,
     queue_flags,
     shared_env,
     worker_spec,
@@ -43,6 +40,7 @@ from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.peer_process import peer_process
+from trtllm_disagg.strategies import spec_of, switchable
 
 COMMAND_SOCKET = "orders.sock"
 #: Each is a process of its own; a slip of the finger shall not take the machine.
@@ -155,10 +153,9 @@ class CommandServer:
     def _switch(self, to: str) -> str:
         """The workers run `to` already; those to come shall too."""
         config = self._supervisor.config
-        strategy = cast(Strategy, to)
-        if to not in SWITCHABLE or WORKER_ROLES[strategy] != WORKER_ROLES[config.strategy]:
+        if to not in switchable() or spec_of(to).roles != spec_of(config.strategy).roles:
             raise ConfigError.bad_value("strategy", to, "one that these workers can run")
-        self._supervisor.config = replace(config, strategy=strategy)
+        self._supervisor.config = replace(config, strategy=to)
         self._supervisor.note(f"strategy={to} from now on")
         return to
 
@@ -235,7 +232,7 @@ class Scaler:
                 obeyed = await self.supervisor.remove(process)
                 say(f"{process.name} has left" + ("" if obeyed else f" ({process.describe_end()})"))
         running = Counter(process.role for process in self.supervisor.processes if process.stays)
-        roles = WORKER_ROLES[self.supervisor.config.strategy]
+        roles = spec_of(self.supervisor.config.strategy).roles
         return "scaled: " + ", ".join(f"{running[role]} {role}" for role in roles)
 
     def _missing(self, wanted: Mapping[Role, int]) -> list[ProcessSpec]:
@@ -265,7 +262,7 @@ class Scaler:
                 raise outcome
 
     def _checked(self, wanted: Mapping[str, int]) -> dict[Role, int]:
-        roles = WORKER_ROLES[self.supervisor.config.strategy]
+        roles = spec_of(self.supervisor.config.strategy).roles
         for role, count in wanted.items():
             if role not in roles:
                 raise ConfigError.bad_value(

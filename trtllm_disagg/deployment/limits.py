@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtllm_disagg.deployment.plan import (
-    KV_ROUTED_ROLES,
     LOOPBACK,
     DeploymentConfig,
     PortInUseError,
@@ -26,6 +25,7 @@ from trtllm_disagg.deployment.plan import (
 )
 from trtllm_disagg.dev_shm import DIRECTORY, UCX_FREE, UCX_KEPT, free_bytes, how_to_get, in_mib
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.strategies import spec_of
 
 INOTIFY_KEY = "fs.inotify.max_user_instances"
 _INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
@@ -100,7 +100,7 @@ class Limits:
 def needs_of(config: DeploymentConfig) -> Needs:
     if config.strategy == "agg":
         return Needs(INOTIFY_PER_FRONTEND)
-    routers = [role for role in KV_ROUTED_ROLES[config.strategy] if config.next_router == "kv"]
+    routers = [role for role in spec_of(config.strategy).kv_routed_roles if config.next_router == "kv"]
     return Needs(
         INOTIFY_PER_FRONTEND
         + INOTIFY_PER_WORKER * worker_total(config)

@@ -13,52 +13,29 @@ from trtllm_disagg.deployment.brokers import STORE_DIR, broker_env, nats_server_
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.interpreter import SAFE_PATH, python
 from trtllm_disagg.keys import KEY_FILE
+from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
 
-Strategy = Literal["agg", "prefill_first", "decode_first", "router", "auto"]
 Role = Literal["nats", "frontend", "agg", "prefill", "decode"]
 NextRouter = Literal["kv", "least_loaded", "round_robin", "random"]
 PrefillDispatch = Literal["direct", "queue"]
 
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 NEXT_ROUTERS: tuple[NextRouter, ...] = get_args(NextRouter)
 PREFILL_DISPATCHES: tuple[PrefillDispatch, ...] = get_args(PrefillDispatch)
-#: The strategies in which a worker calls a worker.
-WORKER_SIDE: tuple[Strategy, ...] = ("prefill_first", "decode_first", "auto")
 #: The grace period before a worker drains, and its end after that, on a busy machine.
 BEYOND_DRAIN_SECONDS = 15.0
 LOOPBACK = "127.0.0.1"
 DISCOVERY_DIR = "discovery"
-
-WORKER_ROLES: Mapping[Strategy, tuple[Role, ...]] = {
-    "agg": ("agg",),
-    "prefill_first": ("prefill", "decode"),
-    "decode_first": ("prefill", "decode"),
-    "router": ("prefill", "decode"),
-    "auto": ("prefill", "decode"),
-}
-
-# The frontend picks among these by what their KV caches hold.
-KV_ROUTED_ROLES: Mapping[Strategy, tuple[Role, ...]] = {
-    "agg": ("agg",),
-    "prefill_first": ("prefill",),
-    "decode_first": ("decode",),
-    "router": ("prefill", "decode"),
-    "auto": ("decode",),
-}
 
 NO_WORKERS: tuple[Role, ...] = ("nats", "frontend")
 
 # What workers refuse to start without.
 STARTED_FIRST: tuple[Role, ...] = ("nats",)
 
-# A worker that is called by others stops after its callers, so that a request in flight still finds its next stage.
-STOP_ORDER: Mapping[Strategy, tuple[tuple[Role, ...], ...]] = {
-    "agg": (("agg",), ("frontend",), ("nats",)),
-    "prefill_first": (("prefill",), ("decode",), ("frontend",), ("nats",)),
-    "decode_first": (("decode",), ("prefill",), ("frontend",), ("nats",)),
-    "router": (("prefill",), ("decode",), ("frontend",), ("nats",)),
-    "auto": (("decode",), ("prefill",), ("frontend",), ("nats",)),
-}
+
+def stop_order(strategy: str) -> tuple[tuple[Role, ...], ...]:
+    """Groups of roles, one after the other; what all workers need stops last."""
+    return (*((role,) for role in spec_of(strategy).stop_order), ("frontend",), ("nats",))
+
 
 # Settings that the user's environment may override.
 TUNABLE_ENV: Mapping[str, str] = {
@@ -98,7 +75,7 @@ class Backoff:
 class DeploymentConfig:
     """A whole deployment on this machine. `http_port` 0 means: any free port."""
 
-    strategy: Strategy
+    strategy: str
     model: str
     served_model_name: str
     run_dir: Path
@@ -183,19 +160,19 @@ class DeploymentConfig:
             raise ConfigError.bad_value(
                 "--prefill-dispatch", self.prefill_dispatch, f"one of {', '.join(PREFILL_DISPATCHES)}"
             )
-        if self.has_queue and self.strategy not in WORKER_SIDE:
+        if self.has_queue and self.strategy not in worker_side():
             raise ConfigError.bad_value(
                 "--prefill-dispatch",
                 self.prefill_dispatch,
-                f"direct, or --strategy {' or '.join(WORKER_SIDE)}, not {self.strategy}",
+                f"direct, or --strategy {' or '.join(worker_side())}, not {self.strategy}",
             )
 
     def _check_next_router(self, router: str) -> None:
         if router not in NEXT_ROUTERS:
             raise ConfigError.bad_value("--next-router", router, f"one of {', '.join(NEXT_ROUTERS)}")
-        if self.strategy not in WORKER_SIDE:
+        if self.strategy not in worker_side():
             allowed = (
-                f"--strategy {' or '.join(WORKER_SIDE)}, not {self.strategy}, where no worker calls another"
+                f"--strategy {' or '.join(worker_side())}, not {self.strategy}, where no worker calls another"
             )
             raise ConfigError.bad_value("--next-router", router, allowed)
 
@@ -232,7 +209,7 @@ def plan(
     services = [_nats(config, next(ports), next(ports))] if config.has_queue else []
     workers = [
         worker_spec(config, role, index, env, next(ports), queue_flags(services))
-        for role in WORKER_ROLES[config.strategy]
+        for role in spec_of(config.strategy).roles
         for index in range(config.worker_count(role))
     ]
     return (*services, _frontend(config, env), *workers)
@@ -244,7 +221,7 @@ def num_system_ports(config: DeploymentConfig) -> int:
 
 
 def worker_total(config: DeploymentConfig) -> int:
-    return sum(config.worker_count(role) for role in WORKER_ROLES[config.strategy])
+    return sum(config.worker_count(role) for role in spec_of(config.strategy).roles)
 
 
 def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str, str]:
@@ -349,7 +326,7 @@ def same_again(
     return worker_spec(config, spec.role, index, env, spec.system_port, queue_flags(others))
 
 
-def _stage_flags(strategy: Strategy, role: Role) -> Iterator[str]:
+def _stage_flags(strategy: str, role: Role) -> Iterator[str]:
     yield from ("--disaggregation-mode", role)
     if role != "agg":
         yield from ("--disaggregation-strategy", strategy)

@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 from trtllm_disagg.deployment.brokers import EventBroker
 from trtllm_disagg.deployment.orphan_reaper import MARK_VARIABLE, kill_marked, start_reaper, stop_reaper
 from trtllm_disagg.deployment.plan import (
-    KV_ROUTED_ROLES,
     PER_PROCESS_ENV,
     STARTED_FIRST,
-    STOP_ORDER,
     DeploymentConfig,
     DeploymentFailedError,
     ProcessSpec,
     Role,
+    stop_order,
 )
 from trtllm_disagg.deployment.process import ManagedProcess, answers, is_ready
 from trtllm_disagg.deployment.restarts import Restarts
@@ -32,6 +31,7 @@ from trtllm_disagg.deployment.status import (
     leftovers_report,
 )
 from trtllm_disagg.errors import ERROR_PREFIX
+from trtllm_disagg.strategies import spec_of
 
 PROBE_SECONDS = 0.1
 ABANDON_SECONDS = 5.0
@@ -55,7 +55,7 @@ class Supervisor:
         self._watchers: dict[ManagedProcess, asyncio.Task[None]] = {}
         self._deaths: asyncio.Queue[ManagedProcess] = asyncio.Queue()
         #: Their end is told by the task that starts or stops them.
-        self._attended: set[ManagedProcess] = set()
+        self._require_consumers: set[ManagedProcess] = set()
         self._restarts = Restarts(self)
         self._stopping = False
 
@@ -104,7 +104,7 @@ class Supervisor:
 
     async def bring_up(self, process: ManagedProcess) -> None:
         """Until it is ready. Raises DeploymentFailedError when it dies or is late; then it has ended."""
-        self._attended.add(process)
+        self._require_consumers.add(process)
         try:
             await self._start(process)
             await first_completed(
@@ -118,12 +118,12 @@ class Supervisor:
             if not process.is_running:
                 raise DeploymentFailedError(death_report(process, "before it was ready"))
         finally:
-            self._attended.discard(process)
+            self._require_consumers.discard(process)
 
     async def remove(self, process: ManagedProcess) -> bool:
         """Stops one worker as soon as its requests have ended, and forgets it. Whether it ended by itself."""
         await self._restarts.forget(process)
-        self._attended.add(process)
+        self._require_consumers.add(process)
         await self._stop_wave([process], self.config.stop_seconds, asyncio.Event())
         await self._forget(process)
         return process.ended_well
@@ -134,12 +134,12 @@ class Supervisor:
             await self._gone([process])
             del self._watchers[process]
         self.processes.remove(process)
-        self._attended.discard(process)
+        self._require_consumers.discard(process)
         self._write()
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
         """Stops in the order of the request path, so that requests in flight can end. Whether all obeyed."""
-        return await self._stop(STOP_ORDER[self.config.strategy], self.config.stop_seconds, hurry)
+        return await self._stop(stop_order(self.config.strategy), self.config.stop_seconds, hurry)
 
     async def abandon(self, hurry: asyncio.Event | None = None) -> bool:
         """Stops everything together: there is no request to wait for."""
@@ -187,7 +187,7 @@ class Supervisor:
     async def _reap(self, process: ManagedProcess) -> None:
         await process.wait()
         self.changed(process)
-        if not self._stopping and process not in self._attended:
+        if not self._stopping and process not in self._require_consumers:
             self._deaths.put_nowait(process)
 
     async def _all_ready(self, wave: Sequence[ManagedProcess]) -> bool:
@@ -208,7 +208,9 @@ class Supervisor:
         return self._is_back_alone(process) and await answers(process.spec, self.config)
 
     def _is_back_alone(self, process: ManagedProcess) -> bool:
-        first_stage = [each for each in self.processes if each.role in KV_ROUTED_ROLES[self.config.strategy]]
+        first_stage = [
+            each for each in self.processes if each.role in spec_of(self.config.strategy).kv_routed_roles
+        ]
         return process.restarts > 0 and not any(each.state == "ready" for each in first_stage)
 
     async def _stop(

@@ -18,17 +18,15 @@ from trtllm_disagg.deployment.plan import (
     BEYOND_DRAIN_SECONDS,
     NEXT_ROUTERS,
     PREFILL_DISPATCHES,
-    STRATEGIES,
-    WORKER_ROLES,
     DeploymentConfig,
     Role,
-    Strategy,
 )
 from trtllm_disagg.deployment.run_dir import scratch_directory
 from trtllm_disagg.deployment.running import serve
 from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import servable_model
+from trtllm_disagg.strategies import STRATEGIES, spec_of
 
 COUNT_FLAGS: Mapping[Role, str] = {
     "agg": "--agg-workers",
@@ -181,9 +179,11 @@ def default_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-def engine_configs_in(directory: Path, strategy: Strategy) -> dict[Role, Path]:
+def engine_configs_in(directory: Path, strategy: str) -> dict[Role, Path]:
     """The YAML file of every role that `strategy` needs."""
-    files = {role: (directory / f"{role}.yaml").absolute() for role in WORKER_ROLES[strategy]}
+    files: dict[Role, Path] = {
+        role: (directory / f"{role}.yaml").absolute() for role in spec_of(strategy).roles
+    }
     missing = [file.name for file in files.values() if not file.is_file()]
     if missing:
         raise ConfigError.bad_value(
@@ -198,8 +198,8 @@ def _worker_counts(args: argparse.Namespace) -> dict[str, Any]:
         count = getattr(args, f"{role}_workers")
         if count is None:
             continue
-        if role not in WORKER_ROLES[args.strategy]:
-            fitting = ", ".join(name for name in STRATEGIES if role in WORKER_ROLES[name])
+        if role not in spec_of(args.strategy).roles:
+            fitting = ", ".join(name for name, spec in STRATEGIES.items() if role in spec.roles)
             raise ConfigError.bad_value(flag, count, f"--strategy {fitting}, not {args.strategy}")
         counts[f"{role}_workers"] = count
     return counts

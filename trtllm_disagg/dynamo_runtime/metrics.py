@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from trtllm_disagg.config.settings import parse_endpoint_id
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.handlers.admission import Queued
-from trtllm_disagg.handlers.trace import JourneyCounts
+from trtllm_disagg.handlers.trace import RequestCounts
 
 PREFIX = "trtllm_disagg_"
 
@@ -60,8 +60,8 @@ _TOTALS = {
 class EngineMetrics(Collector):
     """Adds up the engine's per-iteration statistics; every rank of attention DP sends its own."""
 
-    def __init__(self, journeys: JourneyCounts | None = None, queued: Queued | None = None) -> None:
-        self._journeys = journeys or JourneyCounts()
+    def __init__(self, journeys: RequestCounts | None = None, queued: Queued | None = None) -> None:
+        self._journeys = journeys or RequestCounts()
         self._queued = queued or Queued()
         self._counted: dict[str, float] = {}
         self._held: dict[str, dict[Any, float]] = {}
@@ -86,7 +86,7 @@ class EngineMetrics(Collector):
             yield CounterMetricFamily(PREFIX + name, _COUNTERS[name], value=value)
         for name, by_rank in list(self._held.items()):
             yield GaugeMetricFamily(PREFIX + name, _GAUGES[name], value=sum(list(by_rank.values())))
-        requests = CounterMetricFamily(PREFIX + "requests", _REQUESTS, labels=JourneyCounts.LABELS)
+        requests = CounterMetricFamily(PREFIX + "requests", _REQUESTS, labels=RequestCounts.LABELS)
         for labels, count in list(self._journeys.ended.items()):
             requests.add_metric(labels, count)
         yield requests

@@ -14,7 +14,7 @@ from dynamo.llm import KvEventPublisher, WorkerMetricsPublisher
 
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics, expose
-from trtllm_disagg.handlers.policy import Policy
+from trtllm_disagg.handlers.services import Policy
 
 log = logging.getLogger(__name__)
 

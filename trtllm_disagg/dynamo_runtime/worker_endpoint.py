@@ -24,7 +24,7 @@ from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.commands import DescribedInstance
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.discovery import KvOverlaps, described, list_instances
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE, HandleCommand, as_dynamo_handler
 from trtllm_disagg.dynamo_runtime.stage_client import DynamoDirectory
@@ -307,7 +307,7 @@ def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
     served = ModelType.Empty
     for name in config.endpoint_types.split(","):
         served = served | _MODEL_TYPES[name.strip()]
-    if config.role is Role.AGG or config.strategy is not Strategy.ROUTER:
+    if config.role is Role.AGG or config.strategy_spec.entry_role is not None:
         return served, WorkerType.Aggregated, []
     if config.role is Role.PREFILL:
         return ModelType.Prefill, WorkerType.Prefill, [[WorkerType.Decode]]

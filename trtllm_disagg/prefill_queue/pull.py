@@ -212,7 +212,7 @@ class Puller:
 
     def _read(self, item: Item) -> GenerateRequest:
         request = decode_request(item.request)
-        if request.errand is None or request.errand.stage != "prefill":
+        if request.phase_request is None or request.phase_request.stage != "prefill":
             raise InvalidRequestError("the prefill queue is for the errand prefill")
         if self._instance_id in item.avoid:
             raise PeerUnavailableError("no other prefill worker takes this request")

@@ -37,7 +37,7 @@ from trtllm_disagg.prefill_queue.messages import (
     encode,
     failure_of,
 )
-from trtllm_disagg.types import GenerateRequest, Journey, RequestContext
+from trtllm_disagg.types import GenerateRequest, RequestContext, RequestTrace
 
 #: An item that so many workers have lost is not given to another one.
 MAX_CLAIMS = 3
@@ -211,7 +211,7 @@ class QueueClient:
         """What a prefill worker answers. Raises a DisaggError with `peer`."""
         request_id = context.id() if context is not None else None
         item = Item(uuid.uuid4().hex, self._id, request_id, sorted(request.avoid), raw)
-        pushed = Pushed(item, self._timeout, partial(_note, request.journey, time.monotonic()))
+        pushed = Pushed(item, self._timeout, partial(_note, request.trace, time.monotonic()))
         self._pushed[item.id] = pushed
         try:
             with _given_up_when_stopped(pushed, context):
@@ -279,7 +279,7 @@ class QueuedPrefill:
         return self._client.run(request, self._request, context)
 
 
-def _note(journey: Journey, pushed_at: float, claim: Claim) -> None:
+def _note(journey: RequestTrace, pushed_at: float, claim: Claim) -> None:
     journey.facts["prefill_instance"] = f"{claim.worker:x}"
     journey.facts["prefill_queue_ms"] = round((time.monotonic() - pushed_at) * 1000, 1)
 

@@ -8,9 +8,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine import Engine, LlmApi
 from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.testing import recording_llm
 from trtllm_disagg.testing.recording_llm import LLM
 from trtllm_disagg.testing.stage_client import RecordingStageClient
@@ -58,9 +59,9 @@ class Pair:
             await client.idle()
 
 
-def make_pair(strategy: Strategy | str, **settings: Any) -> Pair:
+def make_pair(strategy: str, **settings: Any) -> Pair:
     """`settings` of both workers."""
-    strategy = Strategy(strategy)
+    spec = spec_of(strategy)
     engines = {role: recording_engine() for role in (Role.PREFILL, Role.DECODE)}
     nobody = RecordingStageClient()
 
@@ -68,13 +69,11 @@ def make_pair(strategy: Strategy | str, **settings: Any) -> Pair:
         config = WorkerConfig(model="org/model", role=role, strategy=strategy, **settings)
         return build_generate(config, engines[role], client)
 
-    if strategy is Strategy.ROUTER:
+    if spec.entry_role is None:
         prefill, decode = (RecordingStageClient(handler(role, nobody)) for role in engines)
         generate, client, clients = prefill_router(prefill, decode), decode, [prefill, decode]
     else:
-        first, second = (
-            (Role.PREFILL, Role.DECODE) if strategy is Strategy.PREFILL_FIRST else (Role.DECODE, Role.PREFILL)
-        )
+        first, second = sorted(engines, key=lambda role: role != spec.entry_role)
         client = RecordingStageClient(handler(second, nobody))
         generate, clients = handler(first, client), [client]
     return Pair(generate, engines[Role.PREFILL].llm, engines[Role.DECODE].llm, client, clients)

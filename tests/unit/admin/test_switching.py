@@ -12,8 +12,9 @@ import pytest
 
 from trtllm_disagg.admin.switch_command import HttpFrontend, UnknownFrontends, switch
 from trtllm_disagg.commands import Command, DescribedInstance, Switch
-from trtllm_disagg.config.worker_config import Role, Strategy
+from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.strategies import spec_of
 
 ROLES = {Role.PREFILL: (1, 2), Role.DECODE: (3, 4)}
 
@@ -24,13 +25,13 @@ class FakeDeployment:
     """
 
     def __init__(self, strategy: str = "decode_first", lag: int = 3) -> None:
-        first = Strategy(strategy).first_stage_role
+        first = spec_of(strategy).entry_role
         self.said: dict[int, dict[str, Any]] = {
             i: {
                 "role": role.value,
                 "strategy": strategy,
                 "model": "m",
-                "registered": role is first,
+                "registered": role.value == first,
                 "whole_requests": 0,
             }
             for role, ids in ROLES.items()
@@ -51,7 +52,7 @@ class FakeDeployment:
             raise PeerUnavailableError("it is gone")
         assert isinstance(command, Switch)
         said = self.said[instance_id]
-        is_first = command.strategy.first_stage_role == said["role"]
+        is_first = spec_of(command.to).entry_role == said["role"]
         said |= {"strategy": command.to, "registered": is_first}
         self.steps.append(("comes" if is_first else "leaves", instance_id))
         assert self.serves, "no worker can be sent requests"
@@ -110,8 +111,8 @@ async def test_half_a_switch_serves_and_the_next_one_goes_on_or_back(steps_done:
     fake.fails_after = None
     await run_switch(fake, then)
     assert fake.strategies == {then}
-    first = Strategy(then).first_stage_role
-    assert {i for i, said in fake.said.items() if said["registered"]} == set(ROLES[first or Role.AGG])
+    first = Role(spec_of(then).entry_role or "agg")
+    assert {i for i, said in fake.said.items() if said["registered"]} == set(ROLES[first])
 
 
 async def test_a_frontend_that_learns_nothing_keeps_the_old_first_stage() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from trtllm_disagg.bench.engine.contestants import (
     EMBEDDED_API,
     PEERS,
     Contestant,
+    Environment,
     Start,
 )
 from trtllm_disagg.bench.engine.own_engine import OwnEngine
@@ -115,6 +117,32 @@ def test_processes_that_share_a_core_wait_for_it() -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda remote: remote.call("burn", 0.4), (one, other)))
         assert waits.share() > 0.3
+
+
+# -- a peer with an environment of its own
+
+
+def test_an_environment_is_there_once_all_its_steps_succeeded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment = Environment("some-engine==1.0", ("unwanted",))
+    steps: list[tuple[str, ...]] = []
+    codes = [0, 1, 0, 0, 0]
+
+    def run(command: tuple[str, ...], **more: object) -> subprocess.CompletedProcess[str]:
+        steps.append(command)
+        return subprocess.CompletedProcess(command, codes.pop(0), "", "no such engine")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    (tmp_path / "some-engine").mkdir()
+    with pytest.raises(EngineError, match=r"some-engine==1\.0: no such engine"):
+        environment.make(tmp_path)
+    assert not environment.is_made(tmp_path)
+    environment.make(tmp_path)
+    assert environment.is_made(tmp_path)
+    assert [step[0] for step in steps[3:]] == [str(environment.interpreter(tmp_path))] * 2
+    assert (steps[3][-1], steps[4][-1]) == ("some-engine==1.0", "unwanted")
+    assert not Environment("some-engine==2.0", ()).is_made(tmp_path)
 
 
 # -- the embedded engine, stepped by hand

@@ -15,7 +15,7 @@ from trtllm_disagg.bench.http_client import Answer, BadAnswerError, Connection, 
 from trtllm_disagg.bench.machine import cpu_seconds
 from trtllm_disagg.bench.overhead import Outcome, Round, section_of
 from trtllm_disagg.bench.report import NOT_JUDGED, figures_of, print_report, wide_console
-from trtllm_disagg.deployment.plan import STRATEGIES, Strategy
+from trtllm_disagg.strategies import STRATEGIES
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -93,7 +93,7 @@ def test_cpu_time_is_the_process_own() -> None:
 # -- the report
 
 
-def outcome(strategy: Strategy, ttfts: Sequence[float], throughputs: Sequence[float], cpu: float) -> Outcome:
+def outcome(strategy: str, ttfts: Sequence[float], throughputs: Sequence[float], cpu: float) -> Outcome:
     roles = ("agg",) if strategy == "agg" else ("prefill", "decode")
     rounds = [
         Round(ttft, 0.2, throughput, 30.0, 0.1, dict.fromkeys(roles, cpu))

@@ -21,7 +21,6 @@ from trtllm_disagg.config.worker_config import (
     SETTINGS,
     Role,
     ScheduleStyle,
-    Strategy,
     WorkerConfig,
     flag_of,
 )
@@ -37,7 +36,7 @@ OTHER_VALUES: dict[str, Any] = {
     "model": "org/model",
     "served_model_name": "name",
     "role": Role.DECODE,
-    "strategy": Strategy.ROUTER,
+    "strategy": "router",
     "schedule_style": ScheduleStyle.GENERATION_FIRST,
     "engine": "embedded",
     "drain_seconds": 3.5,

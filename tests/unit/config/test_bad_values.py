@@ -14,7 +14,7 @@ from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.up_command import add_arguments, config_from
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.handlers.policy import Policy
+from trtllm_disagg.handlers.services import Policy
 
 HUGE = "99999999999999999999999"
 LONG = "x" * 5000

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig, flag_of
+from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.embedded.params.llm_args import KvCacheConfig, LlmArgs
 from trtllm_disagg.errors import ConfigError
 
@@ -25,19 +25,19 @@ PREFILL = "dyn://dynamo.prefill.generate"
 @pytest.mark.parametrize(
     ("strategy", "role", "first", "calls", "endpoint", "next_endpoint"),
     [
-        (Strategy.DECODE_FIRST, Role.AGG, True, False, FIRST, None),
-        (Strategy.DECODE_FIRST, Role.DECODE, True, True, FIRST, PREFILL),
-        (Strategy.DECODE_FIRST, Role.PREFILL, False, False, PREFILL, None),
-        (Strategy.PREFILL_FIRST, Role.AGG, True, False, FIRST, None),
-        (Strategy.PREFILL_FIRST, Role.PREFILL, True, True, FIRST, DECODE),
-        (Strategy.PREFILL_FIRST, Role.DECODE, False, False, DECODE, None),
-        (Strategy.ROUTER, Role.AGG, True, False, FIRST, None),
-        (Strategy.ROUTER, Role.PREFILL, True, False, PREFILL, None),
-        (Strategy.ROUTER, Role.DECODE, True, False, FIRST, None),
+        ("decode_first", Role.AGG, True, False, FIRST, None),
+        ("decode_first", Role.DECODE, True, True, FIRST, PREFILL),
+        ("decode_first", Role.PREFILL, False, False, PREFILL, None),
+        ("prefill_first", Role.AGG, True, False, FIRST, None),
+        ("prefill_first", Role.PREFILL, True, True, FIRST, DECODE),
+        ("prefill_first", Role.DECODE, False, False, DECODE, None),
+        ("router", Role.AGG, True, False, FIRST, None),
+        ("router", Role.PREFILL, True, False, PREFILL, None),
+        ("router", Role.DECODE, True, False, FIRST, None),
     ],
 )
 def test_a_stage_follows_from_strategy_and_role(
-    strategy: Strategy, role: Role, first: bool, calls: bool, endpoint: str, next_endpoint: str | None
+    strategy: str, role: Role, first: bool, calls: bool, endpoint: str, next_endpoint: str | None
 ) -> None:
     worker = config(strategy=strategy, role=role)
     assert worker.is_first_stage is first
@@ -47,7 +47,7 @@ def test_a_stage_follows_from_strategy_and_role(
 
 
 def test_the_two_workers_of_a_pair_find_each_other() -> None:
-    for strategy in (Strategy.DECODE_FIRST, Strategy.PREFILL_FIRST):
+    for strategy in ("decode_first", "prefill_first"):
         pair = [config(strategy=strategy, role=role, namespace="ns") for role in (Role.PREFILL, Role.DECODE)]
         first, second = sorted(pair, key=lambda worker: not worker.is_first_stage)
         assert first.next_endpoint_id == second.endpoint_id == endpoint_of("ns", second.role)
@@ -64,7 +64,7 @@ def test_given_endpoints_win_over_the_derived_ones() -> None:
 
 def test_plain_strings_become_members() -> None:
     assert config(role="prefill").role is Role.PREFILL
-    assert config(strategy="router").strategy is Strategy.ROUTER
+    assert config(strategy="router").strategy == "router"
 
 
 def test_the_model_is_served_under_its_own_name_unless_told() -> None:
@@ -156,16 +156,16 @@ def test_flags_are_named_after_fields_unless_dynamo_has_another_name() -> None:
 @pytest.mark.parametrize(
     ("role", "strategy", "partner"),
     [
-        (Role.AGG, Strategy.DECODE_FIRST, None),
-        (Role.PREFILL, Strategy.DECODE_FIRST, DECODE),
-        (Role.DECODE, Strategy.DECODE_FIRST, PREFILL),
-        (Role.PREFILL, Strategy.PREFILL_FIRST, DECODE),
-        (Role.DECODE, Strategy.PREFILL_FIRST, PREFILL),
-        (Role.PREFILL, Strategy.ROUTER, "dyn://dynamo.tensorrt_llm.generate"),
-        (Role.DECODE, Strategy.ROUTER, PREFILL),
+        (Role.AGG, "decode_first", None),
+        (Role.PREFILL, "decode_first", DECODE),
+        (Role.DECODE, "decode_first", PREFILL),
+        (Role.PREFILL, "prefill_first", DECODE),
+        (Role.DECODE, "prefill_first", PREFILL),
+        (Role.PREFILL, "router", "dyn://dynamo.tensorrt_llm.generate"),
+        (Role.DECODE, "router", PREFILL),
     ],
 )
-def test_partners_find_each_other(role: Role, strategy: Strategy, partner: str | None) -> None:
+def test_partners_find_each_other(role: Role, strategy: str, partner: str | None) -> None:
     worker = WorkerConfig(model="m", role=role, strategy=strategy)
     assert worker.partner_endpoint_id == partner
     if partner is not None:

@@ -9,21 +9,19 @@ from pathlib import Path
 import pytest
 
 from trtllm_disagg.deployment.plan import (
-    STOP_ORDER,
-    STRATEGIES,
-    WORKER_ROLES,
     DeploymentConfig,
     ProcessSpec,
-    Strategy,
     num_system_ports,
     plan,
     same_again,
+    stop_order,
     worker_total,
 )
 from trtllm_disagg.deployment.up_command import add_arguments, config_from, default_name, run
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.strategies import STRATEGIES, spec_of
 
-DISAGGREGATED: tuple[Strategy, ...] = ("prefill_first", "decode_first", "router")
+DISAGGREGATED: tuple[str, ...] = ("prefill_first", "decode_first", "router")
 
 
 @pytest.fixture
@@ -50,7 +48,7 @@ def parsed(*argv: str) -> argparse.Namespace:
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
 def test_disaggregated_deployment_has_a_frontend_and_workers_of_both_stages(
-    config: DeploymentConfig, strategy: Strategy
+    config: DeploymentConfig, strategy: str
 ) -> None:
     config = replace(config, strategy=strategy, prefill_workers=2, decode_workers=1)
 
@@ -82,7 +80,7 @@ def test_agg_has_only_aggregated_workers_and_no_strategy_flag(config: Deployment
     ],
 )
 def test_workers_behind_the_kv_router_publish_kv_events_and_all_publish_metrics(
-    config: DeploymentConfig, strategy: Strategy, publishers: set[str]
+    config: DeploymentConfig, strategy: str, publishers: set[str]
 ) -> None:
     specs = specs_of(replace(config, strategy=strategy))
 
@@ -211,10 +209,10 @@ def test_base_url_can_be_used_by_a_client_on_this_machine(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_stop_order_covers_every_role_once_and_ends_with_what_all_need(strategy: Strategy) -> None:
-    roles = [role for wave in STOP_ORDER[strategy] for role in wave]
+def test_stop_order_covers_every_role_once_and_ends_with_what_all_need(strategy: str) -> None:
+    roles = [role for wave in stop_order(strategy) for role in wave]
 
-    assert sorted(roles) == sorted(["nats", "frontend", *WORKER_ROLES[strategy]])
+    assert sorted(roles) == sorted(["nats", "frontend", *spec_of(strategy).roles])
     assert roles[-2:] == ["frontend", "nats"]
 
 
@@ -324,7 +322,7 @@ def test_what_takes_a_dead_worker_s_place_has_its_name_and_port_and_the_settings
 
 
 @pytest.mark.parametrize("strategy", ["prefill_first", "decode_first"])
-def test_the_next_router_is_for_both_stages(config: DeploymentConfig, strategy: Strategy) -> None:
+def test_the_next_router_is_for_both_stages(config: DeploymentConfig, strategy: str) -> None:
     """The second stage has to publish what the first one's router wants to hear."""
     workers = list(specs_of(replace(config, strategy=strategy, next_router="kv")).values())[1:]
     assert [flag(spec, "--next-router") for spec in workers] == ["kv", "kv"]

@@ -17,9 +17,9 @@ from trtllm_disagg.commands import (
     encode_command,
     is_control,
 )
-from trtllm_disagg.config.worker_config import Strategy
 from trtllm_disagg.dynamo_runtime import as_dynamo_handler
 from trtllm_disagg.errors import EngineError, InvalidRequestError
+from trtllm_disagg.strategies import STRATEGIES
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate
 
@@ -29,6 +29,7 @@ from trtllm_disagg.types import Generate
 )
 def test_a_command_crosses_the_wire(command: Command) -> None:
     encoded = encode_command(command)
+    assert list(encoded) == ["trtllm_disagg.control"], "workers of other versions know this key"
     assert is_control(encoded)
     assert decode_command(encoded[CONTROL]) == command
 
@@ -54,8 +55,15 @@ def test_what_is_no_command_is_refused_by_name(raw: Any, named: str) -> None:
 
 
 def test_only_orders_can_be_switched_to() -> None:
-    switched = [Switch(name).strategy for name in ("prefill_first", "decode_first", "auto")]
-    assert switched == [Strategy.PREFILL_FIRST, Strategy.DECODE_FIRST, Strategy.AUTO]
+    for to in STRATEGIES:
+        asked = {"command": "switch", "to": to}
+        if STRATEGIES[to].switchable:
+            assert decode_command(asked) == Switch(to)
+        else:
+            with pytest.raises(
+                InvalidRequestError, match="expected one of prefill_first, decode_first, auto"
+            ):
+                decode_command(asked)
 
 
 def _refuses() -> Generate:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from dynamo.runtime import Context
-from tests.unit.test_stage_state import stage_state
 
 from tests.support.handling import raw_request, until
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from tests.unit.test_stage_state import stage_state
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime import Registration, Runtime, ServedModel, refuse_control
 from trtllm_disagg.dynamo_runtime import shutdown as freeze
 from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
@@ -113,7 +113,7 @@ async def no_tokens(*_: object) -> AsyncIterator[None]:
 async def test_a_forgotten_worker_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Dynamo's own file discovery, after another process has removed its files."""
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
-    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST))
+    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
     registration = Registration(runtime, ServedModel(16, 8, 1, 64, 64), tells_peers=False)
     serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
     seen = await runtime.stage("dyn://dynamo.decode.generate")
@@ -133,7 +133,7 @@ async def test_a_worker_that_has_left_does_not_come_back(
 ) -> None:
     """Frozen while it leaves, it would be told that it was forgotten."""
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
-    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST))
+    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
     serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
     seen = await runtime.stage("dyn://dynamo.decode.generate")
     try:
@@ -163,7 +163,7 @@ async def test_serving_ends_with_the_last_endpoint_and_not_with_the_first(
         yield TokenChunk([2], finish_reason="stop")
 
     # A directory that is no model: there will be no card of it, and the endpoint is served before that is known.
-    config = WorkerConfig(model=str(tmp_path), role=Role.PREFILL, strategy=Strategy.PREFILL_FIRST)
+    config = WorkerConfig(model=str(tmp_path), role=Role.PREFILL, strategy="prefill_first")
     runtime = Runtime(config)
     serving = asyncio.create_task(runtime.serve(relay, dict, refuse_control))
     peer = await runtime.stage("dyn://dynamo.prefill.generate")

@@ -14,7 +14,7 @@ from dynamo.llm import exceptions as dynamo_errors
 from dynamo.runtime import Context
 
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime import (
     DynamoDirectory,
     Runtime,
@@ -252,9 +252,7 @@ async def test_a_worker_without_a_second_stage_calls_nobody() -> None:
 @asynccontextmanager
 async def served(generate: Generate) -> AsyncIterator[DynamoDirectory]:
     """A client of a second stage that answers so."""
-    config = WorkerConfig(
-        model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST, discovery_backend="mem"
-    )
+    config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first", discovery_backend="mem")
     runtime = Runtime(config)
     serving = asyncio.create_task(runtime.serve(generate, lambda: {"role": "decode"}, refuse_control))
     try:
@@ -301,7 +299,7 @@ async def test_both_stages_over_dynamo() -> None:
     engines = {role: recording_engine() for role in (Role.PREFILL, Role.DECODE)}
 
     def handler(role: Role, client: Any) -> Generate:
-        config = WorkerConfig(model="m", role=role, strategy=Strategy.PREFILL_FIRST)
+        config = WorkerConfig(model="m", role=role, strategy="prefill_first")
         return build_generate(config, engines[role], client)
 
     async with served(handler(Role.DECODE, NoStage())) as client:
@@ -316,8 +314,8 @@ async def test_a_client_that_leaves_stops_both_stages() -> None:
     prefill, decode = recording_engine(), recording_engine()
     gate = asyncio.Semaphore(3)
     decode.llm.scripts.append(Script(gate=gate))
-    second = WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST)
-    first = WorkerConfig(model="m", role=Role.PREFILL, strategy=Strategy.PREFILL_FIRST)
+    second = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
+    first = WorkerConfig(model="m", role=Role.PREFILL, strategy="prefill_first")
     context = Context()
     async with served(build_generate(second, decode, NoStage())) as client:
         chunks = build_generate(first, prefill, selected(client))(request(max_tokens=50), context)

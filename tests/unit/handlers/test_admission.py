@@ -13,7 +13,7 @@ from tests.support.handling import collect, request
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import EngineError, OverloadedError
 from trtllm_disagg.handlers.admission import Admission
-from trtllm_disagg.handlers.policy import Policy
+from trtllm_disagg.handlers.services import Policy
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 

@@ -29,7 +29,7 @@ def start(script: Script, max_tokens: int = 12, logprobs: int | None = None) -> 
     )
 
 
-def nobody() -> None:
+def ignore() -> None:
     pass
 
 
@@ -37,7 +37,7 @@ async def chunks_of(result: Any, pauses: list[int]) -> list[TokenChunk]:
     """A client that lets `pauses[i]` turns of the event loop go by before it reads on."""
     cursor = OutputCursor(len(PROMPT))
     chunks: list[TokenChunk] = []
-    async with aclosing(newest_states(result, nobody)) as states:
+    async with aclosing(newest_states(result, ignore)) as states:
         async for state in states:
             if (chunk := cursor.advance(state)) is not None:
                 chunks.append(chunk)
@@ -79,7 +79,7 @@ async def test_what_came_meanwhile_is_one_chunk() -> None:
 
 async def test_a_token_that_is_alone_does_not_wait() -> None:
     gate = asyncio.Semaphore(0)
-    async with aclosing(newest_states(start(Script(gate=gate)), nobody)) as states:
+    async with aclosing(newest_states(start(Script(gate=gate)), ignore)) as states:
         for length in range(1, 6):
             gate.release()
             state = await asyncio.wait_for(anext(states), 5)
@@ -93,7 +93,7 @@ async def test_an_error_comes_behind_the_tokens_before_it() -> None:
     result = start(Script(error=RequestError("boom"), error_at=5))
 
     async def read_all() -> None:
-        async with aclosing(newest_states(result, nobody)) as states:
+        async with aclosing(newest_states(result, ignore)) as states:
             async for state in states:
                 lengths.append(state.outputs[0].length)
 
@@ -104,7 +104,7 @@ async def test_an_error_comes_behind_the_tokens_before_it() -> None:
 
 async def test_leaving_ends_the_reading() -> None:
     gate = asyncio.Semaphore(1)
-    async with aclosing(newest_states(start(Script(gate=gate)), nobody)) as states:
+    async with aclosing(newest_states(start(Script(gate=gate)), ignore)) as states:
         await anext(states)
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "read-ahead"]
 

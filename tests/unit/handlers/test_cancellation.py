@@ -156,7 +156,7 @@ async def test_kv_that_never_arrives_for_nobody_is_a_line_in_the_log(
     async with abort_when_stopped(result, FakeContext(), deferred=True):
         pass
     assert await leftover_tasks() == set()
-    assert "nobody waits for has failed: RequestError" in caplog.text
+    assert "a cancelled request has failed: RequestError" in caplog.text
 
 
 async def leave_time() -> None:

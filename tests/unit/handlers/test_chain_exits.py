@@ -1,4 +1,4 @@
-"""Any request, failure and moment to leave: the right tokens so far, no KV left behind, nobody running."""
+"""Any request, failure and moment to leave: the right tokens so far, no KV left behind, nothing running."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Course:
 
     @property
     def can_fall_back(self) -> bool:
-        """A script ends one request's answer only, so who falls back would get another one."""
+        """A script ends one request's answer only, so a fallback would get another one."""
         return self.falls_back and self.eos_at is None and self.strategy != "router"
 
     @property

@@ -45,4 +45,4 @@ async def test_two_orders_contradict_each_other(order: str) -> None:
 async def test_what_is_not_for_us_is_not_looked_at(order: str) -> None:
     asked = request(4, annotations=["query_instance_id:", "disagg:local", "disagg:local"])
     assert tokens_of(await collect(make_pair(order).generate, asked)) == expected_tokens(4)
-    assert asked.journey.strategy == "local"
+    assert asked.trace.strategy == "local"

@@ -1,4 +1,4 @@
-"""Who prefills: at each threshold, one below it and one above it."""
+"""Where the prefill runs: at each threshold, one below it and one above it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.handling import ORDERS, collect, request, tokens_of, until
 from trtllm_disagg.config.thresholds import Live, Thresholds
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.decide import CachedPrefix, Decider, create_decider
-from trtllm_disagg.handlers.policy import Policy, watch_policy_file
+from trtllm_disagg.handlers.services import Policy, watch_policy_file
 from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.types import GenerateRequest
 
@@ -105,10 +105,10 @@ def test_cached_tokens_do_not_count(cached: int, remote: bool) -> None:
     rule = decider("length", cached=holding(cached), max_local_prefill_length=10)
     asked = prompt(100)
     assert rule.decide(asked).remote is remote
-    assert asked.journey.facts == {"uncached": max(1, 100 - cached), "queue_depth": 0}
+    assert asked.trace.facts == {"uncached": max(1, 100 - cached), "queue_depth": 0}
 
 
-def test_somebody_elses_cache_does_not_count() -> None:
+def test_blocks_of_another_salt_do_not_count() -> None:
     rule = decider("length", cached=holding(96, salt="other"), max_local_prefill_length=10)
     assert rule.decide(prompt(100)).remote
 
@@ -125,7 +125,7 @@ async def test_a_short_request_stays_where_it_came(
     asked = request(token_ids=[11, 12, 13, *range(length - 3)])
     chunks = await collect(pair.generate, asked)
     assert len(tokens_of(chunks)) == 5
-    assert (asked.journey.strategy, asked.journey.reason) == (
+    assert (asked.trace.strategy, asked.trace.reason) == (
         order if strategy == "order" else "local",
         reason,
     )
@@ -147,10 +147,10 @@ def test_a_change_is_seen_by_the_next_decision_and_logged(caplog: pytest.LogCapt
     live = policy()
     rule = create_decider("length", live.cached, Queue(), live.thresholds)
     assert not rule.decide(prompt(500)).remote
-    changes = live.set_thresholds({"max_local_prefill_length": 499}, "somebody")
+    changes = live.set_thresholds({"max_local_prefill_length": 499}, "policy.yaml")
     assert changes == ["max_local_prefill_length: 1000 -> 499"]
     assert rule.decide(prompt(500)).remote
-    assert "thresholds changed by somebody: max_local_prefill_length: 1000 -> 499" in caplog.text
+    assert "thresholds changed by policy.yaml: max_local_prefill_length: 1000 -> 499" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -158,13 +158,13 @@ def test_a_change_is_seen_by_the_next_decision_and_logged(caplog: pytest.LogCapt
     [
         (
             {"max_length": 1},
-            r"somebody: 'max_length' is not allowed; expected one of max_local_prefill_length, ",
+            r"policy.yaml: 'max_length' is not allowed; expected one of max_local_prefill_length, ",
         ),
         (
             {"max_local_prefill_length": -1},
-            "somebody: max_local_prefill_length: -1 is not allowed; expected a whole",
+            "policy.yaml: max_local_prefill_length: -1 is not allowed; expected a whole",
         ),
-        ({"eff_isl_ratio_threshold": "much"}, "somebody: eff_isl_ratio_threshold: 'much' is not allowed"),
+        ({"eff_isl_ratio_threshold": "much"}, "policy.yaml: eff_isl_ratio_threshold: 'much' is not allowed"),
         (
             {"eff_isl_ratio_threshold": 1.5},
             "eff_isl_ratio_threshold: 1.5 is not allowed; expected a number from 0",
@@ -176,7 +176,7 @@ def test_a_bad_change_changes_nothing(values: dict[str, Any], message: str) -> N
     live = policy()
     before = live.thresholds.value
     with pytest.raises(ConfigError, match=message):
-        live.set_thresholds(values, "somebody")
+        live.set_thresholds(values, "policy.yaml")
     assert live.thresholds.value == before
 
 
@@ -221,9 +221,7 @@ async def test_a_policy_file_is_watched(tmp_path: Path, caplog: pytest.LogCaptur
 @pytest.mark.parametrize("strategy", ["router", None])
 @pytest.mark.parametrize("setting", [{"prefill_decider": "length"}, {"max_tries": 3}, {"next_router": "kv"}])
 def test_who_calls_nobody_has_no_use_for_it(strategy: str | None, setting: dict[str, Any]) -> None:
-    where: dict[str, Any] = (
-        {"role": Role.DECODE, "strategy": Strategy(strategy)} if strategy else {"role": Role.AGG}
-    )
+    where: dict[str, Any] = {"role": Role.DECODE, "strategy": strategy} if strategy else {"role": Role.AGG}
     with pytest.raises(ConfigError, match="where no worker calls another"):
         WorkerConfig(model="m", **where, **setting)
 

@@ -1,4 +1,4 @@
-"""Who comes later and does not fit is not called; and a queue without workers is no way."""
+"""An instance that comes later and does not fit is not called; and a queue without workers is no way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.handling import request
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, PeerUnavailableError
 from trtllm_disagg.handlers import select as fitting
-from trtllm_disagg.handlers.select import AttendedQueue, FittingStage
+from trtllm_disagg.handlers.select import CompatibilityFilter, RequireConsumers
 from trtllm_disagg.startup import ModelIdentity, describe_worker, require_callable
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import GenerateRequest, RequestContext
@@ -56,17 +56,17 @@ class Stage:
         return list(self.instances)
 
     def check(self, request: GenerateRequest) -> None:
-        """Nobody is wished for."""
+        """No instance is wished for."""
 
     async def pick(self, request: GenerateRequest) -> Instance:
         for instance_id, instance in self.instances.items():
             if instance_id not in request.avoid:
                 return instance
-        raise NoInstanceError("nobody")
+        raise NoInstanceError("none")
 
 
-def fitting_stage(stage: Stage) -> FittingStage:
-    return FittingStage(stage, partial(require_callable, described("decode")))
+def fitting_stage(stage: Stage) -> CompatibilityFilter:
+    return CompatibilityFilter(stage, partial(require_callable, described("decode")))
 
 
 async def test_who_does_not_fit_is_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -118,7 +118,7 @@ async def test_who_is_gone_is_forgotten() -> None:
 
 async def test_a_queue_without_workers_is_no_way() -> None:
     queue, workers = RecordingStageClient(), Stage()
-    attended = AttendedQueue(queue, workers)
+    attended = RequireConsumers(queue, workers)
     with pytest.raises(NoInstanceError, match="no prefill worker is there"):
         await attended.pick(request())
     workers.instances = {0: Instance(0, None)}

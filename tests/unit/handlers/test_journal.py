@@ -10,7 +10,7 @@ import pytest
 from tests.support.handling import collect, request
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.local import LocalBoth
-from trtllm_disagg.handlers.trace import PREFIX, journaled
+from trtllm_disagg.handlers.trace import PREFIX, with_request_log
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording_llm import RequestError, Script
 from trtllm_disagg.testing.stage_client import FakeContext
@@ -34,7 +34,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def service(script: Script | None = None) -> Generate:
     engine = recording_engine()
     engine.llm.scripts.append(script or Script())
-    return journaled(LocalBoth(engine), "agg")
+    return with_request_log(LocalBoth(engine), "agg")
 
 
 async def test_an_answer_passes_unchanged_and_is_noted(lines: pytest.LogCaptureFixture) -> None:
@@ -67,7 +67,7 @@ async def test_a_failed_request_is_noted(lines: pytest.LogCaptureFixture) -> Non
 
 async def test_a_client_that_left_is_noted_at_once(lines: pytest.LogCaptureFixture) -> None:
     engine = recording_engine()
-    chunks = journaled(LocalBoth(engine), "agg")(request(), FakeContext())
+    chunks = with_request_log(LocalBoth(engine), "agg")(request(), FakeContext())
     await anext(chunks)
     await chunks.aclose()
     (entry,) = entries(lines)

@@ -1,4 +1,4 @@
-"""Fallback: an answer goes on with the next token whoever fails when, and each failure is told."""
+"""Fallback: an answer goes on with the next token whichever worker fails when, and the trace has each failure."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.fallback import Replays, Rung, always, ladder, only_if_it_must
+from trtllm_disagg.handlers.fallback import FallbackStep, Replays, always, replay_if_needed, with_fallback
 from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.testing.recording_llm import LLM, RequestError, Script
 from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.testing.stage_client import FakeContext
-from trtllm_disagg.types import Errand, Generate, GenerateRequest, RequestContext, TokenChunk, Usage
+from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -73,16 +73,16 @@ def of_peer(error: DisaggError, peer: int) -> DisaggError:
 @given(
     st.lists(st.integers(0, 6), max_size=4),
     st.sampled_from([{}, {"presence_penalty": 0.5}]),
-    st.sampled_from([always, only_if_it_must]),
+    st.sampled_from([always, replay_if_needed]),
 )
 def test_every_token_once_wherever_ways_fail(
     failures: list[int], sampling: dict[str, Any], replays: Replays
 ) -> None:
     """Appended or replayed."""
     seen: Seen = []
-    ways = [Rung("other_instance", way(seen, after)) for after in failures]
+    ways = [FallbackStep("other_instance", way(seen, after)) for after in failures]
     whole = request(7, sampling_options=sampling)
-    chunks = asyncio.run(collect(ladder([*ways, Rung("local", way(seen))], replays), whole))
+    chunks = asyncio.run(collect(with_fallback([*ways, FallbackStep("local", way(seen))], replays), whole))
     assert tokens_of(chunks) == expected_tokens(7)
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
     usage = chunks[-1].completion_usage
@@ -97,7 +97,9 @@ async def test_only_the_end_was_lost() -> None:
         yield TokenChunk(expected_tokens(4))
         raise PeerUnavailableError("gone")
 
-    chunks = await collect(ladder([Rung("a", endless), Rung("b", way(seen))]), request(4))
+    chunks = await collect(
+        with_fallback([FallbackStep("a", endless), FallbackStep("b", way(seen))]), request(4)
+    )
     assert tokens_of(chunks) == expected_tokens(4)
     assert (chunks[-1].finish_reason, seen) == ("length", [])
 
@@ -120,10 +122,13 @@ async def test_only_the_end_was_lost() -> None:
 async def test_whose_fault_it_is_decides(error: DisaggError, goes_on: bool, after: int) -> None:
     seen: Seen = []
     asked = request(5)
-    climbing = collect(ladder([Rung("a", way(seen, after, failing(error))), Rung("b", way(seen))]), asked)
+    climbing = collect(
+        with_fallback([FallbackStep("a", way(seen, after, failing(error))), FallbackStep("b", way(seen))]),
+        asked,
+    )
     if goes_on:
         assert tokens_of(await climbing) == expected_tokens(5)
-        assert asked.journey.fallbacks == ["b: x"]
+        assert asked.trace.fallbacks == ["b: x"]
     else:
         with pytest.raises(type(error)):
             await climbing
@@ -132,31 +137,33 @@ async def test_whose_fault_it_is_decides(error: DisaggError, goes_on: bool, afte
 
 async def test_only_a_dead_engine_takes_a_request_to_the_other_stage() -> None:
     seen: Seen = []
-    rungs = [
-        Rung("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
-        Rung("local", way(seen), "local"),
-        Rung("other_stage", way(seen), "decode_first", without_engine=True),
+    steps = [
+        FallbackStep("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
+        FallbackStep("local", way(seen), "local"),
+        FallbackStep("other_stage", way(seen), "decode_first", without_engine=True),
     ]
     asked = request(5)
-    assert tokens_of(await collect(ladder(rungs), asked)) == expected_tokens(5)
+    assert tokens_of(await collect(with_fallback(steps), asked)) == expected_tokens(5)
     assert len(seen) == 2
-    assert asked.journey.fallbacks == ["other_stage: engine died"]
-    assert asked.journey.strategy == "decode_first"
+    assert asked.trace.fallbacks == ["other_stage: engine died"]
+    assert asked.trace.strategy == "decode_first"
 
     asked = request(5)
-    rungs[0] = Rung("other_instance", way(seen, 2))
-    assert tokens_of(await collect(ladder(rungs), asked)) == expected_tokens(5)
-    assert asked.journey.fallbacks == ["local: "]
+    steps[0] = FallbackStep("other_instance", way(seen, 2))
+    assert tokens_of(await collect(with_fallback(steps), asked)) == expected_tokens(5)
+    assert asked.trace.fallbacks == ["local: "]
 
 
 async def test_a_dead_engine_and_no_other_stage_hand_the_request_back() -> None:
     seen: Seen = []
-    rungs = [
-        Rung("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
-        Rung("other_stage", way(seen, 0, failing(NoInstanceError("no instance"))), without_engine=True),
+    steps = [
+        FallbackStep("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
+        FallbackStep(
+            "other_stage", way(seen, 0, failing(NoInstanceError("no instance"))), without_engine=True
+        ),
     ]
     with pytest.raises(WorkerLeavingError, match="engine died"):
-        await collect(ladder(rungs), request(5))
+        await collect(with_fallback(steps), request(5))
 
 
 @pytest.mark.parametrize("strategy", ORDERS)
@@ -168,7 +175,7 @@ async def test_a_dead_first_engine_costs_no_answer(strategy: str) -> None:
     first.is_healthy = False
     asked = request(5)
     assert tokens_of(await collect(pair.generate, asked)) == expected_tokens(5)
-    assert asked.journey.fallbacks == ["other_stage: it died"]
+    assert asked.trace.fallbacks == ["other_stage: it died"]
     await pair.idle()
     LLM.kv_store.clear()
 
@@ -180,7 +187,7 @@ async def test_two_dead_engines_do_not_send_a_request_to_and_fro(strategy: str) 
     first.scripts.append(Script(error=RequestError("it died")))
     first.is_healthy = False
     other = "decode_first" if strategy == "prefill_first" else "prefill_first"
-    asked = replace(request(5), errand=Errand("whole", strategy))
+    asked = replace(request(5), phase_request=PhaseRequest("whole", strategy))
     with pytest.raises(WorkerLeavingError, match="it died"):
         await collect(pair.generate, asked)
     assert not any(call.request["errand"].get("strategy") == other for call in pair.client.calls)
@@ -190,25 +197,30 @@ async def test_two_dead_engines_do_not_send_a_request_to_and_fro(strategy: str) 
 
 async def test_the_last_error_is_the_clients() -> None:
     seen: Seen = []
-    rungs = [Rung("a", way(seen, 0)), Rung("b", way(seen, 0, failing(KvTransferError("last"))))]
+    steps = [
+        FallbackStep("a", way(seen, 0)),
+        FallbackStep("b", way(seen, 0, failing(KvTransferError("last")))),
+    ]
     with pytest.raises(KvTransferError, match="last"):
-        await collect(ladder(rungs), request())
+        await collect(with_fallback(steps), request())
 
 
 async def test_an_instance_that_failed_is_avoided() -> None:
     seen: Seen = []
-    rungs = [Rung("a", way(seen, i, failing(of_peer(KvTransferError("x"), 10 + i)))) for i in range(2)]
-    await collect(ladder([*rungs, Rung("b", way(seen))]), request())
+    steps = [
+        FallbackStep("a", way(seen, i, failing(of_peer(KvTransferError("x"), 10 + i)))) for i in range(2)
+    ]
+    await collect(with_fallback([*steps, FallbackStep("b", way(seen))]), request())
     assert [r.avoid for r in seen] == [frozenset(), {10}, {10, 11}]
 
 
-async def test_nobody_there_is_asked_once() -> None:
+async def test_none_there_is_asked_once() -> None:
     seen: Seen = []
-    missing = Rung("other_instance", way(seen, 0, failing(NoInstanceError("nobody"))))
+    missing = FallbackStep("other_instance", way(seen, 0, failing(NoInstanceError("none"))))
     asked = request()
-    await collect(ladder([missing, missing, missing, Rung("local", way(seen))]), asked)
+    await collect(with_fallback([missing, missing, missing, FallbackStep("local", way(seen))]), asked)
     assert len(seen) == 2
-    assert asked.journey.fallbacks == ["local: nobody"]
+    assert asked.trace.fallbacks == ["local: none"]
 
 
 async def test_a_client_that_left_is_not_served_on() -> None:
@@ -221,19 +233,23 @@ async def test_a_client_that_left_is_not_served_on() -> None:
         raise PeerUnavailableError("x")
 
     with pytest.raises(PeerUnavailableError):
-        await collect(ladder([Rung("a", left), Rung("b", way(seen))]), request(), context)
+        await collect(
+            with_fallback([FallbackStep("a", left), FallbackStep("b", way(seen))]), request(), context
+        )
     assert seen == []
 
 
 @pytest.mark.parametrize(
-    ("sampling", "replays"), [({"presence_penalty": 0.2}, only_if_it_must), ({}, always)]
+    ("sampling", "replays"), [({"presence_penalty": 0.2}, replay_if_needed), ({}, always)]
 )
 async def test_an_answer_that_is_drawn_keeps_its_seed_on_a_replay(
     sampling: dict[str, Any], replays: Replays
 ) -> None:
     seen: Seen = []
     drawn = request(5, sampling_options={"temperature": 1.0, **sampling})
-    await collect(ladder([Rung("a", way(seen, 2)), Rung("b", way(seen))], replays), drawn)
+    await collect(
+        with_fallback([FallbackStep("a", way(seen, 2)), FallbackStep("b", way(seen))], replays), drawn
+    )
     assert [r.token_ids for r in seen] == [drawn.token_ids] * 2
     seeds = [r.sampling.seed for r in seen]
     assert seeds[0] is not None
@@ -267,7 +283,7 @@ async def test_a_second_stage_that_fails_is_replaced_by_this_worker(order: str, 
     assert tokens_of(chunks) == expected_tokens(6)
     assert chunks[-1].completion_usage is not None
     assert chunks[-1].completion_usage.completion_tokens == 6
-    assert [step.partition(":")[0] for step in asked.journey.fallbacks] == ["other_instance", "local"]
+    assert [step.partition(":")[0] for step in asked.trace.fallbacks] == ["other_instance", "local"]
     assert len(LLM.kv_store) == 0
 
 
@@ -278,7 +294,7 @@ async def test_kv_that_does_not_arrive_is_computed_here(order: str) -> None:
     pair.decode.scripts.append(Script(error=KvTransferError("the sender is gone")))
     asked = request(6)
     assert tokens_of(await collect(pair.generate, asked)) == expected_tokens(6)
-    assert asked.journey.fallbacks[-1].startswith("local: ")
+    assert asked.trace.fallbacks[-1].startswith("local: ")
 
 
 @pytest.mark.parametrize("order", ORDERS)

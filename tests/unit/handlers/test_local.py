@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 class CategorizedError(RequestError):
-    """As the embedded engine reports whose fault it was."""
+    """As the embedded engine reports an error's category."""
 
     def __init__(self, message: str, category: str) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ async def prefill(engine: Engine, max_tokens: int | None = 5, **keys: Any) -> Ha
 
 
 async def prefilled(max_tokens: int | None = 5, **keys: Any) -> GenerateRequest:
-    """A request whose KV waits for a decode, as that worker gets it."""
+    """A request with KV that waits for a decode, as that worker gets it."""
     asked = request(max_tokens, **keys)
     handoff = await LocalPrefill(recording_engine())(asked, FakeContext())
     return decode_request(encode_request(asked.with_handoff(handoff), DECODE))

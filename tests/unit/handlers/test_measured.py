@@ -21,7 +21,7 @@ from trtllm_disagg.embedded.api.perf_metrics import (
 from trtllm_disagg.embedded.ipc.messages import Measured
 from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE
-from trtllm_disagg.handlers.trace import ENGINE_DATA, PREFIX, JourneyCounts, journaled
+from trtllm_disagg.handlers.trace import ENGINE_DATA, PREFIX, RequestCounts, with_request_log
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording_llm import Script
 from trtllm_disagg.testing.stage_client import FakeContext
@@ -44,17 +44,19 @@ async def prefilled() -> GenerateRequest:
     return decode_request(encode_request(asked.with_handoff(handoff), DECODE))
 
 
-def decoder(perf_metrics: Any, counts: JourneyCounts, *, measures: bool = True) -> Generate:
+def decoder(perf_metrics: Any, counts: RequestCounts, *, measures: bool = True) -> Generate:
     engine = recording_engine(enable_iter_perf_stats=measures)
     engine.llm.scripts.append(Script(perf_metrics=perf_metrics))
     phase = LocalDecode(engine, repeats_first_token=True)
-    return journaled(lambda asked, context: phase(asked, context, Handoff(TokenChunk([]), None)), "x", counts)
+    return with_request_log(
+        lambda asked, context: phase(asked, context, Handoff(TokenChunk([]), None)), "x", counts
+    )
 
 
 @pytest.mark.usefixtures("no_leaks")
 async def test_a_transfer_is_told_with_the_answer_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="trtllm_disagg.handlers.trace")
-    counts = JourneyCounts()
+    counts = RequestCounts()
     for _ in range(2):
         chunks = await collect(decoder(CAME, counts), await prefilled())
 
@@ -74,7 +76,7 @@ async def test_a_transfer_is_told_with_the_answer_and_counted(caplog: pytest.Log
     ids=["unasked", "no transfer", "no measurements", "no times"],
 )
 async def test_what_was_not_measured_is_not_told(perf_metrics: Any, measures: bool) -> None:
-    counts = JourneyCounts()
+    counts = RequestCounts()
     chunks = await collect(decoder(perf_metrics, counts, measures=measures), await prefilled())
     assert chunks[-1].engine_data is None
     assert not any(name.startswith("kv_transfer") for name in shown(EngineMetrics(counts)))

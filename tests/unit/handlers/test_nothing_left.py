@@ -1,12 +1,12 @@
-"""A frontend asks for the end of an answer whose worker died behind the last token."""
+"""A frontend asks for the end of an answer that lost its worker behind the last token."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.support.handling import collect, raw_request, request
-from trtllm_disagg.config.worker_config import Strategy
 from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.strategies import worker_side
 from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.types import TokenChunk, Usage
 from trtllm_disagg.wire import decode_request
@@ -14,8 +14,8 @@ from trtllm_disagg.wire import decode_request
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-@pytest.mark.parametrize("strategy", [each for each in Strategy if each is not Strategy.ROUTER])
-async def test_only_the_end_is_left(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", worker_side())
+async def test_only_the_end_is_left(strategy: str) -> None:
     """No engine is asked: each would make a token."""
     pair = make_pair(strategy)
     asked = request(0)
@@ -23,7 +23,7 @@ async def test_only_the_end_is_left(strategy: Strategy) -> None:
     assert await collect(pair.generate, asked) == [
         TokenChunk([], finish_reason="length", completion_usage=usage)
     ]
-    assert (asked.journey.strategy, asked.journey.reason) == ("local", "nothing_left")
+    assert (asked.trace.strategy, asked.trace.reason) == ("local", "nothing_left")
     assert not pair.prefill.results
     assert not pair.decode.results
 

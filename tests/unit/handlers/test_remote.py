@@ -127,7 +127,7 @@ async def test_a_client_that_left_before_the_answer() -> None:
 
 
 async def test_a_client_that_left_with_the_answer_on_its_way() -> None:
-    """Prefill has let its KV go then, so a decode would fail: loudly, and for nobody."""
+    """Prefill has let its KV go then, so a decode would fail, and no client waits for it."""
     context = FakeContext()
 
     async def serve(request: GenerateRequest, context_there: RequestContext) -> Any:

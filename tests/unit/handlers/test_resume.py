@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.handling import PROMPT, expected_tokens, request
 from trtllm_disagg.errors import EngineError
-from trtllm_disagg.handlers.fallback import Appended, Everything, Replayed, has_ended, rest_of, the_end
+from trtllm_disagg.handlers.fallback import Appended, Everything, Replayed, end_chunk, has_ended, remainder_of
 from trtllm_disagg.types import TokenChunk, Usage
 
 DELIVERED = expected_tokens(3)
@@ -19,12 +19,12 @@ DELIVERED = expected_tokens(3)
 
 def test_nothing_delivered_is_the_request_itself() -> None:
     asked = request()
-    assert rest_of(asked, []) == Everything(asked)
+    assert remainder_of(asked, []) == Everything(asked)
 
 
 def test_what_is_delivered_becomes_prompt() -> None:
     asked = request(8, stop_conditions={"max_tokens": 8, "min_tokens": 5, "other": 1})
-    rest = rest_of(asked, DELIVERED)
+    rest = remainder_of(asked, DELIVERED)
     assert rest.request.token_ids == rest.request.raw["token_ids"] == PROMPT + DELIVERED
     assert rest.request.raw["stop_conditions"] == {"max_tokens": 5, "min_tokens": 2, "other": 1}
     assert (rest.request.stop.max_tokens, rest.request.stop.min_tokens) == (5, 2)
@@ -32,7 +32,7 @@ def test_what_is_delivered_becomes_prompt() -> None:
 
 
 def test_no_limit_stays_none() -> None:
-    rest = rest_of(request(None), DELIVERED)
+    rest = remainder_of(request(None), DELIVERED)
     assert rest.request.stop.max_tokens is None
     assert rest.request.raw["stop_conditions"]["max_tokens"] is None
 
@@ -55,14 +55,14 @@ def test_the_usage_is_that_of_the_whole_answer() -> None:
 )
 def test_what_depends_on_more_than_text_is_replayed(sampling: dict[str, Any]) -> None:
     asked = request(sampling_options=sampling)
-    rest = rest_of(asked, DELIVERED)
+    rest = remainder_of(asked, DELIVERED)
     assert isinstance(rest, Replayed)
     assert rest.request is asked
 
 
 def test_no_penalty_is_none() -> None:
     sampling = {"presence_penalty": 0.0, "repetition_penalty": 1.0}
-    assert isinstance(rest_of(request(sampling_options=sampling), DELIVERED), Appended)
+    assert isinstance(remainder_of(request(sampling_options=sampling), DELIVERED), Appended)
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.lists(st.integers(0, 12), max_size=6))
@@ -96,6 +96,6 @@ def test_an_answer_that_only_lost_its_end() -> None:
     assert has_ended(request(3), DELIVERED)
     assert not has_ended(request(4), DELIVERED)
     assert not has_ended(request(None), DELIVERED)
-    end = the_end(request(3), DELIVERED)
+    end = end_chunk(request(3), DELIVERED)
     assert (end.token_ids, end.finish_reason) == ([], "length")
     assert end.completion_usage == Usage.of(len(PROMPT), 3, 0)

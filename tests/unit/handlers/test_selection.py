@@ -152,7 +152,7 @@ async def test_a_router_that_works_again_may_fail_again(caplog: pytest.LogCaptur
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
 async def test_the_least_loaded_one_balances(lengths: list[int], num_instances: int) -> None:
-    """Greedy: nobody ever has more than the average and one request."""
+    """Greedy: no instance ever has more than the average and one request."""
     load = InFlight()
     selector = LeastLoaded(load)
     ids = list(range(1, num_instances + 1))
@@ -225,7 +225,7 @@ async def test_dynamos_pin_of_this_worker_is_no_wish() -> None:
     asked = request(routing={"decode_worker_id": 99, "prefill_worker_id": 99})
     selected.check(asked)
     assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {1, 2}
-    assert asked.journey.fallbacks == []
+    assert asked.trace.fallbacks == []
 
 
 async def test_an_annotation_is_stronger_than_a_header() -> None:
@@ -240,7 +240,7 @@ async def test_of_another_workers_errand_only_what_fits_is_heard() -> None:
         errand = request(errand={"stage": "whole", "strategy": "prefill_first"}, routing=asked)
         selected.check(errand)
         assert {(await selected.pick(errand)).instance_id for _ in range(4)} == expected
-        assert errand.journey.fallbacks == []
+        assert errand.trace.fallbacks == []
 
 
 @pytest.mark.parametrize(
@@ -272,10 +272,10 @@ async def test_who_is_gone_is_replaced_and_it_is_told() -> None:
     asked = pinning("2")
     selected.check(asked)
     assert (await selected.pick(asked)).instance_id == 1
-    assert asked.journey.fallbacks == ["other_instance: pinned decode instance 2 is gone"]
+    assert asked.trace.fallbacks == ["other_instance: pinned decode instance 2 is gone"]
     # The next try does not repeat it.
     assert (await selected.pick(asked)).instance_id == 1
-    assert len(asked.journey.fallbacks) == 1
+    assert len(asked.trace.fallbacks) == 1
 
 
 async def test_who_has_failed_is_replaced_and_it_is_told() -> None:
@@ -283,14 +283,14 @@ async def test_who_has_failed_is_replaced_and_it_is_told() -> None:
     asked = pinning("2").avoiding(2)
     selected.check(asked)
     assert (await selected.pick(asked)).instance_id == 1
-    assert asked.journey.fallbacks == ["other_instance: pinned decode instance 2 failed or is left alone"]
+    assert asked.trace.fallbacks == ["other_instance: pinned decode instance 2 failed or is skipped"]
 
 
 async def test_of_several_pins_those_that_are_left_count() -> None:
     selected = stage(Directory(1, 2, 3))
     asked = pinning("2,3").avoiding(2)
     assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {3}
-    assert asked.journey.fallbacks == []
+    assert asked.trace.fallbacks == []
 
 
 def test_not_everybody_is_remembered_for_ever() -> None:
@@ -305,7 +305,7 @@ def test_not_everybody_is_remembered_for_ever() -> None:
 
 
 def test_a_prompt_of_no_tokens_is_no_load() -> None:
-    """It is refused, but by who gets it."""
+    """The worker that gets it refuses it."""
     load = InFlight()
     load.add(7, 0)
     load.add(7, 0)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.handling import collect, request, tokens_of, until
-from trtllm_disagg.config.worker_config import Role, ScheduleStyle, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine import Engine, load_api
 from trtllm_disagg.errors import (
     ConfigError,
@@ -58,7 +58,7 @@ def pair(engines: dict[Role, Engine], order: str) -> tuple[Generate, RecordingSt
 
     def build(role: Role, client: RecordingStageClient) -> Generate:
         config = WorkerConfig(
-            model="m", role=role, strategy=Strategy(order), schedule_style=ScheduleStyle.GENERATION_FIRST
+            model="m", role=role, strategy=order, schedule_style=ScheduleStyle.GENERATION_FIRST
         )
         return build_generate(config, engines[role], client)
 
@@ -225,6 +225,4 @@ async def test_a_prefill_worker_that_cannot_be_met_is_named(engines: dict[Role, 
 @pytest.mark.parametrize(("role", "strategy"), [(Role.AGG, "decode_first"), (Role.DECODE, "router")])
 def test_only_a_worker_that_dispatches_both_phases_can_do_so(role: Role, strategy: str) -> None:
     with pytest.raises(ConfigError, match="--schedule-style: 'generation_first'"):
-        WorkerConfig(
-            model="m", role=role, strategy=Strategy(strategy), schedule_style=ScheduleStyle.GENERATION_FIRST
-        )
+        WorkerConfig(model="m", role=role, strategy=strategy, schedule_style=ScheduleStyle.GENERATION_FIRST)

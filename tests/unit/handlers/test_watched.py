@@ -18,7 +18,12 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     StageTimeoutError,
 )
-from trtllm_disagg.handlers.circuit_breaker import Alarm, Breaker, Patience, WatchedStage
+from trtllm_disagg.handlers.circuit_breaker import (
+    CircuitBreaker,
+    CircuitBreakerClient,
+    IdleTimer,
+    StreamTimeouts,
+)
 from trtllm_disagg.testing.pair import Pair, make_pair
 from trtllm_disagg.testing.recording_llm import Script
 from trtllm_disagg.testing.stage_client import FakeContext
@@ -59,7 +64,7 @@ class Stage:
         for instance_id, call in self.calls.items():
             if instance_id not in request.avoid:
                 return Instance(instance_id, call)
-        raise NoInstanceError("nobody")
+        raise NoInstanceError("none")
 
 
 async def well() -> AsyncGenerator[dict[str, Any], None]:
@@ -93,18 +98,18 @@ class Clock:
         return self.now
 
 
-def watched(stage: Stage, clock: Clock | None = None, seconds: float = 30.0) -> WatchedStage:
-    breaker = Breaker(2, 5.0, clock or Clock())
-    return WatchedStage(stage, breaker, {"prefill": Patience(seconds, 2 * seconds)})
+def watched(stage: Stage, clock: Clock | None = None, seconds: float = 30.0) -> CircuitBreakerClient:
+    breaker = CircuitBreaker(2, 5.0, clock or Clock())
+    return CircuitBreakerClient(stage, breaker, {"prefill": StreamTimeouts(seconds, 2 * seconds)})
 
 
-async def call(stage: WatchedStage) -> tuple[int, list[dict[str, Any]]]:
+async def call(stage: CircuitBreakerClient) -> tuple[int, list[dict[str, Any]]]:
     instance = await stage.pick(request())
     answers = [a async for a in instance.call({"errand": {"stage": "prefill"}}, FakeContext())]
     return instance.instance_id, answers
 
 
-async def fail(stage: WatchedStage, times: int = 1) -> None:
+async def fail(stage: CircuitBreakerClient, times: int = 1) -> None:
     for _ in range(times):
         with pytest.raises(DisaggError):
             await call(stage)
@@ -120,12 +125,12 @@ async def test_who_fails_twice_is_left_alone_for_a_while(error: DisaggError, aft
     clock = Clock()
     stage = watched(Stage(i1=failing(error, after), i2=well), clock)
     await fail(stage)
-    assert stage.num_well() == 2
+    assert stage.num_healthy() == 2
     await fail(stage)
-    assert stage.num_well() == 1
+    assert stage.num_healthy() == 1
     assert (await call(stage))[0] == 2
     clock.now = 5.0
-    assert stage.num_well() == 2
+    assert stage.num_healthy() == 2
     await fail(stage)  # once more is enough now
     assert (await call(stage))[0] == 2
 
@@ -140,21 +145,21 @@ async def test_who_recovers_starts_anew() -> None:
     assert (await call(stage))[0] == 1
     inner.calls[1] = failing(PeerUnavailableError("x"))
     await fail(stage)
-    assert stage.num_well() == 2
+    assert stage.num_healthy() == 2
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("x"), OverloadedError("x")])
 async def test_what_is_nobodys_fault_counts_for_nothing(error: DisaggError) -> None:
     stage = watched(Stage(i1=failing(error)))
     await fail(stage, 5)
-    assert stage.num_well() == 1
+    assert stage.num_healthy() == 1
 
 
 async def test_better_a_doubtful_instance_than_none() -> None:
     inner = Stage(i1=failing(PeerUnavailableError("x")))
     stage = watched(inner)
     await fail(stage, 2)
-    assert stage.num_well() == 0
+    assert stage.num_healthy() == 0
     inner.calls[1] = well
     assert (await call(stage))[0] == 1
 
@@ -178,7 +183,7 @@ async def test_an_instance_that_falls_silent_is_named_too() -> None:
         await call(stage)
     assert caught.value.peer == 7
     await fail(stage)
-    assert stage.num_well() == 0
+    assert stage.num_healthy() == 0
 
 
 async def test_who_reads_slowly_is_no_fault_of_an_instance() -> None:
@@ -200,10 +205,10 @@ async def test_each_answer_has_its_own_time() -> None:
     assert len((await call(watched(Stage(i7=slow), seconds=0.03)))[1]) == 6
 
 
-async def test_who_is_cancelled_is_cancelled_whatever_the_alarm_says() -> None:
+async def test_a_cancelled_task_stays_cancelled_when_the_timer_fires_too() -> None:
     async def wait() -> None:
-        with Alarm(1) as alarm:
-            alarm.expect("answer", 0.0)
+        with IdleTimer(1) as timer:
+            timer.arm("answer", 0.0)
             await asyncio.Event().wait()
 
     waiting = asyncio.create_task(wait())
@@ -248,8 +253,8 @@ async def test_a_second_stage_that_hangs_is_replaced(order: str) -> None:
     chunks = await collect(pair.generate, asked)
     await let_go(gate, pair)
     assert tokens_of(chunks) == expected_tokens(4)
-    assert asked.journey.strategy == "local"
-    assert "within 0.02 s" in asked.journey.fallbacks[0]
+    assert asked.trace.strategy == "local"
+    assert "within 0.02 s" in asked.trace.fallbacks[0]
 
 
 @pytest.mark.parametrize(("order", "word"), [("prefill_first", "prefill"), ("decode_first", "decode")])

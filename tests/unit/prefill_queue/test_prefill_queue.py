@@ -7,7 +7,7 @@ import pytest
 from tests.support.handling import collect, expected_tokens, request, tokens_of, until
 from tests.support.nats_server import NatsServer
 from tests.support.queueing import Queueing, queueing, raising
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -33,8 +33,8 @@ async def test_a_pulled_prefill_and_a_local_decode_are_one_answer(queue: Queuein
     assert tokens_of(chunks) == expected_tokens(6)
     assert [result.request_type for result in pulling.llm.results] == ["context_only"]
     assert [result.request_type for result in pushing.llm.results] == ["generation_only"]
-    assert asked.journey.facts["prefill_instance"] == "beef"
-    assert asked.journey.facts["prefill_queue_ms"] >= 0
+    assert asked.trace.facts["prefill_instance"] == "beef"
+    assert asked.trace.facts["prefill_queue_ms"] >= 0
 
 
 async def test_the_request_id_comes_with_the_item(queue: Queueing) -> None:
@@ -57,9 +57,9 @@ async def test_the_request_id_comes_with_the_item(queue: Queueing) -> None:
 async def test_in_prefill_first_any_prefill_worker_has_the_prefill_and_decode_gets_the_handoff(
     nats: NatsServer, no_leaks: None
 ) -> None:
-    async with queueing(nats, Strategy.PREFILL_FIRST) as queue:
+    async with queueing(nats, "prefill_first") as queue:
         engine = recording_engine()
-        decode_config = WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST)
+        decode_config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
         stage = RecordingStageClient(build_generate(decode_config, engine, NoStage()))
         pushing, pulling = await queue.pusher(stage=stage), await queue.puller()
 
@@ -74,9 +74,9 @@ async def test_in_prefill_first_any_prefill_worker_has_the_prefill_and_decode_ge
 async def test_in_prefill_first_a_decode_worker_lets_go_of_what_no_decode_was_started_for(
     nats: NatsServer, no_leaks: None
 ) -> None:
-    async with queueing(nats, Strategy.PREFILL_FIRST) as queue:
+    async with queueing(nats, "prefill_first") as queue:
         engine = recording_engine()
-        decode_config = WorkerConfig(model="m", role=Role.DECODE, strategy=Strategy.PREFILL_FIRST)
+        decode_config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
         stage = RecordingStageClient(build_generate(decode_config, engine, NoStage()))
         pushing = await queue.pusher(stage=stage)
         await queue.puller()
@@ -128,7 +128,7 @@ async def test_a_request_goes_to_no_instance_that_has_failed_it(queue: Queueing)
     for _ in range(6):
         asked = request(3).avoiding(1)
         assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(3)
-        assert asked.journey.facts["prefill_instance"] == "2"
+        assert asked.trace.facts["prefill_instance"] == "2"
     assert (len(failed.llm.results), len(other.llm.results)) == (0, 6)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.handling import collect, expected_tokens, request, tokens_of, until
 from tests.support.nats_server import NatsServer
 from tests.support.queueing import Pushing, Queueing, queueing
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing.pair import recording_engine
@@ -19,13 +19,13 @@ from trtllm_disagg.testing.stage_client import RecordingStageClient
 LARGE: dict[str, Any] = {"padding": "x" * (2 << 20)}
 
 
-def workers(role: Role, strategy: Strategy) -> RecordingStageClient:
+def workers(role: Role, strategy: str) -> RecordingStageClient:
     config = WorkerConfig(model="m", role=role, strategy=strategy)
     return RecordingStageClient(build_generate(config, recording_engine(), NoStage()))
 
 
 async def decoding(queue: Queueing) -> tuple[Pushing, RecordingStageClient]:
-    stage = workers(Role.PREFILL, Strategy.DECODE_FIRST)
+    stage = workers(Role.PREFILL, "decode_first")
     return await queue.pusher(stage=stage), stage
 
 
@@ -37,11 +37,11 @@ async def test_what_nats_does_not_take_goes_to_a_prefill_worker(queue: Queueing)
 
     assert pulling.llm.results == []
     assert [body["errand"] for body in stage.requests] == [{"stage": "prefill"}]
-    (told,) = asked.journey.fallbacks
+    (told,) = asked.trace.fallbacks
     assert told.startswith("direct: a request of 20")
     assert "NATS takes 1048576 (max_payload)" in told
-    assert asked.journey.strategy == "decode_first"
-    assert asked.journey.facts["prefill_instance"] == f"{stage.instance_ids()[0]:x}"
+    assert asked.trace.strategy == "decode_first"
+    assert asked.trace.facts["prefill_instance"] == f"{stage.instance_ids()[0]:x}"
     assert pushing.client.num_waiting == 0
     await stage.idle()
 
@@ -58,15 +58,15 @@ async def test_a_request_with_a_pinned_prefill_worker_passes_the_queue_by(
     assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(5)
 
     assert (len(stage.requests), pulling.llm.results) == (1, [])
-    assert asked.journey.fallbacks == []
+    assert asked.trace.fallbacks == []
     await stage.idle()
 
 
 async def test_in_prefill_first_such_a_prefill_stays_where_it_was_routed_to(
     nats: NatsServer, no_leaks: None
 ) -> None:
-    async with queueing(nats, Strategy.PREFILL_FIRST) as queue:
-        stage = workers(Role.DECODE, Strategy.PREFILL_FIRST)
+    async with queueing(nats, "prefill_first") as queue:
+        stage = workers(Role.DECODE, "prefill_first")
         pushing, pulling = await queue.pusher(stage=stage), await queue.puller()
         asked = request(5, **LARGE)
 
@@ -74,8 +74,8 @@ async def test_in_prefill_first_such_a_prefill_stays_where_it_was_routed_to(
 
         assert [result.request_type for result in pushing.llm.results] == ["context_only"]
         assert pulling.llm.results == []
-        assert [each.partition(":")[0] for each in asked.journey.fallbacks] == ["direct"]
-        assert "prefill_instance" not in asked.journey.facts
+        assert [each.partition(":")[0] for each in asked.trace.fallbacks] == ["direct"]
+        assert "prefill_instance" not in asked.trace.facts
         await stage.idle()
 
 
@@ -94,7 +94,7 @@ async def test_without_nats_prefills_go_on_without_the_queue(tmp_path: Any, no_l
             assert tokens_of(await answer) == expected_tokens(5)
             assert tokens_of(await collect(pushing.generate, late)) == expected_tokens(5)
             for asked in (waiting, late):
-                assert asked.journey.fallbacks == [
+                assert asked.trace.fallbacks == [
                     "direct: the prefill queue cannot be reached: NATS is gone (--nats-server)"
                 ]
             assert len(stage.requests) == 2
@@ -108,9 +108,9 @@ async def test_no_prefill_worker_is_named_before_one_has_taken_the_item(queue: Q
     asked = request(5)
     with pytest.raises(Exception, match="--queue-timeout"):
         await collect(pushing.generate, asked)
-    assert "prefill_instance" not in asked.journey.facts
+    assert "prefill_instance" not in asked.trace.facts
 
     await queue.puller(7)
     again = request(5)
     assert tokens_of(await collect(pushing.generate, again)) == expected_tokens(5)
-    assert again.journey.facts["prefill_instance"] == "7"
+    assert again.trace.facts["prefill_instance"] == "7"

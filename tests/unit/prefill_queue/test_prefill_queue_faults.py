@@ -53,7 +53,7 @@ async def test_a_dead_workers_item_goes_to_another_one(queue: Queueing) -> None:
 
     assert tokens_of(await answer) == expected_tokens(5)
     assert len(living.llm.results) == 1
-    assert asked.journey.facts["prefill_instance"] == "2"
+    assert asked.trace.facts["prefill_instance"] == "2"
 
 
 async def test_a_worker_slower_than_the_ack_wait_keeps_its_item(queue: Queueing) -> None:

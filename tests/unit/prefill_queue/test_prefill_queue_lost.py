@@ -158,7 +158,7 @@ async def test_deployments_of_another_kind_take_nothing_from_each_other(queue: Q
         await queue.puller(0xA)
         asked = request(5)
         assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(5)
-        assert asked.journey.facts["prefill_instance"] == "a"
+        assert asked.trace.facts["prefill_instance"] == "a"
 
 
 async def test_the_age_is_known_for_what_a_worker_waits_for_itself(

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.nats_server import NatsServer
-from trtllm_disagg.commands import SWITCHABLE
-from trtllm_disagg.config.worker_config import Role, ScheduleStyle, Strategy, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.errors import (
     ConfigError,
 )
 from trtllm_disagg.prefill_queue import NoPrefillQueue, broker, open_prefill_queue
 from trtllm_disagg.prefill_queue.messages import Names
+from trtllm_disagg.strategies import switchable
 
 
 async def test_a_worker_without_use_for_a_queue_opens_none() -> None:
@@ -27,7 +27,7 @@ def test_every_role_and_strategy_means_the_same_queue() -> None:
     """A deployment that switched has workers that were started under either strategy."""
     configs = [
         WorkerConfig(model="m", role=role, strategy=strategy, prefill_dispatch="queue")
-        for strategy in SWITCHABLE
+        for strategy in switchable()
         for role in (Role.DECODE, Role.PREFILL)
     ]
     assert {Names.of(config, "kind").items for config in configs} == {
@@ -39,14 +39,14 @@ def test_the_queue_of_prefill_workers_elsewhere() -> None:
     prefill = WorkerConfig(
         model="m",
         role=Role.PREFILL,
-        strategy=Strategy.DECODE_FIRST,
+        strategy="decode_first",
         endpoint="dyn://dynamo.mine.generate",
         prefill_dispatch="queue",
     )
     decode = WorkerConfig(
         model="m",
         role=Role.DECODE,
-        strategy=Strategy.DECODE_FIRST,
+        strategy="decode_first",
         next_endpoint="dyn://dynamo.mine.generate",
         prefill_dispatch="queue",
     )
@@ -54,9 +54,9 @@ def test_the_queue_of_prefill_workers_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-@pytest.mark.parametrize("strategy", SWITCHABLE)
+@pytest.mark.parametrize("strategy", switchable())
 async def test_a_worker_that_may_push_after_a_switch_opens_it(
-    role: Role, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+    role: Role, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker, "_CONNECT_SECONDS", 0.1)
     config = WorkerConfig(

@@ -9,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.handling import collect, request
-from trtllm_disagg.config.worker_config import Role, Strategy, WorkerConfig
-from trtllm_disagg.engine import Engine, load_api, resolve_engine
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engine import Engine, load_api
+from trtllm_disagg.engines import resolve_engine
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing import recording_llm
@@ -27,7 +28,7 @@ def engine(**recording: Any) -> Engine:
 
 
 def generate_of(strategy: str, role: Role, stage: Any = None, **recording: Any) -> Generate:
-    config = WorkerConfig(model="org/model", role=role, strategy=Strategy(strategy))
+    config = WorkerConfig(model="org/model", role=role, strategy=strategy)
     return build_generate(config, engine(**recording), stage or RecordingStageClient())
 
 

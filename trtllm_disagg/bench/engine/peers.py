@@ -111,7 +111,10 @@ class VllmCpu(Peer):
     """vLLM's engine, core and all in this process, stepped as its `LLM.generate` steps it."""
 
     def __init__(self, start: Any) -> None:
+        level = os.environ.get("ATEN_CPU_CAPABILITY", "native")
         os.environ |= {
+            # What is compiled for one CPU level is not for another.
+            "VLLM_CACHE_ROOT": str(Path(start.model).parent / f"vllm-{level}"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": str(_kv_gib(start)),
@@ -120,7 +123,7 @@ class VllmCpu(Peer):
         }
         import torch
 
-        if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        if level == "avx2":
             # vLLM chooses between its compiled kernels by this.
             torch.cpu._is_avx512_supported = lambda: False
         import vllm

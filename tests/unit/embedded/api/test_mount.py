@@ -28,6 +28,7 @@ from trtllm_disagg.embedded.api.request import PreprocessedInputs, prompt_of
 from trtllm_disagg.embedded.mount import MOUNTED, NOT_SERVED, ROOT, mount_as_tensorrt_llm
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
+from trtllm_disagg.engines import resolve_engine
 from trtllm_disagg.errors import ConfigError
 
 #: What upstream imports in a `try`, or for images and video only.
@@ -111,7 +112,7 @@ def test_the_names_are_the_embedded_engines_own(mounted: Any) -> None:
 
 
 def test_our_own_worker_finds_it_too(mounted: Any) -> None:
-    assert engine.resolve_engine("auto") == "tensorrt_llm"
+    assert resolve_engine("auto") == "tensorrt_llm"
     assert engine.load_api("tensorrt_llm").llm is embedded.LLM
 
 

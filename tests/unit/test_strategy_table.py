@@ -1,0 +1,81 @@
+"""The list of strategies, and that nothing else has to know a new one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.deployments import ROOT
+from trtllm_disagg.strategies import STRATEGIES, StrategySpec, main, orders, switchable
+
+#: In a process of its own: the toy is registered before anything reads the table.
+PROGRAM = """
+import argparse, asyncio
+from tests.support.toy_strategy import register
+register()
+from pathlib import Path
+from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of
+from trtllm_disagg.admin.switch_command import require_switchable
+from trtllm_disagg.commands import CONTROL, decode_command
+from trtllm_disagg.config.args import parse_worker_args
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.deployment.plan import DeploymentConfig, plan, stop_order
+from trtllm_disagg.deployment.up_command import add_arguments
+from trtllm_disagg.strategies import main
+from trtllm_disagg.testing.pair import make_pair
+
+argv = ["--model", "m", "--disaggregation-mode", "decode", "--disaggregation-strategy", "toy"]
+config = parse_worker_args(argv, {})
+assert config.is_first_stage and config.calls_second_stage and config.may_switch
+assert not WorkerConfig(model="m", role="prefill", strategy="toy").is_first_stage
+
+parser = argparse.ArgumentParser()
+add_arguments(parser)
+assert parser.parse_args(["--model", "m", "--strategy", "toy"]).strategy == "toy"
+DeploymentConfig("toy", "m", "m", Path("run"), prefill_dispatch="queue")
+assert stop_order("toy") == (("decode",), ("prefill",), ("frontend",), ("nats",))
+assert main(["toy"]) == "decode\\ndecode prefill"
+
+require_switchable("toy")
+assert decode_command({"command": "switch", "to": "toy"}).to == "toy"
+
+async def answers():
+    pair = make_pair("toy")
+    assert tokens_of(await collect(pair.generate, request())) == expected_tokens(5)
+    assert pair.client.requests == [], "the toy answers alone"
+    for other in ("prefill_first", "decode_first"):
+        asked = request(annotations=["disagg:toy"])
+        assert tokens_of(await collect(make_pair(other).generate, asked)) == expected_tokens(5)
+        assert asked.trace.strategy == "toy"
+
+asyncio.run(answers())
+print("all know it")
+"""
+
+
+def test_a_toy_strategy_needs_its_file_and_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("all know it\n", "", 0)
+
+
+@pytest.mark.parametrize("spec", STRATEGIES.values(), ids=STRATEGIES)
+def test_every_role_stops_once_and_callers_stop_first(spec: StrategySpec) -> None:
+    assert sorted(spec.stop_order) == sorted(spec.roles)
+    assert spec.entry_role in (spec.stop_order[0], None)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in STRATEGIES.items() if spec.builder])
+def test_every_builder_can_be_loaded(name: str) -> None:
+    assert callable(STRATEGIES[name].load_builder())
+
+
+def test_each_worker_has_an_order_that_it_takes_first() -> None:
+    assert {order.entry_role for order in orders()} == {"prefill", "decode"}
+    assert {order.name for order in orders()} < set(switchable())
+
+
+def test_scripts_get_no_answer_for_a_strategy_that_is_unknown() -> None:
+    with pytest.raises(SystemExit, match="expected one of prefill_first, decode_first, router, auto"):
+        main(["agg"])

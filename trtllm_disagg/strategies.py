@@ -1,0 +1,117 @@
+"""The one list of strategies. Configuration, deployment, commands, demo, scripts and tests read it; a new strategy is
+one file that builds its answer and one line here.
+
+For scripts: `python -m trtllm_disagg.strategies STRATEGY` prints the roles that the frontend routes to, and on the next
+line the roles in the order in which they stop.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+from trtllm_disagg.errors import ConfigError
+
+WorkerRole = Literal["agg", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class StrategySpec:
+    name: str
+    #: Of its workers.
+    roles: tuple[WorkerRole, ...]
+    #: Takes requests from the frontend and calls the other role; None where the frontend calls each role itself.
+    entry_role: WorkerRole | None
+    #: A running deployment of another switchable strategy can become this one.
+    switchable: bool
+    #: A worker that is called stops after its callers, so that a request in flight still finds its next stage.
+    stop_order: tuple[WorkerRole, ...]
+    #: "module:function" that makes of `handlers.services.Parts` the answer to a whole request; None where the order
+    #: of each request is chosen among the other strategies when it comes.
+    builder: str | None
+
+    @property
+    def kv_routed_roles(self) -> tuple[WorkerRole, ...]:
+        """The frontend picks among these workers by what their KV caches hold."""
+        return self.roles if self.entry_role is None else (self.entry_role,)
+
+    @property
+    def is_disaggregated(self) -> bool:
+        return len(self.roles) > 1
+
+    @property
+    def is_worker_side(self) -> bool:
+        """A worker calls a worker."""
+        return self.is_disaggregated and self.entry_role is not None
+
+    @property
+    def is_order(self) -> bool:
+        """Worker-side, and the same for each request."""
+        return self.is_worker_side and self.builder is not None
+
+    def load_builder(self) -> Callable[[Any], Any]:
+        """Imported now: the table itself loads nothing."""
+        assert self.builder is not None, f"{self.name} chooses among the others"
+        module, _, function = self.builder.partition(":")
+        build: Callable[[Any], Any] = getattr(import_module(module), function)
+        return build
+
+
+_BOTH: tuple[WorkerRole, ...] = ("prefill", "decode")
+_DECODE_STOPS_FIRST: tuple[WorkerRole, ...] = ("decode", "prefill")
+_BUILDERS = "trtllm_disagg.handlers.strategies"
+
+STRATEGIES: dict[str, StrategySpec] = {
+    spec.name: spec
+    for spec in (
+        StrategySpec("agg", ("agg",), "agg", False, ("agg",), f"{_BUILDERS}.agg:build"),
+        StrategySpec("prefill_first", _BOTH, "prefill", True, _BOTH, f"{_BUILDERS}.prefill_first:build"),
+        StrategySpec(
+            "decode_first", _BOTH, "decode", True, _DECODE_STOPS_FIRST, f"{_BUILDERS}.decode_first:build"
+        ),
+        StrategySpec("router", _BOTH, None, False, _BOTH, f"{_BUILDERS}.router:build"),
+        # Registered as decode_first.
+        StrategySpec("auto", _BOTH, "decode", True, _DECODE_STOPS_FIRST, None),
+    )
+}
+
+
+def spec_of(name: str) -> StrategySpec:
+    """Raises ConfigError for a name that is not in the table."""
+    try:
+        return STRATEGIES[name]
+    except KeyError:
+        raise ConfigError.bad_value("strategy", name, f"one of {', '.join(STRATEGIES)}") from None
+
+
+def disaggregated() -> tuple[str, ...]:
+    """What `--disaggregation-strategy` takes."""
+    return tuple(name for name, spec in STRATEGIES.items() if spec.is_disaggregated)
+
+
+def worker_side() -> tuple[str, ...]:
+    return tuple(name for name, spec in STRATEGIES.items() if spec.is_worker_side)
+
+
+def orders() -> tuple[StrategySpec, ...]:
+    return tuple(spec for spec in STRATEGIES.values() if spec.is_order)
+
+
+def switchable() -> tuple[str, ...]:
+    return tuple(name for name, spec in STRATEGIES.items() if spec.switchable)
+
+
+def main(arguments: list[str]) -> str:
+    name = arguments[0] if arguments else ""
+    if name not in disaggregated():
+        allowed = ", ".join(disaggregated())
+        raise SystemExit(f"error: STRATEGY: {name!r} is not allowed; expected one of {allowed}")
+    spec = STRATEGIES[name]
+    return f"{' '.join(spec.kv_routed_roles)}\n{' '.join(spec.stop_order)}"
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1:]))
