@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ class PerRequestStream(AsyncGenerator[T, None]):
     """
 
     _rest: AsyncGenerator[T, None] | None = None
+    _next: Callable[[], Coroutine[Any, Any, T]] | None = None
     _has_begun = False
     _is_closed = False
 
@@ -31,9 +32,14 @@ class PerRequestStream(AsyncGenerator[T, None]):
         """Once, when `_rest` is closed; also when the stream was never read."""
 
     def __anext__(self) -> Coroutine[Any, Any, T]:
-        if self._has_begun and self._rest is not None:
-            return self._rest.__anext__()
-        return self._begin()
+        if self._next is not None:
+            return self._next()
+        if not self._has_begun or self._rest is None:
+            return self._begin()
+        element = self._rest.__anext__()
+        # Past all streams of this kind that only hand on by now.
+        self._next = self._rest._next if isinstance(self._rest, PerRequestStream) else self._rest.__anext__
+        return element
 
     async def _begin(self) -> T:
         if self._has_begun or self._is_closed:
