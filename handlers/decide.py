@@ -135,7 +135,7 @@ class Auto:
 
     local: little to compute, a queue in front of the other stage, or no healthy instance there.
 
-    Otherwise the order whose first stage this worker is; the other order when this worker decodes as much as fits
+    Otherwise the order that has this worker as first stage; the other order when this worker decodes as much as fits
     into its batch, so that another decode worker can be found.
     """
 

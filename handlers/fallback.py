@@ -53,7 +53,7 @@ class Everything:
 class Appended:
     """What the client has becomes part of the prompt, as Dynamo's migration does it.
 
-    For answers whose next token depends on the text so far, its position and the seed only (`depends_on_text_only`).
+    For answers with a next token that depends on text, position and seed only (`depends_on_text_only`).
     Prefill computes a token's KV by other sums than decoding did, so of two tokens that are all but equally likely
     the other one may come.
     """
@@ -182,7 +182,7 @@ class FallbackStep(NamedTuple):
     generate: Generate
     #: What runs then, if it is not what was chosen.
     strategy: str | None = None
-    #: It has no use for this worker's own engine, and is for requests whose engine has died.
+    #: It has no use for this worker's own engine, and is for requests that have lost their engine.
     without_engine: bool = False
 
 
@@ -247,7 +247,7 @@ def _may_go_on(error: DisaggError) -> bool:
 
 
 def finish_if_budget_exhausted(generate: Generate) -> Generate:
-    """Answers a request whose answer lacks its end only: a worker died when it had given the last token and not yet
+    """Answers a request for the end of an answer only: a worker died when it had given the last token and not yet
     said so, and the frontend migrates the request with `max_tokens` 0.
     """
 

@@ -1,7 +1,7 @@
 """The one list of deciders: when a request's prefill leaves the worker that it was routed to.
 
 The rules are those of the old Dynamo design (length and queue), of Dynamo 1.6 (isl_bounding) and of llm-d
-(non_cached_tokens). All count real tokens, without those whose blocks are in the worker's cache. A new decider is one
+(non_cached_tokens). All count real tokens, without those of blocks in the worker's cache. A new decider is one
 function and one line here; `config.thresholds.Thresholds` has the thresholds that it may compare with.
 """
 

@@ -100,7 +100,7 @@ def test_a_prefill_body_that_says_where_the_kv_is() -> None:
         ({"bootstrap_host": "h" * 300}, "bootstrap_host"),
     ],
 )
-def test_a_room_that_nobody_finds(keys: dict[str, Any], named: str) -> None:
+def test_an_unusable_room_is_refused(keys: dict[str, Any], named: str) -> None:
     room: dict[str, Any] = {"bootstrap_host": "10.0.0.7", "bootstrap_port": 41000, "bootstrap_room": 5}
     decode_request(raw_request(**room))
     with pytest.raises(HandoffRefusedError, match=named):

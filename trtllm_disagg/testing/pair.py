@@ -63,24 +63,24 @@ def make_pair(strategy: str, **settings: Any) -> Pair:
     """`settings` of both workers."""
     spec = spec_of(strategy)
     engines = {role: recording_engine() for role in (Role.PREFILL, Role.DECODE)}
-    nobody = RecordingStageClient()
+    unused = RecordingStageClient()
 
     def handler(role: Role, client: RecordingStageClient) -> Generate:
         config = WorkerConfig(model="org/model", role=role, strategy=strategy, **settings)
         return build_generate(config, engines[role], client)
 
     if spec.entry_role is None:
-        prefill, decode = (RecordingStageClient(handler(role, nobody)) for role in engines)
+        prefill, decode = (RecordingStageClient(handler(role, unused)) for role in engines)
         generate, client, clients = prefill_router(prefill, decode), decode, [prefill, decode]
     else:
         first, second = sorted(engines, key=lambda role: role != spec.entry_role)
-        client = RecordingStageClient(handler(second, nobody))
+        client = RecordingStageClient(handler(second, unused))
         generate, clients = handler(first, client), [client]
     return Pair(generate, engines[Role.PREFILL].llm, engines[Role.DECODE].llm, client, clients)
 
 
 def prefill_router(prefill: RecordingStageClient, decode: RecordingStageClient) -> Generate:
-    """What Dynamo's frontend does with a prefill and a decode worker (facts: dynamo.md section 3)."""
+    """What Dynamo's frontend does with a prefill and a decode worker."""
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         raw = request.raw
@@ -107,7 +107,7 @@ def prefill_router(prefill: RecordingStageClient, decode: RecordingStageClient) 
 
 
 async def leftover_tasks() -> set[asyncio.Task[Any]]:
-    """Whoever still runs in this event loop after everybody had the time to finish."""
+    """Tasks that still run in this event loop after all had the time to finish."""
     for _ in range(_ENOUGH_TURNS):
         await asyncio.sleep(0)
     return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}

@@ -147,7 +147,7 @@ async def test_a_reader_that_is_cancelled_has_the_kv_arrive_all_the_same() -> No
     assert len(LLM.kv_store) == 0
 
 
-async def test_kv_that_never_arrives_for_nobody_is_a_line_in_the_log(
+async def test_kv_that_never_arrives_for_a_cancelled_request_is_a_line_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")

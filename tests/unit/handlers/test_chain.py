@@ -130,14 +130,14 @@ async def test_a_final_handoff_is_the_whole_answer() -> None:
     assert phases.decodes == 0
 
 
-async def test_a_prefill_service_keeps_kv_for_who_got_the_answer() -> None:
+async def test_a_prefill_service_keeps_kv_once_its_answer_is_delivered() -> None:
     phases = Phases()
     (chunk,) = await collect(bare_prefill(phases.prefill), request())
     assert chunk.disaggregated_params == {"opaque_state": "eA=="}
     assert phases.releases == 0
 
 
-async def test_a_prefill_service_releases_what_nobody_got() -> None:
+async def test_a_prefill_service_releases_an_undelivered_answer() -> None:
     phases = Phases()
     dropped = bare_prefill(phases.prefill)(request(), FakeContext())
     await anext(dropped)

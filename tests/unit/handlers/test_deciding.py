@@ -220,7 +220,9 @@ async def test_a_policy_file_is_watched(tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("strategy", ["router", None])
 @pytest.mark.parametrize("setting", [{"prefill_decider": "length"}, {"max_tries": 3}, {"next_router": "kv"}])
-def test_who_calls_nobody_has_no_use_for_it(strategy: str | None, setting: dict[str, Any]) -> None:
+def test_a_worker_that_calls_no_other_refuses_the_setting(
+    strategy: str | None, setting: dict[str, Any]
+) -> None:
     where: dict[str, Any] = {"role": Role.DECODE, "strategy": strategy} if strategy else {"role": Role.AGG}
     with pytest.raises(ConfigError, match="where no worker calls another"):
         WorkerConfig(model="m", **where, **setting)

@@ -91,7 +91,7 @@ async def test_a_request_that_still_runs_at_the_end_is_handed_back() -> None:
     assert departure.num_running == 0
 
 
-async def test_a_request_whose_client_reads_slowly_is_handed_back_with_its_next_token() -> None:
+async def test_a_request_with_a_slow_client_is_handed_back_with_its_next_token() -> None:
     departure, stream = Departure(), Stream()
     chunks = departure.attending(stream)(request(), FakeContext())
     assert (await anext(chunks)).token_ids == [1]

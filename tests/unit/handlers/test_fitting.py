@@ -81,7 +81,7 @@ async def test_who_does_not_fit_is_left_out_and_told_once(caplog: pytest.LogCapt
     assert "instance 0 is not called: the two stages do not fit together; --model" in record.getMessage()
 
 
-async def test_nobody_who_fits_is_nobody() -> None:
+async def test_without_a_fitting_instance_there_is_no_instance() -> None:
     fits = fitting_stage(Stage(described(weights="bbbb"), described(weights="cccc")))
     with pytest.raises(NoInstanceError):
         await fits.pick(request())
@@ -95,7 +95,7 @@ async def test_while_a_deployment_switches_its_workers_have_two_strategies() -> 
         require_callable(described("decode"), described("decode"))
 
 
-async def test_who_does_not_say_who_it_is_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_instance_without_a_description_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "_DESCRIBE_SECONDS", 0.01)
     stage = Stage(None)
     fits = fitting_stage(stage)

@@ -119,7 +119,7 @@ async def test_only_the_end_was_lost() -> None:
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("after", [0, 2])
-async def test_whose_fault_it_is_decides(error: DisaggError, goes_on: bool, after: int) -> None:
+async def test_the_category_of_the_error_decides(error: DisaggError, goes_on: bool, after: int) -> None:
     seen: Seen = []
     asked = request(5)
     climbing = collect(

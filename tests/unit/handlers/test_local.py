@@ -135,7 +135,7 @@ async def test_a_client_that_left_during_prefill() -> None:
 # -- decode
 
 
-async def test_decode_repeats_the_first_token_only_for_who_has_not_got_it() -> None:
+async def test_decode_repeats_the_first_token_only_where_the_client_lacks_it() -> None:
     whole = await decode(await prefilled(), repeats=True)
     assert tokens_of(whole) == expected_tokens(5)
     rest = await decode(await prefilled())
@@ -232,7 +232,9 @@ async def test_closing_a_whole_run_aborts_it() -> None:
         (CategorizedError("boom", "never heard of"), EngineError),
     ],
 )
-async def test_whose_fault_an_engines_error_is(error: Exception, kind: type[DisaggError]) -> None:
+async def test_an_engines_error_has_the_kind_of_its_category(
+    error: Exception, kind: type[DisaggError]
+) -> None:
     for phase in ("prefill", "decode", "both"):
         engine = recording_engine()
         engine.llm.scripts.append(Script(error=error))

@@ -66,7 +66,9 @@ def test_tokens_that_the_client_has_are_skipped_but_counted() -> None:
 
 
 @pytest.mark.parametrize(("given", "counted", "shown"), [(None, 7, 7), (None, None, 0), (4, 7, 4), (0, 7, 0)])
-def test_whose_count_of_cached_tokens_is_shown(given: int | None, counted: int | None, shown: int) -> None:
+def test_the_given_count_of_cached_tokens_wins_over_the_engines(
+    given: int | None, counted: int | None, shown: int
+) -> None:
     last = advance(OutputCursor(3, cached_tokens=given), [5], "stop", cached_tokens=counted)
     assert last.completion_usage is not None
     assert last.completion_usage.prompt_tokens_details == PromptTokensDetails(shown)

@@ -101,7 +101,7 @@ async def test_equals_take_turns(selector: Selector) -> None:
     assert chosen == {1: 3, 2: 3, 3: 3}
 
 
-async def test_random_takes_everybody() -> None:
+async def test_random_takes_every_instance() -> None:
     selector = Random(random.Random(0))
     assert {await selector.choose(request(), [1, 2, 3]) for _ in range(50)} == {1, 2, 3}
 
@@ -131,7 +131,7 @@ async def test_a_router_that_cannot_tell_is_reported_once(caplog: pytest.LogCapt
     assert caplog.text.count("load alone decides") == 1
 
 
-async def test_a_router_that_hangs_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_router_that_hangs_delays_no_request(caplog: pytest.LogCaptureFixture) -> None:
     async def hanging(request: GenerateRequest) -> Mapping[int, int]:
         await asyncio.Event().wait()
         raise AssertionError
@@ -161,7 +161,7 @@ async def test_the_least_loaded_one_balances(lengths: list[int], num_instances: 
     assert max(load[each] for each in ids) <= sum(lengths) / num_instances + max(lengths)
 
 
-async def test_chance_is_seeded_by_whoever_wants_to_know() -> None:
+async def test_random_choices_repeat_with_the_same_seed() -> None:
     chosen = [
         [await selector.choose(request(), [1, 2, 3]) for _ in range(20)]
         for selector in (Random(random.Random(5)), Random(random.Random(5)), Random(random.Random(6)))
@@ -278,7 +278,7 @@ async def test_who_is_gone_is_replaced_and_it_is_told() -> None:
     assert len(asked.trace.fallbacks) == 1
 
 
-async def test_who_has_failed_is_replaced_and_it_is_told() -> None:
+async def test_a_failed_pin_is_replaced_and_the_trace_says_so() -> None:
     selected = stage(Directory(1, 2))
     asked = pinning("2").avoiding(2)
     selected.check(asked)
@@ -293,7 +293,7 @@ async def test_of_several_pins_those_that_are_left_count() -> None:
     assert asked.trace.fallbacks == []
 
 
-def test_not_everybody_is_remembered_for_ever() -> None:
+def test_only_the_last_instances_are_remembered() -> None:
     directory = Directory()
     selected = stage(directory)
     for first in range(0, 6000, 1000):

@@ -211,7 +211,7 @@ async def test_a_push_that_fails_closes_decode() -> None:
     assert closed.is_set()
 
 
-def test_an_engine_that_nobody_can_meet_is_refused_before_it_serves() -> None:
+def test_an_unreachable_engine_is_refused_before_it_serves() -> None:
     with pytest.raises(ConfigError, match="this engine says no ctx_info_endpoint"):
         LocalPush(recording_engine())
 

@@ -149,7 +149,7 @@ async def test_who_recovers_starts_anew() -> None:
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("x"), OverloadedError("x")])
-async def test_what_is_nobodys_fault_counts_for_nothing(error: DisaggError) -> None:
+async def test_an_error_that_is_not_the_instances_fault_does_not_count(error: DisaggError) -> None:
     stage = watched(Stage(i1=failing(error)))
     await fail(stage, 5)
     assert stage.num_healthy() == 1
@@ -164,7 +164,7 @@ async def test_better_a_doubtful_instance_than_none() -> None:
     assert (await call(stage))[0] == 1
 
 
-async def test_nobody_is_nobody() -> None:
+async def test_without_instances_none_is_picked() -> None:
     with pytest.raises(NoInstanceError):
         await watched(Stage()).pick(request())
 
@@ -218,7 +218,7 @@ async def test_a_cancelled_task_stays_cancelled_when_the_timer_fires_too() -> No
         await waiting
 
 
-async def test_depth_is_who_waits_beyond_one_for_each_instance() -> None:
+async def test_depth_is_the_waiting_calls_beyond_one_for_each_instance() -> None:
     stage = watched(Stage(i1=silent, i2=silent))
     depths = []
     tasks = []
