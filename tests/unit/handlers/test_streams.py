@@ -76,7 +76,7 @@ async def test_an_error_reaches_the_reader_and_the_stream_finishes(count: int) -
     outer = Doubling(inner)
     async with aclosing(outer):
         with pytest.raises(ValueError, match="late"):
-            assert [number async for number in outer] is None
+            assert [number async for number in outer] == None
     assert (outer.num_finished, inner.num_finished) == (1, 1)
 
 
