@@ -30,9 +30,9 @@ from trtllm_disagg.embedded.model.sizing import (
     max_seq_len,
     new_pool,
     num_kv_blocks,
-    require_room,
 )
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.scheduler.capacity import require_room
 from trtllm_disagg.embedded.scheduler.create import create_blocks, create_scheduler
 from trtllm_disagg.embedded.scheduler.scheduler import Row
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status, Verdict, judge

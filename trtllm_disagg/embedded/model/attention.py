@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
-from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.model.row import ForwardRow
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.model.decode_rows import DecodeRows
@@ -85,7 +85,7 @@ class _Span:
 class StepLayout:
     """Positions, places in the pool and key locations of one step's rows."""
 
-    def __init__(self, rows: Seq[Row], pool: KvPool, decode: DecodeRows | None = None) -> None:
+    def __init__(self, rows: Seq[ForwardRow], pool: KvPool, decode: DecodeRows | None = None) -> None:
         """`decode` are the leading rows, where one kernel serves them all."""
         self.pool = pool
         self.decode = decode
@@ -242,15 +242,15 @@ class StepLayout:
         return self._masks[window, dtype]
 
 
-def _span_of(row: Row, start: int, pool: KvPool) -> tuple[_Span, np.ndarray, np.ndarray]:
+def _span_of(row: ForwardRow, start: int, pool: KvPool) -> tuple[_Span, np.ndarray, np.ndarray]:
     """The row, its tokens' positions and places in the pool. `start`: of its first token in the packed batch."""
-    sequence, count, size = row.sequence, row.num_tokens, pool.tokens_per_block
-    begin, end = sequence.num_computed, sequence.num_computed + count
-    blocks = np.asarray(sequence.blocks[: -(-end // size)], np.int64)
+    count, size = row.num_tokens, pool.tokens_per_block
+    begin, end = row.num_computed, row.num_computed + count
+    blocks = np.asarray(row.blocks[: -(-end // size)], np.int64)
     positions = np.arange(begin, end)
     places = blocks[positions // size] * pool.rows_per_block + positions % size
     found = torch.from_numpy(blocks).to(pool.kv.device)
-    return _Span(start, count, end, found, sequence.in_prefill, row.samples), positions, places
+    return _Span(start, count, end, found, row.in_prefill, row.samples), positions, places
 
 
 def _whole_tiles(run: torch.Tensor, before: int = 0) -> torch.Tensor:

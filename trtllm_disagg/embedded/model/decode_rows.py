@@ -10,21 +10,21 @@ import torch
 from trtllm_disagg.embedded.cpu_kernels import attention_kernels as attend_kernels
 from trtllm_disagg.embedded.cpu_kernels.views import as_array
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
-from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.model.row import ForwardRow
 
 
 class DecodeRows:
     """The leading rows of a step that decode: where their blocks begin in the pool, and lengths, for every layer."""
 
-    def __init__(self, rows: Seq[Row], pool: KvPool) -> None:
+    def __init__(self, rows: Seq[ForwardRow], pool: KvPool) -> None:
         self.count = len(rows)
         self._pool = pool
         size = pool.tokens_per_block
-        self._contexts = np.array([row.sequence.num_computed + 1 for row in rows], np.int64)
+        self._contexts = np.array([row.num_computed + 1 for row in rows], np.int64)
         lengths = -(-self._contexts // size)
         self.tables = np.zeros((len(rows), int(lengths.max())), np.int64)
         for table, row, length in zip(self.tables, rows, lengths, strict=True):
-            table[:length] = row.sequence.blocks[:length]
+            table[:length] = row.blocks[:length]
         self.tables *= pool.rows_per_block
         #: (rows,) int64: where each row's token stands in its sequence, and its place in the pool.
         self.positions = self._contexts - 1
@@ -34,9 +34,9 @@ class DecodeRows:
         self._scores = np.empty((0, 0), np.float32)
 
     @classmethod
-    def of(cls, rows: Seq[Row], pool: KvPool) -> DecodeRows | None:
+    def of(cls, rows: Seq[ForwardRow], pool: KvPool) -> DecodeRows | None:
         """None when no row decodes. The scheduler puts decode rows first."""
-        decode = [row for row in rows if not row.sequence.in_prefill]
+        decode = [row for row in rows if not row.in_prefill]
         return cls(decode, pool) if decode else None
 
     def attend(

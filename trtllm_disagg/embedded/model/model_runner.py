@@ -10,7 +10,7 @@ import torch
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.attention import StepLayout
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
-from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.model.row import ForwardRow
 
 
 class Forward(Protocol):
@@ -34,7 +34,7 @@ class ModelRunner:
         return self._pool.tokens_per_block
 
     @torch.inference_mode()
-    def run(self, rows: Seq[Row]) -> torch.Tensor:
+    def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
         """Logits (sampling rows, vocabulary): one row for each of `rows` that samples, in their order."""
         tokens = [token for row in rows for token in row.tokens]
         return self._forward(tokens, StepLayout(rows, self._pool, self._ops.decode_rows(rows, self._pool)))

@@ -10,11 +10,46 @@ import struct
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from trtllm_disagg.embedded.ipc.messages import LogprobEntry, SamplingSpec
-from trtllm_disagg.embedded.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded.guided_decoding.guides import Guide
+
+
+class SampledSequence(Protocol):
+    """What a draw depends on besides the logits."""
+
+    @property
+    def sampling(self) -> SamplingSpec: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def index(self) -> int:
+        """Which choice of its request."""
+        ...
+
+    @property
+    def guide(self) -> Guide | None:
+        """The grammar's state, where there is one."""
+        ...
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        ...
+
+    @property
+    def num_output(self) -> int: ...
+
+    @property
+    def output(self) -> list[int]: ...
+
 
 # One token out of a row of scores: temperature, top-k, top-p, min-p, then the inverse of the running sum at u.
 #
@@ -40,7 +75,7 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def draw(scores: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
+def draw(scores: torch.Tensor, sequences: Seq[SampledSequence]) -> list[int]:
     """`scores` is (rows, vocabulary), float32; one token for each row."""
     count = len(sequences) if scores.is_cuda else max(1, _AT_A_TIME // scores.shape[1])
     return [
@@ -50,7 +85,7 @@ def draw(scores: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
     ]
 
 
-def _draw(scores: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
+def _draw(scores: torch.Tensor, sequences: Seq[SampledSequence]) -> list[int]:
     """In double precision: in float32 the tail of a large vocabulary would be lost."""
     specs = [s.sampling for s in sequences]
     # From the maximum down, so that a tiny temperature gives minus infinity and not the difference of two.
@@ -163,7 +198,7 @@ class Sampled:
     logprobs: LogprobEntry | None
 
 
-def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
+def sample(logits: torch.Tensor, sequences: Seq[SampledSequence]) -> list[Sampled]:
     """`logits` is (rows, vocabulary) in the model's dtype; one token for each row."""
     raw = logits.float()
     scores = _adjusted(raw, sequences)
@@ -176,7 +211,7 @@ def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
     return [Sampled(token, entry) for token, entry in zip(tokens, entries, strict=True)]
 
 
-def _adjusted(raw: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+def _adjusted(raw: torch.Tensor, sequences: Seq[SampledSequence]) -> torch.Tensor:
     """Penalties, forbidden tokens, min_tokens and grammars; the raw logits stay as they are."""
     touched = [i for i, s in enumerate(sequences) if s.guide or _forbidden(s) or s.sampling.has_penalties]
     if not touched:
@@ -190,7 +225,7 @@ def _adjusted(raw: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
     return scores
 
 
-def _forbid(scores: torch.Tensor, sequence: Sequence) -> None:
+def _forbid(scores: torch.Tensor, sequence: SampledSequence) -> None:
     """Where a grammar leaves nothing else, it outranks min_tokens and bad tokens."""
     # A tokenizer may know more tokens than the model.
     forbidden = [t for t in _forbidden(sequence) if t < scores.shape[0]]
@@ -205,7 +240,7 @@ def _forbid(scores: torch.Tensor, sequence: Sequence) -> None:
     scores.masked_fill_(barred.to(scores.device), float("-inf"))
 
 
-def _forbidden(sequence: Sequence) -> list[int]:
+def _forbidden(sequence: SampledSequence) -> list[int]:
     spec = sequence.sampling
     forbidden = list(spec.bad_token_ids)
     if sequence.num_output < spec.min_tokens:
@@ -215,7 +250,7 @@ def _forbidden(sequence: Sequence) -> list[int]:
     return forbidden
 
 
-def _penalise(scores: torch.Tensor, sequence: Sequence) -> None:
+def _penalise(scores: torch.Tensor, sequence: SampledSequence) -> None:
     """Repetition counts prompt and output, presence and frequency the output only (as vLLM does)."""
     spec = sequence.sampling
     if spec.repetition_penalty != 1.0:
@@ -231,7 +266,9 @@ def _penalise(scores: torch.Tensor, sequence: Sequence) -> None:
         scores[output] -= spec.presence_penalty + spec.frequency_penalty * times
 
 
-def _logprobs(raw: torch.Tensor, tokens: Seq[int], sequences: Seq[Sequence]) -> list[LogprobEntry | None]:
+def _logprobs(
+    raw: torch.Tensor, tokens: Seq[int], sequences: Seq[SampledSequence]
+) -> list[LogprobEntry | None]:
     """Of the model's own distribution (before temperature and penalties): the chosen token, then the top ones."""
     wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
     entries: list[LogprobEntry | None] = [None] * len(sequences)

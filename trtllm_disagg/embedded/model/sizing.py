@@ -9,8 +9,7 @@ import torch
 
 from trtllm_disagg.embedded.model.model_loader import ModelShape
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.embedded.scheduler.sequence import Sequence
-from trtllm_disagg.errors import ConfigError, InvalidRequestError
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.base import KvLayout
 
 
@@ -100,24 +99,6 @@ def _free_bytes(args: LlmArgs, device: torch.device) -> int:
         return available_bytes() // 10
     weights = sum(file.stat().st_size for file in Path(args.model).glob("*.safetensors"))
     return max(0, torch.cuda.mem_get_info(device)[0] - weights)
-
-
-def require_room(sequence: Sequence, max_prompt: int, num_blocks: int, tokens_per_block: int) -> None:
-    """Raise InvalidRequestError when no step can take the prompt, or the longest possible answer needs more blocks
-    than there are.
-    """
-    if not sequence.is_generation_only and sequence.num_prompt > max_prompt:
-        raise InvalidRequestError(
-            f"the prompt has {sequence.num_prompt} tokens; without enable_chunked_prefill, "
-            f"max_num_tokens {max_prompt} is the most"
-        )
-    wanted = -(-sequence.max_kv_tokens // tokens_per_block)
-    if wanted > num_blocks:
-        raise InvalidRequestError(
-            f"the prompt ({sequence.num_prompt} tokens) and max_tokens ({sequence.sampling.max_tokens}) "
-            f"need {wanted} KV blocks of {tokens_per_block} tokens; the pool has {num_blocks} "
-            "(kv_cache_config.max_tokens)"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from trtllm_disagg.embedded.kv_cache.memory import SwapSpace
 from trtllm_disagg.embedded.kv_cache.partial_reuse import PartialReuse
 from trtllm_disagg.embedded.params.llm_args import CapacitySchedulerPolicy, LlmArgs
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
+from trtllm_disagg.errors import InvalidRequestError
 
 _BY_AGE = attrgetter("order")
 
@@ -109,6 +110,24 @@ def create_capacity(args: LlmArgs, blocks: BlockManager) -> Capacity:
             return StaticBatch()
         case CapacitySchedulerPolicy.MAX_UTILIZATION:
             return MaxUtilization(blocks, args.kv_cache_config.max_util_for_resume)
+
+
+def require_room(sequence: Sequence, max_prompt: int, num_blocks: int, tokens_per_block: int) -> None:
+    """Raise InvalidRequestError when no step can take the prompt, or the longest possible answer needs more blocks
+    than there are.
+    """
+    if not sequence.is_generation_only and sequence.num_prompt > max_prompt:
+        raise InvalidRequestError(
+            f"the prompt has {sequence.num_prompt} tokens; without enable_chunked_prefill, "
+            f"max_num_tokens {max_prompt} is the most"
+        )
+    wanted = -(-sequence.max_kv_tokens // tokens_per_block)
+    if wanted > num_blocks:
+        raise InvalidRequestError(
+            f"the prompt ({sequence.num_prompt} tokens) and max_tokens ({sequence.sampling.max_tokens}) "
+            f"need {wanted} KV blocks of {tokens_per_block} tokens; the pool has {num_blocks} "
+            "(kv_cache_config.max_tokens)"
+        )
 
 
 # The blocks of one sequence: what it takes to let it run, and how it gives them up without losing its tokens.

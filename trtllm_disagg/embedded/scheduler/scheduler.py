@@ -17,22 +17,24 @@ from trtllm_disagg.embedded.scheduler.chunking import Chunking
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
 
 
-@dataclass(slots=True)
 class Row:
-    """`num_tokens` of this sequence go through the model in this step."""
+    """`num_tokens` of this sequence go through the model in this step: a `model.row.ForwardRow`.
 
-    sequence: Sequence
-    num_tokens: int
+    What it says is as it was when the step was scheduled, also after the step.
+    """
 
-    @property
-    def tokens(self) -> list[int]:
-        sequence = self.sequence
-        return sequence.tokens[sequence.num_computed : sequence.num_computed + self.num_tokens]
+    __slots__ = ("blocks", "in_prefill", "num_computed", "num_tokens", "samples", "sequence", "tokens")
 
-    @property
-    def samples(self) -> bool:
-        """Only a row that reaches the end of what is known yields a token; a partial prefill does not."""
-        return self.sequence.num_computed + self.num_tokens == len(self.sequence.tokens)
+    def __init__(self, sequence: Sequence, num_tokens: int) -> None:
+        begin = sequence.num_computed
+        self.sequence = sequence
+        self.num_tokens = num_tokens
+        self.num_computed = begin
+        self.tokens = sequence.tokens[begin : begin + num_tokens]
+        self.blocks = sequence.blocks
+        self.in_prefill = begin < sequence.num_prompt
+        #: Only a row that reaches the end of the known tokens yields a token; a partial prefill does not.
+        self.samples = begin + num_tokens == len(sequence.tokens)
 
 
 @dataclass(slots=True)

@@ -115,8 +115,7 @@ class IterationStats:
         if not (self._enabled or self._prints) or (not rows and held == self._held):
             return []
         self._held = held
-        # Rows have been computed by now, so "in prefill" is asked of where they started.
-        context = [r for r in rows if r.sequence.num_computed - r.num_tokens < r.sequence.num_prompt]
+        context = [r for r in rows if r.in_prefill]
         context_tokens = sum(r.num_tokens for r in context)
         self._iteration += 1
         if self._prints:

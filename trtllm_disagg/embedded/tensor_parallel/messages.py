@@ -7,38 +7,29 @@ from typing import Any
 
 import msgspec
 
-from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.model.row import ForwardRow
 
 
 class StepRow(msgspec.Struct, array_like=True):
-    """One row of a step as the forward sees it: a `scheduler.Row` and its sequence in one, without the request."""
+    """A `ForwardRow` on its way to another rank."""
 
     tokens: list[int]
     num_computed: int
-    #: As far as this step looks.
+    #: As many as this step reads and writes.
     blocks: list[int]
     in_prefill: bool
     samples: bool
 
     @classmethod
-    def of(cls, row: Row, tokens_per_block: int) -> StepRow:
-        sequence = row.sequence
-        end = sequence.num_computed + row.num_tokens
+    def of(cls, row: ForwardRow, tokens_per_block: int) -> StepRow:
+        num_blocks = -(-(row.num_computed + row.num_tokens) // tokens_per_block)
         return cls(
-            row.tokens,
-            sequence.num_computed,
-            sequence.blocks[: -(-end // tokens_per_block)],
-            sequence.in_prefill,
-            row.samples,
+            list(row.tokens), row.num_computed, list(row.blocks[:num_blocks]), row.in_prefill, row.samples
         )
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
-
-    @property
-    def sequence(self) -> StepRow:
-        return self
 
 
 class Build(msgspec.Struct, tag="build"):
@@ -96,5 +87,5 @@ class Broken(msgspec.Struct, tag="broken"):
 Reply = Built | Broken
 
 
-def step_of(rows: Seq[Row], tokens_per_block: int) -> Step:
+def step_of(rows: Seq[ForwardRow], tokens_per_block: int) -> Step:
     return Step([StepRow.of(row, tokens_per_block) for row in rows])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
@@ -33,8 +32,7 @@ class ShardOfEngine:
     def obey(self, order: Order) -> None:
         match order:
             case Step():
-                # A StepRow has all that a forward asks of a row.
-                self._runner.run(cast(Any, order.rows))
+                self._runner.run(order.rows)
             case CopyStart():
                 self._memory.copy_start(order.source, order.target, order.num_tokens)
             case Save():

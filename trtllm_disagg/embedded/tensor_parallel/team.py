@@ -17,8 +17,8 @@ import torch
 from trtllm_disagg import errors
 from trtllm_disagg.embedded.kv_cache.memory import KvMemory
 from trtllm_disagg.embedded.model.model_runner import ModelRunner
+from trtllm_disagg.embedded.model.row import ForwardRow
 from trtllm_disagg.embedded.params.llm_args import LlmArgs, core_args
-from trtllm_disagg.embedded.scheduler.scheduler import Row
 from trtllm_disagg.embedded.tensor_parallel.channel import Peer, RankLostError, watch
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup, join_as_leader
 from trtllm_disagg.embedded.tensor_parallel.messages import (
@@ -41,7 +41,7 @@ _last_words = msgspec.msgpack.Decoder(Broken)
 
 
 class Runner(Protocol):
-    def run(self, rows: Seq[Row]) -> torch.Tensor:
+    def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
         """Logits (sampling rows, vocabulary). Valid until the next call."""
         ...
 
@@ -143,7 +143,7 @@ class _Led:
         self._runner = runner
         self._team = team
 
-    def run(self, rows: Seq[Row]) -> torch.Tensor:
+    def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
         try:
             self._team._tell(step_of(rows, self._runner.tokens_per_block))
             return self._runner.run(rows)

@@ -88,7 +88,7 @@ def test_a_step_says_what_a_forward_needs_and_no_more(pair: Pair) -> None:
     order = pair.leader.orders.receive(_orders)
     assert order == Step([StepRow([24, 25, 26, 27, 28], 4, [7], True, True)])
     assert order.rows[0].num_tokens == 5
-    assert order.rows[0].sequence.num_computed == 4
+    assert order.rows[0].num_computed == 4
 
 
 def test_what_keeps_a_rank_from_loading_is_raised_as_its_own_error(pair: Pair) -> None:
