@@ -187,7 +187,7 @@ class Engine:
                 self.end_lease()
             else:
                 break
-        assert self.scheduler.everyone() == [], "left behind"
+        assert self.scheduler.unfinished() == [], "left behind"
 
 
 @functools.cache

@@ -19,7 +19,7 @@ class Pulling:
         assert handle is not None
         self._receiving[id(sequence)] = sequence
         local = sequence.blocks[num_known : len(handle.blocks)]
-        sequence.measuring.transfer_began()
+        sequence.timer.transfer_began()
         pull = Pull(request_id=id(sequence), handle=handle, remote=handle.blocks[num_known:], local=local)
         self._receiver.start(pull)
 
@@ -45,7 +45,7 @@ class Pulling:
     def _received(self, sequence: Sequence, pull: Pull) -> None:
         handoff = sequence.handoff
         assert handoff is not None
-        sequence.measuring.transfer_ended(pull.bytes_moved)
+        sequence.timer.transfer_ended(pull.bytes_moved)
         self._hooks.count_arrival(pull.bytes_moved, len(pull.handle.blocks) - len(pull.local))
         sequence.num_computed = sequence.num_prompt
         sequence.num_cached = pull.handle.cached_tokens

@@ -44,7 +44,7 @@ class Expecting:
             num_known=len(sequence.keys),
             seconds=self._seconds,
         )
-        sequence.measuring.transfer_began()
+        sequence.timer.transfer_began()
         self._expected[sequence] = expected, time.monotonic() + self._seconds
         self._expecter.expect(expected)
 
@@ -84,7 +84,7 @@ class Expecting:
             self._expecter.decline(sequence.rendezvous.endpoint, sequence.rendezvous.request)
 
     def _received(self, sequence: Sequence, expected: Expected, notice: Notice) -> None:
-        sequence.measuring.transfer_ended(notice.bytes_moved)
+        sequence.timer.transfer_ended(notice.bytes_moved)
         self._hooks.count_arrival(notice.bytes_moved, expected.num_known)
         if sequence.sampling.seed is None:
             sequence.seed = notice.seed

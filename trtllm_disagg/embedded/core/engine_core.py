@@ -13,7 +13,7 @@ from trtllm_disagg.embedded.connector.core_hooks import CoreHooks
 from trtllm_disagg.embedded.connector.create import create_transfers
 from trtllm_disagg.embedded.core.guides import create_guides
 from trtllm_disagg.embedded.core.outputs import Outbox, of_token
-from trtllm_disagg.embedded.core.warmup import take_first_steps
+from trtllm_disagg.embedded.core.warmup import warm_up
 from trtllm_disagg.embedded.cpu_kernels.compiling import compiling_told
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.ipc.messages import AddRequest, LogprobEntry, MadeHandoff, Ready, StepReport
@@ -37,7 +37,7 @@ from trtllm_disagg.embedded.scheduler.create import create_blocks, create_schedu
 from trtllm_disagg.embedded.scheduler.scheduler import Row
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status, Verdict, judge
 from trtllm_disagg.embedded.scheduler.statistics import IterationStats
-from trtllm_disagg.embedded.tensor_parallel.team import Alone, Team
+from trtllm_disagg.embedded.tensor_parallel.team import SingleRank, Team
 from trtllm_disagg.errors import DisaggError, EngineError
 
 log = logging.getLogger(__name__)
@@ -50,12 +50,12 @@ class EngineCore:
         self,
         args: LlmArgs,
         wake: Callable[[], None],
-        team: Alone | Team | None = None,
+        team: SingleRank | Team | None = None,
         reporter: Reporter | None = None,
     ) -> None:
         """`wake` is called from other threads when a transfer ended and `step` has something to do."""
         reporter = reporter or NullReporter()
-        self._team = team = team or Alone()
+        self._team = team = team or SingleRank()
         device = choose_device(args.embedded.device, team.size)
         self.shape = read_shape(Path(args.model), args.dtype)
         plan = choose_forward(Path(args.model), args.embedded, self.shape, device, this_cpu())
@@ -78,9 +78,9 @@ class EngineCore:
         pool = KvPool(kv)
         with compiling_told(reporter, compiles=this_cpu().compiles):
             forward = plan.make_forward(model, pool, self.max_seq_len, reporter)
-            self._runner = team.lead(ModelRunner(forward, pool, plan.ops))
+            self._runner = team.broadcasting(ModelRunner(forward, pool, plan.ops))
             reporter.tell("warming up")
-            take_first_steps(self._runner, Path(args.model), num_blocks, size)
+            warm_up(self._runner, Path(args.model), num_blocks, size)
         self._is_exact = plan.is_exact
         self._guides = create_guides(args, self.shape)
         self._stats = IterationStats(args)
@@ -186,7 +186,7 @@ class EngineCore:
     def _run(self, rows: list[Row]) -> None:
         self._num_steps += 1
         for row in rows:
-            row.sequence.measuring.scheduled(self._num_steps)
+            row.sequence.timer.scheduled(self._num_steps)
         sampling = [row.sequence for row in rows if row.samples]
         try:
             logits = self._runner.run(rows)
@@ -209,7 +209,7 @@ class EngineCore:
     def _accept(self, sequence: Sequence, token: int, logprobs: LogprobEntry | None) -> None:
         """Append one token, tell the client, and finish the sequence if that token ends it."""
         sequence.tokens.append(token)
-        sequence.measuring.has_token(self._num_steps)
+        sequence.timer.has_token(self._num_steps)
         verdict = judge(sequence)
         if sequence.guide is not None and verdict.finish_reason is None:
             try:
@@ -269,7 +269,7 @@ class EngineCore:
     def _refuse_what_never_fits(self) -> None:
         """The pool is smaller now; who does not fit any more would wait, and let wait, for ever."""
         self._has_shrunk = False
-        for sequence in self.scheduler.everyone():
+        for sequence in self.scheduler.unfinished():
             try:
                 self._require_fits(sequence)
             except DisaggError as error:

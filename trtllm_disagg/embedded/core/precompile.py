@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from trtllm_disagg.embedded.core.warmup import take_first_steps
+from trtllm_disagg.embedded.core.warmup import warm_up
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.forward_plan import choose_forward
@@ -59,7 +59,7 @@ def precompile(dtype: str, cpu: CpuFeatures) -> None:
         pool = KvPool(torch.zeros(_BLOCKS, 1, 2, _TOKENS_PER_BLOCK, 1, _WIDTH, dtype=shape.dtype))
         forward = plan.make_forward(load_model(directory, shape, plan.kind), pool, shape.max_positions)
         runner = ModelRunner(forward, pool, plan.ops)
-        take_first_steps(runner, directory, _BLOCKS, _TOKENS_PER_BLOCK)
+        warm_up(runner, directory, _BLOCKS, _TOKENS_PER_BLOCK)
         runner.close()
 
 

@@ -18,7 +18,7 @@ from trtllm_disagg.errors import ConfigError
 _POSITIONS = 2
 
 
-def take_first_steps(runner: Runner, model: Path, num_blocks: int, tokens_per_block: int) -> None:
+def warm_up(runner: Runner, model: Path, num_blocks: int, tokens_per_block: int) -> None:
     """A prefill, a decode, and both in one step, in blocks that are free yet. Raises ConfigError for a model that
     gives something else than finite numbers.
     """

@@ -22,11 +22,11 @@ from trtllm_disagg.embedded.params.llm_args import CapacitySchedulerPolicy, LlmA
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
 from trtllm_disagg.errors import InvalidRequestError
 
-_BY_AGE = attrgetter("order")
+_BY_AGE = attrgetter("admission_number")
 
 
 class Capacity(Protocol):
-    def opens(self, num_active: int) -> bool:
+    def admits(self, num_active: int) -> bool:
         """May anybody start while so many are active?"""
         ...
 
@@ -48,7 +48,7 @@ class Capacity(Protocol):
 class GuaranteedNoEvict:
     """The blocks of the longest possible answer at once: who has started is never paused."""
 
-    def opens(self, num_active: int) -> bool:
+    def admits(self, num_active: int) -> bool:
         return True
 
     def tokens_to_start(self, sequence: Sequence) -> int:
@@ -64,7 +64,7 @@ class GuaranteedNoEvict:
 class StaticBatch(GuaranteedNoEvict):
     """As many as fit start together; the next ones start when all of these are done."""
 
-    def opens(self, num_active: int) -> bool:
+    def admits(self, num_active: int) -> bool:
         return not num_active
 
 
@@ -78,7 +78,7 @@ class MaxUtilization:
         self._blocks = blocks
         self._spare_to_resume = int(blocks.num_blocks * (1 - max_util_for_resume))
 
-    def opens(self, num_active: int) -> bool:
+    def admits(self, num_active: int) -> bool:
         return True
 
     def tokens_to_start(self, sequence: Sequence) -> int:

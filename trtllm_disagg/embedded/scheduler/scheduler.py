@@ -77,7 +77,7 @@ class Scheduler:
     @property
     def has_runnable(self) -> bool:
         """False when nothing can run before someone else frees blocks: a lease that ends, a pull that finishes."""
-        return bool(self.running) or (self._opens() and self._plan_next() is not None)
+        return bool(self.running) or (self._admits() and self._plan_next() is not None)
 
     @property
     def num_active(self) -> int:
@@ -100,7 +100,7 @@ class Scheduler:
 
         Yields those that want their KV pulled.
         """
-        if not self._opens():
+        if not self._admits():
             return
         while plan := self._plan_next():
             sequence = plan.sequence
@@ -147,13 +147,13 @@ class Scheduler:
         sequence.status = Status.FINISHED
 
     def find(self, request_id: int) -> list[Sequence]:
-        return [s for s in self.everyone() if s.request_id == request_id]
+        return [s for s in self.unfinished() if s.request_id == request_id]
 
-    def everyone(self) -> list[Sequence]:
+    def unfinished(self) -> list[Sequence]:
         return [*self.waiting, *self.running, *self.receiving, *self.paused]
 
-    def _opens(self) -> bool:
-        return self._capacity.opens(self._num_in_batch)
+    def _admits(self) -> bool:
+        return self._capacity.admits(self._num_in_batch)
 
     def _plan_next(self) -> Plan | None:
         """For the first in line; None when there is nobody, or no room for it."""
@@ -165,7 +165,7 @@ class Scheduler:
         )
 
     def _count_in(self, sequence: Sequence) -> None:
-        sequence.order = self.counts.admitted
+        sequence.admission_number = self.counts.admitted
         self.counts.admitted += 1
         self.counts.queued_seconds += time.monotonic() - sequence.arrived
 
@@ -174,4 +174,4 @@ class Scheduler:
         self.running.remove(sequence)
         self._reservations.give_up(sequence)
         sequence.status = Status.PAUSED
-        bisect.insort(self.paused, sequence, key=lambda s: s.order)
+        bisect.insort(self.paused, sequence, key=lambda s: s.admission_number)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # How long the stages of one choice take and what its KV costs, for who asks (`return_perf_metrics`).
 
 
-class Unmeasured:
+class NullRequestTimer:
     """For who does not."""
 
     def scheduled(self, step: int) -> None:
@@ -44,12 +44,12 @@ class Unmeasured:
     def transfer_ended(self, num_bytes: int) -> None:
         """Its KV is here; so many bytes came."""
 
-    def told(self, admission: Admission) -> Measured | None:
+    def snapshot(self, admission: Admission) -> Measured | None:
         """What is known by now."""
         return None
 
 
-class Measuring(Unmeasured):
+class RequestTimer(NullRequestTimer):
     def __init__(self, arrived: float) -> None:
         """`arrived`: by the monotonic clock."""
         self._measured = Measured(arrived)
@@ -74,12 +74,12 @@ class Measuring(Unmeasured):
         measured.transfer_end = measured.first_scheduled = time.monotonic()
         measured.transfer_bytes = num_bytes
 
-    def told(self, admission: Admission) -> Measured | None:
+    def snapshot(self, admission: Admission) -> Measured | None:
         self._measured.admission = admission
         return self._measured
 
 
-UNMEASURED = Unmeasured()
+NO_TIMER = NullRequestTimer()
 
 
 #: For requests that have none of their own. Not the system's generator: that is a system call for each.
@@ -112,7 +112,7 @@ class Sequence:
     rendezvous: Rendezvous | None = None
     #: Which tokens may come next, when a grammar says so.
     guide: Guide | None = None
-    measuring: Unmeasured = UNMEASURED
+    timer: NullRequestTimer = NO_TIMER
     admission: Admission = NOT_ADMITTED
     stream_interval: int = 1
     #: Tokens that the client has not heard of yet.
@@ -122,7 +122,7 @@ class Sequence:
     status: Status = Status.WAITING
     aborted: bool = False
     #: When it was admitted first, counted from 0.
-    order: int = -1
+    admission_number: int = -1
     #: Its KV, while it is paused and there was room to put it aside.
     saved: Saved | None = None
     blocks: list[int] = field(default_factory=list)
@@ -154,14 +154,14 @@ class Sequence:
             handoff=request.handoff,
             handle=handle,
             rendezvous=request.rendezvous,
-            measuring=UNMEASURED if request.arrived is None else Measuring(request.arrived),
+            timer=NO_TIMER if request.arrived is None else RequestTimer(request.arrived),
             stream_interval=request.stream_interval,
         )
 
     @property
     def measured(self) -> Measured | None:
         """For who asks: what it took until now."""
-        return self.measuring.told(self.admission)
+        return self.timer.snapshot(self.admission)
 
     @property
     def salt(self) -> bytes:

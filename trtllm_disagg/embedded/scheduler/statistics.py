@@ -22,7 +22,7 @@ from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
 def request_stats(rows: Seq[Row], scheduler: Scheduler) -> list[dict[str, Any]]:
     """After a step of these rows: of those first, which may have ended in it, then of all others. One a choice."""
     ran = [row.sequence for row in rows]
-    others = [sequence for sequence in scheduler.everyone() if sequence not in set(ran)]
+    others = [sequence for sequence in scheduler.unfinished() if sequence not in set(ran)]
     return [_of(sequence, True) for sequence in ran] + [_of(sequence, False) for sequence in others]
 
 

@@ -45,9 +45,9 @@ class Channel:
 class Peer:
     """Another rank, as this one sees it."""
 
-    def __init__(self, rank: int, pid: int, orders: Channel, transfers: Channel, lifeline: Channel) -> None:
+    def __init__(self, rank: int, pid: int, commands: Channel, transfers: Channel, lifeline: Channel) -> None:
         self.rank, self.pid = rank, pid
-        self.orders, self.transfers, self.lifeline = orders, transfers, lifeline
+        self.commands, self.transfers, self.lifeline = commands, transfers, lifeline
 
 
 def accept(listener: socket.socket, size: int) -> list[Peer]:

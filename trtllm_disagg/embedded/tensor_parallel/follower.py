@@ -14,7 +14,7 @@ import msgspec
 from trtllm_disagg.embedded.tensor_parallel.channel import Peer, watch
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup, join_as_follower, leave, use_cpus
 from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB
-from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Build, Built, Order, Stop
+from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Build, Built, RankCommand, Stop
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.tensor_parallel.shard import ShardOfEngine
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trtllm_disagg.embedded")
 
-_orders = msgspec.msgpack.Decoder(Order)
+_commands = msgspec.msgpack.Decoder(RankCommand)
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     logging.basicConfig(level="INFO", format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     group, leader = join_as_follower()
     # Also out of an MPI call that will never return. Nothing here needs to be closed.
-    watch(leader, _orders, lambda _last: os._exit(0))
+    watch(leader, _commands, lambda _last: os._exit(0))
     if IN_JOB in sys.argv:
         threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
     status = follow(group, leader)
@@ -45,7 +45,7 @@ def follow(group: RankGroup, leader: Peer) -> int:
 
     transfers = TransferService(leader.transfers)
     try:
-        build = leader.orders.receive(_orders)
+        build = leader.commands.receive(_commands)
         assert isinstance(build, Build)
         shard = _build(build, group, transfers)
     except EOFError:
@@ -53,19 +53,19 @@ def follow(group: RankGroup, leader: Peer) -> int:
     except Exception as error:
         transfers.fail(error)
         log.debug("rank %d cannot start", group.rank, exc_info=True)
-        leader.orders.send(Broken(type(error).__name__, str(error)))
+        leader.commands.send(Broken(type(error).__name__, str(error)))
         _wait_for_end(leader)
         return 1
-    leader.orders.send(Built())
+    leader.commands.send(Built())
     while True:
         try:
-            order = leader.orders.receive(_orders)
+            command = leader.commands.receive(_commands)
         except EOFError:
             return 1
-        if isinstance(order, Stop):
+        if isinstance(command, Stop):
             return 0
         try:
-            shard.obey(order)
+            shard.execute(command)
         except Exception as error:
             log.exception("a step failed on rank %d", group.rank)
             leader.lifeline.send(Broken(type(error).__name__, str(error)))
@@ -81,7 +81,7 @@ def _exit_with_parent() -> None:
 def _wait_for_end(leader: Peer) -> None:
     """Rank 0 ends when it has read what is wrong; to die first would look like another reason."""
     with contextlib.suppress(EOFError, OSError):
-        leader.orders.receive(_orders)
+        leader.commands.receive(_commands)
 
 
 def _build(build: Build, group: RankGroup, transfers: TransferService) -> ShardOfEngine:

@@ -70,7 +70,7 @@ class Stop(msgspec.Struct, tag="stop"):
     pass
 
 
-Order = Build | Step | CopyStart | Save | Restore | Drop | Stop
+RankCommand = Build | Step | CopyStart | Save | Restore | Drop | Stop
 
 
 class Built(msgspec.Struct, tag="built"):

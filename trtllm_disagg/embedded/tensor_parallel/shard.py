@@ -15,7 +15,7 @@ from trtllm_disagg.embedded.model.sizing import PoolShape, choose_device, max_se
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import reach_of
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup
-from trtllm_disagg.embedded.tensor_parallel.messages import CopyStart, Drop, Order, Restore, Save, Step
+from trtllm_disagg.embedded.tensor_parallel.messages import CopyStart, Drop, RankCommand, Restore, Save, Step
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
 from trtllm_disagg.embedded.tensor_parallel.transfers import TransferService
 from trtllm_disagg.kv_transfer.host import new_memory
@@ -29,18 +29,18 @@ class ShardOfEngine:
         self._runner = runner
         self._memory = memory
 
-    def obey(self, order: Order) -> None:
-        match order:
+    def execute(self, command: RankCommand) -> None:
+        match command:
             case Step():
-                self._runner.run(order.rows)
+                self._runner.run(command.rows)
             case CopyStart():
-                self._memory.copy_start(order.source, order.target, order.num_tokens)
+                self._memory.copy_start(command.source, command.target, command.num_tokens)
             case Save():
-                self._memory.save(order.slot, order.blocks)
+                self._memory.save(command.slot, command.blocks)
             case Restore():
-                self._memory.restore(order.slot, order.first, order.blocks)
+                self._memory.restore(command.slot, command.first, command.blocks)
             case Drop():
-                self._memory.drop(order.slot)
+                self._memory.drop(command.slot)
 
 
 def build_shard(

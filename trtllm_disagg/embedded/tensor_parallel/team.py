@@ -48,7 +48,7 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-class Alone:
+class SingleRank:
     """One process is the whole engine."""
 
     size = 1
@@ -68,7 +68,7 @@ class Alone:
     def memory(self, memory: KvMemory) -> KvMemory:
         return memory
 
-    def lead(self, runner: ModelRunner) -> Runner:
+    def broadcasting(self, runner: ModelRunner) -> Runner:
         return runner
 
     def close(self) -> None:
@@ -98,18 +98,18 @@ class Team:
 
     def memory(self, memory: KvMemory) -> KvMemory:
         """What happens to blocks between steps happens to every rank's part of them."""
-        return _LedMemory(memory, self)
+        return BroadcastingKvMemory(memory, self)
 
-    def lead(self, runner: ModelRunner) -> Runner:
+    def broadcasting(self, runner: ModelRunner) -> Runner:
         """Waits until the others are ready too. Raises what kept them, e.g. ConfigError."""
         for peer in self.peers:
             try:
-                reply = peer.orders.receive(_replies)
+                reply = peer.commands.receive(_replies)
             except (OSError, EOFError):
                 raise RankLostError(_death_of(peer)) from None
             if isinstance(reply, Broken):
                 raise _error_of(peer, reply)
-        return _Led(runner, self)
+        return BroadcastingRunner(runner, self)
 
     def close(self) -> None:
         with self._lock:
@@ -118,10 +118,10 @@ class Team:
             # The sockets stay, to the end of both processes: who sees one close takes the other for dead.
             self._tell(Stop())
 
-    def _tell(self, order: msgspec.Struct) -> None:
+    def _tell(self, command: msgspec.Struct) -> None:
         for peer in self.peers:
             try:
-                peer.orders.send(order)
+                peer.commands.send(command)
             except OSError:
                 raise RankLostError(_death_of(peer)) from None
 
@@ -136,7 +136,7 @@ class Team:
         self._on_lost(reason)
 
 
-class _Led:
+class BroadcastingRunner:
     """Every step is announced before it runs here. One that fails here leaves the others in the middle of it."""
 
     def __init__(self, runner: ModelRunner, team: Team) -> None:
@@ -155,7 +155,7 @@ class _Led:
         self._runner.close()
 
 
-class _LedMemory:
+class BroadcastingKvMemory:
     """Announced like steps, and in the same order."""
 
     def __init__(self, memory: KvMemory, team: Team) -> None:
@@ -179,10 +179,10 @@ class _LedMemory:
         self._memory.drop(slot)
 
 
-def open_team(args: LlmArgs, on_lost: Callable[[str], None]) -> Alone | Team:
+def open_team(args: LlmArgs, on_lost: Callable[[str], None]) -> SingleRank | Team:
     """As many ranks as `tensor_parallel_size` says; they have been started already (`launch.py`)."""
     if args.tensor_parallel_size == 1:
-        return Alone()
+        return SingleRank()
     group, peers = join_as_leader(args.tensor_parallel_size, on_lost)
     return Team(group, peers, on_lost)
 

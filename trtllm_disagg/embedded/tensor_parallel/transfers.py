@@ -58,7 +58,7 @@ class Close(msgspec.Struct, tag="close"):
     pass
 
 
-Order = Serve | Read | Forget | Tick | Close
+TransferCommand = Serve | Read | Forget | Tick | Close
 
 
 class Done(msgspec.Struct):
@@ -72,7 +72,7 @@ class Done(msgspec.Struct):
     may_land_later: bool = False
 
 
-_orders = msgspec.msgpack.Decoder(Order)
+_commands = msgspec.msgpack.Decoder(TransferCommand)
 _answers = msgspec.msgpack.Decoder(Done)
 
 
@@ -194,14 +194,14 @@ class _Helper:
     def read(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> Future[Done]:
         return self._ask(Read(next(self._ids), peer, remote.tobytes(), local.tobytes(), timeout))
 
-    def tell(self, order: msgspec.Struct) -> None:
+    def tell(self, command: msgspec.Struct) -> None:
         with self._lock, contextlib.suppress(OSError):  # a rank that is gone ends the engine elsewhere
-            self._channel.send(order)
+            self._channel.send(command)
 
-    def _ask(self, order: Serve | Read) -> Future[Done]:
+    def _ask(self, command: Serve | Read) -> Future[Done]:
         future: Future[Done] = Future()
-        self._pending[order.id] = future
-        self.tell(order)
+        self._pending[command.id] = future
+        self.tell(command)
         return future
 
     def _receive(self) -> None:
@@ -233,33 +233,35 @@ class TransferService:
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError, EOFError):
-            while not isinstance(order := self._channel.receive(_orders), Close):
-                self._obey(order)
+            while not isinstance(command := self._channel.receive(_commands), Close):
+                self._execute(command)
         self._readers.shutdown(cancel_futures=True)
         if self._built.done() and self._built.exception() is None:
             self._built.result()[0].close()
 
-    def _obey(self, order: Order) -> None:
-        match order:
+    def _execute(self, command: TransferCommand) -> None:
+        match command:
             case Serve():
-                self._answer(order.id, lambda: Done(order.id, address=self._transport.serve(order.sender)))
+                self._answer(
+                    command.id, lambda: Done(command.id, address=self._transport.serve(command.sender))
+                )
             case Read():
-                self._readers.submit(self._answer, order.id, lambda: self._read(order))
+                self._readers.submit(self._answer, command.id, lambda: self._read(command))
             case Tick():
                 self._transport.progress()
             case Forget():
                 with contextlib.suppress(KvTransferError):
-                    self._built.result()[1].forget(order.card)
+                    self._built.result()[1].forget(command.card)
 
     @property
     def _transport(self) -> StagingTransport:
         """Waits until there is one; raises what kept it."""
         return self._built.result()[0]
 
-    def _read(self, order: Read) -> Done:
-        remote, local = (np.frombuffer(ids, np.int32) for ids in (order.remote, order.local))
+    def _read(self, command: Read) -> Done:
+        remote, local = (np.frombuffer(ids, np.int32) for ids in (command.remote, command.local))
         _, reader = self._built.result()
-        return Done(order.id, moved=reader.read(order.card, remote, local, order.timeout))
+        return Done(command.id, moved=reader.read(command.card, remote, local, command.timeout))
 
     def _answer(self, order_id: int, work: Callable[[], Done]) -> None:
         try:

@@ -26,10 +26,10 @@ def test_the_last_one_admitted_is_paused_and_those_paused_come_back_in_order(swa
         before = list(engine.scheduler.paused)
         engine.step()
         after = engine.scheduler.paused
-        paused += [s.order for s in after if s not in before]
-        resumed += [s.order for s in before if s.status is Status.RUNNING]
-        assert [s.order for s in after] == sorted(s.order for s in after)
-        if not engine.scheduler.everyone():
+        paused += [s.admission_number for s in after if s not in before]
+        resumed += [s.admission_number for s in before if s.status is Status.RUNNING]
+        assert [s.admission_number for s in after] == sorted(s.admission_number for s in after)
+        if not engine.scheduler.unfinished():
             break
     assert paused[0] == 3, "the youngest goes first"
     assert 0 not in paused, "the oldest never does"
@@ -44,12 +44,12 @@ def test_who_comes_back_gets_further_before_being_paused_again() -> None:
         engine.scheduler.add(sequence(request_id, 10, max_tokens=20 + 10 * (request_id % 3)))
     at_last_pause: dict[int, int] = {}
     pauses = 0
-    while engine.scheduler.everyone():
+    while engine.scheduler.unfinished():
         before = list(engine.scheduler.paused)
         engine.step()
         for s in set(engine.scheduler.paused) - set(before):
-            assert len(s.tokens) > at_last_pause.get(s.order, 0)
-            at_last_pause[s.order] = len(s.tokens)
+            assert len(s.tokens) > at_last_pause.get(s.admission_number, 0)
+            at_last_pause[s.admission_number] = len(s.tokens)
             pauses += 1
     assert pauses > len(at_last_pause), "somebody was paused twice"
 
@@ -70,7 +70,7 @@ def test_what_is_put_aside_is_not_computed_again() -> None:
     for swap_tokens in (0, 10_000):
         engine = busy(embedded={"swap_tokens": swap_tokens})
         count = 0
-        while engine.scheduler.everyone():
+        while engine.scheduler.unfinished():
             count += sum(row.num_tokens for row in engine.step())
         tokens[swap_tokens] = count
     assert tokens[10_000] == 4 * (40 + 59), "every token once"
@@ -80,7 +80,7 @@ def test_what_is_put_aside_is_not_computed_again() -> None:
 def test_the_space_aside_is_bounded() -> None:
     engine = busy(embedded={"swap_tokens": 4 * 16})
     most = 0
-    while engine.scheduler.everyone():
+    while engine.scheduler.unfinished():
         engine.step()
         most = max(most, sum(len(saved) for saved in engine.memory._saved.values()))
     assert 0 < most <= 4

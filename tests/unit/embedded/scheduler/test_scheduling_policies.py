@@ -105,8 +105,8 @@ class Run:
                 engine.end_lease()
             case "evict":
                 engine.blocks.release(engine.blocks.allocate(engine.blocks.num_available))
-            case "abort" if engine.scheduler.everyone():
-                victim = engine.scheduler.everyone()[-1].request_id
+            case "abort" if engine.scheduler.unfinished():
+                victim = engine.scheduler.unfinished()[-1].request_id
                 self.wanted.pop(victim, None)
                 engine.abort(victim)
 

@@ -22,11 +22,11 @@ from trtllm_disagg.embedded.scheduler.scheduler import Row
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.embedded.tensor_parallel.channel import Channel, Peer, RankLostError, accept, connect
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup
-from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Built, Order, Step, StepRow, Stop
+from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Built, RankCommand, Step, StepRow, Stop
 from trtllm_disagg.embedded.tensor_parallel.team import Team
 from trtllm_disagg.errors import ConfigError, EngineError
 
-_orders = msgspec.msgpack.Decoder(Order)
+_commands = msgspec.msgpack.Decoder(RankCommand)
 _SECONDS = 10
 
 
@@ -59,7 +59,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 def close(peer: Peer) -> None:
-    for channel in (peer.orders, peer.transfers, peer.lifeline):
+    for channel in (peer.commands, peer.transfers, peer.lifeline):
         channel._connection.close()
 
 
@@ -82,25 +82,25 @@ def row() -> Row:
 
 
 def test_a_step_says_what_a_forward_needs_and_no_more(pair: Pair) -> None:
-    pair.leader.orders.send(Built())
-    led = pair.team.lead(Runner(lambda: torch.ones(1)))
+    pair.leader.commands.send(Built())
+    led = pair.team.broadcasting(Runner(lambda: torch.ones(1)))
     assert led.run([row()]).tolist() == [1.0]
-    order = pair.leader.orders.receive(_orders)
-    assert order == Step([StepRow([24, 25, 26, 27, 28], 4, [7], True, True)])
-    assert order.rows[0].num_tokens == 5
-    assert order.rows[0].num_computed == 4
+    command = pair.leader.commands.receive(_commands)
+    assert command == Step([StepRow([24, 25, 26, 27, 28], 4, [7], True, True)])
+    assert command.rows[0].num_tokens == 5
+    assert command.rows[0].num_computed == 4
 
 
 def test_what_keeps_a_rank_from_loading_is_raised_as_its_own_error(pair: Pair) -> None:
-    pair.leader.orders.send(Broken("ConfigError", "model: no weights"))
+    pair.leader.commands.send(Broken("ConfigError", "model: no weights"))
     with pytest.raises(ConfigError, match="model: no weights"):
-        pair.team.lead(Runner(lambda: torch.ones(1)))
+        pair.team.broadcasting(Runner(lambda: torch.ones(1)))
 
 
 def test_an_unknown_error_of_a_rank_names_the_rank(pair: Pair) -> None:
-    pair.leader.orders.send(Broken("MemoryError", "not enough"))
+    pair.leader.commands.send(Broken("MemoryError", "not enough"))
     with pytest.raises(RankLostError, match="rank 1 of the engine: MemoryError: not enough"):
-        pair.team.lead(Runner(lambda: torch.ones(1)))
+        pair.team.broadcasting(Runner(lambda: torch.ones(1)))
 
 
 def test_a_rank_that_dies_is_named(pair: Pair) -> None:
@@ -121,8 +121,8 @@ def test_a_step_that_fails_here_ends_the_engine(pair: Pair) -> None:
     def fail() -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    pair.leader.orders.send(Built())
-    led = pair.team.lead(Runner(fail))
+    pair.leader.commands.send(Built())
+    led = pair.team.broadcasting(Runner(fail))
     with pytest.raises(RuntimeError, match="out of memory"):
         led.run([row()])
     assert pair.lost.get(timeout=_SECONDS) == "a step failed on rank 0: RuntimeError: out of memory"
@@ -130,7 +130,7 @@ def test_a_step_that_fails_here_ends_the_engine(pair: Pair) -> None:
 
 def test_after_the_end_nobody_is_missed(pair: Pair) -> None:
     pair.team.close()
-    assert pair.leader.orders.receive(_orders) == Stop()
+    assert pair.leader.commands.receive(_commands) == Stop()
     pair.end_of_other()
     pair.team.lost("this must not be told")
     assert pair.lost.empty()
@@ -141,7 +141,7 @@ def test_a_closed_channel_is_the_end_of_the_messages() -> None:
     theirs.sendall(b"\x05\x00\x00\x00ab")
     theirs.close()
     with ours, pytest.raises(EOFError, match="the other rank is gone"):
-        Channel(ours).receive(_orders)
+        Channel(ours).receive(_commands)
 
 
 def test_a_lost_rank_is_an_engine_error() -> None:
