@@ -67,7 +67,7 @@ async def test_an_abort_may_come_at_any_time_and_more_than_once(llm: Any) -> Non
     assert len(await tokens_of(llm.generate_async(PROMPT, sampling()))) == 8
 
 
-async def test_nobody_waits_for_a_reader_who_left(llm: Any) -> None:
+async def test_a_reader_that_left_blocks_no_other_request(llm: Any) -> None:
     """Dynamo stops iterating when its client is gone."""
     left = llm.generate_async(PROMPT, sampling(max_tokens=60), streaming=True)
     await anext(left)

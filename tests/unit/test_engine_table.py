@@ -9,7 +9,7 @@ from tests.support.deployments import ROOT
 
 PROGRAM = """
 from trtllm_disagg.engines import ENGINES, EngineSpec
-ENGINES["toy"] = EngineSpec("toy", "trtllm_disagg.testing.instant_llm", defaults={"max_batch_size": 3})
+ENGINES["toy"] = EngineSpec("toy", "trtllm_disagg.testing.recording", defaults={"max_batch_size": 3})
 
 from trtllm_disagg.config.args import parse_worker_args
 from trtllm_disagg.config.engine_args import build_engine_args

@@ -11,7 +11,7 @@ from trtllm_disagg.testing import recording_llm
 
 ROOT = "tensorrt_llm"
 
-#: submodule -> its names; where TensorRT-LLM keeps what a text worker imports (facts: trtllm.md section 8).
+#: submodule -> its names; where TensorRT-LLM keeps what a text worker imports.
 NAMES = {
     "": "LLM SamplingParams DisaggregatedParams",
     "llmapi": "KvCacheConfig CacheTransceiverConfig SchedulerConfig DynamicBatchConfig",

@@ -1,6 +1,6 @@
 """A stand-in for `tensorrt_llm` that records every call, refuses unknown names, and answers by a script.
 
-It takes what TensorRT-LLM's LLM API takes (facts: trtllm.md sections 1 to 5), for text workers. It computes
+It takes what TensorRT-LLM's LLM API takes, for text workers. It computes
 nothing: a token is a function of the prompt and of the position, so two workers that split a request give the
 same tokens as one that runs it whole.
 """

@@ -1,4 +1,4 @@
-"""The data types of `recording_llm`: TensorRT-LLM's names, fields and defaults (facts: trtllm.md 2, 3, 5).
+"""The data types of `recording_llm`: TensorRT-LLM's names, fields and defaults.
 
 Written apart from the embedded engine's on purpose: a field that only one of the two has shows up in a test.
 """

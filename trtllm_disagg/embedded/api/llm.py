@@ -1,6 +1,6 @@
-"""LLM: TensorRT-LLM's LLM API on the embedded engine (facts: trtllm.md sections 1-5).
+"""LLM: TensorRT-LLM's LLM API on the embedded engine.
 
-The model runs in a process of its own; this object validates, sends, and hands tokens to whoever iterates.
+The model runs in a process of its own; this object validates, sends, and hands tokens to the task that iterates.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def generate_all(
     prompts = inputs if several else [inputs]
     each = list(_one_by_one(arguments, len(prompts)))
     results: list[RequestOutput] = []
-    # None: only where somebody looks.
+    # None: only where a caller asks for it.
     shown = tqdm(total=len(prompts), desc="Processed requests", disable=None if use_tqdm else True)
     try:
         with shown:

@@ -154,7 +154,7 @@ class MetricsCollector:
     labelname_finish_reason = FINISHED_REASON
 
     def __init__(self, labels: dict[str, str]) -> None:
-        # A client that wants metrics has it; nobody else needs it.
+        # A client that wants metrics has it; other clients do not need it.
         from prometheus_client import Counter, Gauge, Histogram
 
         self._labels = labels

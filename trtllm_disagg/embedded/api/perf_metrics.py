@@ -1,6 +1,6 @@
 """What a request took, as TensorRT-LLM tells it: `request_perf_metrics` of an output and `metrics_dict` of a result.
 
-Source: TensorRT-LLM's RequestPerfMetrics, MetricNames and their clients in Dynamo (facts: trtllm.md sections 2, 6).
+Source: TensorRT-LLM's RequestPerfMetrics, MetricNames and their clients in Dynamo.
 """
 
 from __future__ import annotations

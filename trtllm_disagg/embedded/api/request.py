@@ -225,7 +225,7 @@ def _grammar(params: SamplingParams, backend: str | None) -> str | None:
             "SamplingParams.guided_decoding needs guided_decoding_backend, which is not set "
             "(a worker's --guided-decoding-backend llguidance)"
         )
-    # Loads the library, which nobody else needs.
+    # Loads the library, which other requests do not need.
     from trtllm_disagg.embedded.guided_decoding.grammar import grammar_of
 
     return grammar_of(params.guided_decoding)

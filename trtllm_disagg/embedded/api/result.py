@@ -1,4 +1,4 @@
-"""What generate_async returns: RequestOutput, CompletionOutput, Logprob (facts: trtllm.md section 2)."""
+"""What generate_async returns: RequestOutput, CompletionOutput, Logprob."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class GrowingText:
 
 
 class RequestError(RuntimeError):
-    """This request failed; the engine goes on. `category` says whose fault it is (errors.DisaggError.category)."""
+    """This request failed; the engine goes on. `category` is errors.DisaggError.category."""
 
     def __init__(self, message: str, category: str = "Internal") -> None:
         super().__init__(message)
@@ -209,7 +209,7 @@ class GenerationResult:
         self._mark_seen()
         waiting = self.queue
         while True:
-            # Nobody else takes from it. Asking first is cheaper than the exception of an empty queue, once a token.
+            # This task alone takes from it. Asking first is cheaper than the exception of an empty queue, once a token.
             while waiting.empty():
                 # What comes between these lines wakes us: `wake` can only run once we wait.
                 self._arrival = self._arrival or self.loop.create_future()
@@ -325,7 +325,7 @@ def wake(results: Sequence[RequestOutput]) -> None:
     """One call into each event loop, however many requests of its got tokens in a step."""
     for loop in {result.loop for result in results}:
         if loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed: nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # closed: no task waits there any more
                 loop.call_soon_threadsafe(_wake_all, results, loop)
 
 

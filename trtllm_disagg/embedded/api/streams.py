@@ -1,4 +1,4 @@
-"""The requests that an LLM waits for, and who hears what of them."""
+"""The requests that an LLM waits for, and the streams that their outputs go to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunningRequests:
             self._results[result.request_id] = result
 
     def deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        """To those that still run; who has all that is due is forgotten."""
+        """To those that still run; a stream that has all its outputs is dropped."""
         delivered: list[RequestOutput] = []
         for output in outputs:
             if (result := self._results.get(output.request_id)) is None:
@@ -53,7 +53,7 @@ class RunningRequests:
             self._results.pop(output.request_id, None)
 
 
-# Records from the engine's receiver thread to whoever polls for them: events, statistics.
+# Records from the engine's receiver thread to the caller that polls for them: events, statistics.
 
 
 class Feed:

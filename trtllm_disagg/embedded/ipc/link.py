@@ -1,4 +1,4 @@
-"""Messages between the worker and its engine core: one Unix socket, with nobody in between.
+"""Messages between the worker and its engine core: one Unix socket, with no broker in between.
 
 A thread that would send and receive for others has to be woken, and wakes them: half of what a request costs.
 """
@@ -42,7 +42,7 @@ class Link(Generic[T]):
         self._chunk = memoryview(bytearray(_CHUNK_BYTES))
         self._received = bytearray()
         self._lock = threading.Lock()
-        #: What the socket had no room for, and who sends it when there is some.
+        #: What the socket had no room for, and the thread that sends it when there is some.
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = 0
         self._sender: threading.Thread | None = None

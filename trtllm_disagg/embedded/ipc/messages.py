@@ -68,7 +68,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     cache_salt: str = ""
     handoff: ReceivedHandoff | None = None
     rendezvous: Rendezvous | None = None
-    #: When the client asked, by this machine's monotonic clock; None: nobody wants to know how long it takes.
+    #: When the client asked, by this machine's monotonic clock; None: the request is not measured.
     arrived: float | None = None
     #: The client hears of the first token, of every so manieth, and of the end.
     stream_interval: int = 1
@@ -135,7 +135,7 @@ class TokenOutput(msgspec.Struct, omit_defaults=True, gc=False):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    #: Whose fault an error is (trtllm_disagg.errors: DisaggError.category).
+    #: DisaggError.category (trtllm_disagg.errors).
     error_category: str = "Internal"
     cached_tokens: int = 0
     handoff: MadeHandoff | None = None

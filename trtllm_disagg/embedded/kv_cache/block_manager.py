@@ -1,4 +1,4 @@
-"""Paged KV accounting: which block belongs to whom, which ones hold a reusable prefix, what the router is told.
+"""Paged KV accounting: which sequences hold a block, which blocks hold a reusable prefix, what the router is told.
 
 A block is free, in use (reference count > 0), cached (no user, but its content is a known prefix: reusable until
 evicted, oldest first) or quarantined (a late write may still land in it). Every block is in exactly one of these
@@ -210,7 +210,7 @@ class BlockManager:
         return self._partial.longest(parent or salt, tokens)
 
     def is_spare(self, block: int) -> bool:
-        """A known block that nobody uses, and that is no other known block's parent."""
+        """A known block that no sequence uses, and that is no other known block's parent."""
         return block in self._cached and not self._partial.has_children(self._key_of[block])
 
     def take_over(self, block: int) -> None:
@@ -221,7 +221,7 @@ class BlockManager:
         self.reused_blocks += 1
 
     def touch(self, block: int) -> None:
-        """A known block was of use without becoming anybody's."""
+        """A known block was of use without being acquired."""
         if block in self._cached:
             self._cached.move_to_end(block)
         self.reused_blocks += 1
@@ -267,11 +267,11 @@ class BlockManager:
     # -- allocation
 
     def can_allocate(self, count: int, besides: Seq[int] = ()) -> bool:
-        """Could `count` blocks be allocated by someone who acquires the known blocks `besides` as well?"""
+        """Could `count` blocks be allocated by a sequence that acquires the known blocks `besides` as well?"""
         return count <= self.num_available - sum(self._refs[block] == 0 for block in besides)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks in ascending order, so that neighbours are merged into runs by whoever moves them.
+        """`count` blocks in ascending order, so that neighbours are merged into runs when they are moved.
 
         Raises EngineError when there are not enough; callers ask `can_allocate` first.
         """
@@ -340,7 +340,7 @@ class BlockManager:
 
 
 class KvEventLog:
-    """KV cache events in TensorRT-LLM's format (facts: trtllm.md section 4); the oldest are dropped when full."""
+    """KV cache events in TensorRT-LLM's format; the oldest are dropped when full."""
 
     def __init__(self, max_size: int, window_size: int) -> None:
         self._max_size = max_size

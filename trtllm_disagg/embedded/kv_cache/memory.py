@@ -1,6 +1,6 @@
 """What happens to KV blocks besides attention: the start of one is copied, those of a paused sequence are put aside.
 
-Blocks and slots are plain numbers, so that the same orders can be given to every rank's part of the pool.
+Blocks and slots are plain numbers, so that the same commands can be sent to every rank's part of the pool.
 """
 
 from __future__ import annotations

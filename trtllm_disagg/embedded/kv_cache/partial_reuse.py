@@ -45,7 +45,7 @@ class CopyStart:
 
 
 class TakeOver:
-    """No copy (copy_on_partial_reuse: false): a block that nobody else needs is written on from there."""
+    """No copy (copy_on_partial_reuse: false): a block that no other sequence needs is written on from there."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks

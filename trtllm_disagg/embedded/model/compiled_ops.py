@@ -14,7 +14,7 @@ from trtllm_disagg.embedded.model.attention import StepLayout
 from trtllm_disagg.embedded.model.decode_rows import DecodeRows
 from trtllm_disagg.embedded.model.fused_decode import FusedDecode
 from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
-from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.model.row import ForwardRow
 
 
 class CompiledOps:
@@ -22,7 +22,7 @@ class CompiledOps:
         query = as_array(torch.zeros(1, 1, 1, dtype=dtype))
         attention_kernels.compile_heads_ahead(query, as_array(pool.rows))
 
-    def decode_rows(self, rows: Seq[Row], pool: KvPool) -> DecodeRows | None:
+    def decode_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> DecodeRows | None:
         return DecodeRows.of(rows, pool)
 
     def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> FusedDecode | None:

@@ -14,7 +14,7 @@ import torch
 
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.attention import StepLayout
-from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.model.row import ForwardRow
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.model.decode_rows import DecodeRows
@@ -36,7 +36,7 @@ class LayerOps(Protocol):
     def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
         """Called before the weights are read."""
 
-    def decode_rows(self, rows: Seq[Row], pool: KvPool) -> DecodeRows | None:
+    def decode_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> DecodeRows | None:
         """A step's leading rows that one kernel serves; None where there are none, or no kernel."""
 
     def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> FusedStep | None:
@@ -72,7 +72,7 @@ class TorchOps:
     def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
         """torch is ready."""
 
-    def decode_rows(self, rows: Seq[Row], pool: KvPool) -> None:
+    def decode_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> None:
         """torch's attention serves every row."""
 
     def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> None:

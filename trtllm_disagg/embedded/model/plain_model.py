@@ -131,10 +131,8 @@ def _weights(norm: nn.Module) -> np.ndarray:
 # A plain decoder's config.json, read without transformers.
 #
 # Its configuration classes import all of its modelling code: 80 MB and over a second of every engine's start. Only a
-# file
-# that leaves nothing to a family's defaults, and says nothing that is not known here, is read here; transformers
-# reads
-# the others, and says what is wrong with them.
+# file that leaves nothing to a family's defaults, and says nothing unknown, is read here; transformers reads the
+# others, and says what is wrong with them.
 
 
 Size = Annotated[int, msgspec.Meta(ge=1)]

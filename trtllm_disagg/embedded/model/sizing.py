@@ -93,7 +93,7 @@ def _token_bytes(shape: ModelShape) -> int:
 
 def _free_bytes(args: LlmArgs, device: torch.device) -> int:
     """What will be free on the device once the weights are there. On a CPU a tenth of what is free: it is shared
-    with everybody else.
+    with other processes.
     """
     if device.type == "cpu":
         return available_bytes() // 10

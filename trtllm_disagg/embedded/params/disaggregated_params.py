@@ -1,4 +1,4 @@
-"""DisaggregatedParams as TensorRT-LLM's LLM API has it (facts: trtllm.md section 3)."""
+"""DisaggregatedParams as TensorRT-LLM's LLM API has it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ContextPhaseParams:
 class DisaggregatedParams:
     """What one phase tells the other.
 
-    `opaque_state` belongs to the engine: who holds the KV and which blocks. `first_gen_log_probs` has one dict
+    `opaque_state` belongs to the engine: which engine holds the KV, in which blocks. `first_gen_log_probs` has one dict
     (token id -> Logprob) for the first token.
     """
 

@@ -1,4 +1,4 @@
-"""The arguments of LLM(...) with TensorRT-LLM's names and defaults (facts: trtllm.md section 1).
+"""The arguments of LLM(...) with TensorRT-LLM's names and defaults.
 
 An unknown name is refused, like there. What the embedded engine does not do: supported_args.py.
 """
@@ -24,7 +24,7 @@ from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
 
 # The arguments of LLM(...) about KV: its cache, its events, its way to other engines.
 #
-# Names and defaults are TensorRT-LLM's (facts: trtllm.md section 1).
+# Names and defaults are TensorRT-LLM's.
 
 
 #: That a queue can be told to hold.

@@ -110,7 +110,7 @@ def check_config(file: Path, raw: dict[str, Any]) -> None:
 
 
 def check_activation(file: Path, name: str) -> None:
-    """Raises ConfigError for an activation that nobody knows."""
+    """Raises ConfigError for an activation that transformers does not know."""
     if name in ("silu", "swish"):
         return
     from transformers.activations import ACT2FN

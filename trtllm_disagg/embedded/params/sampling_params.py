@@ -1,4 +1,4 @@
-"""SamplingParams and GuidedDecodingParams as TensorRT-LLM's LLM API has them (facts: trtllm.md section 5)."""
+"""SamplingParams and GuidedDecodingParams as TensorRT-LLM's LLM API has them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Who may start and how many KV blocks that takes: TensorRT-LLM's capacity policies (facts: trtllm.md section 1).
+"""Which sequences may start and how many KV blocks that takes: TensorRT-LLM's capacity policies.
 
-Whatever the policy: those who were paused go first, in the order in which they were admitted; nobody overtakes the
-one who is first in line; and the one admitted longest ago is paused only when all blocks that it lacks are held by a
-lease or by a read, which end by themselves. So every step gets somebody further, and there is no deadlock when KV
-is full.
+Under every policy paused sequences go first, in the order of their admission; no sequence overtakes the first in
+line; and the one admitted longest ago is paused only when all blocks that it lacks are held by a lease or by a read,
+which end by themselves. So every step advances at least one sequence, and a full KV pool is no deadlock.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _BY_AGE = attrgetter("admission_number")
 
 class Capacity(Protocol):
     def admits(self, num_active: int) -> bool:
-        """May anybody start while so many are active?"""
+        """Whether a sequence may start while so many are active."""
         ...
 
     def tokens_to_start(self, sequence: Sequence) -> int:
@@ -39,14 +38,14 @@ class Capacity(Protocol):
         ...
 
     def grow(self, running: Seq[Sequence], pause: Callable[[Sequence], None]) -> None:
-        """Everybody who decodes in this step has a block for it afterwards, or is paused. `pause` frees blocks
+        """Afterwards every sequence that decodes in this step has a block for it, or is paused. `pause` frees blocks
         and takes the sequence out of `running`.
         """
         ...
 
 
 class GuaranteedNoEvict:
-    """The blocks of the longest possible answer at once: who has started is never paused."""
+    """The blocks of the longest possible answer at once: a sequence that has started is never paused."""
 
     def admits(self, num_active: int) -> bool:
         return True
@@ -58,7 +57,7 @@ class GuaranteedNoEvict:
         return 0
 
     def grow(self, running: Seq[Sequence], pause: Callable[[Sequence], None]) -> None:
-        """They have all that they can ever need."""
+        """They hold every block that they can need."""
 
 
 class StaticBatch(GuaranteedNoEvict):
@@ -85,7 +84,7 @@ class MaxUtilization:
         return len(sequence.tokens)
 
     def headroom(self, sequence: Sequence, running: Seq[Sequence]) -> int:
-        """The blocks that the next step takes: else somebody would be paused again at once."""
+        """The blocks that the next step takes: else a sequence would be paused again at once."""
         if not running:
             return 0
         spare = self._spare_to_resume if sequence.status is Status.PAUSED else 0

@@ -1,8 +1,8 @@
-"""How a step's prefill budget is shared out: TensorRT-LLM's context chunking policies (facts: trtllm.md section 1).
+"""How a step's prefill budget is shared out: TensorRT-LLM's context chunking policies.
 
 A chunk that does not finish its prompt ends on a multiple of `alignment` tokens from the prompt's start, whatever
 the policy: that keeps float32 exact (docs/decisions/0002-tiles.md). It is also the unit that EQUAL_PROGRESS and
-FORCE_CHUNK hand out. Nobody overtakes a prompt that waits for room, so none waits for ever.
+FORCE_CHUNK hand out. No prompt overtakes one that waits for room, so none waits for ever.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who runs in the next step: every decode row first, then prefill chunks with what is left of the token budget.
+"""Which sequences run in the next step: decode rows first, then prefill chunks with the rest of the token budget.
 
-Who may start, and with how many KV blocks, is `capacity.py`; how prompts share a budget is `chunking.py`; where the
-blocks come from is `capacity.py`.
+Which sequences may start, with how many KV blocks and where those come from, is `capacity.py`; how prompts share a
+budget is `chunking.py`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Scheduler:
 
     @property
     def has_runnable(self) -> bool:
-        """False when nothing can run before someone else frees blocks: a lease that ends, a pull that finishes."""
+        """False when nothing can run before blocks are freed elsewhere: by a lease that ends, a pull that finishes."""
         return bool(self.running) or (self._admits() and self._plan_next() is not None)
 
     @property
@@ -156,7 +156,7 @@ class Scheduler:
         return self._capacity.admits(self._num_in_batch)
 
     def _plan_next(self) -> Plan | None:
-        """For the first in line; None when there is nobody, or no room for it."""
+        """For the first in line; None when the line is empty, or there is no room for it."""
         if self._num_in_batch >= self._max_active or not (self.paused or self.waiting):
             return None
         first = self.paused[0] if self.paused else self.waiting[0]

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from trtllm_disagg.embedded.guided_decoding.guides import Guide
 
 
-# How long the stages of one choice take and what its KV costs, for who asks (`return_perf_metrics`).
+# How long the stages of one choice take and what its KV costs, for requests with `return_perf_metrics`.
 
 
 class NullRequestTimer:
-    """For who does not."""
+    """For requests that are not measured."""
 
     def scheduled(self, step: int) -> None:
         """It is in this step of the engine."""
@@ -160,7 +160,7 @@ class Sequence:
 
     @property
     def measured(self) -> Measured | None:
-        """For who asks: what it took until now."""
+        """What it took until now; None for a request that is not measured."""
         return self.timer.snapshot(self.admission)
 
     @property

@@ -1,4 +1,4 @@
-"""Sockets between rank 0 and the others, on one host: for steps, for KV transfers, and to tell who is alive.
+"""Sockets between rank 0 and the others, on one host: for steps, for KV transfers, and to tell which ranks are alive.
 
 A rank that waits in an MPI collective for one that has died would wait for ever. So every rank has a thread that
 sleeps on the last one, and ends the process when it closes.
@@ -94,4 +94,4 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 
 class RankLostError(EngineError):
-    """A rank died, or cannot go on; without it nobody can."""
+    """A rank died, or cannot go on; without it no rank can."""

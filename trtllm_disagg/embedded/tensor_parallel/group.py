@@ -1,7 +1,7 @@
 """The ranks as the forward sees them: tensors are gathered and summed, in an order that never changes.
 
 mpi4py with plain buffers, nothing is pickled. Nothing is left to MPI's own reductions either: their order of
-summation depends on the size of the message, and so on who else is in the batch.
+summation depends on the size of the message, and so on what else is in the batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the engine core process is started: alone, as rank 0 of ranks that we start, or as a rank of somebody's job.
+"""How the engine core process is started: alone, as rank 0 of ranks that we start, or as a rank of an MPI job.
 
 The ranks of tensor parallelism are started with mpich's mpiexec rather than by MPI_Comm_spawn: spawned ranks do not
 share memory with rank 0, and when one of them dies, mpich kills rank 0 before it could say why (decision 8).
@@ -55,15 +55,15 @@ def require_divides(directory: Path, size: int) -> None:
 
 
 _CORE = ("-m", "trtllm_disagg.embedded.core.process")
-#: An argument of the core: the ranks were started by somebody else, and each has its own LLM object.
+#: An argument of the core: the ranks were started by an MPI launcher, and each has its own LLM object.
 IN_JOB = "--in-job"
 _EXTRA = "mpi4py and mpich (pip install 'trtllm-disagg[mpi]')"
 #: What oneDNN and torch keep of a product, some 0.2 MB, is for one number of rows, and a step has any. A step needs a
 #: handful of them, and to make one takes no time that can be measured; by default each keeps 1024.
 _PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _KEPT_PRODUCTS = "64"
-#: Of mpich's process manager: who dies is noticed, and told, by the ranks themselves; on this host and by nobody
-#: else, whatever batch system it belongs to.
+#: Of mpich's process manager: the ranks themselves notice and report a death, on this host, whatever batch system it
+#: belongs to.
 _MPIEXEC_OPTIONS = (
     *("-disable-auto-cleanup", "-launcher", "fork", "-rmk", "user"),
     *("-localhost", "127.0.0.1", "-iface", "lo"),
@@ -192,7 +192,7 @@ def _mpiexec() -> Path:
 # Ranks that were stopped (SIGSTOP, a frozen container): not dead, but the others would wait for them for ever.
 
 
-#: Who goes on within this time has done no harm.
+#: A process that goes on within this time has done no harm.
 _PATIENCE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 
@@ -201,11 +201,11 @@ class RankWatch:
     """Asked from time to time by the worker, which outlives all ranks."""
 
     def __init__(self, pids: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
-        """Of all ranks, rank 0 first. An engine of one rank keeps nobody waiting but its own requests."""
+        """Of all ranks, rank 0 first. An engine of one rank keeps only its own requests waiting."""
         self._clock = clock
         self._ranks: dict[int, psutil.Process] = {}
         for rank, pid in enumerate(pids if len(pids) > 1 else ()):
-            with contextlib.suppress(psutil.NoSuchProcess):  # whoever misses it tells
+            with contextlib.suppress(psutil.NoSuchProcess):  # its own parent reports it
                 self._ranks[rank] = psutil.Process(pid)
         self._stopped_since: dict[int, float] = {}
         self._next_look = clock()

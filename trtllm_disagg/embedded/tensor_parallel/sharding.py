@@ -73,7 +73,7 @@ def _shard_linear(path: str, linear: nn.Linear, group: RankGroup) -> nn.Module:
         return CollectedHead(_part(linear, group), linear.out_features, group)
     if name in _WHOLE:
         return linear
-    raise ConfigError.bad_value(KEY, group.size, f"1 for this model: nobody has said how to divide {path}")
+    raise ConfigError.bad_value(KEY, group.size, f"1 for this model: no rule says how to divide {path}")
 
 
 def _part(linear: nn.Linear, group: RankGroup) -> nn.Linear:

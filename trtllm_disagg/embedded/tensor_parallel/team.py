@@ -60,7 +60,7 @@ class SingleRank:
         return [os.getpid()]
 
     def start(self, args: LlmArgs, num_blocks: int) -> None:
-        """There is nobody to start."""
+        """There is no other rank to start."""
 
     def shard(self, model: Any) -> None:
         """All of the model is here."""
@@ -72,7 +72,7 @@ class SingleRank:
         return runner
 
     def close(self) -> None:
-        """There is nobody to stop."""
+        """There is no other rank to stop."""
 
 
 class Team:
@@ -115,7 +115,7 @@ class Team:
         with self._lock:
             self._is_over = True
         with contextlib.suppress(RankLostError):
-            # The sockets stay, to the end of both processes: who sees one close takes the other for dead.
+            # The sockets stay, to the end of both processes: a rank that sees one close takes the other for dead.
             self._tell(Stop())
 
     def _tell(self, command: msgspec.Struct) -> None:

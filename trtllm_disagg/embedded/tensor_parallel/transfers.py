@@ -1,7 +1,7 @@
 """KV transfer with several ranks: every rank serves its own pool and reads into it, all when rank 0 says so.
 
 Rank 0 has the leases, the control channel and the requests. To those, its pool and those of the other ranks look
-like one transport. The orders have a socket and a thread of their own, since a read may take longer than a step.
+like one transport. The commands have a socket and a thread of their own, since a read may take longer than a step.
 """
 
 from __future__ import annotations
@@ -214,14 +214,14 @@ class _Helper:
 
 
 class TransferService:
-    """The same on another rank: its transport, at rank 0's orders."""
+    """The same on another rank: its transport, at rank 0's commands."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
         self._built: Future[tuple[StagingTransport, ShardReader]] = Future()
         self._readers = ThreadPoolExecutor(_READERS, "kv-pull")
-        threading.Thread(target=self._serve, name="kv-orders", daemon=True).start()
+        threading.Thread(target=self._serve, name="kv-commands", daemon=True).start()
 
     def start(self, transport: StagingTransport, pool: torch.Tensor, rank: int, num_ranks: int) -> None:
         self._built.set_result((transport, ShardReader(transport, pool, rank, num_ranks)))

@@ -254,7 +254,7 @@ async def test_a_killed_engine_fails_what_it_ran_and_held_and_nothing_else(
                 await decode.generate_async(prompt(21), PARAMS, disaggregated_params=handoffs[1])
             assert error.value.category == "Unavailable"
         assert not doomed._check_health()
-        assert not is_process(doomed.engine_pid), "reaped before anybody asks"
+        assert not is_process(doomed.engine_pid), "reaped before its exit is asked for"
         with pytest.raises(RuntimeError, match="exit code -9"):
             doomed.generate_async([5])
         streamed.abort()

@@ -95,7 +95,7 @@ async def test_a_request_whose_reader_left_does_not_block_the_others(llm: LLM) -
     assert (await llm.generate_async([5])).outputs[0].finish_reason == "length"
 
 
-def test_a_loop_that_is_closed_under_a_request_hurts_nobody(llm: LLM) -> None:
+def test_a_loop_closed_under_a_request_leaves_other_requests_alone(llm: LLM) -> None:
     async def leave() -> None:
         llm.generate_async([5], SamplingParams(max_tokens=200, ignore_eos=True), streaming=True)
 
@@ -111,7 +111,7 @@ async def test_a_loop_that_blocks_on_its_own_request_gets_it(llm: LLM) -> None:
     assert (await llm.generate_async([5, 6, 7])).finished
 
 
-async def test_a_loop_that_is_blocked_by_who_waits_for_its_request_stops_nobody(llm: LLM) -> None:
+async def test_a_loop_blocked_on_its_own_request_does_not_stop_other_requests(llm: LLM) -> None:
     result = llm.generate_async([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
     waiting = threading.Thread(target=result.result)
     waiting.start()

@@ -1,4 +1,4 @@
-"""An engine process that closes its socket and stays, in one of its libraries' exit say: nobody waits for it."""
+"""An engine process that closes its socket and stays, in one of its libraries' exit say: no caller waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wrong, stale or foreign handoff costs its request an error, and nobody else anything."""
+"""A wrong, stale or foreign handoff costs its request an error, and other requests nothing."""
 
 from __future__ import annotations
 

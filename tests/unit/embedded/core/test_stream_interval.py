@@ -1,4 +1,4 @@
-"""Who wants to hear of every n-th token only hears of all of them, in that many words."""
+"""A request with a stream interval of n gets all its tokens, n at a time."""
 
 from __future__ import annotations
 

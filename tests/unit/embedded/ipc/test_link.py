@@ -47,7 +47,7 @@ def test_a_sender_does_not_wait_for_a_slow_reader_and_the_order_stays(
     here, there = ends
     here.send((0, LARGE))
     here.send((1, b""))
-    here.send((2, LARGE))  # nobody has read a byte so far
+    here.send((2, LARGE))  # the reader has not read a byte so far
     assert [(i, len(data)) for i, data in received(there, 3)] == [(0, len(LARGE)), (1, 0), (2, len(LARGE))]
     here.flush(5)
     here.send((3, b"again"))
@@ -82,7 +82,7 @@ def test_what_was_said_before_the_end_comes_before_the_end(ends: tuple[Link[Mess
     for _ in range(2):
         with pytest.raises(EOFError):
             there.receive(wait=True)
-    there.send((2, b"to nobody"))
+    there.send((2, b"unread"))
 
 
 def test_who_is_gone_in_the_middle_of_a_message_is_gone(ends: tuple[Link[Message], ...]) -> None:

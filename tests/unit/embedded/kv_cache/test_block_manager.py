@@ -83,11 +83,11 @@ class Simulation:
             self.blocks.release(self.holders.pop(which % len(self.holders)).blocks)
 
     def evict(self, which: int) -> None:
-        """What nobody uses is forgotten."""
+        """Blocks that no sequence uses are forgotten."""
         self.blocks.release(self.blocks.allocate(self.blocks.num_available))
 
     def take_over(self, which: int) -> None:
-        """Somebody goes on from the start of a known block that nobody uses."""
+        """A sequence goes on from the start of a known block that no sequence uses."""
         tokens = PROMPTS[which % len(PROMPTS)]
         found = self.blocks.match_start(ROOT, tokens[:1], b"")
         if found is not None and self.blocks.is_spare(found.block):

@@ -88,7 +88,7 @@ def test_what_a_family_has_a_default_for_must_be_stated(make_model: MakeModel, k
         ("hidden_act", "sideways"),
         ("rope_scaling", "linear"),
         ("quantization_config", {"quant_method": "fp8"}),
-        ("quantization_config", {"quant_method": "nobody knows"}),
+        ("quantization_config", {"quant_method": "unknown"}),
     ],
 )
 def test_a_value_that_no_model_has(make_model: MakeModel, key: str, value: object) -> None:

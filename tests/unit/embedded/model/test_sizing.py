@@ -1,4 +1,4 @@
-"""How big the KV pool is when nobody says so."""
+"""How big the KV pool is when no argument says so."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_pool_without_a_block_is_refused(shape: ModelShape) -> None:
 def test_a_stated_size_that_the_machine_has_no_memory_for_is_refused(
     device: str, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is allocated: a zero too many would take the memory of everybody else on the machine."""
+    """Before anything is allocated: a zero too many would take the memory of other processes on the machine."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 34, 1 << 34))
     with pytest.raises(
         ConfigError, match=r"max_tokens: 1000000000000 is not allowed; expected at most \d+: a KV"

@@ -1,4 +1,4 @@
-"""Who is paused when KV is full, who comes back, and that nobody loses a token by it."""
+"""Which sequences are paused when KV is full and when they come back, without losing a token."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_who_comes_back_gets_further_before_being_paused_again() -> None:
             assert len(s.tokens) > at_last_pause.get(s.admission_number, 0)
             at_last_pause[s.admission_number] = len(s.tokens)
             pauses += 1
-    assert pauses > len(at_last_pause), "somebody was paused twice"
+    assert pauses > len(at_last_pause), "no sequence was paused twice"
 
 
-def test_nobody_is_admitted_while_somebody_is_paused() -> None:
+def test_no_sequence_is_admitted_while_another_is_paused() -> None:
     engine = busy()
     while not engine.scheduler.paused:
         engine.step()

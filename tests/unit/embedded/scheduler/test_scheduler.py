@@ -1,4 +1,4 @@
-"""Who runs in a step: budgets, alignment, order, and that everything ends."""
+"""Which sequences run in a step: budgets, alignment, order, and that everything ends."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_no_more_run_at_once_than_the_token_budget_has_rows() -> None:
     assert scheduler.num_active == TILE
 
 
-def test_nobody_overtakes_a_prompt_that_waits_for_an_empty_step() -> None:
+def test_a_prompt_that_waits_for_an_empty_step_is_not_overtaken() -> None:
     """Without chunking a prompt as long as the budget needs a step for itself, and must get it."""
     engine = make(num_blocks=64, chunked=False)
     scheduler = engine.scheduler

@@ -1,4 +1,4 @@
-"""Any policy, any order of events, a pool that is too small: everybody gets the answer of an undisturbed run."""
+"""Any policy, any order of events, a pool that is too small: every request gets the answer of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Run:
     at_first=st.lists(add, min_size=3, max_size=6),
     later=st.lists(st.one_of(add, other), max_size=40),
 )
-def test_everybody_gets_the_answer_of_an_undisturbed_run_and_every_block_comes_back(
+def test_every_request_gets_the_answer_of_an_undisturbed_run_and_every_block_comes_back(
     size: int, num_tokens: int, chosen: dict[str, Any], at_first: list[Any], later: list[Any]
 ) -> None:
     run = Run(build(size, num_tokens, chosen))
@@ -136,7 +136,7 @@ def test_everybody_gets_the_answer_of_an_undisturbed_run_and_every_block_comes_b
         run.check()
     run.engine.drain()
     run.check()
-    event(f"somebody was paused: {run.engine.scheduler.counts.paused > 0}")
+    event(f"a sequence was paused: {run.engine.scheduler.counts.paused > 0}")
     assert {key: run.engine.answers[key] for key in run.wanted} == run.wanted
     assert run.engine.blocks.num_available == run.engine.num_blocks
-    assert run.engine.memory._saved == {}, "KV of nobody is kept aside"
+    assert run.engine.memory._saved == {}, "KV of no sequence is kept aside"

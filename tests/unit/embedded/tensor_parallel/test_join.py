@@ -25,7 +25,7 @@ if join.own_rank():
 
 @pytest.fixture
 def tidy() -> Iterator[None]:
-    """mpich's memory, which nobody could remove: who knew its name was in the middle of making it."""
+    """mpich's memory, which no process could remove: the one that knew its name was in the middle of making it."""
     before = set(SHARED.glob("mpich_shm_*"))
     yield
     for path in set(SHARED.glob("mpich_shm_*")) - before:

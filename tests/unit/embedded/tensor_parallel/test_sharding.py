@@ -117,8 +117,8 @@ def test_the_parts_hold_no_more_than_their_part() -> None:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        ({"qkv_proj": nn.Linear(8, 24)}, "nobody has said how to divide block.qkv_proj"),
-        ({"experts": nn.Linear(8, 8)}, "nobody has said how to divide block.experts"),
+        ({"qkv_proj": nn.Linear(8, 24)}, "no rule says how to divide block.qkv_proj"),
+        ({"experts": nn.Linear(8, 8)}, "no rule says how to divide block.experts"),
     ],
 )
 def test_a_layer_of_another_name_is_refused(layer: dict[str, nn.Module], message: str) -> None:

@@ -128,7 +128,7 @@ def test_a_step_that_fails_here_ends_the_engine(pair: Pair) -> None:
     assert pair.lost.get(timeout=_SECONDS) == "a step failed on rank 0: RuntimeError: out of memory"
 
 
-def test_after_the_end_nobody_is_missed(pair: Pair) -> None:
+def test_a_rank_that_ends_after_the_team_is_not_reported(pair: Pair) -> None:
     pair.team.close()
     assert pair.leader.commands.receive(_commands) == Stop()
     pair.end_of_other()

@@ -15,7 +15,7 @@ from trtllm_disagg.engines import resolve_engine
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing import recording_llm
-from trtllm_disagg.testing.instant_llm import instant_token
+from trtllm_disagg.testing.recording import instant_token
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import Generate, TokenChunk
 
@@ -57,7 +57,7 @@ async def test_both_orders_give_the_tokens_of_one_engine(tokens_per_step: int) -
         await stage.idle()
 
 
-async def test_who_reads_late_finds_all_that_is_due() -> None:
+async def test_a_late_reader_finds_all_that_is_due() -> None:
     opened = engine(step_seconds=0.01)
     result = opened.start_both(request(100))
     await anext(result)
@@ -71,11 +71,11 @@ async def test_who_reads_late_finds_all_that_is_due() -> None:
     assert await opened.is_idle()
 
 
-def test_auto_never_means_it() -> None:
+def test_auto_never_picks_the_recording_engine() -> None:
     assert resolve_engine("auto") in ("embedded", "tensorrt_llm")
 
 
-async def test_what_it_does_not_have_is_refused() -> None:
+async def test_an_option_it_lacks_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no log probabilities"):
         engine().start_both(request(3, output_options={"logprobs": 1}))
     with pytest.raises(ValidationError, match="tokens_per_step"):
