@@ -15,7 +15,7 @@ from trtllm_disagg.config.args import parse_worker_args
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.engine import load_api, serve_as_rank
 from trtllm_disagg.engines import resolve_engine
-from trtllm_disagg.testing import instant_llm
+from trtllm_disagg.testing import recording
 
 config = parse_worker_args(["--model", "org/model", "--engine", "toy"], {})
 assert resolve_engine(config.engine) == "toy"
@@ -24,7 +24,7 @@ assert args["max_batch_size"] == 3
 given = parse_worker_args(["--model", "org/model", "--engine", "toy", "--max-batch-size", "5"], {})
 assert build_engine_args(given)["max_batch_size"] == 5
 assert not serve_as_rank("toy", args)
-assert load_api("toy").llm is instant_llm.LLM
+assert load_api("toy").llm is recording.LLM
 print("all know it")
 """
 
