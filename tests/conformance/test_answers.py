@@ -1,4 +1,4 @@
-"""What comes out of a request: growing outputs, ends, aborts, threads (facts: trtllm.md section 2)."""
+"""What comes out of a request: growing outputs, ends, aborts, threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLM(...) and its configuration classes: fields, defaults, and what is refused (facts: trtllm.md section 1)."""
+"""LLM(...) and its configuration classes: fields, defaults, and what is refused."""
 
 from __future__ import annotations
 

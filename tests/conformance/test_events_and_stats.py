@@ -1,4 +1,4 @@
-"""What an engine tells the router, and how it ends (facts: trtllm.md sections 2 and 4)."""
+"""What an engine tells the router, and how it ends."""
 
 from __future__ import annotations
 

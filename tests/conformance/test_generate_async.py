@@ -1,4 +1,4 @@
-"""generate_async: its signature, what it takes, and what it refuses at once (facts: trtllm.md section 2)."""
+"""generate_async: its signature, what it takes, and what it refuses at once."""
 
 from __future__ import annotations
 

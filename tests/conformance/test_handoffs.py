@@ -1,4 +1,4 @@
-"""context_only here, generation_only there (facts: trtllm.md section 3)."""
+"""context_only here, generation_only there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain data classes of a request and of its answer (facts: trtllm.md sections 2, 3 and 5)."""
+"""The plain data classes of a request and of its answer."""
 
 from __future__ import annotations
 

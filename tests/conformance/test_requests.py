@@ -1,4 +1,4 @@
-"""Requests: what goes along with a prompt, what is left alone, and what is asked twice (trtllm.md section 2)."""
+"""Requests: what goes along with a prompt, what is left alone, and what is asked twice."""
 
 from __future__ import annotations
 

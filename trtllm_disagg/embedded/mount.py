@@ -5,7 +5,7 @@
 runs a module that way. Without this runner:
 
     mount_as_tensorrt_llm()   before the client is imported: in a program, in a sitecustomize.py, or in a
-                              folder tensorrt_llm/ on PYTHONPATH whose __init__.py calls it
+                              folder tensorrt_llm/ on PYTHONPATH with an __init__.py that calls it
     sys.modules["tensorrt_llm"] = sys.modules["tensorrt_llm.llmapi"] = ... = trtllm_disagg.embedded
                               for every submodule that the client imports: the package has all names below
 

@@ -132,7 +132,7 @@ class LLM:
 
     @property
     def num_active_requests(self) -> int:
-        """As of the last step: requests that wait or run, and prompts whose KV is held (embedded engine only)."""
+        """As of the last step: requests that wait or run, and prompts with KV held (embedded engine only)."""
         return self._num_active + len(self._trials)
 
     @property

@@ -38,7 +38,7 @@ def decoder(tokenizer: Any, *, skip_special_tokens: bool) -> Decode:
 class GrowingText:
     """`update` is `decode` of all tokens, for token lists of which each continues the one before.
 
-    Only the last few tokens are decoded: behind `_settled` tokens whose text is known, and with some of those in
+    Only the last few tokens are decoded: behind `_settled` tokens of known text, and with some of those in
     front, since a token's text may depend on its neighbours.
     """
 
@@ -195,7 +195,7 @@ class GenerationResult:
     # -- the caller's side
 
     def abort(self) -> None:
-        """Stop the request. On a context_only request whose KV is still held for a decode: let it go."""
+        """Stop the request. KV of a context_only request that is still held for a decode is let go."""
         self._abort(self.request_id)
 
     def __aiter__(self) -> AsyncIterator[GenerationResult]:

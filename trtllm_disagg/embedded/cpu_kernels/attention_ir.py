@@ -33,7 +33,7 @@ from trtllm_disagg.embedded.cpu_kernels.llvm_ir import (
     splat,
 )
 
-#: Positions whose scores are made side by side, and whose values are added to a sum while it is in a register.
+#: Positions with scores made side by side, and with values added to a sum while it is in a register.
 _POSITIONS = 4
 #: At least so many bytes ahead. Measured: docs/log.md.
 _PREFETCH_DISTANCE = 6144

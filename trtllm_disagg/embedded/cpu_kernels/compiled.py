@@ -27,7 +27,7 @@ def _version() -> str:
 
 
 class Kernel(CPUDispatcher):  # type: ignore[misc]
-    """A compiled function whose code outlives the process."""
+    """A compiled function; its code outlives the process."""
 
     folder: ClassVar[Path] = kernel_folder(_version())
     locks: ClassVar[CompileLocks] = CompileLocks()

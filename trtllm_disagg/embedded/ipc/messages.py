@@ -147,7 +147,7 @@ class StepReport(msgspec.Struct, tag="step"):
     """All that one step of the engine has to say; one message a step, however many requests ran."""
 
     outputs: list[TokenOutput]
-    #: Requests that wait or run, and prompts whose KV is held for another engine.
+    #: Requests that wait or run, and prompts with KV held for another engine.
     num_active: int = 0
     events: list[dict[str, Any]] = []
     stats: list[dict[str, Any]] = []

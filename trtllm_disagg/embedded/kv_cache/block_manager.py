@@ -214,7 +214,7 @@ class BlockManager:
         return block in self._cached and not self._partial.has_children(self._key_of[block])
 
     def take_over(self, block: int) -> None:
-        """Become the one user of a spare block, whose content is not known any more."""
+        """Become the one user of a spare block; its content is not known any more."""
         del self._cached[block]
         self._forget(block)
         self._refs[block] = 1

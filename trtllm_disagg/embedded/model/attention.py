@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trtllm_disagg.embedded.model.decode_rows import DecodeRows
 
 
-# Attention whose scores are bounded by a soft-cap (Gemma 2), which torch's own attention does not know.
+# Attention with scores bounded by a soft-cap (Gemma 2), which torch's own attention does not know.
 
 
 def capped_attention(

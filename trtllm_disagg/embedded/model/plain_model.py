@@ -152,7 +152,7 @@ _WITHOUT_EFFECT = {
     "transformers_version",
     "use_cache",
 }
-#: Families whose head_dim and sliding_window are not none when they are not mentioned.
+#: Families with a head_dim and a sliding_window when they are not mentioned.
 _MUST_SAY = {"qwen3": ("head_dim",), "mistral": ("sliding_window",)}
 
 

@@ -100,7 +100,7 @@ def _draw(scores: torch.Tensor, sequences: Seq[SampledSequence]) -> list[int]:
     whole = total[:, -1:].contiguous()
     u = _column([uniform(s.seed, s.index, len(s.tokens)) for s in sequences], scores)
     picked = torch.searchsorted(total, u * whole, right=True)
-    # u * whole may round up to the whole; the last token that was kept is the one whose sum reaches it.
+    # u * whole may round up to the whole; the last token that was kept has the sum that reaches it.
     last = torch.searchsorted(total, whole)
     tokens: list[int] = torch.minimum(picked, last)[:, 0].clamp(max=scores.shape[1] - 1).tolist()
     return tokens

@@ -193,7 +193,7 @@ def check_checkpoint(directory: Path, config: Any, *, any_dtype: bool) -> None:
     if len(dtypes) > 1 and not any_dtype:
         told = ", ".join(f"{dtype} ({where})" for dtype, where in dtypes.items())
         raise ConfigError(
-            f"dtype: 'auto' is not allowed for {directory}, whose weights are of several: {told}; "
+            f"dtype: 'auto' is not allowed for {directory}: its weights are of several: {told}; "
             "expected float32 or bfloat16, to which all are converted"
         )
     _check_tokenizer(directory / "tokenizer.json", config.vocab_size)
@@ -264,7 +264,7 @@ def _check_shards(directory: Path) -> None:
 
 
 def _weights(directory: Path) -> dict[str, dict[str, Any]]:
-    """Weight -> dtype, shape, file, of a checkpoint whose files are there. Raises ConfigError when a file lacks a
+    """Weight -> dtype, shape, file, of a checkpoint that has its files. Raises ConfigError when a file lacks a
     weight that the index has there.
     """
     places = weight_places(directory)

@@ -45,7 +45,7 @@ def _frequencies(config: Any, dim: int) -> tuple[torch.Tensor, float]:
     return frequencies, float(scaling)
 
 
-#: Families whose outputs are tested against transformers' own generate (test_families.py).
+#: Families with outputs tested against transformers' own generate (test_families.py).
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "qwen3_moe", "mixtral")
 #: What every checkpoint says, and the most that is believed. Far above any model, far below what breaks something.
 _SIZES = {

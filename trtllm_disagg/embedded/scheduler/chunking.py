@@ -38,7 +38,7 @@ class FirstComeFirstServed:
 class WholePrompts:
     """No chunks: a prompt runs in one step, or waits for an emptier one.
 
-    Only a prompt whose KV came from another engine can be longer than any step. If that KV is lost to preemption,
+    Only a prompt with KV from another engine can be longer than any step. If that KV is lost to preemption,
     the prompt is computed here after all, and then in pieces.
     """
 

@@ -128,10 +128,10 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     #: Keys of the prompt's full blocks, once asked for.
     prompt_keys: list[bytes] | None = None
-    #: Keys of the full blocks whose content is committed; a prefix of `blocks`.
+    #: Keys of the full blocks with committed content; a prefix of `blocks`.
     keys: list[bytes] = field(default_factory=list)
     num_computed: int = 0
-    #: Prompt tokens whose KV was found in the cache (of the prefill side, when there was one).
+    #: Prompt tokens with KV found in the cache (of the prefill side, when there was one).
     num_cached: int = 0
     #: context_only: the first blocks of the prompt that decode has, and that need not be computed here.
     num_fetchable: int = 0
@@ -210,7 +210,7 @@ class Sequence:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens whose KV this sequence can ever need: the last output token's is never computed."""
+        """Tokens of KV that this sequence can ever need: the last output token's is never computed."""
         if self.is_context_only:
             return self.num_prompt
         return self.num_prompt + self.sampling.max_tokens - 1

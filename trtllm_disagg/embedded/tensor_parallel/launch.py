@@ -28,7 +28,7 @@ from trtllm_disagg.interpreter import python
 
 
 KEY = "tensor_parallel_size"
-#: Keys of config.json whose numbers every rank gets an equal part of, and what they count.
+#: Numbers of config.json that every rank gets an equal part of, and what they count.
 _DIVIDED = {
     "num_key_value_heads": "KV heads",
     "num_attention_heads": "attention heads",

@@ -1,4 +1,4 @@
-"""What a client of the LLM API gets back (facts: TensorRT-LLM's generate_async, RequestOutput, SamplingParams)."""
+"""What a client of the LLM API gets back."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_logits_after_a_reused_prefix_are_those_without_a_cache(
     num_shared: int,
     tokens_per_block: int,
 ) -> None:
-    """`made_by`: the length of the prompt whose KV is reused; it ends in the middle of a tile."""
+    """`made_by`: the length of the prompt that gives the reused KV; it ends in the middle of a tile."""
     wanted = STEM[:num_shared] + [9] * 20
     logits: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for reuse in logits:

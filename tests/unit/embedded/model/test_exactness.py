@@ -197,7 +197,7 @@ def test_preempted(make_core: MakeCore, recorder: Recorder, solo: Logits, swap_t
 
 
 def test_in_scattered_blocks(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
-    """A sequence whose blocks are no run is gathered, not viewed."""
+    """A sequence with scattered blocks is gathered, not viewed."""
     core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": 16})
     blocks = core.engine.blocks
     taken = blocks.allocate(blocks.num_blocks)

@@ -101,7 +101,7 @@ def test_bfloat16_stays_bfloat16_and_close() -> None:
     pack_experts(mine, *library())
     made = mine(x)
     assert made.dtype == torch.bfloat16
-    # Rows whose last choice is a tie may choose otherwise; none of these is one.
+    # Rows with a tie at the last choice may choose otherwise; none of these is one.
     torch.testing.assert_close(made, layer(x), atol=0.05, rtol=0.05)
 
 

@@ -11,7 +11,7 @@ from trtllm_disagg.embedded.scheduler.sequence import Status
 
 
 def busy(**args: Any) -> Engine:
-    """Four whose prompts fit together into twelve blocks, but whose answers do not."""
+    """Four prompts that fit together into twelve blocks, without their answers."""
     engine = Engine(12, args={"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}, **args})
     for request_id in range(1, 5):
         engine.scheduler.add(sequence(request_id, 40, max_tokens=60))

@@ -1,4 +1,4 @@
-"""A rank whose leader dies while MPI starts: nothing in Python runs then, and it ends all the same."""
+"""The leader of a rank dies while MPI starts: nothing in Python runs then, and it ends all the same."""
 
 from __future__ import annotations
 
