@@ -1,6 +1,6 @@
 """NIXL transport: READs and WRITEs a peer's registered memory (UCX: cma on one host, tcp between hosts; nixl.py).
 
-The rules here are measured, not taste: progress thread off (it spins), strict locking, reads
+The rules here are measured, not taste (facts: nixl.md): progress thread off (it spins), strict locking, reads
 never on an event loop, metadata added once per peer, re-added only after the old one was removed.
 """
 

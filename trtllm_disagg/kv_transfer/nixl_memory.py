@@ -173,7 +173,7 @@ def block_table(base: int, count: int, block_bytes: int, device: int = 0) -> np.
 
 
 class LateTransfer:
-    """Released while it is under way, it would land all the same, and nobody would know when."""
+    """Released while it is under way, it would land all the same, and nobody would know when (facts: nixl.md)."""
 
     def __init__(self, agent: Any, handle: Any) -> None:
         self._agent = agent

@@ -3,8 +3,8 @@
 The weight is oneDNN's own packed copy (linear.py): panels of 64 outputs, in a panel one line of 64 weights for
 each input (float32), or for each pair of inputs (bfloat16). The inner loop is generated as vector code: `rows` x 64
 sums stay in registers while the panel streams by. Sums run over the inputs in order, in blocks of `block` inputs
-and their totals are added up: that is what oneDNN does, so the bits are the same whichever of the two runs. With fewer or
-narrower registers a panel is read in parts, one behind the other: the same sums.
+and their totals are added up: that is what oneDNN does, so the bits are the same whichever of the two runs. With
+fewer or narrower registers a panel is read in parts, one behind the other: the same sums.
 """
 
 from __future__ import annotations

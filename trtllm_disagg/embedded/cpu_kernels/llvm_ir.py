@@ -1,4 +1,4 @@
-"""LLVM IR for compiled code: vector arithmetic 16 floats wide, sums in an order that is written down, loops, prefetches.
+"""LLVM IR for compiled code: vector arithmetic 16 floats wide, sums in a fixed order, loops, prefetches.
 
 A compiler that may reorder sums gives the same source other bits in another place, and one that may not leaves them
 slow. So sums that must be reproducible are spelled out here: lane i adds up every sixteenth element from i on, the

@@ -181,7 +181,7 @@ class IterationStats:
                     "numPausedKvTokens": sum(len(s.tokens) for s in paused),
                 },
                 **({"requestStats": request_stats(rows, scheduler)} if self._tells_requests else {}),
-                # Ours: finished prefills with KV that waits for a decode, and running totals that show which worker works.
+                # Ours: finished prefills with KV that waits for a decode, and running totals.
                 "numHandoffsHeld": num_handoffs,
                 "totals": {
                     "prefillTokens": self._prefill_tokens,
