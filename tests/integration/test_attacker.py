@@ -18,8 +18,8 @@ from tests.support.attacks import EVERY_DOOR, MAP_A_STOLEN_FILE, NIXL_WITH_A_STO
 from tests.support.deployments import MODEL_NAME, Served, demo_config, served
 from tests.support.pools import pool_in_a_child
 from tests.support.strangers import UID, as_stranger, require
-from trtllm_disagg.kv_transfer.access import LocalDoor
-from trtllm_disagg.kv_transfer.base import PeerCard
+from trtllm_disagg.kv_transfer.access import SameUserAuthentication
+from trtllm_disagg.kv_transfer.base import PeerMetadata
 from trtllm_disagg.kv_transfer.control import ControlClient
 from trtllm_disagg.kv_transfer.nixl_memory import NixlAddress, address_of
 
@@ -78,11 +78,13 @@ def shared_memory_files() -> list[str]:
     return [str(path) for path in Path("/dev/shm").iterdir() if path.owner() == "root"]
 
 
-def cards(names: list[str]) -> list[PeerCard]:
+def metadata_cache(names: list[str]) -> list[PeerMetadata]:
     """What only peers get: the test runs as the deployment's user."""
-    client = ControlClient(LocalDoor())
+    client = ControlClient(SameUserAuthentication())
     try:
-        return [client.card(f"unix://{name}", 5.0) for name in names if name.startswith("@trtllm-disagg-kv-")]
+        return [
+            client.metadata(f"unix://{name}", 5.0) for name in names if name.startswith("@trtllm-disagg-kv-")
+        ]
     finally:
         client.close()
 
@@ -103,7 +105,7 @@ def test_every_open_door_is_tried_and_nothing_is_gained(deployment: Served) -> N
     before = answers(deployment)
     alive = processes(deployment)
     pids = {process.pid for process in alive}
-    stolen = cards(unix_sockets(pids, STREAM))
+    stolen = metadata_cache(unix_sockets(pids, STREAM))
     assert len(stolen) == 2
     transport = stolen[0].transport
     base = address_of(stolen[0]).base if transport == "NIXL" else 0
@@ -140,7 +142,7 @@ def test_no_port_is_open_to_other_hosts(deployment: Served) -> None:
 def test_a_stolen_card_opens_nothing(deployment: Served) -> None:
     """Even when all is known that peers are told."""
     alive = processes(deployment)
-    stolen = cards(unix_sockets({process.pid for process in alive}, STREAM))
+    stolen = metadata_cache(unix_sockets({process.pid for process in alive}, STREAM))
     before = answers(deployment)
     if stolen[0].transport == "NIXL":
         nothing_by_nixl(stolen[0])
@@ -149,11 +151,11 @@ def test_a_stolen_card_opens_nothing(deployment: Served) -> None:
     unharmed(deployment, alive, before)
 
 
-def nothing_by_nixl(card: PeerCard) -> None:
-    address = address_of(card)
+def nothing_by_nixl(metadata: PeerMetadata) -> None:
+    address = address_of(metadata)
     nowhere = msgspec.structs.replace(address, base=1 << 20)
     for tls, aim in (("tcp", address), ("tcp", nowhere), ("posix,cma,self", address), ("all", address)):
-        result = attack(card, aim, tls)
+        result = attack(metadata, aim, tls)
         assert (result["read"], result["wrote"]) == ("", False), result
 
 
@@ -168,14 +170,14 @@ def test_the_same_attacks_succeed_where_a_port_or_the_user_is_open() -> None:
         assert map_file(card, uid=os.geteuid())["read"].startswith(FIRST_NUMBERS)
 
 
-def map_file(card: PeerCard, uid: int = UID) -> Any:
-    address = msgspec.msgpack.decode(card.address)
+def map_file(metadata: PeerMetadata, uid: int = UID) -> Any:
+    address = msgspec.msgpack.decode(metadata.address)
     aim = {"pid": address["process"]["pid"], "fd": address["fd"]}
     return as_stranger(MAP_A_STOLEN_FILE, json.dumps(aim), uid=uid)
 
 
-def attack(card: PeerCard, address: NixlAddress, tls: str) -> Any:
-    aim = {"name": card.sender, "metadata": address.metadata.hex(), "base": address.base, "bytes": 4096}
+def attack(metadata: PeerMetadata, address: NixlAddress, tls: str) -> Any:
+    aim = {"name": metadata.sender, "metadata": address.metadata.hex(), "base": address.base, "bytes": 4096}
     mode = "none" if tls == "posix,cma,self" else "peer"
     return as_stranger(
         NIXL_WITH_A_STOLEN_CARD,

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from trtllm_disagg.embedded.connector.create import KvTransfers
+from trtllm_disagg.embedded.connector.create import TwoSidedConnector
 from trtllm_disagg.embedded.core.engine_core import EngineCore
 from trtllm_disagg.embedded.ipc.messages import (
     AddRequest,
@@ -62,6 +62,7 @@ class Core:
 
     def __init__(self, model: Path, **args: Any) -> None:
         team: Team | None = args.pop("team", None)
+        injected: dict[str, Any] = {name: args.pop(name, None) for name in ("transport", "timeouts")}
         settings: dict[str, Any] = {
             "model": model,
             "kv_cache_config": {"max_tokens": 1024, "event_buffer_max_size": 10_000},
@@ -70,8 +71,8 @@ class Core:
             "max_num_tokens": 1024,
             "enable_iter_perf_stats": True,
         }
-        self._woken = threading.Event()
-        self.engine = EngineCore(LlmArgs(**(settings | args)), self._woken.set, team)
+        self.woken = threading.Event()
+        self.engine = EngineCore(LlmArgs(**(settings | args)), self.woken.set, team, **injected)
         self.answers: dict[tuple[int, int], Answer] = {}
         self.events: list[dict[str, Any]] = []
         self.stats: list[dict[str, Any]] = []
@@ -142,9 +143,9 @@ class Core:
         """Sleep exactly when the engine's process would."""
         if not self.engine.has_work:
             deadline = self.engine.seconds_to_deadline()
-            woken = self._woken.wait(_HANG_SECONDS if deadline is None else min(deadline, _HANG_SECONDS))
+            woken = self.woken.wait(_HANG_SECONDS if deadline is None else min(deadline, _HANG_SECONDS))
             assert woken or deadline is not None, "the engine sleeps for ever"
-        self._woken.clear()
+        self.woken.clear()
 
     def settle(self) -> None:
         """Until no lease and no pull is left."""
@@ -158,9 +159,9 @@ class Core:
     # -- accounting
 
     @property
-    def transfers(self) -> KvTransfers:
-        assert isinstance(self.engine.transfers, KvTransfers)
-        return self.engine.transfers
+    def connector(self) -> TwoSidedConnector:
+        assert isinstance(self.engine.connector, TwoSidedConnector)
+        return self.engine.connector
 
     @property
     def free_blocks(self) -> int:
@@ -169,7 +170,7 @@ class Core:
     def assert_idle(self) -> None:
         """Nothing runs, waits or is held; every block can be had again."""
         self.settle()
-        assert self.engine.transfers.num_leases == 0
+        assert self.engine.connector.num_leases == 0
         assert self.free_blocks == self.engine.blocks.num_blocks - self.engine.blocks.num_quarantined
         assert not self.engine.has_work
 

@@ -14,8 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from trtllm_disagg.embedded.ipc.messages import MadeHandoff, Rendezvous
 
 _ANSWER_SECONDS = 60.0
@@ -74,22 +72,26 @@ def _serve(pipe: Connection, model: Path, args: dict[str, Any]) -> None:
     import torch
 
     from tests.support.cores import Core
+    from trtllm_disagg.kv_transfer.access import OneHost
+    from trtllm_disagg.kv_transfer.transports import create_transport
+    from trtllm_disagg.testing.fake_transport import FakeTransport
 
     torch.set_num_threads(1)
-    core = Core(model, **args)
+    fake = FakeTransport(inner=create_transport(args["cache_transceiver_config"]["backend"], OneHost()))
+    core = Core(model, **args, transport=fake)
     at_start = core.free_blocks
-    pipe.send({"pid": os.getpid(), "endpoint": core.transfers.endpoint})
+    pipe.send({"pid": os.getpid(), "endpoint": core.connector.endpoint})
     while True:
         try:
             command, asked = pipe.recv()
         except EOFError:
             return
         if kill := asked.pop("kill", None):
-            _arm(core.transfers._transport, kill)
+            _arm(fake, kill)
         match command:
             case "settle":
                 while core.engine.num_active or core.engine.blocks.num_quarantined:
-                    core._woken.wait(0.05)
+                    core.woken.wait(0.05)
                     core.step()
                 core.assert_idle()
                 pipe.send({"lost": at_start - core.free_blocks})
@@ -122,23 +124,16 @@ _REQUESTS: dict[str, Callable[..., int]] = {
 }
 
 
-def _arm(transport: Any, kill: Kill) -> None:
-    for name in ("read", "write"):
-        original = getattr(transport, name)
+def _arm(fake: Any, kill: Kill) -> None:
+    from trtllm_disagg.testing.fake_transport import Interrupted
 
-        def deadly(
-            peer: Any, remote: np.ndarray, local: np.ndarray, timeout: float, move: Any = original
-        ) -> int:
-            for each in ("read", "write"):
-                transport.__dict__.pop(each, None)
-            half = {"before": 0, "half": len(remote) // 2, "after": len(remote)}[kill.when]
-            moved = move(peer, remote[:half], local[:half], timeout) if half else 0
-            _kill(kill.pid or os.getpid())
-            return int(
-                moved + (move(peer, remote[half:], local[half:], timeout) if half < len(remote) else 0)
-            )
+    def deadly() -> None:
+        fake.forget_script()
+        _kill(kill.pid or os.getpid())
 
-        setattr(transport, name, deadly)
+    part = {"before": 0.0, "half": 0.5, "after": 1.0}[kill.when]
+    for kind in ("read", "write"):
+        fake.then(kind, Interrupted(deadly, part))
 
 
 def _kill(pid: int) -> None:

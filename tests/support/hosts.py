@@ -129,9 +129,14 @@ class Host:
 def _serve(address: str, model: str, seconds: str, backend: str) -> None:
     from tests.support.cores import Core
     from trtllm_disagg.embedded.ipc.messages import MadeHandoff, Rendezvous
+    from trtllm_disagg.kv_transfer.access import choose_scope
+    from trtllm_disagg.kv_transfer.transports import create_transport
+    from trtllm_disagg.testing.fake_transport import FakeTransport
 
+    fake = FakeTransport(inner=create_transport(backend, choose_scope(address, None)))
     core = Core(
         Path(model),
+        transport=fake,
         cache_transceiver_config={"backend": backend, "kv_transfer_timeout_ms": int(float(seconds) * 1000)},
         embedded={"transfer_host": address},
         enable_chunked_prefill=True,
@@ -146,7 +151,7 @@ def _serve(address: str, model: str, seconds: str, backend: str) -> None:
         blocks = core.engine.blocks
         say(tokens=answer.tokens, error=answer.error, quarantined=blocks.num_quarantined)
 
-    say(pid=os.getpid(), endpoint=core.transfers.endpoint)
+    say(pid=os.getpid(), endpoint=core.connector.endpoint)
     for line in sys.stdin:
         asked = json.loads(line)
         prompt = asked.get("prompt", [])
@@ -159,7 +164,7 @@ def _serve(address: str, model: str, seconds: str, backend: str) -> None:
             case "decode":
                 handoff = MadeHandoff(bytes.fromhex(asked["state"]), asked["first"], 0, "")
                 if victim := asked.get("stop"):
-                    _stop_before_read(core, victim)
+                    _stop_before_read(fake, victim)
                 answer_of(core.add_decode(prompt, handoff))
             case "push":
                 meeting = Rendezvous(asked["request"])
@@ -169,26 +174,22 @@ def _serve(address: str, model: str, seconds: str, backend: str) -> None:
                 answer_of(core.add(prompt, request_type="generation_only", rendezvous=meeting))
             case "settle":
                 while core.engine.blocks.num_quarantined or core.engine.num_active:
-                    core._woken.wait(0.1)
+                    core.woken.wait(0.1)
                     core.step()
                 core.assert_idle()
                 say(quarantined=core.engine.blocks.num_quarantined)
 
 
-def _stop_before_read(core: Any, victim: int) -> None:
+def _stop_before_read(fake: Any, victim: int) -> None:
     """The sender has said yes, and stalls when the bytes are asked for."""
-    transport = core.transfers._transport._transport
-    name = {"NIXL": "_transfer", "TLS": "_fetch"}[transport.name]
-    transfer = getattr(transport, name)
+    from trtllm_disagg.testing.fake_transport import Interrupted
 
-    def stop_and_transfer(*args: Any) -> None:
-        setattr(transport, name, transfer)
+    def stop() -> None:
         os.kill(victim, signal.SIGSTOP)
         while Path(f"/proc/{victim}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             """Its threads stop one by one."""
-        transfer(*args)
 
-    setattr(transport, name, stop_and_transfer)
+    fake.then("read", Interrupted(stop))
 
 
 if __name__ == "__main__":

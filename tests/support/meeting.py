@@ -35,7 +35,7 @@ class Duo:
     met: list[Met] = field(default_factory=list)
 
     def request(self, prompt: Sequence[int]) -> Met:
-        self.met.append(Met(list(prompt), Rendezvous(next(_ids), self.prefill.engine.transfers.endpoint)))
+        self.met.append(Met(list(prompt), Rendezvous(next(_ids), self.prefill.engine.connector.endpoint)))
         return self.met[-1]
 
     def add_prefill(self, met: Met, sampling: SamplingSpec | None = None, **more: Any) -> int:
@@ -96,8 +96,8 @@ class Duo:
             self.step()
             if not self.prefill.engine.has_work and not self.decode.engine.has_work:
                 # Both wait for other threads; either may be woken.
-                self.prefill._woken.wait(0.001)
-                self.prefill._woken.clear()
+                self.prefill.woken.wait(0.001)
+                self.prefill.woken.clear()
 
     def _undone(self) -> str:
         sides = {"prefill": self.prefill, "decode": self.decode}

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import torch
 
-from trtllm_disagg.kv_transfer.access import Network, OneHost, Reach
-from trtllm_disagg.kv_transfer.base import KvLayout, KvTransport, PeerCard
+from trtllm_disagg.kv_transfer.access import Network, OneHost, TransferScope
+from trtllm_disagg.kv_transfer.base import KvLayout, KvTransport, PeerMetadata
 from trtllm_disagg.kv_transfer.transports import create_transport
 
 ONE_HOST = OneHost()
@@ -29,11 +29,11 @@ LAYOUT = KvLayout("m", LAYERS, SLOTS, HEADS, DIM, "float32")
 class Pool:
     """`kv[block, layer, k|v, ...]`, filled with numbers that say where they are."""
 
-    def __init__(self, backend: str, num_blocks: int, name: str, reach: Reach = ONE_HOST) -> None:
-        self.transport: KvTransport = create_transport(backend, reach)
+    def __init__(self, backend: str, num_blocks: int, name: str, scope: TransferScope = ONE_HOST) -> None:
+        self.transport: KvTransport = create_transport(backend, scope)
         shape = (num_blocks, LAYERS, 2, SLOTS, HEADS, DIM)
         self.kv = self.transport.allocate(shape, torch.float32, torch.device("cpu"))
-        self.card = PeerCard(name, self.transport.name, LAYOUT, num_blocks, self.transport.serve(name))
+        self.card = PeerMetadata(name, self.transport.name, LAYOUT, num_blocks, self.transport.serve(name))
         self._closed = threading.Event()
         self._pump = threading.Thread(target=self._progress, daemon=True)
         self._pump.start()
@@ -41,11 +41,13 @@ class Pool:
     def fill(self, start: float) -> None:
         self.kv.copy_(torch.arange(self.kv.numel()).view(self.kv.shape) + start)
 
-    def read(self, peer: PeerCard, remote: Sequence[int], local: Sequence[int], timeout: float = 10.0) -> int:
+    def read(
+        self, peer: PeerMetadata, remote: Sequence[int], local: Sequence[int], timeout: float = 10.0
+    ) -> int:
         return self.transport.read(peer, np.asarray(remote, np.int32), np.asarray(local, np.int32), timeout)
 
     def write(
-        self, peer: PeerCard, remote: Sequence[int], local: Sequence[int], timeout: float = 10.0
+        self, peer: PeerMetadata, remote: Sequence[int], local: Sequence[int], timeout: float = 10.0
     ) -> int:
         return self.transport.write(peer, np.asarray(remote, np.int32), np.asarray(local, np.int32), timeout)
 
@@ -61,10 +63,10 @@ class Pool:
 
 
 @contextmanager
-def pool_in_a_child(backend: str, reach: Literal["host", "network"] = "host") -> Any:
+def pool_in_a_child(backend: str, scope: Literal["host", "network"] = "host") -> Any:
     """(its card, its process): a filled pool that is served until the process ends."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.pools", backend, reach],
+        [sys.executable, "-m", "tests.support.pools", backend, scope],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
@@ -73,7 +75,7 @@ def pool_in_a_child(backend: str, reach: Literal["host", "network"] = "host") ->
     assert process.stdout is not None
     try:
         size = int(process.stdout.readline())
-        yield msgspec.msgpack.decode(process.stdout.read(size), type=PeerCard), process
+        yield msgspec.msgpack.decode(process.stdout.read(size), type=PeerMetadata), process
     finally:
         process.kill()
         process.wait()
@@ -81,8 +83,8 @@ def pool_in_a_child(backend: str, reach: Literal["host", "network"] = "host") ->
         process.stdout.close()
 
 
-def _serve(backend: str, reach: str) -> None:
-    pool = Pool(backend, 8, f"child-{os.getpid()}", NETWORK if reach == "network" else ONE_HOST)
+def _serve(backend: str, scope: str) -> None:
+    pool = Pool(backend, 8, f"child-{os.getpid()}", NETWORK if scope == "network" else ONE_HOST)
     pool.fill(0.0)
     card = msgspec.msgpack.encode(pool.card)
     sys.stdout.buffer.write(b"%d\n" % len(card) + card)

@@ -22,6 +22,7 @@ LAYERS = (
         "deciders",
         "engines",
         "errors",
+        "framing",
         "interpreter",
         "keys",
         "model_directory",

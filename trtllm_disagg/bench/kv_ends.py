@@ -22,7 +22,7 @@ from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.models import ITEM_BYTES
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.access import OneHost
-from trtllm_disagg.kv_transfer.base import KvLayout
+from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts
 from trtllm_disagg.kv_transfer.handle import decode_handle
 from trtllm_disagg.kv_transfer.host import huge_page_tensor
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender, Pull
@@ -140,8 +140,8 @@ class Sender:
             self._transport,
             shape.layout,
             shape.pool_blocks,
-            door=OneHost().door(),
-            lease_seconds=_LEASE_SECONDS,
+            authentication=OneHost().authentication(),
+            timeouts=KvTimeouts(transfer=_LEASE_SECONDS),
             on_lease_ended=lambda: None,
         )
         self._sender.start()
@@ -153,7 +153,7 @@ class Sender:
 
     def lease(self, blocks: list[int]) -> str:
         """A handle in hex."""
-        self._sender.take_ended()
+        self._sender.leases.take_ended()
         self._leases += 1
         handle = self._sender.lease(
             self._leases,
@@ -185,8 +185,8 @@ class Receiver:
         self._receiver = KvReceiver(
             self._transport,
             shape.layout,
-            door=OneHost().door(),
-            timeout_seconds=_PULL_SECONDS,
+            authentication=OneHost().authentication(),
+            timeouts=KvTimeouts(transfer=_PULL_SECONDS),
             on_finished=lambda: self._woken.put(None),
         )
 

@@ -24,7 +24,7 @@ from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_a
 from trtllm_disagg.bench.servers import DISAGG, DISAGGREGATED, MODES, Bench, Server, start_servers
 from trtllm_disagg.bench.workloads import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
 from trtllm_disagg.embedded import SamplingParams
-from trtllm_disagg.kv_transfer.transports import ON_ONE_HOST
+from trtllm_disagg.kv_transfer.transports import on_one_host
 from trtllm_disagg.model_directory import model_directory
 
 
@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choice(parser, "--scenario", [scenario.name for scenario in SEED_SCENARIOS])
     add_choice(parser, "--mode", MODES)
     add_number(parser, "--repetitions", 5)
-    parser.add_argument("--transport", choices=ON_ONE_HOST, default="NIXL", help="(default: %(default)s)")
+    parser.add_argument("--transport", choices=on_one_host(), default="NIXL", help="(default: %(default)s)")
 
 
 @dataclass(slots=True)

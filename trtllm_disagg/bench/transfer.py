@@ -22,7 +22,7 @@ from trtllm_disagg.bench.kv_ends import (
     connected,
 )
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
-from trtllm_disagg.kv_transfer.transports import ON_ONE_HOST
+from trtllm_disagg.kv_transfer.transports import on_one_host
 
 PATTERNS = ("contiguous", "scattered")
 MEMCPY = "memcpy"
@@ -41,7 +41,7 @@ def readv_of(pattern: str) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
     add_number(parser, "--rounds", 15)
-    add_choice(parser, "--transport", ON_ONE_HOST)
+    add_choice(parser, "--transport", on_one_host())
     add_choice(
         parser, "--shape", SHAPES, "the KV of a model: layers and heads of Llama-3.1-8B, of Qwen2.5-0.5B"
     )

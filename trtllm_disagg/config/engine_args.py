@@ -22,6 +22,7 @@ from trtllm_disagg.config.thresholds import read_yaml
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.kv_transfer.transports import embedded_only_backends
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ Args = dict[str, Any]
 
 KV_EVENT_BUFFER_SIZE = 100_000
 _BLOCK_SIZE_KEY = "kv_cache_config.tokens_per_block"
-_EMBEDDED_ONLY_BACKEND = "SHARED_MEMORY"
 
 #: Where each setting of WorkerConfig lives among the engine's arguments.
 _KEYS = {
@@ -191,7 +191,7 @@ def _check_engine(args: Args, config: WorkerConfig) -> None:
     if "embedded" in args:
         raise ConfigError.bad_value("embedded", args["embedded"], f"no value, on the engine {config.engine}")
     backend = _get(args, "cache_transceiver_config.backend")
-    if backend == _EMBEDDED_ONLY_BACKEND:
+    if backend in embedded_only_backends():
         allowed = f"DEFAULT, NIXL, UCX, MOONCAKE or MPI, on the engine {config.engine}"
         raise ConfigError.bad_value("cache_transceiver_config.backend", backend, allowed)
 

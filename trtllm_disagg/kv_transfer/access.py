@@ -30,7 +30,7 @@ class PeerGoneError(KvTransferError):
     """Nothing listens at the endpoint any more: the process that did has ended."""
 
 
-class Door(Protocol):
+class PeerAuthentication(Protocol):
     """Both ends of the connections between engines. What is not a peer is refused with an OSError."""
 
     scheme: str
@@ -54,7 +54,7 @@ class Door(Protocol):
         ...
 
 
-class LocalDoor:
+class SameUserAuthentication:
     """Processes of this user on this host. The socket is an abstract one: the kernel removes it with its process."""
 
     scheme = UNIX
@@ -119,7 +119,7 @@ def read_key(path: Path) -> bytes:
     return key
 
 
-class TlsDoor:
+class SharedKeyAuthentication:
     """Processes with the same key, wherever they are."""
 
     scheme = TCP
@@ -255,8 +255,8 @@ KEY_FILE_VARIABLE = "TRTLLM_DISAGG_TRANSFER_KEY_FILE"
 class OneHost:
     """Nothing listens on a network."""
 
-    def door(self) -> Door:
-        return LocalDoor()
+    def authentication(self) -> PeerAuthentication:
+        return SameUserAuthentication()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +265,14 @@ class Network:
     host: str
     key: bytes = field(repr=False)
 
-    def door(self) -> Door:
-        return TlsDoor(self.host, self.key)
+    def authentication(self) -> PeerAuthentication:
+        return SharedKeyAuthentication(self.host, self.key)
 
 
-Reach = OneHost | Network
+TransferScope = OneHost | Network
 
 
-def choose_reach(host: str, key_file: Path | None) -> Reach:
+def choose_scope(host: str, key_file: Path | None) -> TransferScope:
     """`host` is a loopback address for one host. Raises ConfigError for another one without a key that is fit."""
     if _is_loopback(host):
         return OneHost()

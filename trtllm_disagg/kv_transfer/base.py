@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -16,11 +17,27 @@ if TYPE_CHECKING:
     import torch
 
 
-# What two KV pools must have in common before one may read the other's blocks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvTimeouts:
+    """Seconds."""
+
+    #: Of a read or a write, of a lease, and of the wait for the other stage.
+    transfer: float = 60.0
+    #: Of one question on the control channel.
+    control: float = 5.0
+    #: Between two questions: has a late transfer ended, is the other engine still at its work?
+    ask: float = 0.5
+    #: A peer that has not listened for so long is dead. The control channel closes first: by then an engine that
+    #: closes has ended or been killed, so have its ranks, and what they had sent has arrived.
+    dead: float = 15.0
+    #: A withdrawal waits this long for a write that has begun.
+    stop: float = 1.0
 
 
 class KvLayout(msgspec.Struct, frozen=True):
-    """Shape of a pool without its number of blocks, which may differ."""
+    """What two pools must have in common before one may read the other's blocks: the shape, without the number of
+    blocks.
+    """
 
     model: str
     num_layers: int
@@ -54,7 +71,7 @@ def prompt_digest(prompt: Sequence[int], cache_salt: str) -> bytes:
     return hasher.digest()
 
 
-class PeerCard(msgspec.Struct, frozen=True):
+class PeerMetadata(msgspec.Struct, frozen=True):
     """What a receiver needs to know of a sender, fetched once over the control channel and then kept."""
 
     sender: str
@@ -93,11 +110,11 @@ class KvTransport(Protocol):
         ...
 
     def serve(self, sender: str) -> bytes:
-        """Make the pool readable under this name; return `PeerCard.address`."""
+        """Make the pool readable under this name; return `PeerMetadata.address`."""
         ...
 
     def read(
-        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         """Copy remote blocks (int32 ids) into local ones, in order. Returns bytes moved.
 
@@ -106,12 +123,12 @@ class KvTransport(Protocol):
         ...
 
     def write(
-        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         """Copy local blocks into remote ones, in order; they are there when it returns. Like `read` otherwise."""
         ...
 
-    def forget(self, peer: PeerCard) -> None:
+    def forget(self, peer: PeerMetadata) -> None:
         """Drop what is cached of a peer."""
         ...
 
@@ -126,16 +143,13 @@ class StagingTransport(KvTransport, Protocol):
     """Reads blocks also when they do not fit into the pool as they are."""
 
     def fetched(
-        self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
+        self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> AbstractContextManager[np.ndarray]:
         """Remote blocks of that size, (blocks, block_bytes) uint8, until the context ends.
 
         Raises what `read` raises, but a read that may land late does not land in the pool.
         """
         ...
-
-
-# Neighbouring blocks move as one piece.
 
 
 def runs_of(blocks: np.ndarray) -> list[slice]:

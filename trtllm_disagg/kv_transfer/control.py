@@ -1,27 +1,147 @@
-"""The control channel: hands out an engine's card, and says whether a lease holds before and after a read.
+"""The control channel: hands out an engine's metadata, and says whether a lease holds before and after a read.
 
 Begin, read, finish: begin refuses a read that would come too late, and gives the lease time for it; finish says
-"held" when nobody touched the blocks meanwhile, so that what was read is exactly the leased prompt's KV. Any other
+"held" when the blocks were left alone meanwhile, so that what was read is exactly the leased prompt's KV. Any other
 answer, and the receiver throws it away. A forged, stale or foreign handle reads nothing, and can never put another
 prompt's KV into an answer.
 """
 
 from __future__ import annotations
 
+import secrets
+import socket
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.access import Door
-from trtllm_disagg.kv_transfer.base import PeerCard
-from trtllm_disagg.kv_transfer.framing import ChannelClient, ChannelServer, Limits, UnreadableError
+from trtllm_disagg.framing import UnreadableError, framed, receive_frame
+from trtllm_disagg.kv_transfer.access import PeerAuthentication, PeerGoneError
+from trtllm_disagg.kv_transfer.base import PeerMetadata
 from trtllm_disagg.kv_transfer.handle import UNREADABLE, FromDecode, FromPrefill, KvHandle
-from trtllm_disagg.kv_transfer.lease import LeaseTable
+from trtllm_disagg.kv_transfer.listener import MAX_MESSAGE_BYTES, Limits, PeerListener, receive_message
+
+_REMEMBERED = 1024
+#: A client does not trust a connection that it has not used for so long: the server hangs up at `Limits.idle`.
+_STALE_SECONDS = 60.0
 
 
-class GetCard(msgspec.Struct, tag="card"):
+@dataclass(slots=True)
+class Lease:
+    """Blocks that a sender keeps for a receiver: until "done", an explicit release, or the end of the lease."""
+
+    id: bytes
+    request_id: int
+    blocks: list[int]
+    deadline: float  # time.monotonic() seconds
+    digest: bytes = b""  # KvHandle.digest(), set when the handle is made
+    begun: bool = False
+
+
+class LeaseTable:
+    """Thread-safe. A lease leaves the table exactly once, whatever ends it first; only then may its blocks go.
+
+    So when `finish` answers True, the blocks were untouched during everything that the receiver read before.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._by_id: dict[bytes, Lease] = {}
+        self._by_request: dict[int, bytes] = {}
+        self._ended: list[Lease] = []
+        self._expired: deque[bytes] = deque(maxlen=_REMEMBERED)
+        self.expired_total = 0
+
+    def grant(self, request_id: int, blocks: list[int]) -> Lease:
+        lease = Lease(secrets.token_bytes(16), request_id, blocks, self._clock() + self.seconds)
+        with self._lock:
+            self._by_id[lease.id] = lease
+            self._by_request[request_id] = lease.id
+        return lease
+
+    def begin(self, lease_id: bytes, digest: bytes) -> bool:
+        """The receiver is about to read: True when it may. The lease then has its whole time again, once: a
+        receiver that begins over and over cannot keep the blocks for ever.
+        """
+        with self._lock:
+            lease = self._held(lease_id, digest)
+            if lease is not None and not lease.begun:
+                lease.begun, lease.deadline = True, self._clock() + self.seconds
+            return lease is not None
+
+    def finish(self, lease_id: bytes, digest: bytes) -> bool:
+        """The receiver has read: True when the lease was still held and is the one that the receiver means."""
+        with self._lock:
+            lease = self._held(lease_id, digest)
+            if lease is not None:
+                self._end(lease)
+            return lease is not None
+
+    def has_expired(self, lease_id: bytes) -> bool:
+        """This lease was not finished or released in time. Only the last ones are remembered."""
+        with self._lock:
+            return lease_id in self._expired
+
+    def release(self, lease_id: bytes) -> None:
+        """The receiver does not want the blocks."""
+        with self._lock:
+            if lease := self._by_id.get(lease_id):
+                self._end(lease)
+
+    def release_request(self, request_id: int) -> bool:
+        with self._lock:
+            lease_id = self._by_request.get(request_id)
+            if lease_id is None:
+                return False
+            self._end(self._by_id[lease_id])
+            return True
+
+    def take_ended(self) -> list[Lease]:
+        """Leases that ended since the last call, expired ones included. Their blocks are the caller's to free."""
+        now = self._clock()
+        with self._lock:
+            for lease in [lease for lease in self._by_id.values() if lease.deadline <= now]:
+                self._expire(lease)
+            ended, self._ended = self._ended, []
+        return ended
+
+    def next_deadline(self) -> float | None:
+        with self._lock:
+            return min((lease.deadline for lease in self._by_id.values()), default=None)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._by_id)
+
+    def _held(self, lease_id: bytes, digest: bytes) -> Lease | None:
+        """The lease that the receiver means, unless it is over."""
+        lease = self._by_id.get(lease_id)
+        if lease is None or not lease.digest or not secrets.compare_digest(lease.digest, digest):
+            return None
+        if self._clock() >= lease.deadline:
+            self._expire(lease)
+            return None
+        return lease
+
+    def _expire(self, lease: Lease) -> None:
+        self.expired_total += 1
+        self._expired.append(lease.id)
+        self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        del self._by_id[lease.id]
+        del self._by_request[lease.request_id]
+        self._ended.append(lease)
+
+
+class GetMetadata(msgspec.Struct, tag="card"):
     pass
 
 
@@ -40,38 +160,49 @@ class Release(msgspec.Struct, tag="release"):
 
 
 #: What answers which kind of message; it gets the peer's name too.
-Desks = Mapping[type, Callable[[Any, str], bytes]]
+MessageHandlers = Mapping[type, Callable[[Any, str], bytes]]
 
-_requests = msgspec.msgpack.Decoder(GetCard | Begin | Finish | Release | FromDecode | FromPrefill)
-_cards = msgspec.msgpack.Decoder(PeerCard)
+_requests = msgspec.msgpack.Decoder(GetMetadata | Begin | Finish | Release | FromDecode | FromPrefill)
+_peer_metadata = msgspec.msgpack.Decoder(PeerMetadata)
 _encoder = msgspec.msgpack.Encoder()
 
 
 class ControlServer:
-    """The sender's end."""
+    """The sender's end: answers one message after the other, each peer's on a thread of its own."""
 
     def __init__(
-        self, door: Door, leases: LeaseTable, on_lease_ended: Callable[[], None], limits: Limits | None = None
+        self,
+        authentication: PeerAuthentication,
+        leases: LeaseTable,
+        on_lease_ended: Callable[[], None],
+        limits: Limits | None = None,
     ) -> None:
+        """Raises ConfigError as PeerListener does."""
         self._leases = leases
         self._on_lease_ended = on_lease_ended
-        self._card = b""
-        self._desks: Desks = {}
-        self._channel = ChannelServer(door, self._answer, limits)
-        self.endpoint = self._channel.endpoint
+        self._limits = limits or Limits()
+        self._metadata = b""
+        self._handlers: MessageHandlers = {}
+        self._listener = PeerListener(authentication, self._converse, "kv-control", self._limits)
+        self.endpoint = self._listener.endpoint
 
-    def start(self, card: PeerCard, desks: Desks | None = None) -> None:
-        """`desks` answer what is not about leases."""
-        self._card = _encoder.encode(card)
-        self._desks = desks or {}
-        self._channel.start()
+    def start(self, metadata: PeerMetadata, handlers: MessageHandlers | None = None) -> None:
+        """`handlers` answer what is not about leases."""
+        self._metadata = _encoder.encode(metadata)
+        self._handlers = handlers or {}
+        self._listener.start()
 
     @property
     def num_connections(self) -> int:
-        return self._channel.num_connections
+        return self._listener.num_connections
 
     def close(self) -> None:
-        self._channel.close()
+        """No peer is answered any more, connected or not."""
+        self._listener.close()
+
+    def _converse(self, connection: socket.socket, peer: str) -> None:
+        while (message := receive_message(connection, self._limits)) is not None:
+            connection.sendall(framed(self._answer(message, peer)))
 
     def _answer(self, message: bytes, peer: str) -> bytes:
         try:
@@ -79,8 +210,8 @@ class ControlServer:
         except UNREADABLE as error:
             raise UnreadableError(f"unreadable message of {len(message)} bytes: {error}") from error
         match request:
-            case GetCard():
-                return self._card
+            case GetMetadata():
+                return self._metadata
             case Begin(lease, digest):
                 return b"held" if self._leases.begin(lease, digest) else self._why_not(lease)
             case Finish(lease, digest):
@@ -89,8 +220,8 @@ class ControlServer:
                 self._leases.release(lease)
                 answer = b"ok"
             case _:
-                desk = self._desks.get(type(request))
-                return b"bad" if desk is None else desk(request, peer)
+                handler = self._handlers.get(type(request))
+                return b"bad" if handler is None else handler(request, peer)
         self._on_lease_ended()
         return answer
 
@@ -98,18 +229,27 @@ class ControlServer:
         return b"late" if self._leases.has_expired(lease) else b"gone"
 
 
+@dataclass(slots=True)
+class _Connection:
+    socket: socket.socket
+    used: float
+
+
 class ControlClient:
-    """The receiver's end."""
+    """The receiver's end: one question, one answer, a deadline; one connection per endpoint, made again after any
+    failure.
+    """
 
-    def __init__(self, door: Door) -> None:
-        self._channel = ChannelClient(door)
+    def __init__(self, authentication: PeerAuthentication) -> None:
+        self._authentication = authentication
+        self._connections: dict[str, _Connection] = {}
 
-    def card(self, endpoint: str, timeout: float) -> PeerCard:
-        answer = self._ask(endpoint, GetCard(), timeout)
+    def metadata(self, endpoint: str, timeout: float) -> PeerMetadata:
+        answer = self._ask(endpoint, GetMetadata(), timeout)
         try:
-            return _cards.decode(answer)
+            return _peer_metadata.decode(answer)
         except UNREADABLE as error:
-            raise KvTransferError(f"{endpoint} answered with an unreadable card: {error}") from error
+            raise KvTransferError(f"{endpoint} answered with an unreadable metadata: {error}") from error
 
     def begin(self, handle: KvHandle, timeout: float) -> bool:
         """True when the lease holds, and now holds on for a read. Raises as `confirm` does."""
@@ -128,8 +268,13 @@ class ControlClient:
     def say(self, endpoint: str, message: FromDecode | FromPrefill, timeout: float) -> bytes:
         return self._ask(endpoint, message, timeout)
 
+    def drop(self, endpoint: str) -> None:
+        if connection := self._connections.pop(endpoint, None):
+            connection.socket.close()
+
     def close(self) -> None:
-        self._channel.close()
+        for endpoint in list(self._connections):
+            self.drop(endpoint)
 
     def _holds(self, handle: KvHandle, question: Begin | Finish, timeout: float) -> bool:
         answer = self._ask(handle.endpoint, question, timeout)
@@ -138,4 +283,31 @@ class ControlClient:
         return answer == b"held"
 
     def _ask(self, endpoint: str, question: msgspec.Struct, timeout: float) -> bytes:
-        return self._channel.ask(endpoint, _encoder.encode(question), timeout)
+        """Raises KvTransferError when no answer comes, PeerGoneError when nothing listens there any more."""
+        seconds = max(timeout, 0.001)
+        try:
+            connection = self._connection(endpoint, timeout)
+            connection.settimeout(seconds)
+            connection.sendall(framed(_encoder.encode(question)))
+            return receive_frame(connection, seconds=seconds, max_bytes=MAX_MESSAGE_BYTES)
+        except KvTransferError:
+            self.drop(endpoint)
+            raise
+        # ValueError, OverflowError: what the address parser says of a host or port that cannot be.
+        except (OSError, EOFError, ValueError, OverflowError) as error:
+            self.drop(endpoint)
+            reason = f"no answer within {timeout:.1f} s" if isinstance(error, TimeoutError) else error
+            kind = PeerGoneError if isinstance(error, ConnectionRefusedError) else KvTransferError
+            raise kind(f"the peer's control channel {endpoint}: {reason}") from error
+
+    def _connection(self, endpoint: str, timeout: float) -> socket.socket:
+        now = time.monotonic()
+        known = self._connections.get(endpoint)
+        if known is not None and now - known.used > _STALE_SECONDS:
+            self.drop(endpoint)
+            known = None
+        if known is None:
+            connection = self._authentication.connect(endpoint, timeout)
+            known = self._connections[endpoint] = _Connection(connection, now)
+        known.used = now
+        return known.socket

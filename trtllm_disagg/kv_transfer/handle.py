@@ -1,4 +1,4 @@
-"""The handle inside `DisaggregatedParams.opaque_state`: who holds the KV of which prompt, in which blocks.
+"""The handle inside `DisaggregatedParams.opaque_state`: which engine holds the KV of which prompt, in which blocks.
 
 It comes from the network, so decoding validates and bounds it. It proves nothing by itself: the sender
 compares it with its own lease before the receiver may use what it read (`commands.py`).
@@ -125,11 +125,11 @@ _Logprobs = Annotated[list[tuple[int, float, int]], msgspec.Meta(max_length=1 <<
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"):
-    """Decode to prefill: write the prompt's KV into these blocks of mine. Only ids; the rest is on my card."""
+    """Decode to prefill: write the prompt's KV into these blocks of mine. Only ids; the rest is in my metadata."""
 
     #: `disagg_request_id`, the same in both requests.
     request: RequestId
-    #: Only who has seen the offer can answer for it.
+    #: Only an engine that has seen the offer can answer for it.
     ticket: Digest
     #: The prefill engine that is meant; a restarted one has another name.
     prefill: Name

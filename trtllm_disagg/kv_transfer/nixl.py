@@ -1,6 +1,6 @@
 """NIXL transport: READs and WRITEs a peer's registered memory (UCX: cma on one host, tcp between hosts; nixl.py).
 
-The rules here are measured, not taste (facts: nixl.md): progress thread off (it spins), strict locking, reads
+The rules here are measured, not taste: progress thread off (it spins), strict locking, reads
 never on an event loop, metadata added once per peer, re-added only after the old one was removed.
 """
 
@@ -22,11 +22,11 @@ import psutil
 import torch
 
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.access import OneHost, Reach
-from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
+from trtllm_disagg.kv_transfer.access import OneHost, TransferScope
+from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError
 from trtllm_disagg.kv_transfer.host import new_memory, own_mark
 from trtllm_disagg.kv_transfer.nixl_memory import (
-    LateTransfer,
+    LateNixlTransfer,
     NixlAddress,
     NixlStaging,
     address_of,
@@ -49,18 +49,18 @@ _TUNING = {
 }
 
 
-def error_mode(reach: Reach) -> str:
+def error_mode(scope: TransferScope) -> str:
     """Without tcp UCX offers none but `none`: a read of a dead peer is an error all the same, and a read by CMA has
     ended when it returns.
     """
-    return "none" if isinstance(reach, OneHost) else "peer"
+    return "none" if isinstance(scope, OneHost) else "peer"
 
 
-def settings(reach: Reach, device: str, environ: Mapping[str, str]) -> dict[str, str]:
+def settings(scope: TransferScope, device: str, environ: Mapping[str, str]) -> dict[str, str]:
     """UCX's variables. The user's own go first, except for what would open this host's memory to other users."""
     tuning = {name: environ.get(name, value) for name, value in _TUNING.items()}
     chosen = environ.get("UCX_TLS")
-    if isinstance(reach, OneHost):
+    if isinstance(scope, OneHost):
         safe = _ONE_HOST[device]
         if chosen is not None and not set(chosen.split(",")) <= set(safe.split(",")):
             log.warning(
@@ -71,7 +71,7 @@ def settings(reach: Reach, device: str, environ: Mapping[str, str]) -> dict[str,
         return tuning | {"UCX_TLS": safe}
     if chosen is not None:
         return tuning
-    between = {"UCX_NET_DEVICES": device_name} if (device_name := _device_of(reach.host)) else {}
+    between = {"UCX_NET_DEVICES": device_name} if (device_name := _device_of(scope.host)) else {}
     # What a GPU's memory takes, UCX chooses best by itself.
     return tuning | between | ({"UCX_TLS": "cma,tcp"} if device == "cpu" else {})
 
@@ -117,13 +117,13 @@ class _Remote:
 class NixlTransport:
     name = "NIXL"
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, scope: TransferScope) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when the first agent is made
         # Import errors are the caller's to handle: DEFAULT falls back to shared memory, NIXL does not.
         from nixl_cu12 import _api
 
         self._api = _api
-        self._reach = reach
+        self._reach = scope
         self._name = ""
         self._agent: Any = None
         self._registration: Any = None
@@ -157,26 +157,26 @@ class NixlTransport:
         return msgspec.msgpack.encode(NixlAddress(base, bytes(self._agent.get_agent_metadata()), process))
 
     def read(
-        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         if peer.sender == self._name:  # NIXL knows no transfer to oneself
             return self._copy(remote_blocks, local_blocks)
         return self._move("READ", peer, remote_blocks, local_blocks, timeout)
 
     def write(
-        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         if peer.sender == self._name:
             return self._copy(local_blocks, remote_blocks)
         return self._move("WRITE", peer, remote_blocks, local_blocks, timeout)
 
     def fetched(
-        self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
+        self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> AbstractContextManager[np.ndarray]:
         assert self._staging is not None
         return self._staging.fetched(peer, blocks, block_bytes, timeout)
 
-    def forget(self, peer: PeerCard) -> None:
+    def forget(self, peer: PeerMetadata) -> None:
         assert self._staging is not None
         self._staging.forget(peer)
         if remote := self._remotes.pop(peer.sender, None):
@@ -225,13 +225,13 @@ class NixlTransport:
     def _table(self, base: int, num_blocks: int) -> np.ndarray:
         return block_table(base, num_blocks, self._block_bytes, self._device)
 
-    def _connect(self, peer: PeerCard) -> _Remote:
+    def _connect(self, peer: PeerMetadata) -> _Remote:
         address = address_of(peer)
         added = self._agent.add_remote_agent(address.metadata)
         name = added.decode() if isinstance(added, bytes) else str(added)
         if name != peer.sender:
             self._agent.remove_remote_agent(name)
-            raise KvTransferError(f"the card of {peer.sender} carries the metadata of {name}")
+            raise KvTransferError(f"the metadata of {peer.sender} is that of {name}")
         table = self._agent.prep_xfer_dlist(name, self._table(address.base, peer.num_blocks), self._memory)
         self._remotes[peer.sender] = _Remote(name, table, address)
         return self._remotes[peer.sender]
@@ -244,7 +244,7 @@ class NixlTransport:
     def _move(
         self,
         operation: str,
-        peer: PeerCard,
+        peer: PeerMetadata,
         remote_blocks: np.ndarray,
         local_blocks: np.ndarray,
         timeout: float,
@@ -263,7 +263,7 @@ class NixlTransport:
     def _transfer(
         self,
         operation: str,
-        peer: PeerCard,
+        peer: PeerMetadata,
         remote: _Remote,
         remote_blocks: np.ndarray,
         local_blocks: np.ndarray,
@@ -280,7 +280,7 @@ class NixlTransport:
                 raise ReadTimeoutError(
                     f"{_DOING[operation]} {peer.sender} took longer than {timeout:.1f} s",
                     may_land_later=True,
-                    has_ended=LateTransfer(self._agent, handle).has_ended,
+                    has_ended=LateNixlTransfer(self._agent, handle).has_ended,
                 )
             time.sleep(_POLL_SECONDS)
             state = self._agent.check_xfer_state(handle)

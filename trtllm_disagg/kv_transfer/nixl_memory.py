@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
+from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
 from trtllm_disagg.kv_transfer.host import ProcessMark, huge_page_tensor
 
-# Where a NIXL peer's pool is: `PeerCard.address` of that transport.
+# Where a NIXL peer's pool is: `PeerMetadata.address` of that transport.
 
 
 class NixlAddress(msgspec.Struct, frozen=True):
@@ -27,18 +27,18 @@ class NixlAddress(msgspec.Struct, frozen=True):
     #: On one host, where UCX knows the peer by its process id, whatever process has that now.
     process: ProcessMark | None
 
-    def require_running(self, peer: PeerCard) -> None:
+    def require_running(self, peer: PeerMetadata) -> None:
         """Raises KvTransferError when the peer's process has ended."""
         if self.process is not None and not self.process.is_running:
             raise KvTransferError(f"{peer.sender} is gone (pid {self.process.pid})")
 
 
-def address_of(peer: PeerCard) -> NixlAddress:
-    """Raises KvTransferError for a card that is not of this transport."""
+def address_of(peer: PeerMetadata) -> NixlAddress:
+    """Raises KvTransferError for metadata that are not of this transport."""
     try:
         return msgspec.msgpack.decode(peer.address, type=NixlAddress)
     except UNREADABLE as error:
-        raise KvTransferError(f"the card of {peer.sender} has an unreadable address: {error}") from error
+        raise KvTransferError(f"the metadata of {peer.sender} has an unreadable address: {error}") from error
 
 
 _POLL_SECONDS = 0.0002
@@ -70,7 +70,7 @@ class NixlStaging:
 
     @contextlib.contextmanager
     def fetched(
-        self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
+        self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> Iterator[np.ndarray]:
         """(blocks, block_bytes) uint8, until the context ends."""
         buffer = self._take(len(blocks) * block_bytes)
@@ -88,7 +88,7 @@ class NixlStaging:
         finally:
             self._give_back(buffer)
 
-    def forget(self, peer: PeerCard) -> None:
+    def forget(self, peer: PeerMetadata) -> None:
         if remote := self._remotes.pop(peer.sender, None):
             with contextlib.suppress(Exception):
                 remote.table.release()
@@ -120,7 +120,7 @@ class NixlStaging:
             self._free.append(buffer)
 
     def _read(
-        self, buffer: _Buffer, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
+        self, buffer: _Buffer, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> None:
         remote = self._remotes.get(peer.sender) or self._connect(peer, block_bytes)
         remote.address.require_running(peer)
@@ -147,13 +147,13 @@ class NixlStaging:
         if state != "DONE":
             raise KvTransferError(f"NIXL read ended in state {state}")
 
-    def _connect(self, peer: PeerCard, block_bytes: int) -> _Remote:
+    def _connect(self, peer: PeerMetadata, block_bytes: int) -> _Remote:
         address = address_of(peer)
         added = self._agent.add_remote_agent(address.metadata)
         name = added.decode() if isinstance(added, bytes) else str(added)
         if name != peer.sender:
             self._agent.remove_remote_agent(name)
-            raise KvTransferError(f"the card of {peer.sender} carries the metadata of {name}")
+            raise KvTransferError(f"the metadata of {peer.sender} is that of {name}")
         table = block_table(address.base, peer.num_blocks, block_bytes)
         remote = _Remote(name, self._agent.prep_xfer_dlist(name, table, "DRAM"), block_bytes, address)
         self._remotes[peer.sender] = remote
@@ -172,8 +172,8 @@ def block_table(base: int, count: int, block_bytes: int, device: int = 0) -> np.
 # A NIXL transfer that took too long, and is not let go of: only its handle can tell when it has ended.
 
 
-class LateTransfer:
-    """Released while it is under way, it would land all the same, and nobody would know when (facts: nixl.md)."""
+class LateNixlTransfer:
+    """Released while it is under way, it would land all the same, at a time that nothing tells."""
 
     def __init__(self, agent: Any, handle: Any) -> None:
         self._agent = agent

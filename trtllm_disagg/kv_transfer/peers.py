@@ -1,65 +1,81 @@
-"""The cards of peers: loaded at the first meeting, kept, and dropped when the peer is lost or restarted."""
+"""What an engine keeps of its peers: their metadata, a thread for each, and transfers with them that are late."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.base import KvTransport, PeerCard
+from trtllm_disagg.kv_transfer.access import PeerGoneError
+from trtllm_disagg.kv_transfer.base import KvTimeouts, KvTransport, PeerMetadata
 from trtllm_disagg.kv_transfer.control import ControlClient
 
-_CONTROL_SECONDS = 5.0
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_WORKERS = 64
+_BUSY_SECONDS = 0.001
+_IDLE_SECONDS = 0.02
 
 
-class Cards:
-    """By endpoint. A peer's card is asked for on that peer's lane only."""
+def taken(arrivals: queue.SimpleQueue[T]) -> list[T]:
+    """All that is in the queue now."""
+    found: list[T] = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(arrivals.get_nowait())
+    return found
 
-    def __init__(self, client: ControlClient, check: Callable[[PeerCard], None]) -> None:
-        """`check` raises a DisaggError for a peer whose KV does not fit ours."""
+
+class PeerMetadataCache:
+    """By endpoint; loaded at the first contact, dropped when the peer is lost or restarted. Used on its worker."""
+
+    def __init__(self, client: ControlClient, check: Callable[[PeerMetadata], None], seconds: float) -> None:
+        """`check` raises a DisaggError for a peer with KV that does not fit ours; `seconds`: of one question."""
         self._client = client
         self._check = check
-        self._cards: dict[str, PeerCard] = {}
+        self._seconds = seconds
+        self.known: dict[str, PeerMetadata] = {}
+        #: How often a peer was asked.
         self.loads = 0
 
-    def of(self, endpoint: str) -> PeerCard:
-        """Whoever is, or was last seen, at this endpoint."""
-        return self._cards.get(endpoint) or self._load(endpoint)
+    def of(self, endpoint: str) -> PeerMetadata:
+        """Of the engine that is, or was last seen, at this endpoint."""
+        return self.known.get(endpoint) or self._load(endpoint)
 
-    def of_peer(self, endpoint: str, name: str) -> PeerCard:
-        """Raises KvTransferError when somebody else is at the endpoint now."""
-        card = self._cards.get(endpoint)
-        if card is None or card.sender != name:
-            card = self._load(endpoint)
-        if card.sender != name:
-            raise KvTransferError(f"the handoff is from {name}, but {card.sender} is at {endpoint} now")
-        return card
+    def of_sender(self, endpoint: str, name: str) -> PeerMetadata:
+        """Raises KvTransferError when another engine is at the endpoint now."""
+        metadata = self.known.get(endpoint)
+        if metadata is None or metadata.sender != name:
+            metadata = self._load(endpoint)
+        if metadata.sender != name:
+            raise KvTransferError(f"the handoff is from {name}, but {metadata.sender} is at {endpoint} now")
+        return metadata
 
-    def drop(self, endpoint: str) -> PeerCard | None:
-        return self._cards.pop(endpoint, None)
+    def drop(self, endpoint: str) -> PeerMetadata | None:
+        return self.known.pop(endpoint, None)
 
-    def _load(self, endpoint: str) -> PeerCard:
-        card = self._client.card(endpoint, _CONTROL_SECONDS)
-        self._check(card)
+    def _load(self, endpoint: str) -> PeerMetadata:
+        metadata = self._client.metadata(endpoint, self._seconds)
+        self._check(metadata)
         self.loads += 1
-        self._cards[endpoint] = card
-        return card
+        self.known[endpoint] = metadata
+        return metadata
 
 
-# Who talks to a peer does it on that peer's lane: a thread of its own, one thing at a time.
-
-
-_MAX_LANES = 64
-
-
-class Lanes:
-    """A peer that stalls delays nobody else's transfers."""
+class PeerWorkers:
+    """One thread a peer, one thing at a time: a peer that stalls delays no other peer's transfers."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, ThreadPoolExecutor] = {}
+        self._workers: dict[str, ThreadPoolExecutor] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -67,61 +83,158 @@ class Lanes:
         """From any thread. Nothing happens after `close`."""
         with self._lock:
             if not self._closed:
-                self._lane(endpoint).submit(work, *args)
+                self._worker(endpoint).submit(work, *args)
 
     def close(self) -> None:
         """What has begun ends; what waits is dropped."""
         with self._lock:
             self._closed = True
-        for lane in self._lanes.values():
-            lane.shutdown(wait=False, cancel_futures=True)
-        for lane in self._lanes.values():
-            lane.shutdown(wait=True)
+        for worker in self._workers.values():
+            worker.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers.values():
+            worker.shutdown(wait=True)
 
-    def _lane(self, endpoint: str) -> ThreadPoolExecutor:
+    def _worker(self, endpoint: str) -> ThreadPoolExecutor:
         """The peer's; the last one is shared by all that come when there are too many (restarts, forgeries)."""
-        known = endpoint in self._lanes or len(self._lanes) < _MAX_LANES - 1
+        known = endpoint in self._workers or len(self._workers) < _MAX_WORKERS - 1
         key = endpoint if known else "others"
-        if key not in self._lanes:
-            self._lanes[key] = ThreadPoolExecutor(1, "kv-lane")
-        return self._lanes[key]
+        if key not in self._workers:
+            self._workers[key] = ThreadPoolExecutor(1, "kv-peer")
+        return self._workers[key]
 
 
-# Peers connect, read and write through our agent, which runs no thread of its own: this one gives it time.
+@dataclass(slots=True, eq=False)
+class LateTransfer:
+    """A transfer that was given up while it may still touch blocks of this engine."""
+
+    endpoint: str
+    #: Asked on the peer's worker, again and again until it is true: then no byte of it can land any more.
+    has_ended: Callable[[], bool]
+    #: Ended. False: its peer could not say so when it was first asked.
+    ended: bool = False
 
 
-_BUSY_SECONDS = 0.001
-_IDLE_SECONDS = 0.02
+class LateTransfers:
+    """Every late transfer of the engine, in whatever direction. Each is asked after at once, and then from time to
+    time, until it has ended.
+    """
+
+    def __init__(self, workers: PeerWorkers, on_news: Callable[[], None], seconds: float) -> None:
+        """`seconds` pass between two questions."""
+        self._workers = workers
+        self._on_news = on_news
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        #: Those that have not ended: is a question under way?
+        self._late: dict[LateTransfer, bool] = {}
+        self._doubted: set[LateTransfer] = set()
+        self._news: queue.SimpleQueue[LateTransfer] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._late)
+
+    def add(self, late: LateTransfer) -> None:
+        with self._lock:
+            self._late[late] = False
+        self._ask_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._ask_again, name="kv-late", daemon=True)
+            self._thread.start()
+
+    def take_news(self) -> list[LateTransfer]:
+        """Those that have ended; and, once each, those of which the first answer was no."""
+        return taken(self._news)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    def _ask_again(self) -> None:
+        while not self._closed.wait(self._seconds):
+            self._ask_all()
+
+    def _ask_all(self) -> None:
+        with self._lock:
+            waiting = [late for late, is_asked in self._late.items() if not is_asked]
+            self._late |= dict.fromkeys(waiting, True)
+        for late in waiting:
+            self._workers.submit(late.endpoint, self._ask, late)
+
+    def _ask(self, late: LateTransfer) -> None:
+        try:
+            has_ended = late.has_ended()
+        except Exception:
+            log.exception("asking whether a late KV transfer with %s has ended failed", late.endpoint)
+            has_ended = False
+        with self._lock:
+            is_news = has_ended or late not in self._doubted
+            if has_ended:
+                late.ended = True
+                del self._late[late]
+                self._doubted.discard(late)
+            else:
+                self._late[late] = False
+                self._doubted.add(late)
+        if is_news:
+            self._news.put(late)
+            self._on_news()
 
 
-class Pump:
-    """Fast while somebody is expected.
+class DeathWatch:
+    """Has the process at an endpoint ended, and with it the bytes that it sends? Asked on the peer's worker."""
 
-    Slowly otherwise, too: who reads learns only afterwards that its lease had ended, and a read that never ends
-    costs the receiver the blocks that it reads into.
+    def __init__(self, client: ControlClient, endpoint: str, timeouts: KvTimeouts) -> None:
+        self._client = client
+        self._endpoint = endpoint
+        self._timeouts = timeouts
+        #: When it was first missed, and never reached since.
+        self._gone_since: float | None = None
+
+    def is_dead(self) -> bool:
+        """True once nothing has listened there for `KvTimeouts.dead` seconds."""
+        try:
+            self._client.metadata(self._endpoint, self._timeouts.control)
+        except PeerGoneError:
+            now = time.monotonic()
+            self._gone_since = now if self._gone_since is None else self._gone_since
+            return now - self._gone_since >= self._timeouts.dead
+        except KvTransferError:  # slow, or stopped
+            pass
+        self._gone_since = None
+        return False
+
+
+class ProgressThread:
+    """Peers connect, read and write through our agent, which runs no thread of its own: this one gives it time.
+
+    Fast while a peer is expected; slowly otherwise, too: a reader learns only afterwards that its lease had ended,
+    and a read that never ends costs the receiver the blocks that it reads into.
     """
 
     def __init__(self, transport: KvTransport, is_busy: Callable[[], bool]) -> None:
         self._transport = transport
         self._is_busy = is_busy
-        self._hurry = threading.Event()
+        self._expected = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kv-progress", daemon=True)
         self._thread.start()
 
-    def hurry(self) -> None:
-        """Somebody may come now."""
-        self._hurry.set()
+    def expect_peer(self) -> None:
+        """One may come now."""
+        self._expected.set()
 
     def close(self) -> None:
         self._closed = True
-        self._hurry.set()
+        self._expected.set()
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
         while not self._closed:
-            self._hurry.wait(_IDLE_SECONDS)
-            self._hurry.clear()
+            self._expected.wait(_IDLE_SECONDS)
+            self._expected.clear()
             self._progress_while_busy()
 
     def _progress_while_busy(self) -> None:

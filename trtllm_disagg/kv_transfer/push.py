@@ -1,4 +1,4 @@
-"""The prefill engine's side of offers: which there are, and when nothing can be written any more."""
+"""GENERATION_FIRST, the prefill engine's end: `OfferBook` has decode's offers, `KvPusher` fills their blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
-from trtllm_disagg.kv_transfer.base import KvTransport, PeerCard, ReadTimeoutError
+from trtllm_disagg.kv_transfer.base import KvTimeouts, KvTransport, PeerMetadata, ReadTimeoutError
 from trtllm_disagg.kv_transfer.control import ControlClient
 from trtllm_disagg.kv_transfer.handle import (
     Failure,
@@ -27,14 +27,16 @@ from trtllm_disagg.kv_transfer.handle import (
     Withdraw,
     is_endpoint,
 )
-from trtllm_disagg.kv_transfer.peers import Cards, Lanes
+from trtllm_disagg.kv_transfer.peers import DeathWatch, LateTransfer, PeerMetadataCache, PeerWorkers, taken
 
+log = logging.getLogger(__name__)
+
+_TIMEOUTS = KvTimeouts()
 _REMEMBERED = 4096
 _MAX_OFFERS = 4096
 #: Of one peer: more than its batch holds, and few enough that it takes several to fill the book.
 _MAX_OFFERS_OF_PEER = 1024
-#: A withdrawal waits this long for a write that has begun.
-_STOP_SECONDS = 1.0
+_GIVEN_UP = "the decode worker has given up on this request"
 
 
 class Push:
@@ -76,7 +78,7 @@ class Push:
         return self._may_land_later
 
     def never_stops(self) -> None:
-        """A write timed out, and may still arrive: as long as this process lives, nobody can say that it stopped."""
+        """A write timed out, and may still arrive: as long as this process lives, it cannot say that it stopped."""
         self._may_land_later = True
 
     def _stop_if_due(self) -> None:
@@ -99,7 +101,9 @@ class OfferBook:
         layout: bytes,
         on_news: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        timeouts: KvTimeouts = _TIMEOUTS,
     ) -> None:
+        self._stop_seconds = timeouts.stop
         self._name = name
         self._layout = layout
         self._on_news = on_news
@@ -136,8 +140,8 @@ class OfferBook:
                 push.offer.request == offer.request for push in self._pushes.values()
             ):
                 return b"taken"
-            of_peer = sum(1 for known in self._open.values() if known.peer == peer)
-            if len(self._open) >= _MAX_OFFERS or of_peer >= _MAX_OFFERS_OF_PEER:
+            of_sender = sum(1 for known in self._open.values() if known.peer == peer)
+            if len(self._open) >= _MAX_OFFERS or of_sender >= _MAX_OFFERS_OF_PEER:
                 return b"full"
             self._open[offer.request] = _Open(offer, self._clock() + offer.seconds, peer)
         self._tell_news()
@@ -146,7 +150,7 @@ class OfferBook:
     def withdrawn(self, withdraw: Withdraw) -> bytes:
         """`stopped`: the blocks are decode's own again. `busy`: not yet, ask again."""
         if withdraw.prefill != self._name:
-            return b"stopped"  # who was meant is dead
+            return b"stopped"  # the engine that was meant is dead
         with self._lock:
             self._withdrawn.append(withdraw.ticket)
             known = self._open.get(withdraw.request)
@@ -161,15 +165,21 @@ class OfferBook:
         push.is_withdrawn = True
         push.close()
         self._tell_news()
-        return b"stopped" if push.stopped.wait(_STOP_SECONDS) else b"busy"
+        return b"stopped" if push.stopped.wait(self._stop_seconds) else b"busy"
 
     def watched(self, watch: Watch) -> bytes:
-        """Those of the tickets that nobody is at, as a msgpack list."""
+        """Those of the tickets that this engine is not at, as a msgpack list."""
         if watch.prefill != self._name:
             return msgspec.msgpack.encode(watch.tickets)
         with self._lock:
             known = {entry.offer.ticket for entry in self._open.values()} | self._pushes.keys()
         return msgspec.msgpack.encode([ticket for ticket in watch.tickets if ticket not in known])
+
+    @property
+    def open_offers(self) -> list[Offer]:
+        """Those that no request has come for yet."""
+        with self._lock:
+            return [entry.offer for entry in self._open.values()]
 
     # -- the engine's thread
 
@@ -194,7 +204,7 @@ class OfferBook:
             return request in self._left_by_decode
 
     def leave(self, request: int) -> None:
-        """Prefill has given up on it: whoever offers, or has just offered, is told."""
+        """Prefill has given up on it: a decode engine that offers, or has just offered, is told."""
         with self._lock:
             self._left_by_prefill.append(request)
             self._open.pop(request, None)
@@ -215,78 +225,69 @@ class OfferBook:
             del self._open[request]
 
 
-# The prefill engine's moves in a push: read what decode has, write what it lacks, give notice.
-
-
-log = logging.getLogger(__name__)
-
-_CONTROL_SECONDS = 5.0
-
-
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What has ended: decode's prefix was read, notice was taken, a failure was told, or a move went wrong."""
+    """What has ended: decode's prefix was read, notice was taken, every write of a push that failed, word of that to
+    decode, or a move in an error.
+    """
 
     push: Push
-    what: Literal["read", "delivered", "told", "broken"]
+    what: Literal["read", "delivered", "stopped", "told", "broken"]
     error: DisaggError | None = None
-    #: Own blocks that a read may still fill: not to be used again.
-    lost: tuple[int, ...] = ()
+    #: Own blocks that a read may still fill, and that read.
+    filled: tuple[int, ...] = ()
+    late: LateTransfer | None = None
 
 
 class KvPusher:
-    """Each push's moves run in order, on its decode engine's lane, beside the engine's thread."""
+    """Each push's moves run in order, on its decode engine's worker, beside the engine's thread."""
 
     def __init__(
         self,
         transport: KvTransport,
         client: ControlClient,
-        lanes: Lanes,
+        workers: PeerWorkers,
         *,
-        timeout_seconds: float,
+        timeouts: KvTimeouts,
         on_finished: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._client = client
-        self._lanes = lanes
-        self._timeout = timeout_seconds
+        self._workers = workers
+        self._timeouts = timeouts
         self._on_finished = on_finished
         self._finished: queue.SimpleQueue[Move] = queue.SimpleQueue()
-        self.cards = Cards(client, self._check)
+        self.metadata_cache = PeerMetadataCache(client, self._check, timeouts.control)
         #: Writes that have ended. Used by tests and statistics.
         self.writes = 0
 
     def read(self, push: Push, first: int, local: list[int]) -> None:
         """Fetch decode's blocks from the `first` on into `local`."""
-        self._lanes.submit(
+        self._workers.submit(
             push.offer.endpoint, self._run, push, lambda: self._read(push, first, local), local
         )
 
     def write(self, push: Push, first: int, local: list[int]) -> None:
         """Put `local` into decode's blocks from the `first` on."""
-        self._lanes.submit(push.offer.endpoint, self._run, push, lambda: self._write(push, first, local))
+        self._workers.submit(push.offer.endpoint, self._run, push, lambda: self._write(push, first, local))
 
     def deliver(self, push: Push, notice: Notice) -> None:
         """After all writes. `bytes_moved` of the notice is filled in when they have ended."""
-        self._lanes.submit(push.offer.endpoint, self._run, push, lambda: self._deliver(push, notice))
+        self._workers.submit(push.offer.endpoint, self._run, push, lambda: self._deliver(push, notice))
 
     def fail(self, push: Push, reason: str) -> None:
-        """Nothing more is written; decode is told, if it can be."""
+        """No further move begins; decode is told, if it can be."""
         push.close()
-        self._lanes.submit(push.offer.endpoint, self._tell, push, reason)
+        self._workers.submit(push.offer.endpoint, self._tell, push, reason)
 
     def take_finished(self) -> list[Move]:
-        moves: list[Move] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                moves.append(self._finished.get_nowait())
-        return moves
+        return taken(self._finished)
 
-    # -- on the lane
+    # -- on the decode engine's worker
 
     def _run(self, push: Push, move: Callable[[], None], filled: Sequence[int] = ()) -> None:
         """`filled`: blocks of this engine that the move writes into."""
-        lost: tuple[int, ...] = ()
+        late: ReadTimeoutError | None = None
         with push.operation() as allowed:
             if not allowed:
                 self._finish(Move(push, "broken", KvTransferError(_GIVEN_UP)))
@@ -296,33 +297,43 @@ class KvPusher:
                 return
             except ReadTimeoutError as error:
                 reason: DisaggError = KvTransferError(str(error))
-                lost = tuple(filled) if error.may_land_later else ()
-                may_land_later = error.may_land_later
+                late = error if error.may_land_later else None
             except DisaggError as error:
-                reason, may_land_later = error, False
+                reason = error
             except Exception as error:
                 log.exception("a KV push to %s failed unexpectedly", push.offer.decode)
-                reason, may_land_later = KvTransferError(f"{type(error).__name__}: {error}"), False
-            if may_land_later and not filled:
+                reason = KvTransferError(f"{type(error).__name__}: {error}")
+            if late is not None and not filled:
                 push.never_stops()
             push.close()
-        card = self.cards.drop(push.offer.endpoint)
+        self._lost_touch(push, is_late=late is not None)
+        if late is not None and filled:
+            self._finish(Move(push, "broken", reason, tuple(filled), self._late(push, late)))
+        else:
+            self._finish(Move(push, "broken", reason))
+
+    def _late(self, push: Push, error: ReadTimeoutError) -> LateTransfer:
+        decode = DeathWatch(self._client, push.offer.endpoint, self._timeouts)
+        return LateTransfer(push.offer.endpoint, lambda: error.has_ended() or decode.is_dead())
+
+    def _lost_touch(self, push: Push, *, is_late: bool) -> None:
+        """The next push starts afresh. Never raises: the engine waits for the end of this move."""
+        metadata = self.metadata_cache.drop(push.offer.endpoint)
         try:
-            if card is not None and not may_land_later:
-                self._transport.forget(card)
-        except Exception:  # somebody waits for the end of this move
+            if metadata is not None and not is_late:
+                self._transport.forget(metadata)
+        except Exception:
             log.exception("cleaning up after a KV push to %s failed", push.offer.decode)
-        self._finish(Move(push, "broken", reason, lost))
 
     def _read(self, push: Push, first: int, local: list[int]) -> None:
-        self._transport.read(*self._aim(push, first, local), self._timeout)
-        # As with a lease: who holds the blocks says afterwards whether they were touched.
+        self._transport.read(*self._aim(push, first, local), self._timeouts.transfer)
+        # As with a lease: decode, which holds the blocks, says afterwards whether they were touched.
         if self._say(push, StillOffered(push.offer.ticket)) != b"held":
             raise KvTransferError(_GIVEN_UP)
         self._finish(Move(push, "read"))
 
     def _write(self, push: Push, first: int, local: list[int]) -> None:
-        push.bytes_moved += self._transport.write(*self._aim(push, first, local), self._timeout)
+        push.bytes_moved += self._transport.write(*self._aim(push, first, local), self._timeouts.transfer)
         self.writes += 1
 
     def _deliver(self, push: Push, notice: Notice) -> None:
@@ -337,33 +348,32 @@ class KvPusher:
         self._finish(Move(push, "delivered"))
 
     def _tell(self, push: Push, reason: str) -> None:
+        # All moves of a peer run on this one thread, so none of them is under way now.
+        self._finish(Move(push, "stopped"))
         with contextlib.suppress(KvTransferError):
             self._say(push, Failure(push.offer.ticket, reason[:1000], push.stopped.is_set()))
         self._finish(Move(push, "told"))
 
-    def _aim(self, push: Push, first: int, local: list[int]) -> tuple[PeerCard, np.ndarray, np.ndarray]:
-        """Whose memory, which blocks there, and which here."""
-        card = self.cards.of_peer(push.offer.endpoint, push.offer.decode)
+    def _aim(self, push: Push, first: int, local: list[int]) -> tuple[PeerMetadata, np.ndarray, np.ndarray]:
+        """The peer, its blocks, and those here."""
+        metadata = self.metadata_cache.of_sender(push.offer.endpoint, push.offer.decode)
         remote = push.offer.blocks[first : first + len(local)]
-        if max(remote) >= card.num_blocks:
+        if max(remote) >= metadata.num_blocks:
             raise HandoffRefusedError(
-                f"the offer names block {max(remote)}; its decode worker has {card.num_blocks}"
+                f"the offer names block {max(remote)}; its decode worker has {metadata.num_blocks}"
             )
-        return card, np.asarray(remote, np.int32), np.asarray(local, np.int32)
+        return metadata, np.asarray(remote, np.int32), np.asarray(local, np.int32)
 
     def _say(self, push: Push, message: Notice | Failure | StillOffered) -> bytes:
-        return self._client.say(push.offer.endpoint, message, _CONTROL_SECONDS)
+        return self._client.say(push.offer.endpoint, message, self._timeouts.control)
 
-    def _check(self, card: PeerCard) -> None:
-        if card.transport != self._transport.name:
+    def _check(self, metadata: PeerMetadata) -> None:
+        if metadata.transport != self._transport.name:
             raise HandoffRefusedError(
-                f"decode takes KV by {card.transport}, prefill writes by {self._transport.name}; "
+                f"decode takes KV by {metadata.transport}, prefill writes by {self._transport.name}; "
                 "set the same cache_transceiver_config.backend on both"
             )
 
     def _finish(self, move: Move) -> None:
         self._finished.put(move)
         self._on_finished()
-
-
-_GIVEN_UP = "the decode worker has given up on this request"

@@ -1,4 +1,4 @@
-"""The decode engine's side of offers: KV that a prefill engine is to write here.
+"""GENERATION_FIRST, the decode engine's end: blocks are offered, and a prefill engine writes into them.
 
 Decode may give up at any moment. Its blocks are its own again only when the writer has said that it stopped, or is
 known to be dead; a writer that says neither keeps them, and is asked again and again.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import msgspec
 
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError, OverloadedError
 from trtllm_disagg.kv_transfer.access import PeerGoneError
+from trtllm_disagg.kv_transfer.base import KvTimeouts
 from trtllm_disagg.kv_transfer.control import ControlClient
 from trtllm_disagg.kv_transfer.handle import (
     MAX_OFFER_SECONDS,
@@ -29,12 +29,10 @@ from trtllm_disagg.kv_transfer.handle import (
     Withdraw,
     new_ticket,
 )
-from trtllm_disagg.kv_transfer.peers import Cards, Lanes
+from trtllm_disagg.kv_transfer.peers import LateTransfer, LateTransfers, PeerMetadataCache, PeerWorkers
 
 log = logging.getLogger(__name__)
 
-_CONTROL_SECONDS = 5.0
-_WATCH_SECONDS = 0.5
 _tickets = msgspec.msgpack.Decoder(list[bytes])
 
 
@@ -53,11 +51,11 @@ class Expected:
     prefill: str = ""
     notice: Notice | None = None
     error: DisaggError | None = None
-    #: Nobody writes into the blocks any more.
+    #: Prefill does not write into the blocks any more.
     stopped: bool = False
 
 
-class KvExpecter:
+class PushReceiver:
     """An expectation leaves the table exactly once: by notice, by failure, or because it was given up."""
 
     def __init__(
@@ -65,27 +63,28 @@ class KvExpecter:
         name: str,
         endpoint: str,
         layout: bytes,
-        cards: Cards,
+        metadata_cache: PeerMetadataCache,
         client: ControlClient,
-        lanes: Lanes,
+        workers: PeerWorkers,
+        late: LateTransfers,
+        *,
+        timeouts: KvTimeouts,
         on_news: Callable[[], None],
         on_busy: Callable[[], None],
     ) -> None:
-        """`on_busy`: somebody may write here from now on."""
+        """`on_busy`: a peer may write here from now on."""
+        self._late = late
+        self._timeouts = timeouts
         self._on_busy = on_busy
         self._name = name
         self._endpoint = endpoint
         self._layout = layout
-        self._cards = cards
+        self._peer_metadata = metadata_cache
         self._client = client
-        self._lanes = lanes
+        self._workers = workers
         self._on_news = on_news
         self._lock = threading.Lock()
         self._waiting: dict[bytes, Expected] = {}
-        #: Given up, and its writer has not said yet that it stopped.
-        self._limbo: dict[bytes, Expected] = {}
-        self._freed: queue.SimpleQueue[Expected] = queue.SimpleQueue()
-        self._stuck: queue.SimpleQueue[Expected] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._watching: set[str] = set()
         self._watcher = threading.Thread(target=self._watch_all, name="kv-watch", daemon=True)
@@ -97,34 +96,26 @@ class KvExpecter:
         with self._lock:
             self._waiting[expected.ticket] = expected
         self._on_busy()
-        self._lanes.submit(expected.endpoint, self._offer, expected)
+        self._workers.submit(expected.endpoint, self._offer, expected)
 
-    def give_up(self, expected: Expected) -> bool:
-        """True when its blocks may be used again; else `take_freed` tells, some time."""
+    def give_up(self, expected: Expected) -> LateTransfer | None:
+        """None when its blocks may be used again; else what may still be written into them."""
         with self._lock:
             self._waiting.pop(expected.ticket, None)
             if expected.stopped:
-                return True
-            self._limbo[expected.ticket] = expected
-        self._lanes.submit(expected.endpoint, self._withdraw, expected)
-        return False
+                return None
+        late = LateTransfer(expected.endpoint, lambda: self._withdraw(expected))
+        self._late.add(late)
+        return late
 
     def decline(self, endpoint: str, request: int) -> None:
         """Nothing will be offered for this request; best effort, prefill's wait ends by itself."""
-        self._lanes.submit(endpoint, self._decline, endpoint, request)
-
-    def take_freed(self) -> list[Expected]:
-        """Given up, and nobody writes there any more."""
-        return _take(self._freed)
-
-    def take_stuck(self) -> list[Expected]:
-        """Given up, but the writer does not say that it stopped. It may be told more than once."""
-        return _take(self._stuck)
+        self._workers.submit(endpoint, self._decline, endpoint, request)
 
     @property
     def is_busy(self) -> bool:
-        """Somebody may write here."""
-        return bool(self._waiting or self._limbo)
+        """A peer may write here."""
+        return bool(self._waiting or self._late)
 
     def close(self) -> None:
         self._closed.set()
@@ -158,26 +149,25 @@ class KvExpecter:
         self._on_news()
         return b"taken"
 
-    # -- on the prefill engine's lane
+    # -- on the prefill engine's worker
 
     def _offer(self, expected: Expected) -> None:
         if expected.ticket not in self._waiting:
             return
         try:
-            card = self._cards.of(expected.endpoint)
-            expected.prefill = card.sender
-            answer = self._client.say(expected.endpoint, self._offer_of(expected), _CONTROL_SECONDS)
-            if answer == b"stranger":  # restarted since we got its card
-                self._cards.drop(expected.endpoint)
-                expected.prefill = self._cards.of(expected.endpoint).sender
-                answer = self._client.say(expected.endpoint, self._offer_of(expected), _CONTROL_SECONDS)
+            expected.prefill = self._peer_metadata.of(expected.endpoint).sender
+            answer = self._client.say(expected.endpoint, self._offer_of(expected), self._timeouts.control)
+            if answer == b"stranger":  # restarted since its metadata was loaded
+                self._peer_metadata.drop(expected.endpoint)
+                expected.prefill = self._peer_metadata.of(expected.endpoint).sender
+                answer = self._client.say(expected.endpoint, self._offer_of(expected), self._timeouts.control)
             if answer != b"ok":
                 self._leave(expected.ticket, error=_refused(answer), stopped=True)
         except PeerGoneError as error:
-            self._cards.drop(expected.endpoint)
+            self._peer_metadata.drop(expected.endpoint)
             self._leave(expected.ticket, error=error, stopped=True)
         except KvTransferError as error:
-            self._cards.drop(expected.endpoint)
+            self._peer_metadata.drop(expected.endpoint)
             # The offer may have been taken although its answer was lost.
             self._leave(expected.ticket, error=error, stopped=not expected.prefill)
         except DisaggError as error:
@@ -203,45 +193,34 @@ class KvExpecter:
 
     def _decline(self, endpoint: str, request: int) -> None:
         with contextlib.suppress(DisaggError):
-            prefill = self._cards.of(endpoint).sender
-            self._client.say(endpoint, Withdraw(prefill, request, new_ticket()), _CONTROL_SECONDS)
+            prefill = self._peer_metadata.of(endpoint).sender
+            self._client.say(endpoint, Withdraw(prefill, request, new_ticket()), self._timeouts.control)
 
-    def _withdraw(self, expected: Expected) -> None:
+    def _withdraw(self, expected: Expected) -> bool:
+        """True once prefill cannot write any more."""
         if not expected.prefill:  # given up before it was offered: prefill waits for nothing
             self._decline(expected.endpoint, expected.request)
+            return True
         question = Withdraw(expected.prefill, expected.request, expected.ticket)
         try:
-            stopped = not expected.prefill or (
-                self._client.say(expected.endpoint, question, _CONTROL_SECONDS) == b"stopped"
-            )
+            return self._client.say(expected.endpoint, question, self._timeouts.control) == b"stopped"
         except PeerGoneError:
-            stopped = True
+            return True
         except KvTransferError:
-            stopped = False
-        if not stopped:
-            self._stuck.put(expected)
-        else:
-            with self._lock:
-                known = self._limbo.pop(expected.ticket, None)
-            if known is not None:
-                self._freed.put(expected)
-        self._on_news()
+            return False
 
     # -- is the writer alive?
 
     def _watch_all(self) -> None:
-        while not self._closed.wait(_WATCH_SECONDS):
+        while not self._closed.wait(self._timeouts.ask):
             with self._lock:
                 waiting = [e for e in self._waiting.values() if e.prefill]
-                limbo = list(self._limbo.values())
             for endpoint, prefill in {(e.endpoint, e.prefill) for e in waiting}:
                 mine = [e.ticket for e in waiting if e.prefill == prefill and e.endpoint == endpoint]
                 self._once(endpoint, self._watch, endpoint, prefill, mine)
-            for endpoint in {e.endpoint for e in limbo}:
-                self._once(endpoint, self._withdraw_all, [e for e in limbo if e.endpoint == endpoint])
 
     def _once(self, endpoint: str, work: Callable[..., None], *args: object) -> None:
-        """On the lane, unless the same work waits there already."""
+        """On the peer's worker, unless the same work waits there already."""
         key = f"{work.__name__} {endpoint}"
 
         def run() -> None:
@@ -250,16 +229,13 @@ class KvExpecter:
 
         if key not in self._watching:
             self._watching.add(key)
-            self._lanes.submit(endpoint, run)
-
-    def _withdraw_all(self, given_up: list[Expected]) -> None:
-        for expected in given_up:
-            if expected.ticket in self._limbo:
-                self._withdraw(expected)
+            self._workers.submit(endpoint, run)
 
     def _watch(self, endpoint: str, prefill: str, tickets: list[bytes]) -> None:
         try:
-            lost = _tickets.decode(self._client.say(endpoint, Watch(prefill, tickets), _CONTROL_SECONDS))
+            lost = _tickets.decode(
+                self._client.say(endpoint, Watch(prefill, tickets), self._timeouts.control)
+            )
             reason = f"prefill worker {prefill} ended this request without a word"
         except PeerGoneError:
             lost, reason = tickets, f"prefill worker {prefill} is gone"
@@ -268,7 +244,7 @@ class KvExpecter:
         for ticket in lost:
             self._leave(ticket, error=KvTransferError(reason), stopped=True)
         if lost:
-            self._cards.drop(endpoint)
+            self._peer_metadata.drop(endpoint)
 
 
 def _refused(answer: bytes) -> DisaggError:
@@ -278,11 +254,3 @@ def _refused(answer: bytes) -> DisaggError:
     if answer == b"left":
         return KvTransferError("the prefill worker has given up on this request")
     return HandoffRefusedError(f"the prefill worker does not take these blocks: {reason}")
-
-
-def _take(arrivals: queue.SimpleQueue[Expected]) -> list[Expected]:
-    taken: list[Expected] = []
-    with contextlib.suppress(queue.Empty):
-        while True:
-            taken.append(arrivals.get_nowait())
-    return taken

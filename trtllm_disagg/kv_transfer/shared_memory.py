@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.kv_transfer.access import Reach
-from trtllm_disagg.kv_transfer.base import PeerCard
+from trtllm_disagg.kv_transfer.access import TransferScope
+from trtllm_disagg.kv_transfer.base import PeerMetadata
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
 from trtllm_disagg.kv_transfer.host import ProcessMark, own_mark
 
@@ -48,8 +48,8 @@ class _Mapping:
 class SharedMemoryTransport:
     name = "SHARED_MEMORY"
 
-    def __init__(self, reach: Reach) -> None:
-        """Whatever the reach, only processes of this user on this host can map the pool."""
+    def __init__(self, scope: TransferScope) -> None:
+        """Whatever the scope, only processes of this user on this host can map the pool."""
         self._fd = -1
         self._memory: mmap.mmap | None = None
         self._blocks = np.empty((0, 0), np.uint8)
@@ -77,26 +77,26 @@ class SharedMemoryTransport:
         return msgspec.msgpack.encode(address)
 
     def read(
-        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         source = self._mapping(peer, self._peers, os.O_RDONLY).blocks
-        for start, length in _common_runs(remote_blocks, local_blocks):
+        for start, length in common_runs(remote_blocks, local_blocks):
             remote, local = remote_blocks[start], local_blocks[start]
             self._blocks[local : local + length] = source[remote : remote + length]
         return len(local_blocks) * self._blocks.shape[1]
 
     def write(
-        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         target = self._mapping(peer, self._writable, os.O_RDWR).blocks
-        for start, length in _common_runs(remote_blocks, local_blocks):
+        for start, length in common_runs(remote_blocks, local_blocks):
             remote, local = remote_blocks[start], local_blocks[start]
             target[remote : remote + length] = self._blocks[local : local + length]
         return len(local_blocks) * self._blocks.shape[1]
 
     @contextlib.contextmanager
     def fetched(
-        self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
+        self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> Iterator[np.ndarray]:
         theirs = self._mapping(peer, self._peers, os.O_RDONLY).blocks
         if theirs.shape[1] != block_bytes:
@@ -105,7 +105,7 @@ class SharedMemoryTransport:
             )
         yield theirs[blocks]
 
-    def forget(self, peer: PeerCard) -> None:
+    def forget(self, peer: PeerMetadata) -> None:
         for mappings in (self._peers, self._writable):
             if mapping := mappings.pop(peer.sender, None):
                 mapping.close()
@@ -122,7 +122,7 @@ class SharedMemoryTransport:
             os.close(self._fd)
             self._fd = -1
 
-    def _mapping(self, peer: PeerCard, mappings: dict[str, _Mapping], access: int) -> _Mapping:
+    def _mapping(self, peer: PeerMetadata, mappings: dict[str, _Mapping], access: int) -> _Mapping:
         """The peer's pool, mapped once for each kind of access. A dead peer's memory lives on here, so its process
         is asked for first.
         """
@@ -137,7 +137,7 @@ class SharedMemoryTransport:
             raise KvTransferError(f"cannot map the KV pool of {peer.sender}: {error}") from error
         return mappings[peer.sender]
 
-    def _map(self, peer: PeerCard, address: _Address, access: int) -> _Mapping:
+    def _map(self, peer: PeerMetadata, address: _Address, access: int) -> _Mapping:
         fd = os.open(f"/proc/{address.process.pid}/fd/{address.fd}", access | os.O_CLOEXEC)
         writes = mmap.PROT_WRITE if access == os.O_RDWR else 0
         try:
@@ -153,7 +153,7 @@ def _unmap_the_dead(mappings: dict[str, _Mapping]) -> None:
         mappings.pop(sender).close()
 
 
-def _common_runs(remote: np.ndarray, local: np.ndarray) -> list[tuple[int, int]]:
+def common_runs(remote: np.ndarray, local: np.ndarray) -> list[tuple[int, int]]:
     """(start, length) of stretches where both id lists grow by one: one copy each."""
     breaks = np.flatnonzero((np.diff(remote) != 1) | (np.diff(local) != 1)) + 1
     starts = np.concatenate(([0], breaks)) if len(remote) else np.empty(0, np.int64)

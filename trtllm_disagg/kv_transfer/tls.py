@@ -19,18 +19,12 @@ import numpy as np
 import torch
 
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.kv_transfer.access import Network, Reach
-from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError, runs_of
-from trtllm_disagg.kv_transfer.framing import (
-    Limits,
-    Reception,
-    UnreadableError,
-    receive_frame,
-    receive_message,
-    send_frame,
-)
+from trtllm_disagg.framing import UnreadableError, framed, receive_frame
+from trtllm_disagg.kv_transfer.access import Network, TransferScope
+from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError, runs_of
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
 from trtllm_disagg.kv_transfer.host import new_memory
+from trtllm_disagg.kv_transfer.listener import MAX_MESSAGE_BYTES, Limits, PeerListener, receive_message
 
 _LIMITS = Limits()
 #: A peer that sends nothing for so long is taken for dead.
@@ -61,16 +55,16 @@ _requests = msgspec.msgpack.Decoder(Fetch | Store)
 class TlsTransport:
     name = "TLS"
 
-    def __init__(self, reach: Reach) -> None:
-        if not isinstance(reach, Network):
+    def __init__(self, scope: TransferScope) -> None:
+        if not isinstance(scope, Network):
             raise ConfigError.bad_value(
                 "cache_transceiver_config.backend",
                 self.name,
                 "DEFAULT, NIXL or SHARED_MEMORY on one host; TLS is for an embedded.transfer_host that is not loopback",
             )
-        self._door = reach.door()
+        self._authentication = scope.authentication()
         self._blocks = np.empty((0, 0), np.uint8)
-        self._reception: Reception | None = None
+        self._listener: PeerListener | None = None
         self._lock = threading.Lock()
         #: Connections that nothing uses now, by endpoint.
         self._idle: dict[str, list[tuple[socket.socket, float]]] = {}
@@ -85,18 +79,18 @@ class TlsTransport:
         return pool
 
     def serve(self, sender: str) -> bytes:
-        self._reception = Reception(self._door, self._converse, "kv-data", _LIMITS)
-        self._reception.start()
-        return self._reception.endpoint.encode()
+        self._listener = PeerListener(self._authentication, self._converse, "kv-data", _LIMITS)
+        self._listener.start()
+        return self._listener.endpoint.encode()
 
     def read(
-        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         self._fetch(peer, remote_blocks, [self._blocks[run] for run in runs_of(local_blocks)], timeout)
         return len(local_blocks) * self._blocks.shape[1]
 
     def write(
-        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         deadline = time.monotonic() + timeout
         with self._connection(peer, timeout, writes=True) as connection:
@@ -109,13 +103,13 @@ class TlsTransport:
 
     @contextlib.contextmanager
     def fetched(
-        self, peer: PeerCard, blocks: np.ndarray, block_bytes: int, timeout: float
+        self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> Iterator[np.ndarray]:
         into = np.empty((len(blocks), block_bytes), np.uint8)
         self._fetch(peer, blocks, [into], timeout)
         yield into
 
-    def forget(self, peer: PeerCard) -> None:
+    def forget(self, peer: PeerMetadata) -> None:
         with self._lock:
             idle = self._idle.pop(_endpoint_of(peer), [])
         for connection, _ in idle:
@@ -125,9 +119,9 @@ class TlsTransport:
         """Peers are served on threads of their own."""
 
     def close(self) -> None:
-        if self._reception is not None:
-            self._reception.close()
-            self._reception = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         with self._lock:
             idle = [connection for connections in self._idle.values() for connection, _ in connections]
             self._idle.clear()
@@ -136,7 +130,7 @@ class TlsTransport:
 
     # -- the reader's and the writer's end
 
-    def _fetch(self, peer: PeerCard, blocks: np.ndarray, into: list[np.ndarray], timeout: float) -> None:
+    def _fetch(self, peer: PeerMetadata, blocks: np.ndarray, into: list[np.ndarray], timeout: float) -> None:
         deadline = time.monotonic() + timeout
         with self._connection(peer, timeout, writes=False) as connection:
             _say(connection, Fetch(blocks.astype(np.int32).tobytes(), into[0].shape[1]), deadline)
@@ -145,12 +139,12 @@ class TlsTransport:
                 _receive(connection, part, deadline)
 
     @contextlib.contextmanager
-    def _connection(self, peer: PeerCard, timeout: float, *, writes: bool) -> Iterator[socket.socket]:
+    def _connection(self, peer: PeerMetadata, timeout: float, *, writes: bool) -> Iterator[socket.socket]:
         """One that nothing else uses; after a failure it is not used again."""
         endpoint = _endpoint_of(peer)
         connection = None
         try:
-            connection = self._take_idle(endpoint) or self._door.connect(endpoint, timeout)
+            connection = self._take_idle(endpoint) or self._authentication.connect(endpoint, timeout)
             yield connection
         except (OSError, EOFError, ValueError, OverflowError, KvTransferError) as error:
             if connection is not None:
@@ -190,17 +184,17 @@ class TlsTransport:
             except UNREADABLE as error:
                 raise UnreadableError(f"unreadable message of {len(message)} bytes: {error}") from error
             if reason := self._why_not(request):
-                send_frame(connection, reason.encode())
+                connection.sendall(framed(reason.encode()))
                 raise UnreadableError(reason)
             runs = [self._blocks[run] for run in runs_of(np.frombuffer(request.blocks, np.int32))]
             if isinstance(request, Fetch):
-                send_frame(connection, _OK)
+                connection.sendall(framed(_OK))
                 for run in runs:
                     connection.sendall(_bytes_of(run))
             else:
                 for run in runs:
                     _receive(connection, run, math.inf)
-                send_frame(connection, _OK)
+                connection.sendall(framed(_OK))
 
     def _why_not(self, request: Fetch | Store) -> str:
         if request.block_bytes != self._blocks.shape[1]:
@@ -213,7 +207,7 @@ class TlsTransport:
         return ""
 
 
-def _endpoint_of(peer: PeerCard) -> str:
+def _endpoint_of(peer: PeerMetadata) -> str:
     return peer.address.decode(errors="replace")
 
 
@@ -227,11 +221,11 @@ def _left(deadline: float) -> float:
 
 def _say(connection: socket.socket, request: Fetch | Store, deadline: float) -> None:
     connection.settimeout(_left(deadline))
-    send_frame(connection, msgspec.msgpack.encode(request))
+    connection.sendall(framed(msgspec.msgpack.encode(request)))
 
 
-def _require_ok(peer: PeerCard, connection: socket.socket, deadline: float) -> None:
-    answer = receive_frame(connection, _left(deadline))
+def _require_ok(peer: PeerMetadata, connection: socket.socket, deadline: float) -> None:
+    answer = receive_frame(connection, seconds=_left(deadline), max_bytes=MAX_MESSAGE_BYTES)
     if answer != _OK:
         raise KvTransferError(f"{peer.sender} refused: {answer.decode(errors='replace')[:200]}")
 

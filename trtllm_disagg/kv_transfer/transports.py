@@ -1,4 +1,7 @@
-"""Which transport `cache_transceiver_config.backend` means."""
+"""Which transports there are, and which one `cache_transceiver_config.backend` means.
+
+`TRANSPORTS` is the only list of them: a line there, and a transport can be configured.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,81 @@ import ctypes
 import logging
 import os
 import subprocess
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from trtllm_disagg.dev_shm import DIRECTORY, UCX_FREE, free_bytes, how_to_get, in_mib
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.interpreter import python
-from trtllm_disagg.kv_transfer.access import Network, OneHost, Reach
-from trtllm_disagg.kv_transfer.base import StagingTransport
+from trtllm_disagg.kv_transfer.access import Network, OneHost, TransferScope
 
-# May processes of this machine read each other's memory? NIXL's fast way on one host (CMA) depends on it.
+if TYPE_CHECKING:
+    from trtllm_disagg.kv_transfer.base import StagingTransport
+
+log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class TransportSpec:
+    name: str
+    #: `module:class`, imported when it is chosen; made with the scope.
+    path: str
+    #: Which peers it is for.
+    scopes: tuple[type[TransferScope], ...]
+    #: When DEFAULT means this one.
+    default_for: str
+    #: TensorRT-LLM has one of this name, too.
+    is_tensorrt_llms: bool = False
+
+
+_SPECS = (
+    TransportSpec(
+        "NIXL",
+        "trtllm_disagg.kv_transfer.nixl:NixlTransport",
+        (OneHost, Network),
+        "one host where processes may read each other's memory; a GPU's memory; hosts with RDMA",
+        is_tensorrt_llms=True,
+    ),
+    TransportSpec(
+        "SHARED_MEMORY",
+        "trtllm_disagg.kv_transfer.shared_memory:SharedMemoryTransport",
+        (OneHost,),
+        "one host without NIXL, or where processes may not read each other's memory",
+    ),
+    TransportSpec(
+        "TLS",
+        "trtllm_disagg.kv_transfer.tls:TlsTransport",
+        (Network,),
+        "hosts without RDMA",
+    ),
+)
+TRANSPORTS = {spec.name: spec for spec in _SPECS}
+
+
+def backends() -> tuple[str, ...]:
+    """What the embedded engine takes."""
+    return ("DEFAULT", *TRANSPORTS)
+
+
+def embedded_only_backends() -> tuple[str, ...]:
+    """Those of `backends` that TensorRT-LLM does not know."""
+    return tuple(name for name, spec in TRANSPORTS.items() if not spec.is_tensorrt_llms)
+
+
+def on_one_host() -> tuple[str, ...]:
+    return tuple(name for name, spec in TRANSPORTS.items() if OneHost in spec.scopes)
+
+
+#: Where Linux lists devices for RDMA.
+_RDMA = Path("/sys/class/infiniband")
+_CMA_NEEDED = (
+    "a machine where processes of one user may read each other's memory (process_vm_readv: {}): set sysctl "
+    "kernel.yama.ptrace_scope=0, or run containers with --cap-add SYS_PTRACE and one pid namespace; or set "
+    "SHARED_MEMORY for workers on one host"
+)
+_ROOM_NEEDED = f"more room ({{}}): {how_to_get(UCX_FREE)}; or set SHARED_MEMORY for workers on one host"
 _TIMEOUT_SECONDS = 20.0
 _MARK = b"trtllm-disagg\0"
 
@@ -36,6 +101,78 @@ count = libc.process_vm_readv(
 )
 print(os.strerror(ctypes.get_errno()) if count != size else "" if buffer.raw == {_MARK!r} else "read other bytes")
 """
+
+
+def create_transport(
+    backend: str, scope: TransferScope, *, needs_cma: bool = False, on_gpu: bool = False
+) -> StagingTransport:
+    """DEFAULT means on one host NIXL, or shared memory where NIXL is not installed, has no room in /dev/shm or may not
+    read other processes' memory, which `needs_cma` asks for; between hosts TLS, or NIXL for a GPU's memory or where
+    there is RDMA. Raises ConfigError for any other name, and where a transport would not work.
+    """
+    if backend == "DEFAULT":
+        if isinstance(scope, Network) and not on_gpu and not _has_rdma():
+            return _create("TLS", scope)
+        return _default(scope, needs_cma)
+    if backend not in TRANSPORTS:
+        raise ConfigError.bad_value(
+            "cache_transceiver_config.backend",
+            backend,
+            f"one of {', '.join(backends())} on the embedded engine",
+        )
+    if backend == "NIXL" and (reason := _why_no_room(scope)):
+        raise ConfigError.bad_value("cache_transceiver_config.backend", backend, _ROOM_NEEDED.format(reason))
+    if backend == "NIXL" and needs_cma and (reason := why_no_cma()):
+        raise ConfigError.bad_value("cache_transceiver_config.backend", backend, _CMA_NEEDED.format(reason))
+    try:
+        return _create(backend, scope)
+    except ImportError as error:
+        raise ConfigError(
+            f"cache_transceiver_config.backend: {backend} is not installed ({error}); "
+            "pip install nixl-cu12==1.5.1, or set SHARED_MEMORY for workers on one host"
+        ) from error
+
+
+def _default(scope: TransferScope, needs_cma: bool) -> StagingTransport:
+    try:
+        transport = _create("NIXL", scope)
+    except ImportError as error:
+        if isinstance(scope, Network):
+            raise ConfigError(
+                f"KV of a GPU, or over RDMA, moves between hosts by NIXL, which is not installed ({error})"
+            ) from error
+        log.warning("NIXL is not installed (%s): KV moves through shared memory, on this host only", error)
+        return _create("SHARED_MEMORY", scope)
+    if reason := _why_no_room(scope):
+        log.warning(
+            "NIXL has no room (%s): KV moves through memory without a name, on this host only", reason
+        )
+        return _create("SHARED_MEMORY", scope)
+    if needs_cma and (reason := why_no_cma()):
+        log.warning(
+            "processes may not read each other's memory here (process_vm_readv: %s): KV moves through shared "
+            "memory, on this host only",
+            reason,
+        )
+        return _create("SHARED_MEMORY", scope)
+    return transport
+
+
+def _why_no_room(scope: TransferScope) -> str:
+    """Empty where there is enough. Between hosts UCX does without."""
+    free = free_bytes()
+    if not isinstance(scope, OneHost) or free >= UCX_FREE:
+        return ""
+    return f"{DIRECTORY} has {in_mib(free)} free of the {in_mib(UCX_FREE)} that UCX asks for"
+
+
+def _has_rdma() -> bool:
+    return _RDMA.is_dir() and any(_RDMA.iterdir())
+
+
+def _create(name: str, scope: TransferScope) -> StagingTransport:
+    module, _, attribute = TRANSPORTS[name].path.partition(":")
+    return cast("StagingTransport", getattr(import_module(module), attribute)(scope))
 
 
 def why_no_cma() -> str:
@@ -56,98 +193,6 @@ def why_no_cma() -> str:
     return done.stdout.strip()
 
 
-def is_needed(reach: Reach, device: str) -> bool:
+def is_needed(scope: TransferScope, device: str) -> bool:
     """Workers on one host move KV by CMA; a GPU's memory goes other ways."""
-    return device == "cpu" and isinstance(reach, OneHost)
-
-
-log = logging.getLogger(__name__)
-
-TRANSPORTS = {
-    "NIXL": "trtllm_disagg.kv_transfer.nixl:NixlTransport",
-    "SHARED_MEMORY": "trtllm_disagg.kv_transfer.shared_memory:SharedMemoryTransport",
-    "TLS": "trtllm_disagg.kv_transfer.tls:TlsTransport",
-}
-ON_ONE_HOST = ("NIXL", "SHARED_MEMORY")
-#: Where Linux lists devices for RDMA.
-_RDMA = Path("/sys/class/infiniband")
-
-
-def create_transport(
-    backend: str, reach: Reach, *, needs_cma: bool = False, on_gpu: bool = False
-) -> StagingTransport:
-    """DEFAULT means on one host NIXL, or shared memory where NIXL is not installed, has no room in /dev/shm or may not
-    read other processes' memory, which `needs_cma` asks for; between hosts TLS, or NIXL for a GPU's memory or where
-    there is RDMA. Raises ConfigError for any other name, and where a transport would not work.
-    """
-    if backend == "DEFAULT":
-        if isinstance(reach, Network) and not on_gpu and not _has_rdma():
-            return _create("TLS", reach)
-        return _default(reach, needs_cma)
-    if backend not in TRANSPORTS:
-        raise ConfigError.bad_value(
-            "cache_transceiver_config.backend",
-            backend,
-            f"one of DEFAULT, {', '.join(TRANSPORTS)} on the embedded engine",
-        )
-    if backend == "NIXL" and (reason := _why_no_room(reach)):
-        raise ConfigError.bad_value("cache_transceiver_config.backend", backend, _ROOM_NEEDED.format(reason))
-    if backend == "NIXL" and needs_cma and (reason := why_no_cma()):
-        raise ConfigError.bad_value("cache_transceiver_config.backend", backend, _CMA_NEEDED.format(reason))
-    try:
-        return _create(backend, reach)
-    except ImportError as error:
-        raise ConfigError(
-            f"cache_transceiver_config.backend: {backend} is not installed ({error}); "
-            "pip install nixl-cu12==1.5.1, or set SHARED_MEMORY for workers on one host"
-        ) from error
-
-
-def _default(reach: Reach, needs_cma: bool) -> StagingTransport:
-    try:
-        transport = _create("NIXL", reach)
-    except ImportError as error:
-        if isinstance(reach, Network):
-            raise ConfigError(
-                f"KV of a GPU, or over RDMA, moves between hosts by NIXL, which is not installed ({error})"
-            ) from error
-        log.warning("NIXL is not installed (%s): KV moves through shared memory, on this host only", error)
-        return _create("SHARED_MEMORY", reach)
-    if reason := _why_no_room(reach):
-        log.warning(
-            "NIXL has no room (%s): KV moves through memory without a name, on this host only", reason
-        )
-        return _create("SHARED_MEMORY", reach)
-    if needs_cma and (reason := why_no_cma()):
-        log.warning(
-            "processes may not read each other's memory here (process_vm_readv: %s): KV moves through shared "
-            "memory, on this host only",
-            reason,
-        )
-        return _create("SHARED_MEMORY", reach)
-    return transport
-
-
-def _why_no_room(reach: Reach) -> str:
-    """Empty where there is enough. Between hosts UCX does without."""
-    free = free_bytes()
-    if not isinstance(reach, OneHost) or free >= UCX_FREE:
-        return ""
-    return f"{DIRECTORY} has {in_mib(free)} free of the {in_mib(UCX_FREE)} that UCX asks for"
-
-
-def _has_rdma() -> bool:
-    return _RDMA.is_dir() and any(_RDMA.iterdir())
-
-
-_ROOM_NEEDED = f"more room ({{}}): {how_to_get(UCX_FREE)}; or set SHARED_MEMORY for workers on one host"
-_CMA_NEEDED = (
-    "a machine where processes of one user may read each other's memory (process_vm_readv: {}): set sysctl "
-    "kernel.yama.ptrace_scope=0, or run containers with --cap-add SYS_PTRACE and one pid namespace; or set "
-    "SHARED_MEMORY for workers on one host"
-)
-
-
-def _create(name: str, reach: Reach) -> StagingTransport:
-    module, _, attribute = TRANSPORTS[name].partition(":")
-    return cast(StagingTransport, getattr(import_module(module), attribute)(reach))
+    return device == "cpu" and isinstance(scope, OneHost)

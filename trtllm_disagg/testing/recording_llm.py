@@ -26,6 +26,7 @@ from trtllm_disagg.embedded.params.llm_args import (
     LoadFormat,
     SchedulerConfig,
 )
+from trtllm_disagg.kv_transfer.transports import embedded_only_backends
 from trtllm_disagg.testing.recording_result import KvStore, RequestOutput, Script
 from trtllm_disagg.testing.recording_types import (
     DEFAULT_REQUEST_PRIORITY,
@@ -121,8 +122,10 @@ class LLM:
         if _EMBEDDED_ONLY in given:
             raise ValueError(f"LLM() got an unknown argument {_EMBEDDED_ONLY!r}")
         self.args = LlmArgs.model_validate(given)
-        if self._backend == "SHARED_MEMORY":
-            raise ValueError("cache_transceiver_config.backend 'SHARED_MEMORY' is not one of TensorRT-LLM's")
+        if self._backend in embedded_only_backends():
+            raise ValueError(
+                f"cache_transceiver_config.backend {self._backend!r} is not one of TensorRT-LLM's"
+            )
         self.calls = [Call("LLM", _without_defaults(given))]
         self.scripts: deque[Script] = deque()
         self.results: list[RequestOutput] = []

@@ -34,7 +34,7 @@ class Engine:
             yield TokenChunk([1])
 
 
-class Door:
+class PeerAuthentication:
     def __init__(self, **bounds: Any) -> None:
         self.policy = Policy.of(WorkerConfig(model="m", role=Role.AGG, **bounds), 32)
         self.engine = Engine()
@@ -62,7 +62,7 @@ class Door:
 
 
 async def test_one_more_than_may_wait_is_refused_before_any_work() -> None:
-    door = Door(max_queued_requests=2)
+    door = PeerAuthentication(max_queued_requests=2)
     await door.start()
     await door.start()
     said = await door.refusal()
@@ -73,7 +73,7 @@ async def test_one_more_than_may_wait_is_refused_before_any_work() -> None:
 
 
 async def test_a_request_with_a_first_token_does_not_wait_any_more() -> None:
-    door = Door(max_queued_requests=1)
+    door = PeerAuthentication(max_queued_requests=1)
     running = await door.start()
     await door.refusal()
     door.engine.gates[0].set()
@@ -85,7 +85,7 @@ async def test_a_request_with_a_first_token_does_not_wait_any_more() -> None:
 
 
 async def test_prompt_tokens_are_bounded_but_one_prompt_may_be_of_any_length() -> None:
-    door = Door(max_queued_tokens=100)
+    door = PeerAuthentication(max_queued_tokens=100)
     running = await door.start(500)
     assert "--max-queued-tokens 100" in await door.refusal(1)
     door.engine.gates[0].set()
@@ -98,7 +98,7 @@ async def test_prompt_tokens_are_bounded_but_one_prompt_may_be_of_any_length() -
 
 
 async def test_zero_bounds_nothing() -> None:
-    door = Door(max_queued_requests=0, max_queued_tokens=0)
+    door = PeerAuthentication(max_queued_requests=0, max_queued_tokens=0)
     for _ in range(400):
         await door.start(1000)
     assert door.queued == (400, 400_000)
@@ -106,7 +106,7 @@ async def test_zero_bounds_nothing() -> None:
 
 @pytest.mark.parametrize("end", ["cancelled", "failed", "closed"])
 async def test_whatever_ends_a_wait_gives_its_room_back(end: str) -> None:
-    door = Door(max_queued_requests=1)
+    door = PeerAuthentication(max_queued_requests=1)
 
     async def fails(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         async for chunk in door.engine.generate(request, context):
@@ -129,7 +129,7 @@ async def test_whatever_ends_a_wait_gives_its_room_back(end: str) -> None:
 
 
 async def test_bounds_change_while_requests_wait() -> None:
-    door = Door(max_queued_requests=5)
+    door = PeerAuthentication(max_queued_requests=5)
     await door.start()
     assert door.policy.set_thresholds({"max_queued_requests": 1}, "set") == ["max_queued_requests: 5 -> 1"]
     await door.refusal()
@@ -151,7 +151,7 @@ def test_without_flags_the_engines_sizes_say_how_many_may_wait(
 
 
 async def test_a_flood_is_told_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
-    door = Door(max_queued_requests=1)
+    door = PeerAuthentication(max_queued_requests=1)
     await door.start()
     for _ in range(50):
         await door.refusal()

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from trtllm_disagg.kv_transfer.access import Network, OneHost, Reach
+from trtllm_disagg.kv_transfer.access import Network, OneHost, TransferScope
 from trtllm_disagg.kv_transfer.transports import create_transport, is_needed, why_no_cma
 
-# As in a container without SYS_PTRACE: nobody may read this process, and its children cannot be privileged.
+# As in a container without SYS_PTRACE: no process may read this one, and its children cannot be privileged.
 _LOCKED_DOWN = """
 import ctypes, logging, os
 from trtllm_disagg.errors import ConfigError
@@ -38,7 +38,7 @@ def test_without_the_right_nixl_is_refused_by_name_and_default_falls_back() -> N
     assert "cache_transceiver_config.backend: 'NIXL' is not allowed" in refused
     for advice in ("Operation not permitted", "ptrace_scope=0", "SYS_PTRACE", "SHARED_MEMORY"):
         assert advice in refused
-    assert chosen == "SHARED_MEMORY NIXL", "who does not need it is not asked"
+    assert chosen == "SHARED_MEMORY NIXL", "a kernel that is not needed is not asked"
     assert "KV moves through shared memory" in done.stderr
 
 
@@ -49,9 +49,9 @@ def test_with_the_right_it_is_nixl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reach", "device", "needed"),
+    ("scope", "device", "needed"),
     [(OneHost(), "cpu", True), (OneHost(), "cuda", False), (Network("10.0.0.1", b"k" * 32), "cpu", False)],
     ids=repr,
 )
-def test_it_is_needed_between_workers_on_one_host(reach: Reach, device: str, needed: bool) -> None:
-    assert is_needed(reach, device) is needed
+def test_it_is_needed_between_workers_on_one_host(scope: TransferScope, device: str, needed: bool) -> None:
+    assert is_needed(scope, device) is needed

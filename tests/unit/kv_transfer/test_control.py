@@ -16,63 +16,67 @@ from tests.support.meeting import wait_until
 from tests.support.pools import NETWORK
 from tests.support.strangers import as_stranger, require
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.access import Door, LocalDoor, Network, PeerGoneError
-from trtllm_disagg.kv_transfer.base import KvLayout, PeerCard
-from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer
-from trtllm_disagg.kv_transfer.framing import MAX_MESSAGE_BYTES, Limits
+from trtllm_disagg.kv_transfer.access import (
+    Network,
+    PeerAuthentication,
+    PeerGoneError,
+    SameUserAuthentication,
+)
+from trtllm_disagg.kv_transfer.base import KvLayout, PeerMetadata
+from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer, LeaseTable
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle, split_endpoint
-from trtllm_disagg.kv_transfer.lease import LeaseTable
+from trtllm_disagg.kv_transfer.listener import MAX_MESSAGE_BYTES, Limits
 
-CARD = PeerCard("prefill-1", "SHARED_MEMORY", KvLayout("m", 4, 32, 2, 16, "float32"), 8, b"address")
+METADATA = PeerMetadata("prefill-1", "SHARED_MEMORY", KvLayout("m", 4, 32, 2, 16, "float32"), 8, b"address")
 SECONDS = 5.0
-GET_CARD = msgspec.msgpack.encode({"type": "card"})
+GET_METADATA = msgspec.msgpack.encode({"type": "card"})
 #: A limit of each kind that a test reaches soon.
 TIGHT = Limits(connections=3, newcomers=4, greeting=0.3, idle=0.3, frame=0.3)
 
 
 class Server:
-    def __init__(self, door: Door, limits: Limits | None = None) -> None:
-        self.door = door
+    def __init__(self, authentication: PeerAuthentication, limits: Limits | None = None) -> None:
+        self.authentication = authentication
         self.leases = LeaseTable(60.0)
         self.ended = threading.Event()
-        self.control = ControlServer(door, self.leases, self.ended.set, limits)
-        self.control.start(CARD)
+        self.control = ControlServer(authentication, self.leases, self.ended.set, limits)
+        self.control.start(METADATA)
 
     def lease(self, request_id: int = 1) -> KvHandle:
         lease = self.leases.grant(request_id, [1, 2])
         handle = KvHandle(
-            VERSION, CARD.sender, self.control.endpoint, lease.id, b"y" * 16, b"p" * 16, 9, [1, 2], 0
+            VERSION, METADATA.sender, self.control.endpoint, lease.id, b"y" * 16, b"p" * 16, 9, [1, 2], 0
         )
         lease.digest = handle.digest()
         return handle
 
     def connect(self) -> socket.socket:
         """As a peer does."""
-        return self.door.connect(self.control.endpoint, SECONDS)
+        return self.authentication.connect(self.control.endpoint, SECONDS)
 
 
 @pytest.fixture(params=["one host", "network"])
-def door(request: pytest.FixtureRequest) -> Door:
-    return LocalDoor() if request.param == "one host" else NETWORK.door()
+def authentication(request: pytest.FixtureRequest) -> PeerAuthentication:
+    return SameUserAuthentication() if request.param == "one host" else NETWORK.authentication()
 
 
 @pytest.fixture
-def server(door: Door) -> Iterator[Server]:
-    made = Server(door)
+def server(authentication: PeerAuthentication) -> Iterator[Server]:
+    made = Server(authentication)
     yield made
     made.control.close()
 
 
 @pytest.fixture
-def tight(door: Door) -> Iterator[Server]:
-    made = Server(door, TIGHT)
+def tight(authentication: PeerAuthentication) -> Iterator[Server]:
+    made = Server(authentication, TIGHT)
     yield made
     made.control.close()
 
 
 @pytest.fixture
-def client(door: Door) -> Iterator[ControlClient]:
-    made = ControlClient(door)
+def client(authentication: PeerAuthentication) -> Iterator[ControlClient]:
+    made = ControlClient(authentication)
     yield made
     made.close()
 
@@ -100,7 +104,7 @@ def is_hung_up(connection: socket.socket) -> bool:
 
 
 def test_a_card_comes_as_it_was_given(server: Server, client: ControlClient) -> None:
-    assert client.card(server.lease().endpoint, SECONDS) == CARD
+    assert client.metadata(server.lease().endpoint, SECONDS) == METADATA
 
 
 def test_confirming_ends_the_lease_and_wakes_the_engine(server: Server, client: ControlClient) -> None:
@@ -141,7 +145,7 @@ def test_releasing_ends_the_lease(server: Server, client: ControlClient) -> None
 
 def test_no_peer_is_answered_after_close(server: Server, client: ControlClient) -> None:
     handle = server.lease()
-    client.card(handle.endpoint, SECONDS)
+    client.metadata(handle.endpoint, SECONDS)
     server.control.close()
     for _ in range(2):  # on the connection that was there, and on a new one
         with pytest.raises(KvTransferError, match="control channel"):
@@ -151,17 +155,19 @@ def test_no_peer_is_answered_after_close(server: Server, client: ControlClient) 
     assert len(server.leases) == 1
 
 
-def test_a_client_connects_again_after_its_connection_broke(server: Server, client: ControlClient) -> None:
-    handle = server.lease()
-    client.card(handle.endpoint, SECONDS)
-    client._channel._connections[handle.endpoint].socket.shutdown(socket.SHUT_RDWR)
+def test_a_client_connects_again_after_its_connection_broke(tight: Server, client: ControlClient) -> None:
+    handle = tight.lease()
+    client.metadata(handle.endpoint, SECONDS)
+    wait_until(lambda: tight.control.num_connections == 0)  # the server has hung up on an idle peer
     with pytest.raises(KvTransferError):
-        client.card(handle.endpoint, SECONDS)
-    assert client.card(handle.endpoint, SECONDS) == CARD
+        client.metadata(handle.endpoint, SECONDS)
+    assert client.metadata(handle.endpoint, SECONDS) == METADATA
 
 
-def test_silence_is_an_error_after_the_deadline(client: ControlClient, door: Door) -> None:
-    listener, endpoint = door.listen()
+def test_silence_is_an_error_after_the_deadline(
+    client: ControlClient, authentication: PeerAuthentication
+) -> None:
+    listener, endpoint = authentication.listen()
     with listener, pytest.raises(KvTransferError, match=r"no answer within 0\.1 s"):
         client.confirm(msgspec.structs.replace(HANDLE, endpoint=endpoint), 0.1)
 
@@ -176,11 +182,11 @@ def test_an_unreadable_message_ends_its_connection_and_no_other(
     server: Server, client: ControlClient, message: bytes
 ) -> None:
     endpoint = server.lease().endpoint
-    client.card(endpoint, SECONDS)
+    client.metadata(endpoint, SECONDS)
     with server.connect() as connection:
         connection.sendall(struct.pack("<I", len(message)) + message)
         assert is_hung_up(connection)
-    assert client.card(endpoint, SECONDS) == CARD
+    assert client.metadata(endpoint, SECONDS) == METADATA
 
 
 def test_garbage_is_warned_of_once_a_minute(server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,7 +202,7 @@ def test_a_message_without_end_is_not_waited_for(server: Server, client: Control
     with server.connect() as connection:
         connection.sendall(struct.pack("<I", MAX_MESSAGE_BYTES + 1))
         assert is_hung_up(connection)
-    assert client.card(server.lease().endpoint, SECONDS) == CARD
+    assert client.metadata(server.lease().endpoint, SECONDS) == METADATA
 
 
 @pytest.mark.parametrize("said", [b"", b"\x10"], ids=["idle", "half a frame"])
@@ -211,23 +217,23 @@ def test_connections_are_limited_and_come_free(tight: Server, client: ControlCli
     held = [tight.connect() for _ in range(TIGHT.connections)]
     for connection in held:
         connection.settimeout(SECONDS)
-        assert exchange(connection, GET_CARD)
+        assert exchange(connection, GET_METADATA)
     with tight.connect() as one_too_many:
         assert is_hung_up(one_too_many)
     for connection in held:
         connection.close()
     wait_until(lambda: tight.control.num_connections == 0)
-    assert client.card(tight.control.endpoint, SECONDS) == CARD
+    assert client.metadata(tight.control.endpoint, SECONDS) == METADATA
 
 
 def test_one_slow_peer_does_not_delay_another(server: Server, client: ControlClient) -> None:
     with server.connect() as slow:
         slow.sendall(b"\x10")
-        assert client.card(server.lease().endpoint, SECONDS) == CARD
+        assert client.metadata(server.lease().endpoint, SECONDS) == METADATA
 
 
 def test_closing_leaves_no_thread(server: Server, client: ControlClient) -> None:
-    client.card(server.lease().endpoint, SECONDS)
+    client.metadata(server.lease().endpoint, SECONDS)
     server.control.close()
     for thread in threading.enumerate():
         if thread.name.startswith("kv-control"):
@@ -236,12 +242,12 @@ def test_closing_leaves_no_thread(server: Server, client: ControlClient) -> None
 
 
 def test_an_ipv6_address_is_shown_in_brackets() -> None:
-    door = Network("::1", b"k" * 32).door()
-    server = Server(door)
+    authentication = Network("::1", b"k" * 32).authentication()
+    server = Server(authentication)
     try:
         assert server.control.endpoint.startswith("tcp://[::1]:")
-        client = ControlClient(door)
-        assert client.card(server.control.endpoint, SECONDS) == CARD
+        client = ControlClient(authentication)
+        assert client.metadata(server.control.endpoint, SECONDS) == METADATA
         client.close()
     finally:
         server.control.close()
@@ -291,13 +297,13 @@ def abstract_name(endpoint: str) -> str:
 
 def test_another_user_gets_no_answer() -> None:
     require()
-    server = Server(LocalDoor())
+    server = Server(SameUserAuthentication())
     try:
         name = abstract_name(server.control.endpoint)
         assert as_stranger(_CONNECT, name) == ""
         assert server.control.num_connections == 0
-        client = ControlClient(server.door)
-        assert client.card(server.control.endpoint, SECONDS) == CARD
+        client = ControlClient(server.authentication)
+        assert client.metadata(server.control.endpoint, SECONDS) == METADATA
         client.close()
     finally:
         server.control.close()
@@ -305,12 +311,12 @@ def test_another_user_gets_no_answer() -> None:
 
 def test_another_user_behind_a_name_that_came_free_is_no_peer() -> None:
     require()
-    server = Server(LocalDoor())
+    server = Server(SameUserAuthentication())
     server.control.close()
     assert as_stranger(_TAKE_THE_NAME, abstract_name(server.control.endpoint))
-    client = ControlClient(LocalDoor())
+    client = ControlClient(SameUserAuthentication())
     with pytest.raises(PeerGoneError, match=f"runs as uid 65534, this one as {os.geteuid()}"):
-        client.card(server.control.endpoint, SECONDS)
+        client.metadata(server.control.endpoint, SECONDS)
     client.close()
 
 
@@ -318,21 +324,21 @@ def test_another_user_behind_a_name_that_came_free_is_no_peer() -> None:
 
 
 def test_a_peer_with_another_key_is_refused_by_either_end(caplog: pytest.LogCaptureFixture) -> None:
-    server = Server(NETWORK.door())
+    server = Server(NETWORK.authentication())
     try:
-        client = ControlClient(Network("127.0.0.1", b"another key" * 4).door())
+        client = ControlClient(Network("127.0.0.1", b"another key" * 4).authentication())
         with pytest.raises(KvTransferError, match=r"does not have the key of embedded\.transfer_key_file"):
-            client.card(server.control.endpoint, SECONDS)
+            client.metadata(server.control.endpoint, SECONDS)
         client.close()
     finally:
         server.control.close()
 
 
 @pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("<I", 10) + GET_CARD, os.urandom(4096)]
+    "said", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("<I", 10) + GET_METADATA, os.urandom(4096)]
 )
 def test_what_is_no_tls_gets_nothing_but_an_alert(said: bytes) -> None:
-    server = Server(NETWORK.door())
+    server = Server(NETWORK.authentication())
     try:
         place = place_of(server.control.endpoint)
         with socket.create_connection(place, timeout=SECONDS) as connection:
@@ -344,19 +350,19 @@ def test_what_is_no_tls_gets_nothing_but_an_alert(said: bytes) -> None:
             except ConnectionError:
                 pass
         assert len(got) <= 7, "a TLS alert"
-        assert CARD.address not in got
+        assert METADATA.address not in got
         wait_until(lambda: server.control.num_connections == 0)
     finally:
         server.control.close()
 
 
 def test_a_flood_of_silent_connections_keeps_no_peer_out() -> None:
-    server = Server(NETWORK.door())
+    server = Server(NETWORK.authentication())
     place = place_of(server.control.endpoint)
     flood = [socket.create_connection(place, timeout=SECONDS) for _ in range(3 * Limits().newcomers)]
     try:
-        client = ControlClient(server.door)
-        assert client.card(server.control.endpoint, SECONDS) == CARD
+        client = ControlClient(server.authentication)
+        assert client.metadata(server.control.endpoint, SECONDS) == METADATA
         client.close()
         wait_until(lambda: server.control.num_connections <= Limits().newcomers + 1)
     finally:
@@ -366,8 +372,8 @@ def test_a_flood_of_silent_connections_keeps_no_peer_out() -> None:
 
 
 def test_an_engine_of_one_host_talks_to_no_network_and_the_other_way_round() -> None:
-    local, network = ControlClient(LocalDoor()), ControlClient(NETWORK.door())
+    local, network = ControlClient(SameUserAuthentication()), ControlClient(NETWORK.authentication())
     with pytest.raises(KvTransferError, match="is on another host"):
-        local.card("tcp://127.0.0.1:9", SECONDS)
+        local.metadata("tcp://127.0.0.1:9", SECONDS)
     with pytest.raises(KvTransferError, match="takes peers on its own host only"):
-        network.card("unix://@name:1", SECONDS)
+        network.metadata("unix://@name:1", SECONDS)

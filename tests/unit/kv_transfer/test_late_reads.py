@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.support.pools import LAYOUT
-from trtllm_disagg.kv_transfer.access import LocalDoor
-from trtllm_disagg.kv_transfer.base import PeerCard
+from trtllm_disagg.kv_transfer.access import SameUserAuthentication
+from trtllm_disagg.kv_transfer.base import KvTimeouts, PeerMetadata
 from trtllm_disagg.kv_transfer.pull import KvSender
 
 
@@ -30,15 +30,15 @@ class CountingTransport:
         return b""
 
     def read(
-        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         raise AssertionError("not asked for here")
 
-    def write(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
+    def write(self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
         raise AssertionError("not asked for here")
 
-    def forget(self, peer: PeerCard) -> None:
-        """Knows nobody."""
+    def forget(self, peer: PeerMetadata) -> None:
+        """Knows no peer."""
 
     def progress(self) -> None:
         self.progressed.release()
@@ -54,7 +54,14 @@ def transport() -> CountingTransport:
 
 @pytest.fixture
 def sender(transport: CountingTransport) -> Iterator[KvSender]:
-    sender = KvSender(transport, LAYOUT, 8, door=LocalDoor(), lease_seconds=30.0, on_lease_ended=lambda: None)
+    sender = KvSender(
+        transport,
+        LAYOUT,
+        8,
+        authentication=SameUserAuthentication(),
+        timeouts=KvTimeouts(),
+        on_lease_ended=lambda: None,
+    )
     sender.start()
     yield sender
     sender.close()
@@ -66,7 +73,7 @@ def test_a_reader_is_served_although_its_lease_was_released_meanwhile(
     """Else its read never ends, times out, and costs it the blocks that it reads into."""
     sender.lease(1, [0, 1], prompt_digest=b"p", num_tokens=8, seed=0, cached_tokens=0)
     sender.leases.release_request(1)
-    assert [lease.blocks for lease in sender.take_ended()] == [[0, 1]]
+    assert [lease.blocks for lease in sender.leases.take_ended()] == [[0, 1]]
 
     while transport.progressed.acquire(blocking=False):
         """What was done for the lease while it was held."""

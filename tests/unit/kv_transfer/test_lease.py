@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trtllm_disagg.kv_transfer.lease import Lease, LeaseTable
+from trtllm_disagg.kv_transfer.control import Lease, LeaseTable
 
 SECONDS = 10.0
 
@@ -111,7 +111,7 @@ def test_a_request_can_give_its_lease_back(table: LeaseTable) -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whoever ends it, and however often: every granted block comes back once."""
+    """Whatever ends it, and however often: every granted block comes back once."""
 
     def __init__(self) -> None:
         super().__init__()

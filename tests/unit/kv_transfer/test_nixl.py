@@ -84,7 +84,7 @@ def test_a_card_with_the_metadata_of_another_agent_is_refused(pools: tuple[Pool,
     sender, receiver = pools
     receiver.transport.forget(sender.card)
     card = msgspec.structs.replace(sender.card, sender="impostor")
-    with pytest.raises(KvTransferError, match="the card of impostor carries the metadata of sender"):
+    with pytest.raises(KvTransferError, match="the metadata of impostor is that of sender"):
         receiver.read(card, [0], [0])
     receiver.read(sender.card, [0], [0])
 

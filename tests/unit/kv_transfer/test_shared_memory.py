@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.pools import ONE_HOST, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.kv_transfer.shared_memory import SharedMemoryTransport, _common_runs
+from trtllm_disagg.kv_transfer.shared_memory import SharedMemoryTransport, common_runs
 
 ids = st.lists(st.integers(0, 30), unique=True)
 
@@ -24,7 +24,7 @@ def test_runs_cover_every_pair_once_and_are_as_long_as_they_can_be(
 ) -> None:
     size = min(len(remote), len(local))
     theirs, mine = np.asarray(remote[:size], np.int32), np.asarray(local[:size], np.int32)
-    runs = _common_runs(theirs, mine)
+    runs = common_runs(theirs, mine)
     copied = [(int(theirs[start]) + i, int(mine[start]) + i) for start, length in runs for i in range(length)]
     assert copied == list(zip(theirs.tolist(), mine.tolist(), strict=True))
     for (start, length), (following, _) in itertools.pairwise(runs):

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.support.meeting import wait_until
 from tests.support.pools import NETWORK, ONE_HOST, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.framing import framed
 from trtllm_disagg.kv_transfer.access import Network
 from trtllm_disagg.kv_transfer.base import ReadTimeoutError, runs_of
-from trtllm_disagg.kv_transfer.framing import send_frame
 from trtllm_disagg.kv_transfer.tls import Fetch, Store, TlsTransport
 from trtllm_disagg.kv_transfer.transports import create_transport
 
@@ -81,9 +81,9 @@ def test_blocks_of_another_size_are_refused(pools: tuple[Pool, Pool]) -> None:
 )
 def test_a_message_that_cannot_be_is_hung_up_on(pools: tuple[Pool, Pool], message: bytes) -> None:
     sender, _ = pools
-    with NETWORK.door().connect(sender.card.address.decode(), 5.0) as connection:
+    with NETWORK.authentication().connect(sender.card.address.decode(), 5.0) as connection:
         connection.settimeout(5.0)
-        send_frame(connection, message)
+        connection.sendall(framed(message))
         answer = b""
         while part := connection.recv(4096):
             answer += part

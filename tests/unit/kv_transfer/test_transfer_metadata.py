@@ -1,28 +1,41 @@
-"""What travels between two engines besides KV: a card once, then ids; and few descriptors for many blocks."""
+"""What travels between two engines besides KV: its metadata once, then ids; and few descriptors for many blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from nixl_cu12._api import nixl_agent
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.support.meeting import Duo
 from tests.unit.embedded.core.test_core_handoff import prompt
-from trtllm_disagg.kv_transfer.shared_memory import _common_runs
+from trtllm_disagg.kv_transfer.access import OneHost
+from trtllm_disagg.kv_transfer.shared_memory import common_runs
+from trtllm_disagg.kv_transfer.transports import create_transport
+from trtllm_disagg.testing.fake_transport import FakeTransport
 
 BLOCK = 32
 
 
-@pytest.fixture(scope="module")
-def duo(checkpoints: Checkpoints) -> Iterator[Duo]:
-    def core() -> Core:
-        return Core(checkpoints(), cache_transceiver_config={"backend": "NIXL"})
+@dataclass
+class Engines(Duo):
+    prefill_transport: FakeTransport = field(default_factory=FakeTransport)
+    decode_transport: FakeTransport = field(default_factory=FakeTransport)
 
-    duo = Duo(core(), core())
+
+@pytest.fixture(scope="module")
+def duo(checkpoints: Checkpoints) -> Iterator[Engines]:
+    prefill, decode = (FakeTransport(inner=create_transport("NIXL", OneHost())) for _ in range(2))
+    first, second = (
+        Core(checkpoints(), cache_transceiver_config={"backend": "NIXL"}, transport=each)
+        for each in (prefill, decode)
+    )
+    duo = Engines(first, second, prefill_transport=prefill, decode_transport=decode)
     yield duo
     duo.close()
 
@@ -33,50 +46,40 @@ def pull(duo: Duo, tokens: list[int], max_tokens: int = 1) -> None:
     assert answer.error is None, answer.error
 
 
-def counted(add: Callable[[bytes], Any], into: list[bytes]) -> Callable[[bytes], Any]:
-    def add_and_count(metadata: bytes) -> Any:
-        into.append(metadata)
-        return add(metadata)
-
-    return add_and_count
-
-
-def test_a_hundred_requests_load_one_card_each_way(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hundred_requests_load_metadata_once_each_way(
+    duo: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agents: list[bytes] = []
-    for core in (duo.prefill, duo.decode):
-        agent: Any = core.transfers._transport._transport._agent  # type: ignore[attr-defined]
-        monkeypatch.setattr(agent, "add_remote_agent", counted(agent.add_remote_agent, agents))
+    add = nixl_agent.add_remote_agent
+
+    def add_and_count(agent: Any, metadata: bytes) -> Any:
+        agents.append(metadata)
+        return add(agent, metadata)
+
+    monkeypatch.setattr(nixl_agent, "add_remote_agent", add_and_count)
     for i in range(50):
         pull(duo, prompt(9, salt=i))
-    assert duo.decode.transfers._receiver.cards.loads == 1
+    assert duo.decode.connector.receiver.metadata_cache.loads == 1
     for i in range(50):
         duo.generate(prompt(9, salt=50 + i), 1)
-    assert duo.decode.transfers._receiver.cards.loads == 1, "the same card serves both styles"
-    assert duo.prefill.transfers._pusher.cards.loads == 1
+    assert duo.decode.connector.receiver.metadata_cache.loads == 1, "the same serve both styles"
+    assert duo.prefill.connector.pusher.metadata_cache.loads == 1
     assert len(agents) == 2, "one on each side"
 
 
 @pytest.mark.parametrize("style", ["pull", "push"])
-def test_a_request_moves_fewer_pieces_than_blocks(
-    duo: Duo, style: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_moves_fewer_pieces_than_blocks(duo: Engines, style: str) -> None:
     """After some coming and going, so that the pools are not in their first order."""
-    moved: list[tuple[int, int]] = []
-    mover = duo.decode if style == "pull" else duo.prefill
-    name = "read" if style == "pull" else "write"
-    move = getattr(mover.transfers._transport, name)
-
-    def count(peer: Any, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
-        moved.append((len(remote), len(_common_runs(remote, local))))
-        return int(move(peer, remote, local, timeout))
-
-    monkeypatch.setattr(mover.transfers._transport, name, count)
+    mover = duo.decode_transport if style == "pull" else duo.prefill_transport
+    before = len(mover.transfers)
     for i in range(12):
-        tokens = prompt(BLOCK * (3 + i % 4) + 5, salt=200 + i + 50 * len(style + name))
+        tokens = prompt(BLOCK * (3 + i % 4) + 5, salt=200 + i + 50 * len(style))
         if style == "pull":
             pull(duo, tokens, 3)
         else:
             duo.generate(tokens, 3)
-    blocks, pieces = (sum(each) for each in zip(*moved, strict=True))
+    moved = [transfer for transfer in mover.transfers[before:] if transfer.kind != "forget"]
+    blocks = sum(len(transfer.remote) for transfer in moved)
+    pieces = sum(len(common_runs(np.asarray(t.remote), np.asarray(t.local))) for t in moved)
     assert blocks >= 12 * 4
     assert pieces < blocks

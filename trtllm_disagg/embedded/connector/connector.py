@@ -1,158 +1,251 @@
-"""How the two halves of a request meet: decode reads a finished prefill's blocks (CONTEXT_FIRST), or offers its own
-for prefill to write into (GENERATION_FIRST, docs/decisions/0006).
+"""KV transfer as the engine core sees it: calls go down to a `KvConnector`, events come up from `poll`.
 
-In the latter nobody waits for the other side while holding what the other side may need: prefill waits for decode's
-offer without blocks and without a place in the batch; decode, which holds both, waits for prefill's work alone.
+Decode reads a finished prefill's blocks (CONTEXT_FIRST), or offers its own for prefill to write into
+(GENERATION_FIRST, docs/decisions/0006). In the latter no side waits for the other while holding what the other may
+need: prefill waits for decode's offer without blocks and without a place in the batch; decode, which holds both,
+waits for prefill's work alone.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
-from trtllm_disagg.embedded.connector.core_hooks import CoreHooks
-from trtllm_disagg.embedded.connector.pull import Pulling
-from trtllm_disagg.embedded.connector.push import Pushing
-from trtllm_disagg.embedded.connector.push_receiver import Expecting
-from trtllm_disagg.embedded.ipc.messages import AddRequest, TokenOutput
+from trtllm_disagg.embedded.ipc.messages import AddRequest, LogprobEntry, TokenOutput
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
-from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError
+from trtllm_disagg.kv_transfer.handle import KvHandle
 
 
-class Meetings(Protocol):
-    """Every sequence passes here on its way in and out; most of them are none of ours."""
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Decode's blocks are known: this prefill can be scheduled."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixArrived:
+    """What decode had of the prompt, `num_fetchable` blocks of it, is in this prefill's blocks."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class KvArrived:
+    """All KV of the prompt is here, and the first token with it."""
+
+    sequence: Sequence
+    token: int
+    logprobs: LogprobEntry | None
+    #: Prompt tokens that prefill did not have to compute.
+    num_cached: int
+    bytes_moved: int
+    #: Blocks that were here already.
+    num_known: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """The request has failed or was aborted: its blocks are not filled any more."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff:
+    """Decode has the KV that was written to it, and the first token."""
+
+    output: TokenOutput
+    bytes_moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvFailed:
+    """The request cannot go on."""
+
+    request_id: int
+    error: DisaggError
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReleased:
+    """Their sequence has left them behind, and now no transfer uses them either."""
+
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksQuarantined:
+    """A late transfer with this peer may still write into these blocks: they are out of use."""
+
+    blocks: list[int]
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRestored:
+    """Nothing can be written into these quarantined blocks any more."""
+
+    blocks: list[int]
+
+
+BlockEvent = BlocksReleased | BlocksQuarantined | BlocksRestored
+KvEvent = Offered | PrefixArrived | KvArrived | ReadEnded | HandedOff | KvFailed | BlockEvent
+
+
+class BlocksInTransfer:
+    """The one account of blocks that their sequence has left behind while a transfer may still use them.
+
+    Its keys are the transfers, in whatever direction. A block is held, or quarantined once it is not known when its
+    transfer ends, and comes free exactly once.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, list[int]] = {}
+        self._quarantined: dict[Hashable, list[int]] = {}
 
     @property
-    def num_active(self) -> int: ...
+    def num_held(self) -> int:
+        """Transfers with blocks that are not quarantined."""
+        return len(self._held)
 
-    def check(self, request: AddRequest) -> None:
-        """Raise InvalidRequestError for a request that cannot be met."""
+    def hold(self, transfer: Hashable, blocks: list[int]) -> None:
+        self._held[transfer] = blocks
+
+    def quarantine(
+        self, transfer: Hashable, peer: str, blocks: list[int] | None = None
+    ) -> Iterator[BlockEvent]:
+        """`blocks`, or those that the transfer holds."""
+        lost = self._held.pop(transfer, []) if blocks is None else blocks
+        if lost:
+            self._quarantined[transfer] = lost
+            yield BlocksQuarantined(lost, peer)
+
+    def free(self, transfer: Hashable) -> Iterator[BlockEvent]:
+        """It has ended. Nothing happens for one that has no blocks here."""
+        if held := self._held.pop(transfer, None):
+            yield BlocksReleased(held)
+        if quarantined := self._quarantined.pop(transfer, None):
+            yield BlocksRestored(quarantined)
+
+
+class KvConnector(Protocol):
+    """Used by the engine core's thread. Every sequence passes here on its way in and out; most have no other half."""
+
+    #: For logs: the transport and its time limits.
+    description: str
+
+    @property
+    def endpoint(self) -> str:
+        """Of the control channel; empty without one."""
         ...
 
-    def enter(self, sequence: Sequence) -> None:
-        """To the scheduler; a prefill whose decode has not offered its blocks yet waits here."""
+    @property
+    def num_leases(self) -> int: ...
+
+    @property
+    def num_active(self) -> int:
+        """Leases, prefills that wait for their decode, and transfers that still use blocks."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """`poll` has something to say although no transfer has ended."""
+        ...
+
+    def accept(self, request: AddRequest) -> KvHandle | None:
+        """The handoff that the request continues, if it does. Raises a DisaggError for a request with another half
+        that this engine cannot work with.
+        """
+        ...
+
+    def awaits_offer(self, sequence: Sequence) -> bool:
+        """True for a prefill that is not to be scheduled before `Offered`."""
         ...
 
     def start(self, sequence: Sequence) -> None:
-        """It has its blocks, and wants KV from the other engine."""
+        """It has its blocks, and wants KV from the other engine: `KvArrived`, or `PrefixArrived`, will come."""
         ...
 
     def computed(self, sequence: Sequence) -> None:
         """More of its prompt's KV is there."""
         ...
 
-    def deliver(self, sequence: Sequence, output: TokenOutput) -> bool:
-        """A prefill has its first token. False for a sequence that was not met."""
+    def hand_off(self, sequence: Sequence, output: TokenOutput) -> bool:
+        """A prefill has ended with its first token: take its blocks. True when the client hears of it now, with a
+        handoff in `output`; False when that is for `HandedOff` to say.
+        """
         ...
 
-    def withhold(self, sequence: Sequence) -> list[int]:
-        """It has ended: the blocks that are free now. The others follow when nobody reads or writes them any more."""
+    def release(self, sequence: Sequence) -> list[int]:
+        """It has ended otherwise: the blocks that are free now. The others follow, as `BlocksReleased`, when no
+        transfer uses them any more.
+        """
         ...
 
-    def abort(self, request_id: int) -> bool:
-        """End a request that waits here."""
+    def decline(self, handle: KvHandle) -> None:
+        """This handoff will not be read."""
         ...
 
-    def step(self) -> None:
-        """Hear what has happened since."""
+    def abort(self, request_id: int) -> Sequence | None:
+        """End what the scheduler does not know of: a lease, or a prefill that waits for its decode (returned)."""
         ...
 
-    def seconds_to_deadline(self) -> float | None: ...
-
-
-class TwoSidedMeetings:
-    """An engine may prefill for one and decode for another."""
-
-    def __init__(self, pulling: Pulling, pushing: Pushing, expecting: Expecting, hooks: CoreHooks) -> None:
-        self._pulling = pulling
-        self._pushing = pushing
-        self._expecting = expecting
-        self._hooks = hooks
-
-    @property
-    def num_active(self) -> int:
-        return self._pushing.num_active + self._expecting.num_active
-
-    def check(self, request: AddRequest) -> None:
-        if request.request_type == "context_only":
-            self._pushing.check(request)
-
-    def enter(self, sequence: Sequence) -> None:
-        if sequence.rendezvous is None or sequence.is_generation_only:
-            self._hooks.enqueue(sequence)
-        else:
-            self._pushing.enter(sequence)
-
-    def start(self, sequence: Sequence) -> None:
-        if sequence.rendezvous is None:
-            self._pulling.start(sequence)
-        elif sequence.is_generation_only:
-            self._expecting.start(sequence)
-        else:
-            self._pushing.start(sequence)
-
-    def computed(self, sequence: Sequence) -> None:
-        self._pushing.computed(sequence)
-
-    def deliver(self, sequence: Sequence, output: TokenOutput) -> bool:
-        return self._pushing.deliver(sequence, output)
-
-    def withhold(self, sequence: Sequence) -> list[int]:
-        return (self._expecting if sequence.is_generation_only else self._pushing).withhold(sequence)
-
-    def abort(self, request_id: int) -> bool:
-        return self._pushing.abort(request_id)
-
-    def step(self) -> None:
-        self._pulling.step()
-        self._pushing.step()
-        self._expecting.step()
+    def poll(self) -> Iterator[KvEvent]:
+        """What has happened since. Each event is to be applied before the next one is asked for."""
+        ...
 
     def seconds_to_deadline(self) -> float | None:
-        deadlines = self._pushing.deadlines + self._expecting.deadlines
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        """Until a lease or a wait ends by itself; None when there is none."""
+        ...
+
+    def close(self) -> None: ...
 
 
-class PullsOnly(TwoSidedMeetings):
-    """An engine of several ranks: what prefill writes would have to be divided among them."""
+class NullKvConnector:
+    """Disaggregation is off: no cache_transceiver_config, no handoffs."""
 
-    def check(self, request: AddRequest) -> None:
-        if request.rendezvous is not None:
-            raise InvalidRequestError("schedule_style GENERATION_FIRST needs tensor_parallel_size 1")
-
-
-class NoMeetings:
-    """An engine without a transport meets nobody."""
-
+    description = "off"
+    endpoint = ""
+    num_leases = 0
     num_active = 0
+    has_news = False
 
-    def __init__(self, hooks: CoreHooks) -> None:
-        self._hooks = hooks
-
-    def check(self, request: AddRequest) -> None:
+    def accept(self, request: AddRequest) -> KvHandle | None:
         if request.rendezvous is not None:
             raise InvalidRequestError("this engine has no cache_transceiver_config, so it meets no other")
+        if request.request_type == "generation_only":
+            raise InvalidRequestError("this engine has no cache_transceiver_config, so it takes no handoffs")
+        return None
 
-    def enter(self, sequence: Sequence) -> None:
-        self._hooks.enqueue(sequence)
+    def awaits_offer(self, sequence: Sequence) -> bool:
+        return False
 
     def start(self, sequence: Sequence) -> None:
-        raise AssertionError("no meeting was agreed on")
+        raise AssertionError("this engine has no other to get KV from")
 
     def computed(self, sequence: Sequence) -> None:
-        """Nobody waits for it."""
+        """No other engine waits for it."""
 
-    def deliver(self, sequence: Sequence, output: TokenOutput) -> bool:
-        return False
+    def hand_off(self, sequence: Sequence, output: TokenOutput) -> bool:
+        raise ConfigError("this engine has no cache_transceiver_config, so it makes no handoffs")
 
-    def withhold(self, sequence: Sequence) -> list[int]:
+    def release(self, sequence: Sequence) -> list[int]:
         return sequence.blocks
 
-    def abort(self, request_id: int) -> bool:
-        return False
+    def decline(self, handle: KvHandle) -> None:
+        """None was accepted."""
 
-    def step(self) -> None:
-        """Nothing has happened."""
+    def abort(self, request_id: int) -> Sequence | None:
+        return None
+
+    def poll(self) -> Iterator[KvEvent]:
+        return iter(())
 
     def seconds_to_deadline(self) -> float | None:
         return None
+
+    def close(self) -> None:
+        """Nothing to close."""

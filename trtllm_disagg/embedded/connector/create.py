@@ -1,30 +1,33 @@
-"""KV handoffs as the engine core uses them: check, lease, pull; or a null object when disaggregation is off."""
+"""One engine's KV connector over one transport, made from its arguments; or the null one."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 import torch
 
-from trtllm_disagg.embedded.connector.connector import Meetings, NoMeetings, PullsOnly, TwoSidedMeetings
-from trtllm_disagg.embedded.connector.core_hooks import CoreHooks
-from trtllm_disagg.embedded.connector.pull import Pulling
-from trtllm_disagg.embedded.connector.push import Pushing
-from trtllm_disagg.embedded.connector.push_receiver import Expecting
-from trtllm_disagg.embedded.ipc.messages import AddRequest
+from trtllm_disagg.embedded.connector.connector import (
+    BlocksInTransfer,
+    KvConnector,
+    KvEvent,
+    NullKvConnector,
+)
+from trtllm_disagg.embedded.connector.incoming import IncomingReads, IncomingWrites
+from trtllm_disagg.embedded.connector.outgoing import Leases, OutgoingWrites
+from trtllm_disagg.embedded.ipc.messages import AddRequest, TokenOutput
 from trtllm_disagg.embedded.model.sizing import PoolShape
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.embedded.params.supported_args import reach_of
+from trtllm_disagg.embedded.params.supported_args import scope_of
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.embedded.tensor_parallel.channel import Peer
 from trtllm_disagg.embedded.tensor_parallel.transfers import TeamTransport
-from trtllm_disagg.errors import ConfigError, HandoffRefusedError, InvalidRequestError
-from trtllm_disagg.kv_transfer.access import Reach
-from trtllm_disagg.kv_transfer.base import KvLayout, KvTransport, prompt_digest
-from trtllm_disagg.kv_transfer.control import Desks
+from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError
+from trtllm_disagg.kv_transfer.access import PeerAuthentication
+from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, StagingTransport, prompt_digest
+from trtllm_disagg.kv_transfer.control import MessageHandlers
 from trtllm_disagg.kv_transfer.handle import (
     Failure,
     KvHandle,
@@ -36,91 +39,173 @@ from trtllm_disagg.kv_transfer.handle import (
     decode_handle,
 )
 from trtllm_disagg.kv_transfer.host import new_memory
+from trtllm_disagg.kv_transfer.peers import LateTransfers
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender
 from trtllm_disagg.kv_transfer.push import KvPusher, OfferBook
-from trtllm_disagg.kv_transfer.push_receiver import KvExpecter
+from trtllm_disagg.kv_transfer.push_receiver import PushReceiver
 from trtllm_disagg.kv_transfer.transports import create_transport, is_needed
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_TIMEOUT_MS = 60_000
 
-
-class KvTransfers:
-    """One engine's sender and receiver over one transport."""
+class TwoSidedConnector:
+    """An engine may prefill for one and decode for another."""
 
     def __init__(
         self,
         transport: KvTransport,
         layout: KvLayout,
         num_blocks: int,
-        args: LlmArgs,
-        reach: Reach,
+        *,
+        authentication: PeerAuthentication,
+        timeouts: KvTimeouts,
+        takes_offers: bool,
         wake: Callable[[], None],
     ) -> None:
-        config = args.cache_transceiver_config
-        assert config is not None
-        seconds = (config.kv_transfer_timeout_ms or _DEFAULT_TIMEOUT_MS) / 1000
-        door = reach.door()
+        """`wake` is called from other threads when `poll` has something to say. Not `takes_offers`: what prefill
+        writes would have to be divided among several ranks.
+        """
+        seconds = timeouts.transfer
+        fingerprint = layout.fingerprint()
         self._transport = transport
-        self._kind_of_meetings = TwoSidedMeetings if args.tensor_parallel_size == 1 else PullsOnly
         self._layout = layout
-        self._sender = KvSender(
+        self._takes_offers = takes_offers
+        self.sender = KvSender(
             transport,
             layout,
             num_blocks,
-            door=door,
-            lease_seconds=seconds,
+            authentication=authentication,
+            timeouts=timeouts,
             on_lease_ended=wake,
         )
-        self._receiver = KvReceiver(transport, layout, door=door, timeout_seconds=seconds, on_finished=wake)
-        client, lanes = self._receiver.client, self._receiver.lanes
-        fingerprint = layout.fingerprint()
-        self._seconds = seconds
-        self._book = OfferBook(self._sender.name, fingerprint, wake)
-        self._pusher = KvPusher(transport, client, lanes, timeout_seconds=seconds, on_finished=wake)
-        self._expecter = KvExpecter(
-            self._sender.name,
+        self.receiver = KvReceiver(
+            transport, layout, authentication=authentication, timeouts=timeouts, on_finished=wake
+        )
+        client, workers = self.receiver.client, self.receiver.workers
+        self._late = LateTransfers(workers, wake, timeouts.ask)
+        self.offers = OfferBook(self.sender.name, fingerprint, wake, timeouts=timeouts)
+        self.pusher = KvPusher(transport, client, workers, timeouts=timeouts, on_finished=wake)
+        self.push_receiver = PushReceiver(
+            self.sender.name,
             self.endpoint,
             fingerprint,
-            self._receiver.cards,
+            self.receiver.metadata_cache,
             client,
-            lanes,
+            workers,
+            self._late,
+            timeouts=timeouts,
             on_news=wake,
-            on_busy=self._sender.pump.hurry,
+            on_busy=self.sender.progress_thread.expect_peer,
         )
-        desks: Desks = {
-            Offer: self._book.offered,
-            Withdraw: lambda message, _: self._book.withdrawn(message),
-            Watch: lambda message, _: self._book.watched(message),
-            Notice: lambda message, _: self._expecter.noticed(message),
-            Failure: lambda message, _: self._expecter.failed(message),
-            StillOffered: lambda message, _: self._expecter.still_offered(message),
-        }
-        self._sender.start(desks, lambda: self._expecter.is_busy)
+        self._blocks = BlocksInTransfer()
+        size = layout.tokens_per_block
+        self._reads = IncomingReads(self.receiver, self._late, self._blocks)
+        self._incoming = IncomingWrites(self.push_receiver, self._blocks, size, seconds)
+        self._leases = Leases(self.sender)
+        self._outgoing = OutgoingWrites(self.offers, self.pusher, self._late, self._blocks, size, seconds)
+        self.sender.start(self._message_handlers(), lambda: self.push_receiver.is_busy)
         self.description = f"{transport.name} (leases and reads end after {seconds:g} s)"
         log.info(
-            "KV transfer by %s as %s, control channel %s", self.description, self._sender.name, self.endpoint
+            "KV transfer by %s as %s, control channel %s", self.description, self.sender.name, self.endpoint
         )
 
     @property
     def endpoint(self) -> str:
-        return self._sender.endpoint
+        return self.sender.endpoint
 
     @property
     def num_leases(self) -> int:
-        return len(self._sender.leases)
+        return len(self.sender.leases)
 
-    def meetings(self, hooks: CoreHooks) -> Meetings:
-        """How sequences meet their other halves."""
-        return self._kind_of_meetings(
-            Pulling(self._receiver, hooks),
-            Pushing(self._book, self._pusher, self._seconds, hooks),
-            Expecting(self._expecter, self._seconds, hooks),
-            hooks,
-        )
+    @property
+    def num_active(self) -> int:
+        """Requests that decode expects are counted by the scheduler."""
+        return self.num_leases + self._outgoing.num_awaited + self._blocks.num_held
 
-    def accept(self, request: AddRequest) -> KvHandle:
+    @property
+    def has_news(self) -> bool:
+        return self._outgoing.has_news
+
+    def accept(self, request: AddRequest) -> KvHandle | None:
+        meeting = request.rendezvous
+        if meeting is not None and not self._takes_offers:
+            raise InvalidRequestError("schedule_style GENERATION_FIRST needs tensor_parallel_size 1")
+        if meeting is None:
+            return self._fitting_handle(request) if request.request_type == "generation_only" else None
+        if request.request_type == "context_only" and self._outgoing.is_awaited(meeting.request):
+            raise InvalidRequestError(f"disagg_request_id {meeting.request} is in use")
+        return None
+
+    def awaits_offer(self, sequence: Sequence) -> bool:
+        is_pushed = sequence.rendezvous is not None and not sequence.is_generation_only
+        if is_pushed:
+            self._outgoing.await_offer(sequence)
+        return is_pushed
+
+    def start(self, sequence: Sequence) -> None:
+        if sequence.rendezvous is None:
+            self._reads.start(sequence)
+        elif sequence.is_generation_only:
+            self._incoming.start(sequence)
+        else:
+            self._outgoing.start(sequence)
+
+    def computed(self, sequence: Sequence) -> None:
+        self._outgoing.computed(sequence)
+
+    def hand_off(self, sequence: Sequence, output: TokenOutput) -> bool:
+        if sequence.rendezvous is not None:
+            self._outgoing.hand_off(sequence, output)
+            return False
+        output.handoff = self._leases.hand_off(sequence)
+        return True
+
+    def release(self, sequence: Sequence) -> list[int]:
+        return (self._incoming if sequence.is_generation_only else self._outgoing).release(sequence)
+
+    def decline(self, handle: KvHandle) -> None:
+        self.receiver.release(handle)
+
+    def abort(self, request_id: int) -> Sequence | None:
+        waiting = self._outgoing.abort(request_id)
+        if waiting is None:
+            self.sender.leases.release_request(request_id)
+        return waiting
+
+    def poll(self) -> Iterator[KvEvent]:
+        yield from self._reads.poll()
+        yield from self._outgoing.poll()
+        yield from self._incoming.poll()
+        for late in self._late.take_news():
+            if late.ended:
+                yield from self._blocks.free(late)
+            else:
+                yield from self._blocks.quarantine(late, late.endpoint)
+        yield from self._leases.poll()
+
+    def seconds_to_deadline(self) -> float | None:
+        lease = self.sender.leases.next_deadline()
+        ends = [*self._outgoing.deadlines, *self._incoming.deadlines, *([] if lease is None else [lease])]
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def close(self) -> None:
+        self.push_receiver.close()
+        self._late.close()
+        self.receiver.close()
+        self.sender.close()
+        self._transport.close()
+
+    def _message_handlers(self) -> MessageHandlers:
+        return {
+            Offer: self.offers.offered,
+            Withdraw: lambda message, _: self.offers.withdrawn(message),
+            Watch: lambda message, _: self.offers.watched(message),
+            Notice: lambda message, _: self.push_receiver.noticed(message),
+            Failure: lambda message, _: self.push_receiver.failed(message),
+            StillOffered: lambda message, _: self.push_receiver.still_offered(message),
+        }
+
+    def _fitting_handle(self, request: AddRequest) -> KvHandle:
         """Raise HandoffRefusedError unless the handoff is of this prompt and fits this engine."""
         if request.handoff is None:
             raise HandoffRefusedError("a generation_only request needs opaque_state and first_gen_tokens")
@@ -137,87 +222,43 @@ class KvTransfers:
             )
         return handle
 
-    def lease(self, sequence: Sequence) -> bytes:
-        blocks = sequence.blocks
-        sequence.blocks = []
-        return self._sender.lease(
-            sequence.request_id,
-            blocks,
-            prompt_digest=prompt_digest(sequence.tokens[: sequence.num_prompt], sequence.cache_salt),
-            num_tokens=sequence.num_prompt,
-            seed=sequence.seed,
-            cached_tokens=sequence.num_cached,
-        )
 
-    def release_request(self, request_id: int) -> None:
-        self._sender.leases.release_request(request_id)
+def create_connector(
+    args: LlmArgs,
+    layout: KvLayout,
+    pool: PoolShape,
+    wake: Callable[[], None],
+    peers: Seq[Peer] = (),
+    *,
+    transport: StagingTransport | None = None,
+    timeouts: KvTimeouts | None = None,
+) -> tuple[KvConnector, torch.Tensor]:
+    """The connector and the pool, which must live in memory that the transport can serve.
 
-    def decline(self, handle: KvHandle) -> None:
-        self._receiver.release(handle)
-
-    def take_ended_leases(self) -> list[list[int]]:
-        return [lease.blocks for lease in self._sender.take_ended()]
-
-    def seconds_to_deadline(self) -> float | None:
-        deadline = self._sender.leases.next_deadline()
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-    def close(self) -> None:
-        self._expecter.close()
-        self._receiver.close()
-        self._sender.close()
-        self._transport.close()
-
-
-class NullTransfers:
-    """Disaggregation is off: no cache_transceiver_config, no handoffs."""
-
-    description = "off"
-    endpoint = ""
-    num_leases = 0
-
-    def meetings(self, hooks: CoreHooks) -> Meetings:
-        return NoMeetings(hooks)
-
-    def accept(self, request: AddRequest) -> KvHandle:
-        raise InvalidRequestError("this engine has no cache_transceiver_config, so it takes no handoffs")
-
-    def lease(self, sequence: Sequence) -> bytes:
-        raise ConfigError("this engine has no cache_transceiver_config, so it makes no handoffs")
-
-    def release_request(self, request_id: int) -> None:
-        """Nothing is held."""
-
-    def decline(self, handle: KvHandle) -> None:
-        """Nothing was accepted."""
-
-    def take_ended_leases(self) -> list[list[int]]:
-        return []
-
-    def seconds_to_deadline(self) -> float | None:
-        return None
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-def create_transfers(
-    args: LlmArgs, layout: KvLayout, pool: PoolShape, wake: Callable[[], None], peers: Seq[Peer] = ()
-) -> tuple[KvTransfers | NullTransfers, torch.Tensor]:
-    """The transfers and the pool, which must live in memory that the transport can serve.
-
-    `peers` are the other ranks, with pools of their own.
+    `peers` are the other ranks, with pools of their own. `transport` and `timeouts` instead of those of `args`.
     """
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
-        return NullTransfers(), new_memory(pool.shape, pool.dtype, pool.device)
-    reach = reach_of(args)
-    chosen = create_transport(
+        return NullKvConnector(), new_memory(pool.shape, pool.dtype, pool.device)
+    scope = scope_of(args)
+    chosen = transport or create_transport(
         config.backend,
-        reach,
-        needs_cma=is_needed(reach, pool.device.type),
+        scope,
+        needs_cma=is_needed(scope, pool.device.type),
         on_gpu=pool.device.type == "cuda",
     )
-    transport = TeamTransport(chosen, peers)
-    kv = transport.allocate(pool.shape, pool.dtype, pool.device)
-    return KvTransfers(transport, layout, pool.num_blocks, args, reach, wake), kv
+    if timeouts is None:
+        milliseconds = config.kv_transfer_timeout_ms
+        timeouts = KvTimeouts() if milliseconds is None else KvTimeouts(transfer=milliseconds / 1000)
+    team = TeamTransport(chosen, peers)
+    kv = team.allocate(pool.shape, pool.dtype, pool.device)
+    connector = TwoSidedConnector(
+        team,
+        layout,
+        pool.num_blocks,
+        authentication=scope.authentication(),
+        timeouts=timeouts,
+        takes_offers=args.tensor_parallel_size == 1,
+        wake=wake,
+    )
+    return connector, kv

@@ -137,8 +137,8 @@ class CoreClient:
         if self._process.poll() is not None:
             self._deliver(wait=False)  # what it said last
             self._failure = self._failure or self._exit_code()
-        elif who := self._ranks.who_stopped():
-            self._failure = who
+        elif reason := self._ranks.who_stopped():
+            self._failure = reason
             self._ranks.kill()
 
     def _deliver(self, *, wait: bool) -> bool:
@@ -146,7 +146,7 @@ class CoreClient:
         try:
             reports = self._link.receive(wait=wait)
         except EOFError:
-            # It is ending. Who has nothing to say any more, and stays, hangs; nobody shall wait for it.
+            # It is ending. A process that has nothing to say any more, and stays, hangs: it is not waited for.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
             if self._process.poll() is None and not self._closing:

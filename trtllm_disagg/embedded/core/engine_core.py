@@ -8,15 +8,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trtllm_disagg.activity import LOADING, NullReporter, Reporter
-from trtllm_disagg.embedded.connector.connector import Meetings
-from trtllm_disagg.embedded.connector.core_hooks import CoreHooks
-from trtllm_disagg.embedded.connector.create import create_transfers
+from trtllm_disagg.embedded.connector.connector import (
+    BlocksQuarantined,
+    BlocksReleased,
+    BlocksRestored,
+    HandedOff,
+    KvArrived,
+    KvEvent,
+    KvFailed,
+    Offered,
+    PrefixArrived,
+    ReadEnded,
+)
+from trtllm_disagg.embedded.connector.create import create_connector
 from trtllm_disagg.embedded.core.guides import create_guides
 from trtllm_disagg.embedded.core.outputs import Outbox, of_token
 from trtllm_disagg.embedded.core.warmup import warm_up
 from trtllm_disagg.embedded.cpu_kernels.compiling import compiling_told
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.ipc.messages import AddRequest, LogprobEntry, MadeHandoff, Ready, StepReport
+from trtllm_disagg.embedded.ipc.messages import AddRequest, LogprobEntry, Ready, StepReport, TokenOutput
 from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
 from trtllm_disagg.embedded.kv_cache.memory import KvPool, LocalKvMemory
 from trtllm_disagg.embedded.model.attention import TILE
@@ -35,10 +45,11 @@ from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.scheduler.capacity import require_room
 from trtllm_disagg.embedded.scheduler.create import create_blocks, create_scheduler
 from trtllm_disagg.embedded.scheduler.scheduler import Row
-from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status, Verdict, judge
+from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status, judge
 from trtllm_disagg.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.embedded.tensor_parallel.team import SingleRank, Team
 from trtllm_disagg.errors import DisaggError, EngineError
+from trtllm_disagg.kv_transfer.base import KvTimeouts, StagingTransport
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +63,14 @@ class EngineCore:
         wake: Callable[[], None],
         team: SingleRank | Team | None = None,
         reporter: Reporter | None = None,
+        *,
+        transport: StagingTransport | None = None,
+        timeouts: KvTimeouts | None = None,
     ) -> None:
-        """`wake` is called from other threads when a transfer ended and `step` has something to do."""
+        """`wake` is called from other threads when a transfer ended and `step` has something to do.
+
+        `transport` and `timeouts`: for KV transfer, instead of those of `args`.
+        """
         reporter = reporter or NullReporter()
         self._team = team = team or SingleRank()
         device = choose_device(args.embedded.device, team.size)
@@ -73,7 +90,10 @@ class EngineCore:
         model = load_model(Path(args.model), self.shape, plan.kind)
         team.shard(model)
         wanted = new_pool(self.shape, num_blocks, size, device, team.size)
-        self.transfers, kv = create_transfers(args, kv_layout(self.shape, size), wanted, wake, team.peers)
+        layout = kv_layout(self.shape, size)
+        self.connector, kv = create_connector(
+            args, layout, wanted, wake, team.peers, transport=transport, timeouts=timeouts
+        )
         self.scheduler = create_scheduler(args, self.blocks, team.memory(LocalKvMemory(kv)), TILE)
         pool = KvPool(kv)
         with compiling_told(reporter, compiles=this_cpu().compiles):
@@ -86,7 +106,6 @@ class EngineCore:
         self._stats = IterationStats(args)
         self._block_bytes = kv.nbytes // num_blocks
         self._outbox = Outbox()
-        self._meetings: Meetings = self.transfers.meetings(self._hooks())
         self._has_shrunk = False
         self._num_steps = 0
 
@@ -96,9 +115,9 @@ class EngineCore:
             tokens_per_block=self.blocks.tokens_per_block,
             vocab_size=self.shape.vocab_size,
             max_seq_len=self.max_seq_len,
-            transport=self.transfers.description,
+            transport=self.connector.description,
             end_ids=self.shape.end_ids,
-            endpoint=self.transfers.endpoint,
+            endpoint=self.connector.endpoint,
             pids=self._team.pids,
             is_exact=self._is_exact,
         )
@@ -108,10 +127,7 @@ class EngineCore:
     def add(self, request: AddRequest) -> None:
         """A request that cannot run is answered with an error output; it never raises."""
         try:
-            handle = None
-            self._meetings.check(request)
-            if request.request_type == "generation_only" and request.rendezvous is None:
-                handle = self.transfers.accept(request)
+            handle = self.connector.accept(request)
             sequences = [Sequence.from_request(request, i, handle) for i in range(request.num_choices)]
             for sequence in sequences:
                 self._require_fits(sequence)
@@ -120,57 +136,55 @@ class EngineCore:
             self._fail(request.request_id, error)
             return
         for sequence in sequences:
-            self._meetings.enter(sequence)
+            if not self.connector.awaits_offer(sequence):
+                self._enqueue(sequence)
 
     def abort(self, request_id: int) -> None:
         """End the request at once. Blocks that a read is still filling are freed when the read has ended."""
         found = self.scheduler.find(request_id)
-        if not found and not self._meetings.abort(request_id):
-            self.transfers.release_request(request_id)
+        if not found and (waiting := self.connector.abort(request_id)):
+            self._outbox.put_cancel(waiting)
         for sequence in [each for each in found if not each.aborted]:
             self._outbox.put_cancel(sequence)
             if sequence.is_filled:
                 sequence.aborted = True
                 continue
             if sequence.status is Status.WAITING and sequence.handle is not None:
-                self.transfers.decline(sequence.handle)
+                self.connector.decline(sequence.handle)
             self._retire(sequence)
 
     # -- one step
 
     @property
     def num_active(self) -> int:
-        """Requests that wait or run, and leases."""
-        ours = len(self.scheduler.waiting) + self.scheduler.num_active
-        return ours + self.transfers.num_leases + self._meetings.num_active
+        """Requests that wait or run, and what the connector holds on to."""
+        return len(self.scheduler.waiting) + self.scheduler.num_active + self.connector.num_active
 
     @property
     def has_work(self) -> bool:
         """False when only a new command or a finished transfer can change anything."""
-        return self.scheduler.has_runnable or bool(self._outbox)
+        return self.scheduler.has_runnable or bool(self._outbox) or self.connector.has_news
 
     def step(self) -> StepReport:
         """Admit, run one fused forward, and report every token that came out of it."""
         started = time.perf_counter()
-        self._meetings.step()
+        for event in self.connector.poll():
+            self._apply(event)
         if self._has_shrunk:
             self._refuse_what_never_fits()
-        for blocks in self.transfers.take_ended_leases():
-            self.blocks.release(blocks)
         for sequence in self.scheduler.admit():
-            self._meetings.start(sequence)
+            self.connector.start(sequence)
         rows = self.scheduler.schedule()
         if rows:
             self._run(rows)
         stats = self._stats.of_step(
-            rows, self.scheduler, self.blocks, self.transfers.num_leases, time.perf_counter() - started
+            rows, self.scheduler, self.blocks, self.connector.num_leases, time.perf_counter() - started
         )
         return StepReport(self._outbox.take(), self.num_active, self._events.take(), stats)
 
     def seconds_to_deadline(self) -> float | None:
         """Until a lease or a wait ends by itself; None when there is none."""
-        ends = (self.transfers.seconds_to_deadline(), self._meetings.seconds_to_deadline())
-        return min((end for end in ends if end is not None), default=None)
+        return self.connector.seconds_to_deadline()
 
     def check(self) -> None:
         """Invariants; when idle, no block is used but by leases."""
@@ -178,10 +192,41 @@ class EngineCore:
 
     def close(self) -> None:
         self._runner.close()
-        self.transfers.close()
+        self.connector.close()
         self._team.close()
 
     # -- internals
+
+    def _apply(self, event: KvEvent) -> None:
+        match event:
+            case Offered(sequence):
+                self._enqueue(sequence)
+            case PrefixArrived(sequence):
+                sequence.num_computed = sequence.num_fetchable * self.blocks.tokens_per_block
+                sequence.num_cached = sequence.num_computed
+                self._commit(sequence)
+                self.scheduler.received(sequence)
+            case KvArrived(sequence, token, logprobs):
+                self._stats.received(event.bytes_moved, event.num_known * self._block_bytes)
+                sequence.num_computed, sequence.num_cached = sequence.num_prompt, event.num_cached
+                self._commit(sequence)
+                self.scheduler.received(sequence)
+                self._accept(sequence, token, logprobs if sequence.sampling.logprobs is not None else None)
+            case ReadEnded(sequence):
+                self._retire(sequence)
+            case HandedOff(output, bytes_moved):
+                self._stats.pushed(bytes_moved)
+                self._outbox.put(output)
+            case KvFailed(request_id, error):
+                self._retire_request(request_id, error)
+            case BlocksReleased(blocks):
+                self.blocks.release(blocks)
+            case BlocksQuarantined(blocks, peer):
+                log.error("%d KV blocks are out of use: a late transfer with %s may land", len(blocks), peer)
+                self.blocks.quarantine(blocks)
+                self._has_shrunk = True
+            case BlocksRestored(blocks):
+                self.blocks.restore(blocks)
 
     def _run(self, rows: list[Row]) -> None:
         self._num_steps += 1
@@ -201,7 +246,7 @@ class EngineCore:
         for row in rows:
             row.sequence.num_computed += row.num_tokens
             self._commit(row.sequence)
-            self._meetings.computed(row.sequence)
+            self.connector.computed(row.sequence)
         for sequence, choice in zip(sampling, sampled, strict=True):
             if sequence.status is Status.RUNNING:  # else another choice of its request has just failed
                 self._accept(sequence, choice.token, choice.logprobs)
@@ -218,29 +263,20 @@ class EngineCore:
                 self._retire_request(sequence.request_id, error)
                 return
         output = of_token(sequence, token, logprobs, verdict)
-        if verdict.finish_reason is not None:
-            if self._meetings.deliver(sequence, output):
-                return  # the client hears of it when decode has it
-            if sequence.is_context_only and verdict.finish_reason == "length":
-                output.handoff = self._hand_off(sequence, verdict)
-            else:
-                self._retire(sequence)
-        self._outbox.put_token(sequence, output)
+        if verdict.finish_reason is None or self._is_told_its_end(sequence, output):
+            self._outbox.put_token(sequence, output)
 
-    def _hand_off(self, sequence: Sequence, verdict: Verdict) -> MadeHandoff:
-        """The prompt's blocks go to the lease; the sequence is done here."""
-        self.scheduler.finish(sequence)
-        opaque_state = self.transfers.lease(sequence)
-        return MadeHandoff(
-            opaque_state=opaque_state,
-            first_gen_tokens=sequence.output,
-            ctx_request_id=sequence.request_id,
-            ctx_info_endpoint=self.transfers.endpoint,
-        )
+    def _is_told_its_end(self, sequence: Sequence, output: TokenOutput) -> bool:
+        """End the sequence. False when the client hears of it once decode has its KV."""
+        if sequence.is_context_only and (sequence.is_pinned or output.finish_reason == "length"):
+            self.scheduler.finish(sequence)
+            return self.connector.hand_off(sequence, output)
+        self._retire(sequence)
+        return True
 
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
-        self.blocks.release(self._meetings.withhold(sequence))
+        self.blocks.release(self.connector.release(sequence))
         sequence.blocks = []
 
     def _retire_request(self, request_id: int, error: DisaggError) -> None:
@@ -261,13 +297,8 @@ class EngineCore:
             tokens = sequence.tokens[: sequence.num_computed]
             self.blocks.commit(tokens, sequence.blocks, sequence.keys, sequence.salt, sequence.cache_salt)
 
-    def _quarantine(self, blocks: list[int], writer: str) -> None:
-        log.error("%d KV blocks are out of use: a late transfer with %s may land", len(blocks), writer)
-        self.blocks.quarantine(blocks)
-        self._has_shrunk = True
-
     def _refuse_what_never_fits(self) -> None:
-        """The pool is smaller now; who does not fit any more would wait, and let wait, for ever."""
+        """The pool is smaller now; a sequence that does not fit any more would wait, and let wait, for ever."""
         self._has_shrunk = False
         for sequence in self.scheduler.unfinished():
             try:
@@ -279,26 +310,10 @@ class EngineCore:
         try:
             self._require_fits(sequence)
         except DisaggError as error:
-            self.blocks.release(self._meetings.withhold(sequence))
+            self.blocks.release(self.connector.release(sequence))
             self._fail(sequence.request_id, error)
         else:
             self.scheduler.add(sequence)
-
-    def _hooks(self) -> CoreHooks:
-        return CoreHooks(
-            scheduler=self.scheduler,
-            blocks=self.blocks,
-            enqueue=self._enqueue,
-            retire=self._retire,
-            commit=self._commit,
-            accept=self._accept,
-            fail=self._retire_request,
-            emit=self._outbox.put,
-            cancelled=self._outbox.put_cancel,
-            quarantine=self._quarantine,
-            count_arrival=lambda moved, known: self._stats.received(moved, known * self._block_bytes),
-            count_push=self._stats.pushed,
-        )
 
     def _fail(self, request_id: int, error: DisaggError) -> None:
         self._outbox.put_error(request_id, error)

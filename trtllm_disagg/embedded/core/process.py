@@ -176,7 +176,7 @@ class CoreProcess:
         try:
             return self._link.receive(wait=False)
         except EOFError:
-            self._poll.unregister(self._link)  # who watches the parent ends this process
+            self._poll.unregister(self._link)  # the thread that watches the parent ends this process
             return []
 
 

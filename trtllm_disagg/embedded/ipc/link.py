@@ -16,11 +16,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from trtllm_disagg.framing import LENGTH, framed
 from trtllm_disagg.peer_process import require_same_user
 
 T = TypeVar("T")
 
-_HEADER = struct.Struct("<I")
 _TIMEVAL = struct.Struct("ll")
 _CHUNK_BYTES = 1 << 16
 #: As much as the system lets us have: what fits is sent without a thread.
@@ -61,8 +61,7 @@ class Link(Generic[T]):
         """Never waits, however slow the other side is. When it is gone, nothing is sent; one that has left
         MOST_BACKLOG_BYTES unread is taken for gone, and finds the connection closed.
         """
-        payload = _encoder.encode(message)
-        frame = _HEADER.pack(len(payload)) + payload
+        frame = framed(_encoder.encode(message))
         with self._lock, contextlib.suppress(OSError):
             if not self._backlog:
                 frame = frame[self._send_now(frame) :]
@@ -117,9 +116,9 @@ class Link(Generic[T]):
         """Those of which all bytes have come."""
         start, end = 0, len(self._received)
         with memoryview(self._received) as view:
-            while end - start >= _HEADER.size:
-                first = start + _HEADER.size
-                after = first + _HEADER.unpack_from(view, start)[0]
+            while end - start >= LENGTH.size:
+                first = start + LENGTH.size
+                after = first + LENGTH.unpack_from(view, start)[0]
                 if after > end:
                     break
                 messages.append(self._decoder.decode(view[first:after]))

@@ -19,14 +19,18 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
+from trtllm_disagg.kv_transfer.transports import embedded_only_backends
 
 # The arguments of LLM(...) about KV: its cache, its events, its way to other engines.
 #
 # Names and defaults are TensorRT-LLM's.
 
 
+#: The embedded engine has more (kv_transfer/transports.py).
+TENSORRT_LLM_BACKENDS = ("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI")
 #: That a queue can be told to hold.
 MOST_RECORDS = 2**31 - 1
 
@@ -95,9 +99,9 @@ class KvCacheConfig(StrictModel):
 
 
 class CacheTransceiverConfig(StrictModel):
-    """Without a backend, KV never leaves the engine. SHARED_MEMORY and TLS are names of the embedded engine only."""
+    """Without a backend, KV never leaves the engine."""
 
-    backend: Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI", "SHARED_MEMORY", "TLS"] | None = None
+    backend: str | None = None
     transceiver_runtime: Literal["CPP", "PYTHON", "auto"] | None = "auto"
     max_tokens_in_buffer: int | None = None
     kv_transfer_timeout_ms: PositiveInt | None = 60_000
@@ -105,6 +109,15 @@ class CacheTransceiverConfig(StrictModel):
     kv_transfer_poll_interval_ms: PositiveInt | None = 5000
     kv_cache_bounce_size_mb: NonNegativeInt = 0
     enable_pipelined_transfer: bool = False
+
+    @field_validator("backend")
+    @classmethod
+    def _is_a_backend(cls, value: str | None) -> str | None:
+        known = (*TENSORRT_LLM_BACKENDS, *embedded_only_backends())
+        if value is not None and value not in known:
+            expected = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+            raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+        return value
 
     @model_validator(mode="after")
     def _python_runtime_needs_nixl_and_an_end(self) -> Self:

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.kv_transfer.access import Reach, choose_reach
+from trtllm_disagg.kv_transfer.access import TransferScope, choose_scope
+from trtllm_disagg.kv_transfer.transports import backends
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.params.llm_args import LlmArgs
@@ -34,20 +35,24 @@ def refuse_unsupported(args: LlmArgs, model_dtype: str | None = None) -> list[st
     _check_tokenizer(args)
     _check_ranks(args)
     _check_processors(args)
-    _check_reach(args)
+    _check_scope(args)
     this_cpu()  # refuses a level that there is not
     return [key for key in _NO_EFFECT if _read(args, key) != _default(args, key)]
 
 
-def reach_of(args: LlmArgs) -> Reach:
+def scope_of(args: LlmArgs) -> TransferScope:
     """How far KV travels. Raises ConfigError."""
-    return choose_reach(args.embedded.transfer_host, args.embedded.transfer_key_file)
+    return choose_scope(args.embedded.transfer_host, args.embedded.transfer_key_file)
 
 
-def _check_reach(args: LlmArgs) -> None:
+def _check_scope(args: LlmArgs) -> None:
     config = args.cache_transceiver_config
-    if config is not None and config.backend is not None:
-        reach_of(args).door()
+    if config is None or config.backend is None:
+        return
+    if config.backend not in (allowed := backends()):
+        expected = f"{', '.join(allowed[:-1])} or {allowed[-1]}, on the embedded engine"
+        raise ConfigError.bad_value("cache_transceiver_config.backend", config.backend, expected)
+    scope_of(args).authentication()
 
 
 def _read(model: BaseModel, key: str) -> Any:
@@ -149,11 +154,6 @@ _BUILT = (
     _Built("kv_cache_config.kv_cache_event_hash_algo", ("auto", "v1_block_key"), "auto or v1_block_key"),
     _Built("kv_cache_config.kv_events_config.enable_kv_cache_events", *_OFF),
     _Built("kv_cache_config.block_reuse_config.policy", ("all_reusable",), "all_reusable"),
-    _Built(
-        "cache_transceiver_config.backend",
-        (None, "DEFAULT", "NIXL", "SHARED_MEMORY", "TLS"),
-        "DEFAULT, NIXL, SHARED_MEMORY or TLS",
-    ),
 )
 
 #: These tune GPUs, or another runtime. Answers are the same without them.

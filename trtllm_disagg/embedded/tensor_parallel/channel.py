@@ -18,8 +18,8 @@ import msgspec
 
 from trtllm_disagg.embedded.ipc import link as local_socket
 from trtllm_disagg.errors import EngineError
+from trtllm_disagg.framing import framed, receive_exactly, receive_frame
 
-_HEADER = struct.Struct("<I")
 _HELLO = struct.Struct("<IIB")
 _KINDS = range(3)
 _encoder = msgspec.msgpack.Encoder()
@@ -33,13 +33,11 @@ class Channel:
         self._connection = connection
 
     def send(self, message: Any) -> None:
-        payload = _encoder.encode(message)
-        self._connection.sendall(_HEADER.pack(len(payload)) + payload)
+        self._connection.sendall(framed(_encoder.encode(message)))
 
     def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
         """Sleeps until there is one. Raises EOFError when the other side is gone."""
-        (length,) = _HEADER.unpack(_read(self._connection, _HEADER.size))
-        return decoder.decode(_read(self._connection, length))
+        return decoder.decode(receive_frame(self._connection))
 
 
 class Peer:
@@ -56,7 +54,7 @@ def accept(listener: socket.socket, size: int) -> list[Peer]:
     pids: dict[int, int] = {}
     while len(found) < len(_KINDS) * (size - 1):
         connection = local_socket.accept(listener)
-        rank, pid, kind = _HELLO.unpack(_read(connection, _HELLO.size))
+        rank, pid, kind = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
         found[rank, kind] = Channel(connection)
         pids[rank] = pid
     return [Peer(r, pids[r], *(found[r, kind] for kind in _KINDS)) for r in range(1, size)]
@@ -82,15 +80,6 @@ def watch(peer: Peer, decoder: msgspec.msgpack.Decoder[T], on_end: Callable[[T |
         on_end(last)
 
     threading.Thread(target=wait, name=f"rank-{peer.rank}-watch", daemon=True).start()
-
-
-def _read(connection: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        if not (part := connection.recv(count - len(parts))):
-            raise EOFError("the other rank is gone")
-        parts += part
-    return bytes(parts)
 
 
 class RankLostError(EngineError):

@@ -13,7 +13,7 @@ from trtllm_disagg.embedded.model.model_loader import load_model, read_shape
 from trtllm_disagg.embedded.model.model_runner import ModelRunner
 from trtllm_disagg.embedded.model.sizing import PoolShape, choose_device, max_seq_len, new_pool
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.embedded.params.supported_args import reach_of
+from trtllm_disagg.embedded.params.supported_args import scope_of
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup
 from trtllm_disagg.embedded.tensor_parallel.messages import CopyStart, Drop, RankCommand, Restore, Save, Step
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
@@ -65,8 +65,8 @@ def _allocate(args: LlmArgs, wanted: PoolShape, group: RankGroup, transfers: Tra
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return new_memory(wanted.shape, wanted.dtype, wanted.device)
-    reach = reach_of(args)
-    transport = create_transport(config.backend, reach, needs_cma=is_needed(reach, wanted.device.type))
+    scope = scope_of(args)
+    transport = create_transport(config.backend, scope, needs_cma=is_needed(scope, wanted.device.type))
     pool = transport.allocate(wanted.shape, wanted.dtype, wanted.device)
     transfers.start(transport, pool, group.rank, group.size)
     return pool

@@ -21,9 +21,9 @@ import torch
 
 from trtllm_disagg import errors
 from trtllm_disagg.embedded.tensor_parallel.channel import Channel, Peer
+from trtllm_disagg.embedded.tensor_parallel.relayout import Shard, ShardReader, join_addresses, shards_of
 from trtllm_disagg.errors import DisaggError, KvTransferError
-from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError, StagingTransport
-from trtllm_disagg.kv_transfer.relayout import Shard, ShardReader, join_addresses, shards_of
+from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError, StagingTransport
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Serve(msgspec.Struct, tag="serve"):
 
 class Read(msgspec.Struct, tag="read"):
     id: int
-    card: PeerCard
+    metadata: PeerMetadata
     #: int32 block ids.
     remote: bytes
     local: bytes
@@ -47,7 +47,7 @@ class Read(msgspec.Struct, tag="read"):
 
 
 class Forget(msgspec.Struct, tag="forget"):
-    card: PeerCard
+    metadata: PeerMetadata
 
 
 class Tick(msgspec.Struct, tag="tick"):
@@ -99,7 +99,7 @@ class TeamTransport:
         return join_addresses(shards)
 
     def read(
-        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         """All ranks at the same time. Ends when the last one has ended, whatever became of the others."""
         assert self._reader is not None
@@ -119,14 +119,14 @@ class TeamTransport:
         return sum(outcome.moved for outcome in outcomes)
 
     def write(
-        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         """Between engines of one rank each; the core refuses GENERATION_FIRST for others."""
         if self._helpers or len(shards_of(peer)) > 1:
             raise KvTransferError("KV is pushed between engines of tensor_parallel_size 1 only")
         return self._transport.write(peer, remote_blocks, local_blocks, timeout)
 
-    def forget(self, peer: PeerCard) -> None:
+    def forget(self, peer: PeerMetadata) -> None:
         assert self._reader is not None
         for helper in self._helpers:
             helper.tell(Forget(peer))
@@ -191,7 +191,7 @@ class _Helper:
     def serve(self, sender: str) -> Future[Done]:
         return self._ask(Serve(next(self._ids), sender))
 
-    def read(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> Future[Done]:
+    def read(self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float) -> Future[Done]:
         return self._ask(Read(next(self._ids), peer, remote.tobytes(), local.tobytes(), timeout))
 
     def tell(self, command: msgspec.Struct) -> None:
@@ -251,7 +251,7 @@ class TransferService:
                 self._transport.progress()
             case Forget():
                 with contextlib.suppress(KvTransferError):
-                    self._built.result()[1].forget(command.card)
+                    self._built.result()[1].forget(command.metadata)
 
     @property
     def _transport(self) -> StagingTransport:
@@ -261,7 +261,7 @@ class TransferService:
     def _read(self, command: Read) -> Done:
         remote, local = (np.frombuffer(ids, np.int32) for ids in (command.remote, command.local))
         _, reader = self._built.result()
-        return Done(command.id, moved=reader.read(command.card, remote, local, command.timeout))
+        return Done(command.id, moved=reader.read(command.metadata, remote, local, command.timeout))
 
     def _answer(self, order_id: int, work: Callable[[], Done]) -> None:
         try:

@@ -89,7 +89,7 @@ def test_a_prefill_that_waits_for_its_decode_holds_no_blocks_and_no_place(duo: D
 
 
 def test_finished_chunks_travel_while_later_ones_are_computed(duo: Duo) -> None:
-    pusher = duo.prefill.transfers._pusher
+    pusher = duo.prefill.connector.pusher
     writes = pusher.writes
     met = duo.both(prompt(300, salt=142))
     duo.run_until(lambda: any(s.num_computed for s in duo.prefill.engine.scheduler.running))
@@ -184,10 +184,16 @@ def test_a_whole_hit_moves_nothing_but_the_token(duo: Duo) -> None:
 
 
 def test_a_card_is_loaded_once_and_messages_do_not_grow_with_the_pool(duo: Duo) -> None:
-    loads = duo.prefill.transfers._pusher.cards.loads, duo.decode.transfers._receiver.cards.loads
+    loads = (
+        duo.prefill.connector.pusher.metadata_cache.loads,
+        duo.decode.connector.receiver.metadata_cache.loads,
+    )
     for i in range(10):
         duo.generate(prompt(10, salt=160 + i), 2)
-    now = duo.prefill.transfers._pusher.cards.loads, duo.decode.transfers._receiver.cards.loads
+    now = (
+        duo.prefill.connector.pusher.metadata_cache.loads,
+        duo.decode.connector.receiver.metadata_cache.loads,
+    )
     assert [b - a for a, b in zip(loads, now, strict=True)] in ([0, 0], [1, 1])
 
 
@@ -215,6 +221,6 @@ def test_the_same_id_twice_is_refused(duo: Duo) -> None:
     duo.run()
 
 
-def test_an_engine_without_a_transport_meets_nobody(agg: Core) -> None:
+def test_an_engine_without_a_transport_meets_no_other(agg: Core) -> None:
     answer = agg.run(agg.add(prompt(9), 1, request_type="context_only", rendezvous=Rendezvous(1)))
     assert "no cache_transceiver_config" in str(answer.error)

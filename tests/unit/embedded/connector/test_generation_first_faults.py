@@ -1,8 +1,7 @@
-"""Whatever goes wrong between two engines that meet: nobody hangs, no block is lost, none is used too early."""
+"""Whatever goes wrong between two engines that meet: no request hangs, no block is lost, none is used too early."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +14,10 @@ from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.support.meeting import Duo
 from tests.unit.embedded.core.test_core_handoff import prompt
-from trtllm_disagg.kv_transfer.base import ReadTimeoutError
-from trtllm_disagg.kv_transfer.framing import ChannelClient
+from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.control import ControlClient
 from trtllm_disagg.kv_transfer.handle import Notice
+from trtllm_disagg.testing.fake_transport import FakeTransport, TakesTooLong, WaitsFor
 
 BLOCK = 32
 MakeDuo = Callable[..., Duo]
@@ -27,11 +27,13 @@ MakeDuo = Callable[..., Duo]
 def make_duo(checkpoints: Checkpoints) -> Iterator[MakeDuo]:
     made: list[Duo] = []
 
-    def make(seconds: float = 60.0, **args: Any) -> Duo:
+    def make(seconds: float = 60.0, transport: FakeTransport | None = None, **args: Any) -> Duo:
+        """`transport`: prefill's."""
         transceiver = {"backend": "SHARED_MEMORY", "kv_transfer_timeout_ms": round(seconds * 1000)}
         settings = {"cache_transceiver_config": transceiver, "enable_chunked_prefill": True}
         prefill, decode = (
-            Core(checkpoints(), **(settings | {"max_num_tokens": 64} | args)) for _ in range(2)
+            Core(checkpoints(), **(settings | {"max_num_tokens": 64} | args), transport=each)
+            for each in (transport or FakeTransport(), FakeTransport())
         )
         made.append(Duo(prefill, decode))
         return made[-1]
@@ -41,18 +43,12 @@ def make_duo(checkpoints: Checkpoints) -> Iterator[MakeDuo]:
         duo.close()
 
 
-def hold_writes(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """(a write has begun, let it go on)."""
-    begun, go = threading.Event(), threading.Event()
-    write = duo.prefill.transfers._transport.write
-
-    def held(*args: Any) -> int:
-        begun.set()
-        assert go.wait(20)
-        return write(*args)
-
-    monkeypatch.setattr(duo.prefill.transfers._transport, "write", held)
-    return begun, go
+@pytest.fixture
+def held() -> tuple[FakeTransport, WaitsFor]:
+    """(prefill's transport, what its writes wait for)."""
+    fake, held = FakeTransport(), WaitsFor()
+    fake.always("write", held)
+    return fake, held
 
 
 # -- one side never comes
@@ -77,13 +73,13 @@ def test_a_decode_without_a_prefill_ends_at_its_deadline(make_duo: MakeDuo) -> N
     assert answer.category == "Unavailable"
     assert answer.error in (
         "prefill gave no notice within 0.2 s",
-        f"prefill worker {duo.prefill.transfers._sender.name} ended this request without a word",
+        f"prefill worker {duo.prefill.connector.sender.name} ended this request without a word",
     )
     duo.assert_idle()
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_who_comes_after_the_other_has_left_is_told_at_once(make_duo: MakeDuo, side: str) -> None:
+def test_a_side_that_comes_after_the_other_has_left_is_told_at_once(make_duo: MakeDuo, side: str) -> None:
     duo = make_duo()
     met = duo.request(prompt(40))
     first, second = (duo.prefill, duo.add_decode) if side == "prefill" else (duo.decode, duo.add_prefill)
@@ -102,7 +98,7 @@ def test_a_decode_that_leaves_before_it_has_blocks_tells_its_prefill(make_duo: M
     duo = make_duo()
     met = duo.request(prompt(40))
     duo.add_prefill(met)
-    request_id = duo.add_decode(met)  # not admitted yet: nobody has stepped
+    request_id = duo.add_decode(met)  # not admitted yet: no core has stepped
     duo.decode.engine.abort(request_id)
     duo.run()
     assert "given up" in str(duo.prefill.answers[met.prefill or 0, 0].error)
@@ -112,19 +108,19 @@ def test_a_decode_that_leaves_before_it_has_blocks_tells_its_prefill(make_duo: M
 def test_an_offer_that_comes_after_it_was_withdrawn_is_not_taken(make_duo: MakeDuo) -> None:
     """On another connection, messages may overtake each other."""
     duo = make_duo()
-    book = duo.prefill.transfers._book
+    book = duo.prefill.connector.offers
     met = duo.request(prompt(40))
     request_id = duo.add_decode(met)
-    duo.run_until(lambda: bool(book._open))
-    ((offer, _, peer),) = book._open.values()
+    duo.run_until(lambda: bool(book.open_offers))
+    (offer,) = book.open_offers
     duo.decode.engine.abort(request_id)
     duo.run()
     duo.assert_idle()
-    assert book.offered(offer, peer) == b"withdrawn"
-    assert not book._open
+    assert book.offered(offer, "pid 1") == b"withdrawn"
+    assert not book.open_offers
 
 
-def test_nobody_at_the_endpoint_is_noticed_at_once(make_duo: MakeDuo) -> None:
+def test_an_endpoint_without_listener_is_noticed_at_once(make_duo: MakeDuo) -> None:
     duo = make_duo()
     met = duo.request(prompt(40))
     duo.prefill.close()
@@ -137,7 +133,7 @@ def test_a_prefill_that_dies_is_noticed_long_before_the_deadline(make_duo: MakeD
     duo = make_duo()
     met = duo.request(prompt(40))
     request_id = duo.add_decode(met)
-    duo.run_until(lambda: bool(duo.prefill.transfers._book._open))
+    duo.run_until(lambda: bool(duo.prefill.connector.offers.open_offers))
     duo.prefill.close()
     answer = duo.decode.run(request_id)
     assert "is gone" in str(answer.error)
@@ -145,18 +141,17 @@ def test_a_prefill_that_dies_is_noticed_long_before_the_deadline(make_duo: MakeD
 
 
 def test_a_restarted_prefill_is_met_under_its_new_name(make_duo: MakeDuo) -> None:
-    """The old card is dropped when somebody else answers at its place."""
+    """What was known of the old one is dropped when another engine answers at its place."""
     duo = make_duo()
     duo.generate(prompt(40), 2)
-    cards = duo.decode.transfers._receiver.cards
-    (endpoint,) = cards._cards
-    stale = cards._cards[endpoint]
+    cache = duo.decode.connector.receiver.metadata_cache
+    ((endpoint, current),) = cache.known.items()
 
-    cards._cards[endpoint] = msgspec.structs.replace(stale, sender="an-earlier-one")
-    loads = cards.loads
+    cache.known[endpoint] = msgspec.structs.replace(current, sender="an-earlier-one")
+    loads = cache.loads
     duo.generate(prompt(41, salt=1), 2)
-    assert cards.loads == loads + 1
-    assert cards._cards[endpoint] == stale
+    assert cache.loads == loads + 1
+    assert cache.known == {endpoint: current}
     duo.assert_idle()
 
 
@@ -166,10 +161,10 @@ def test_a_restarted_prefill_is_met_under_its_new_name(make_duo: MakeDuo) -> Non
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("moment", ["alone", "computing", "writing"])
 def test_either_side_may_give_up_at_any_point_and_the_other_is_told(
-    make_duo: MakeDuo, side: str, moment: str, monkeypatch: pytest.MonkeyPatch
+    make_duo: MakeDuo, side: str, moment: str, held: tuple[FakeTransport, WaitsFor]
 ) -> None:
-    duo = make_duo()
-    begun, go = hold_writes(duo, monkeypatch)
+    fake, script = held
+    duo = make_duo(transport=fake)
     met = duo.request(prompt(200))
     if moment == "alone":
         duo.add_prefill(met) if side == "prefill" else duo.add_decode(met)
@@ -179,13 +174,13 @@ def test_either_side_may_give_up_at_any_point_and_the_other_is_told(
         duo.add_decode(met)
         duo.run_until(lambda: any(s.num_computed for s in duo.prefill.engine.scheduler.running))
         if moment == "writing":
-            assert begun.wait(20)
+            assert script.begun.wait(20)
     core, request_id = (duo.prefill, met.prefill) if side == "prefill" else (duo.decode, met.decode)
     assert request_id is not None
     core.engine.abort(request_id)
     core.step()
     assert core.answers[request_id, 0].finish_reason == "cancelled"
-    go.set()
+    script.go.set()
     duo.run()
     duo.assert_idle()
     for other in (duo.prefill, duo.decode):
@@ -193,12 +188,12 @@ def test_either_side_may_give_up_at_any_point_and_the_other_is_told(
 
 
 def test_blocks_that_are_written_to_are_not_used_before_the_writer_has_stopped(
-    make_duo: MakeDuo, monkeypatch: pytest.MonkeyPatch
+    make_duo: MakeDuo, held: tuple[FakeTransport, WaitsFor]
 ) -> None:
-    duo = make_duo()
-    begun, go = hold_writes(duo, monkeypatch)
+    fake, script = held
+    duo = make_duo(transport=fake)
     met = duo.both(prompt(3 * BLOCK - 8), 1)
-    duo.run_until(begun.is_set)
+    duo.run_until(script.begun.is_set)
     free = duo.decode.engine.blocks.num_available
     assert met.decode is not None
     duo.decode.engine.abort(met.decode)
@@ -206,21 +201,16 @@ def test_blocks_that_are_written_to_are_not_used_before_the_writer_has_stopped(
         duo.decode.step()
     blocks = duo.decode.engine.blocks
     assert blocks.num_available == free, "three prompt blocks, and the answer has no more"
-    assert duo.decode.engine.num_active > 0, "who drains waits for the writer"
-    go.set()
+    assert duo.decode.engine.num_active > 0, "an engine that drains waits for the writer"
+    script.go.set()
     duo.assert_idle()
     assert (blocks.num_available, blocks.num_quarantined) == (blocks.num_blocks, 0)
 
 
-def test_a_writer_that_does_not_stop_costs_its_blocks_until_it_is_dead(
-    make_duo: MakeDuo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    duo = make_duo()
-
-    def never_ends(*_: Any) -> int:
-        raise ReadTimeoutError("the write took too long", may_land_later=True)
-
-    monkeypatch.setattr(duo.prefill.transfers._transport, "write", never_ends)
+def test_a_writer_that_does_not_stop_costs_its_blocks_until_it_is_dead(make_duo: MakeDuo) -> None:
+    fake = FakeTransport()
+    duo = make_duo(transport=fake)
+    fake.always("write", TakesTooLong())
     met = duo.both(prompt(3 * BLOCK))
     duo.run()
     assert duo.answer(met).category == "Unavailable"
@@ -231,8 +221,8 @@ def test_a_writer_that_does_not_stop_costs_its_blocks_until_it_is_dead(
     assert blocks.num_quarantined == 3
     duo.prefill.close()
     while blocks.num_quarantined:
-        duo.decode._woken.wait(20)
-        duo.decode._woken.clear()
+        duo.decode.woken.wait(20)
+        duo.decode.woken.clear()
         duo.decode.step()
     duo.decode.assert_idle()
     assert blocks.num_available == blocks.num_blocks
@@ -242,7 +232,7 @@ def test_a_decode_that_is_gone_fails_the_prefill(make_duo: MakeDuo) -> None:
     duo = make_duo()
     met = duo.request(prompt(100))
     duo.add_decode(met)
-    duo.run_until(lambda: bool(duo.prefill.transfers._book._open))
+    duo.run_until(lambda: bool(duo.prefill.connector.offers.open_offers))
     duo.decode.close()
     request_id = duo.add_prefill(met)
     answer = duo.prefill.run(request_id)
@@ -250,23 +240,17 @@ def test_a_decode_that_is_gone_fails_the_prefill(make_duo: MakeDuo) -> None:
     duo.prefill.assert_idle()
 
 
-def test_a_prefix_that_decode_gave_up_while_it_was_read_poisons_no_cache(
-    make_duo: MakeDuo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    duo = make_duo()
+def test_a_prefix_that_decode_gave_up_while_it_was_read_poisons_no_cache(make_duo: MakeDuo) -> None:
+    fake = FakeTransport()
+    duo = make_duo(transport=fake)
     stem = prompt(2 * BLOCK)
     duo.decode.generate(stem, 1)
-    read = duo.prefill.transfers._transport.read
-
-    def give_up_first(*args: Any) -> int:
-        assert met.decode is not None
-        duo.decode.transfers._expecter._leave(
-            next(iter(duo.decode.transfers._expecter._waiting)), error=None, stopped=False
-        )
-        return read(*args)
-
-    monkeypatch.setattr(duo.prefill.transfers._transport, "read", give_up_first)
+    held = WaitsFor()
+    fake.then("read", held)
     met = duo.both([*stem, 5])
+    duo.run_until(held.begun.is_set)
+    duo.decode.engine.abort(met.decode or 0)
+    held.go.set()
     assert met.prefill is not None
     answer = duo.prefill.answers[met.prefill, 0]
     duo.run_until(lambda: answer.done)
@@ -279,17 +263,17 @@ def test_a_prefix_that_decode_gave_up_while_it_was_read_poisons_no_cache(
 
 def test_a_notice_that_is_lost_once_is_sent_again(make_duo: MakeDuo, monkeypatch: pytest.MonkeyPatch) -> None:
     duo = make_duo()
-    lost: list[bytes] = []
-    ask = ChannelClient.ask
+    lost: list[Any] = []
+    say = ControlClient.say
 
-    def lose_first_notice(self: ChannelClient, endpoint: str, question: bytes, timeout: float) -> bytes:
-        if b"notice" in question and not lost:
-            lost.append(question)
-            self.drop(endpoint)
-            return ask(self, "tcp://127.0.0.1:1", question, timeout)
-        return ask(self, endpoint, question, timeout)
+    def lose_first_notice(client: ControlClient, endpoint: str, message: Any, timeout: float) -> bytes:
+        if isinstance(message, Notice) and not lost:
+            lost.append(message)
+            client.drop(endpoint)
+            raise KvTransferError("the connection broke")
+        return say(client, endpoint, message, timeout)
 
-    monkeypatch.setattr(ChannelClient, "ask", lose_first_notice)
+    monkeypatch.setattr(ControlClient, "say", lose_first_notice)
     met = duo.both(prompt(40))
     duo.run()
     assert lost
@@ -303,7 +287,7 @@ def test_a_forged_notice_is_not_believed(make_duo: MakeDuo) -> None:
     duo.add_decode(met)
     duo.step()
     forged = Notice(bytes(16), 5, None, 0, 0, 0)
-    assert duo.decode.transfers._expecter.noticed(forged) == b"gone"
+    assert duo.decode.connector.push_receiver.noticed(forged) == b"gone"
     duo.step()
     assert not duo.answer(met).done
     duo.add_prefill(met)

@@ -1,4 +1,4 @@
-"""A prefill whose client has left stops at the next step, and what comes after it waits for one step at most."""
+"""A prefill without a client stops at the next step, and what comes after it waits for one step at most."""
 
 from __future__ import annotations
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Answer, Core
 from trtllm_disagg.embedded.ipc.messages import MadeHandoff
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.kv_transfer import pull as late
-from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
+from trtllm_disagg.kv_transfer.access import OneHost
+from trtllm_disagg.kv_transfer.base import KvTimeouts
+from trtllm_disagg.kv_transfer.transports import create_transport
+from trtllm_disagg.testing.fake_transport import Fails, FakeTransport, TakesTooLong
 
 BLOCK = 32
 PROMPT = [5 + i % 11 for i in range(2 * BLOCK + 9)]
 BACKENDS = ["SHARED_MEMORY", "NIXL"]
 MakeCore = Callable[..., Core]
+#: Prefill, decode, and decode's transport.
+Faked = tuple[Core, Core, FakeTransport]
 
 
 @pytest.fixture
@@ -35,6 +37,12 @@ def make_core(checkpoints: Checkpoints) -> Iterator[MakeCore]:
     yield make
     for core in made:
         core.close()
+
+
+@pytest.fixture
+def faked(make_core: MakeCore) -> Faked:
+    fake = FakeTransport()
+    return make_core(transport=FakeTransport()), make_core(transport=fake), fake
 
 
 def pull(decode: Core, handoff: MadeHandoff, prompt: list[int] = PROMPT, max_tokens: int = 8) -> Answer:
@@ -63,64 +71,53 @@ def test_a_sender_that_is_gone_means_unavailable(make_core: MakeCore, backend: s
 def test_a_receiver_that_is_gone_costs_the_sender_one_lease_time(make_core: MakeCore) -> None:
     prefill = make_core()
     prefill.prefill(PROMPT)
-    leases = prefill.transfers._sender.leases
+    leases = prefill.connector.sender.leases
     leases.seconds = 0.05
     handoff = prefill.prefill(PROMPT[::-1])
-    assert prefill.transfers.num_leases == 2
+    assert prefill.connector.num_leases == 2
     while not leases.expired_total:
         prefill.wait()  # the lease's end is a deadline that the loop keeps by itself
         prefill.step()
-    assert prefill.transfers.num_leases == 1
+    assert prefill.connector.num_leases == 1
     answer = pull(make_core(), handoff, PROMPT[::-1])
     assert (answer.category, answer.error) == (
         "Unavailable",
-        f"the lease of {prefill.transfers._sender.name} ended before the KV was read",
+        f"the lease of {prefill.connector.sender.name} ended before the KV was read",
     )
 
 
 @pytest.mark.parametrize("end", ["expired", "released"])
-def test_nothing_is_read_once_the_lease_is_over(
-    make_core: MakeCore, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, decode = make_core(), make_core()
+def test_nothing_is_read_once_the_lease_is_over(make_core: MakeCore, end: str) -> None:
+    fake = FakeTransport()
+    prefill, decode = make_core(transport=FakeTransport()), make_core(transport=fake)
+    if end == "expired":
+        prefill.connector.sender.leases.seconds = 0.0
     handoff = prefill.prefill(PROMPT)
     if end == "released":
-        prefill.transfers.release_request(handoff.ctx_request_id)
-    else:
-        for lease in prefill.transfers._sender.leases._by_id.values():
-            lease.deadline = 0.0
-    monkeypatch.setattr(decode.transfers._transport, "read", lambda *_: pytest.fail("was read"))
+        prefill.engine.abort(handoff.ctx_request_id)
     answer = pull(decode, handoff)
+    assert fake.count("read") == 0
     assert answer.category == {"expired": "Unavailable", "released": "InvalidRequest"}[end]
     for core in (prefill, decode):
         core.assert_idle()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_failed_read_frees_both_sides(
-    make_core: MakeCore, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, decode = make_core(backend), make_core(backend)
-
-    def fail(*_: Any) -> int:
-        raise KvTransferError("the wire was cut")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(decode.transfers._transport, "read", fail)
-        answer = pull(decode, prefill.prefill(PROMPT))
+def test_a_failed_read_frees_both_sides(make_core: MakeCore, backend: str) -> None:
+    fake = FakeTransport(inner=create_transport(backend, OneHost()))
+    prefill, decode = make_core(backend), make_core(backend, transport=fake)
+    fake.then("read", Fails(KvTransferError("the wire was cut")))
+    answer = pull(decode, prefill.prefill(PROMPT))
     assert (answer.category, answer.error) == ("Unavailable", "the wire was cut")
     for core in (prefill, decode):
         core.assert_idle()
     assert pull(decode, prefill.prefill(PROMPT)).error is None
 
 
-def test_an_unexpected_exception_in_a_transport_fails_its_request_only(
-    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, decode = make_core(), make_core()
-    with monkeypatch.context() as patch:
-        patch.setattr(decode.transfers._transport, "read", lambda *_: 1 / 0)
-        answer = pull(decode, prefill.prefill(PROMPT))
+def test_an_unexpected_exception_in_a_transport_fails_its_request_only(faked: Faked) -> None:
+    prefill, decode, fake = faked
+    fake.then("read", Fails(ZeroDivisionError("division by zero")))
+    answer = pull(decode, prefill.prefill(PROMPT))
     assert (answer.category, answer.error) == ("Unavailable", "ZeroDivisionError: division by zero")
     for core in (prefill, decode):
         core.assert_idle()
@@ -129,41 +126,29 @@ def test_an_unexpected_exception_in_a_transport_fails_its_request_only(
 # -- a read that may land later
 
 
-def never_ends(_: PeerCard, __: np.ndarray, ___: np.ndarray, timeout: float) -> int:
-    raise ReadTimeoutError(f"took longer than {timeout:.0f} s", may_land_later=True)
-
-
-def test_blocks_that_a_late_read_may_still_fill_are_never_used_again(
-    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, decode = make_core(), make_core()
-    monkeypatch.setattr(decode.transfers._transport, "read", never_ends)
+def test_blocks_that_a_late_read_may_still_fill_are_never_used_again(faked: Faked) -> None:
+    prefill, decode, fake = faked
+    fake.then("read", TakesTooLong())
     answer = pull(decode, prefill.prefill(PROMPT))
     assert (answer.category, answer.error) == ("Unavailable", "took longer than 60 s")
     blocks = decode.engine.blocks
     assert blocks.num_quarantined == 3
     assert decode.free_blocks == blocks.num_blocks - 3
     decode.engine.check()
+    (late,) = fake.transfers
     assert sorted(blocks.allocate(decode.free_blocks)) == [
-        block for block in range(blocks.num_blocks) if block not in blocks._quarantined
+        block for block in range(blocks.num_blocks) if block not in late.local
     ]
 
 
-def test_blocks_of_a_late_read_come_back_once_it_has_ended(
-    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, decode = make_core(), make_core()
-    ended = threading.Event()
-
-    def took_too_long(*_: object) -> int:
-        raise ReadTimeoutError("took too long", may_land_later=True, has_ended=ended.is_set)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(decode.transfers._transport, "read", took_too_long)
-        assert pull(decode, prefill.prefill(PROMPT)).error == "took too long"
+def test_blocks_of_a_late_read_come_back_once_it_has_ended(faked: Faked) -> None:
+    prefill, decode, fake = faked
+    late = TakesTooLong()
+    fake.then("read", late)
+    assert pull(decode, prefill.prefill(PROMPT)).error == "took longer than 60 s"
     blocks = decode.engine.blocks
     assert blocks.num_quarantined == 3
-    ended.set()
+    late.ended.set()
     while blocks.num_quarantined:
         decode.wait()
         decode.step()
@@ -172,14 +157,12 @@ def test_blocks_of_a_late_read_come_back_once_it_has_ended(
     assert pull(decode, prefill.prefill(PROMPT)).error is None
 
 
-def test_blocks_of_a_late_read_come_back_when_its_sender_is_dead(
-    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(late, "_GONE_SECONDS", 1.0)
-    prefill, decode = make_core(), make_core()
-    with monkeypatch.context() as patch:
-        patch.setattr(decode.transfers._transport, "read", never_ends)
-        pull(decode, prefill.prefill(PROMPT))
+def test_blocks_of_a_late_read_come_back_when_its_sender_is_dead(make_core: MakeCore) -> None:
+    fake = FakeTransport()
+    prefill = make_core(transport=FakeTransport())
+    decode = make_core(transport=fake, timeouts=KvTimeouts(dead=1.0))
+    fake.then("read", TakesTooLong())
+    pull(decode, prefill.prefill(PROMPT))
     assert decode.engine.blocks.num_quarantined == 3
     prefill.close()
     closed = time.monotonic()
@@ -192,12 +175,11 @@ def test_blocks_of_a_late_read_come_back_when_its_sender_is_dead(
     assert decode.free_blocks == decode.engine.blocks.num_blocks
 
 
-def test_who_does_not_fit_into_the_pool_that_is_left_is_told_so(
-    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill = make_core()
-    decode = make_core(kv_cache_config={"max_tokens": 5 * BLOCK})
-    monkeypatch.setattr(decode.transfers._transport, "read", never_ends)
+def test_a_request_that_does_not_fit_into_the_pool_that_is_left_is_refused(make_core: MakeCore) -> None:
+    fake = FakeTransport()
+    prefill = make_core(transport=FakeTransport())
+    decode = make_core(kv_cache_config={"max_tokens": 5 * BLOCK}, transport=fake)
+    fake.then("read", TakesTooLong())
     first = decode.add_decode(PROMPT, prefill.prefill(PROMPT))
     too_big = decode.add([9] * 80, max_tokens=20)
     small = decode.add([9] * 8, max_tokens=20)

@@ -90,7 +90,7 @@ def test_the_prompts_blocks_stay_leased_until_they_are_read(pair: Pair) -> None:
     free = pair.prefill.free_blocks
     handoff = pair.prefill.prefill(tokens)
     assert pair.prefill.free_blocks == free - 3
-    assert pair.prefill.transfers.num_leases == 1
+    assert pair.prefill.connector.num_leases == 1
     pair.decode.run(pair.decode.add_decode(tokens, handoff))
     pair.prefill.settle()
     assert pair.prefill.free_blocks == free
@@ -131,7 +131,7 @@ def test_a_prefill_that_stops_at_its_first_token_hands_nothing_off(pair: Pair) -
     sampling = SamplingSpec(max_tokens=1, end_ids=(first,))
     answer = pair.prefill.run(pair.prefill.add(tokens, sampling=sampling, request_type="context_only"))
     assert (answer.tokens, answer.finish_reason, answer.handoff) == ([], "stop", None)
-    assert pair.prefill.transfers.num_leases == 0
+    assert pair.prefill.connector.num_leases == 0
 
 
 # -- what the decode side has already
@@ -169,10 +169,10 @@ def test_decode_reuses_in_later_turns_what_it_generated_itself(pair: Pair) -> No
 def test_an_explicit_release_frees_prefills_blocks(pair: Pair) -> None:
     request_id = pair.prefill.add(prompt(50, salt=10), request_type="context_only")
     pair.prefill.run(request_id)
-    assert pair.prefill.transfers.num_leases == 1
+    assert pair.prefill.connector.num_leases == 1
     pair.prefill.engine.abort(request_id)
     pair.prefill.step()
-    assert pair.prefill.transfers.num_leases == 0
+    assert pair.prefill.connector.num_leases == 0
 
 
 @pytest.mark.parametrize("status", [Status.WAITING, Status.RUNNING])
@@ -194,7 +194,7 @@ def test_a_decode_can_be_aborted_at_any_point(pair: Pair, status: Status) -> Non
     scheduler = pair.decode.engine.scheduler
     if status is Status.RECEIVING:
         for sequence in scheduler.admit():
-            pair.decode.engine._meetings.start(sequence)
+            pair.decode.engine.connector.start(sequence)
     while status is Status.RUNNING and not scheduler.running:
         pair.decode.wait()
         pair.decode.step()
@@ -205,7 +205,7 @@ def test_a_decode_can_be_aborted_at_any_point(pair: Pair, status: Status) -> Non
     assert answer.finish_reason == "cancelled"
     pair.decode.settle()
     pair.prefill.settle()  # by the decode side's "done" or release: long before the lease ends
-    assert pair.prefill.engine.transfers.num_leases == 0
+    assert pair.prefill.engine.connector.num_leases == 0
 
 
 def test_a_failed_step_fails_its_requests_and_no_others(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

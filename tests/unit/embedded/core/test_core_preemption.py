@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
-from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError
+from trtllm_disagg.testing.fake_transport import FakeTransport, TakesTooLong
 
 BLOCK = 16
 MakeCore = Callable[..., Core]
@@ -76,16 +75,12 @@ def test_choices_of_one_request_are_paused_one_by_one(make_core: MakeCore) -> No
     core.assert_idle()
 
 
-def test_who_runs_already_but_can_never_end_in_a_pool_that_shrank_is_told_so(
-    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_running_request_that_can_never_end_in_a_pool_that_shrank_is_refused(make_core: MakeCore) -> None:
     transfer = {"cache_transceiver_config": {"backend": "SHARED_MEMORY"}}
-    prefill, decode = make_core(16, **transfer), make_core(8, **transfer)
-
-    def never_ends(_: PeerCard, __: np.ndarray, ___: np.ndarray, timeout: float) -> int:
-        raise ReadTimeoutError("took too long", may_land_later=True)
-
-    monkeypatch.setattr(decode.transfers._transport, "read", never_ends)
+    fake = FakeTransport()
+    prefill = make_core(16, **transfer, transport=FakeTransport())
+    decode = make_core(8, **transfer, transport=fake)
+    fake.then("read", TakesTooLong())
     prompt = [5 + i % 11 for i in range(3 * BLOCK)]
     handoff = prefill.prefill(prompt)
     too_long = decode.add([9] * 20, max_tokens=100)
@@ -93,7 +88,7 @@ def test_who_runs_already_but_can_never_end_in_a_pool_that_shrank_is_told_so(
     decode.step()
     lost = decode.add_decode(prompt, handoff)
     decode.run(lost, too_long, short)
-    assert decode.answers[lost, 0].error == "took too long"
+    assert decode.answers[lost, 0].error == "took longer than 60 s"
     assert "need 8 KV blocks of 16 tokens; the pool has 5" in (decode.answers[too_long, 0].error or "")
     assert len(decode.answers[short, 0].tokens) == 30
     decode.assert_idle()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,8 +14,12 @@ from hypothesis import strategies as st
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Answer, Core
+from tests.support.meeting import wait_until
 from trtllm_disagg.embedded.ipc.messages import MadeHandoff
+from trtllm_disagg.kv_transfer.base import KvTimeouts
+from trtllm_disagg.kv_transfer.control import LeaseTable
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
+from trtllm_disagg.testing.fake_transport import FakeTransport, Interrupted
 
 BLOCK = 32
 PROMPT = [5 + i % 11 for i in range(2 * BLOCK + 9)]
@@ -57,7 +63,7 @@ def decode(prefill: Core, cores: tuple[Core, Core], right_tokens: list[int]) -> 
 
 
 def pull(decode: Core, handoff: MadeHandoff, tokens: list[int] = PROMPT, **changes: Any) -> Answer:
-    """What becomes of a handoff whose handle was changed on the way."""
+    """What becomes of a handoff with a handle that was changed on the way."""
     handle = msgspec.structs.replace(decode_handle(handoff.opaque_state), **changes)
     return decode.run(decode.add_decode(tokens, handoff, opaque_state=handle.encode()))
 
@@ -101,25 +107,38 @@ def test_a_handle_of_a_restarted_sender_is_of_no_use(prefill: Core, decode: Core
     give_back(prefill, handoff)
 
 
+@pytest.fixture
+def short_leases(prefill: Core) -> Iterator[LeaseTable]:
+    leases = prefill.connector.sender.leases
+    usual, leases.seconds = leases.seconds, 0.0
+    yield leases
+    leases.seconds = usual
+
+
 def test_a_lease_that_ended_too_early_may_be_tried_again(
-    prefill: Core, decode: Core, monkeypatch: pytest.MonkeyPatch
+    prefill: Core, decode: Core, short_leases: LeaseTable
 ) -> None:
     handoff = prefill.prefill(PROMPT)
-    leases = prefill.transfers._sender.leases
-    with monkeypatch.context() as patch:
-        patch.setattr(leases, "_clock", lambda: float("inf"))
-        prefill.step()
-        assert_refused(pull(decode, handoff), "ended before the KV was read", UNAVAILABLE)
-    assert leases.expired_total > 0
+    prefill.step()
+    assert_refused(pull(decode, handoff), "ended before the KV was read", UNAVAILABLE)
+    assert short_leases.expired_total > 0
 
 
-def test_a_lease_that_ends_while_its_blocks_are_read_is_not_used(
-    prefill: Core, decode: Core, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handoff = prefill.prefill(PROMPT)
-    with monkeypatch.context() as patch:
-        patch.setattr(prefill.transfers._sender.leases, "_clock", lambda: float("inf"))
-        assert_refused(pull(decode, handoff), "ended before the KV was read", UNAVAILABLE)
+def has_expired(prefill: Core) -> bool:
+    deadline = prefill.connector.sender.leases.next_deadline()
+    return deadline is None or deadline <= time.monotonic()
+
+
+def test_a_lease_that_ends_while_its_blocks_are_read_is_not_used(checkpoints: Checkpoints) -> None:
+    fake, transfer = FakeTransport(), backend("SHARED_MEMORY")
+    prefill = Core(checkpoints(), **transfer, transport=FakeTransport(), timeouts=KvTimeouts(transfer=0.1))
+    decode = Core(checkpoints(), **transfer, transport=fake)
+    fake.then("read", Interrupted(partial(wait_until, lambda: has_expired(prefill))))
+    assert_refused(pull(decode, prefill.prefill(PROMPT)), "ended before the KV was read", UNAVAILABLE)
+    assert fake.count("read") == 1
+    for core in (prefill, decode):
+        core.assert_idle()
+        core.close()
 
 
 def test_blocks_of_another_prompt_are_never_used(prefill: Core, decode: Core) -> None:
@@ -178,7 +197,7 @@ def test_flipped_bits_never_yield_any_answer(
     state = bytearray(mine.opaque_state)
     # Flipped addresses would make it call hosts that are not ours; they have a test of their own.
     endpoint = state.index(b"unix://")
-    places = [i for i in range(len(state)) if not endpoint <= i < endpoint + len(prefill.transfers.endpoint)]
+    places = [i for i in range(len(state)) if not endpoint <= i < endpoint + len(prefill.connector.endpoint)]
     for place, bit in {(places[place % len(places)], bit) for place, bit in flips}:
         state[place] ^= 1 << bit
     try:
@@ -189,7 +208,7 @@ def test_flipped_bits_never_yield_any_answer(
     finally:
         for handoff in (mine, other):
             give_back(prefill, handoff)
-    assert prefill.transfers.num_leases == 0
+    assert prefill.connector.num_leases == 0
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

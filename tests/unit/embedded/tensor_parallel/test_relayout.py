@@ -13,11 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.pools import ONE_HOST
+from trtllm_disagg.embedded.tensor_parallel import relayout
+from trtllm_disagg.embedded.tensor_parallel.relayout import (
+    Shard,
+    ShardReader,
+    join_addresses,
+    overlaps,
+    shards_of,
+)
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
-from trtllm_disagg.kv_transfer import relayout
-from trtllm_disagg.kv_transfer.base import KvLayout, PeerCard, ReadTimeoutError, StagingTransport
+from trtllm_disagg.kv_transfer.base import KvLayout, PeerMetadata, ReadTimeoutError, StagingTransport
 from trtllm_disagg.kv_transfer.nixl import NixlTransport
-from trtllm_disagg.kv_transfer.relayout import Shard, ShardReader, join_addresses, overlaps, shards_of
 from trtllm_disagg.kv_transfer.transports import create_transport
 
 LAYERS, SLOTS, HEADS, DIM = 2, 4, 4, 8
@@ -55,7 +61,7 @@ class Engine:
             self.pools.append(transport.allocate(shape, torch.float32, torch.device("cpu")))
             shards.append(Shard(f"{name}/{rank}", transport.serve(f"{name}/{rank}")))
             self.transports.append(transport)
-        self.card = PeerCard(shards[0].sender, backend, LAYOUT, num_blocks, join_addresses(shards))
+        self.card = PeerMetadata(shards[0].sender, backend, LAYOUT, num_blocks, join_addresses(shards))
         self._closed = threading.Event()
         self._pump = threading.Thread(target=self._progress, daemon=True)
         self._pump.start()
@@ -116,16 +122,16 @@ def test_blocks_arrive_bit_for_bit(
 
 def test_a_card_of_several_ranks_is_read_back() -> None:
     shards = [Shard("a", b"1"), Shard("a/1", b"2")]
-    card = PeerCard("a", "NIXL", LAYOUT, 3, join_addresses(shards))
+    card = PeerMetadata("a", "NIXL", LAYOUT, 3, join_addresses(shards))
     assert [(c.sender, c.address) for c in shards_of(card)] == [("a", b"1"), ("a/1", b"2")]
-    assert shards_of(PeerCard("a", "NIXL", LAYOUT, 3, b"1"))[0].address == b"1"
-    broken = PeerCard("a", "NIXL", LAYOUT, 3, join_addresses(shards)[:-1])
-    with pytest.raises(KvTransferError, match="the card of a has an unreadable address"):
+    assert shards_of(PeerMetadata("a", "NIXL", LAYOUT, 3, b"1"))[0].address == b"1"
+    broken = PeerMetadata("a", "NIXL", LAYOUT, 3, join_addresses(shards)[:-1])
+    with pytest.raises(KvTransferError, match="the metadata of a has an unreadable address"):
         shards_of(broken)
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused() -> None:
-    card = PeerCard("a", "NIXL", LAYOUT, 3, join_addresses([Shard(f"a/{i}", b"") for i in range(3)]))
+    card = PeerMetadata("a", "NIXL", LAYOUT, 3, join_addresses([Shard(f"a/{i}", b"") for i in range(3)]))
     reader = ShardReader(create_transport("SHARED_MEMORY", ONE_HOST), torch.zeros(1), 0, 2)
     with pytest.raises(HandoffRefusedError, match="prefill has tensor_parallel_size 3, decode 2"):
         reader.read(card, ids([0]), ids([0]), 1.0)

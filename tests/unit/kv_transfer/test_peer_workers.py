@@ -1,4 +1,4 @@
-"""Pulls from several senders at once: a sender that stalls delays nobody else's."""
+"""Pulls from several senders at once: a sender that stalls delays no other's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from tests.support.pools import LAYOUT
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.access import LocalDoor
-from trtllm_disagg.kv_transfer.base import PeerCard
+from trtllm_disagg.kv_transfer.access import SameUserAuthentication
+from trtllm_disagg.kv_transfer.base import KvTimeouts, PeerMetadata
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender, Pull
 
@@ -29,17 +29,17 @@ class NoBytes:
     def serve(self, sender: str) -> bytes:
         return b""
 
-    def read(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
+    def read(self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
         return 0
 
-    def write(self, peer: PeerCard, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
+    def write(self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
         raise AssertionError("not asked for here")
 
-    def forget(self, peer: PeerCard) -> None:
+    def forget(self, peer: PeerMetadata) -> None:
         """Nothing is remembered."""
 
     def progress(self) -> None:
-        """Nobody connects."""
+        """No peer connects."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -47,7 +47,14 @@ class NoBytes:
 
 @pytest.fixture
 def sender() -> Iterator[KvSender]:
-    made = KvSender(NoBytes(), LAYOUT, 8, door=LocalDoor(), lease_seconds=60, on_lease_ended=lambda: None)
+    made = KvSender(
+        NoBytes(),
+        LAYOUT,
+        8,
+        authentication=SameUserAuthentication(),
+        timeouts=KvTimeouts(),
+        on_lease_ended=lambda: None,
+    )
     made.start()
     yield made
     made.close()
@@ -55,8 +62,8 @@ def sender() -> Iterator[KvSender]:
 
 @pytest.fixture
 def stalled() -> Iterator[str]:
-    """The endpoint of somebody who takes connections and says nothing."""
-    listener, endpoint = LocalDoor().listen()
+    """The endpoint of a process that takes connections and says nothing."""
+    listener, endpoint = SameUserAuthentication().listen()
     with listener:
         yield endpoint
 
@@ -67,10 +74,14 @@ def handoff(sender: KvSender, request_id: int) -> KvHandle:
     )
 
 
-def test_a_stalled_sender_delays_nobody_else(sender: KvSender, stalled: str) -> None:
+def test_a_stalled_sender_delays_no_other(sender: KvSender, stalled: str) -> None:
     finished = threading.Semaphore(0)
     receiver = KvReceiver(
-        NoBytes(), LAYOUT, door=LocalDoor(), timeout_seconds=60, on_finished=finished.release
+        NoBytes(),
+        LAYOUT,
+        authentication=SameUserAuthentication(),
+        timeouts=KvTimeouts(),
+        on_finished=finished.release,
     )
     good = handoff(sender, 1)
     stuck = msgspec.structs.replace(good, endpoint=stalled)
@@ -91,10 +102,14 @@ def test_a_stalled_sender_delays_nobody_else(sender: KvSender, stalled: str) -> 
         receiver.close()
 
 
-def test_the_number_of_lanes_is_bounded(sender: KvSender) -> None:
+def test_the_number_of_workers_is_bounded(sender: KvSender) -> None:
     finished = threading.Semaphore(0)
     receiver = KvReceiver(
-        NoBytes(), LAYOUT, door=LocalDoor(), timeout_seconds=60, on_finished=finished.release
+        NoBytes(),
+        LAYOUT,
+        authentication=SameUserAuthentication(),
+        timeouts=KvTimeouts(),
+        on_finished=finished.release,
     )
     before = threading.active_count()
     try:

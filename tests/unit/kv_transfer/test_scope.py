@@ -13,7 +13,7 @@ from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer import nixl as ucx
-from trtllm_disagg.kv_transfer.access import KEY_FILE_VARIABLE, Network, OneHost, choose_reach
+from trtllm_disagg.kv_transfer.access import KEY_FILE_VARIABLE, Network, OneHost, choose_scope
 
 
 def llm_args(**args: Any) -> LlmArgs:
@@ -27,7 +27,7 @@ def without_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
 def test_a_loopback_address_means_one_host(host: str) -> None:
-    assert choose_reach(host, None) == OneHost()
+    assert choose_scope(host, None) == OneHost()
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "fe80::1", "prefill-0.example"])
@@ -43,8 +43,8 @@ def test_without_kv_transfer_no_key_is_asked_for() -> None:
 
 def test_the_setting_goes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_FILE_VARIABLE, str(write_key(tmp_path, b"variable" * 4)))
-    assert choose_reach("10.0.0.1", None) == Network("10.0.0.1", b"variable" * 4)
-    assert choose_reach("10.0.0.1", write_key(tmp_path)) == Network("10.0.0.1", b"k" * 32)
+    assert choose_scope("10.0.0.1", None) == Network("10.0.0.1", b"variable" * 4)
+    assert choose_scope("10.0.0.1", write_key(tmp_path)) == Network("10.0.0.1", b"k" * 32)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
@@ -52,14 +52,14 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> Non
     key = write_key(tmp_path)
     key.chmod(mode)
     with pytest.raises(ConfigError, match=rf"embedded\.transfer_key_file.*its mode is {mode:04o}"):
-        choose_reach("10.0.0.1", key)
+        choose_scope("10.0.0.1", key)
 
 
 def test_a_short_or_missing_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"at least 32 bytes.*it has 31"):
-        choose_reach("10.0.0.1", write_key(tmp_path, b"k" * 31 + b"\n"))
+        choose_scope("10.0.0.1", write_key(tmp_path, b"k" * 31 + b"\n"))
     with pytest.raises(ConfigError, match="No such file"):
-        choose_reach("10.0.0.1", tmp_path / "missing")
+        choose_scope("10.0.0.1", tmp_path / "missing")
 
 
 def test_a_key_is_not_shown() -> None:

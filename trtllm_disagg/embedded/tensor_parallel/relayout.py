@@ -1,4 +1,4 @@
-"""Between pools that are divided differently: which KV heads of whose pool go where in this one.
+"""Between pools that are divided differently: which KV heads of which rank's pool go where in this one.
 
 A rank's pool is `kv[block, layer, k|v, slot, head, dim]` with its part of the heads, so the heads that two ranks
 have in common are a short stretch of every slot. Reading those stretches one by one is slow (docs/log.md): whole
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
-from trtllm_disagg.kv_transfer.base import PeerCard, ReadTimeoutError, StagingTransport
+from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError, StagingTransport
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
 
 #: Read at once when blocks are not read in place.
@@ -62,18 +62,18 @@ _decoder = msgspec.msgpack.Decoder(list[Shard])
 
 
 def join_addresses(shards: list[Shard]) -> bytes:
-    """What `PeerCard.address` is for these ranks together, rank 0 first."""
+    """What `PeerMetadata.address` is for these ranks together, rank 0 first."""
     return shards[0].address if len(shards) == 1 else _SHARDED + _encoder.encode(shards)
 
 
-def shards_of(peer: PeerCard) -> list[PeerCard]:
-    """One card a rank. Raises KvTransferError for an address that nobody can read."""
+def shards_of(peer: PeerMetadata) -> list[PeerMetadata]:
+    """Metadata of each rank. Raises KvTransferError for an address that is unreadable."""
     if not peer.address.startswith(_SHARDED):
         return [peer]
     try:
         shards = _decoder.decode(peer.address[len(_SHARDED) :])
     except UNREADABLE as error:
-        raise KvTransferError(f"the card of {peer.sender} has an unreadable address: {error}") from error
+        raise KvTransferError(f"the metadata of {peer.sender} has an unreadable address: {error}") from error
     return [msgspec.structs.replace(peer, sender=s.sender, address=s.address) for s in shards]
 
 
@@ -86,7 +86,7 @@ class ShardReader:
         self._rank, self._num_ranks = rank, num_ranks
 
     def read(
-        self, peer: PeerCard, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         """As KvTransport.read: this rank's heads of the blocks. In place when both are divided alike."""
         shards = shards_of(peer)
@@ -104,20 +104,20 @@ class ShardReader:
             for part in overlaps(self._rank, self._num_ranks, len(shards), peer.layout.num_kv_heads)
         )
 
-    def forget(self, peer: PeerCard) -> None:
+    def forget(self, peer: PeerMetadata) -> None:
         for shard in shards_of(peer):
             self._transport.forget(shard)
 
     def _read_part(
         self,
-        card: PeerCard,
+        metadata: PeerMetadata,
         heads: int,
         part: Overlap,
         remote: np.ndarray,
         local: np.ndarray,
         deadline: float,
     ) -> int:
-        """From a rank with so many heads. Bytes that came over, heads that nobody wants here included."""
+        """From a rank with so many heads. Bytes that came over, heads that are not wanted here included."""
         pool = _as_bytes(self._pool)
         _, rows, _, head_bytes = pool.shape
         block_bytes = rows * heads * head_bytes
@@ -126,7 +126,7 @@ class ShardReader:
             chunk = slice(start, start + at_once)
             try:
                 with self._transport.fetched(
-                    card, remote[chunk], block_bytes, max(0.0, deadline - time.monotonic())
+                    metadata, remote[chunk], block_bytes, max(0.0, deadline - time.monotonic())
                 ) as fetched:
                     theirs = fetched.reshape(-1, rows, heads, head_bytes)
                     pool[local[chunk], :, part.mine] = theirs[:, :, part.theirs]

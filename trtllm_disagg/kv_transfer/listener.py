@@ -1,27 +1,29 @@
-"""Frames over a door, one answer a question: the wire under the control channel."""
+"""Takes connections of peers in, keeps their number within limits, and gives each a thread of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.access import Door, PeerGoneError
+from trtllm_disagg.framing import UnreadableError, receive_frame
+from trtllm_disagg.kv_transfer.access import PeerAuthentication
 
-# Warnings of what a stranger can repeat as often as it likes.
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 1 << 20
+_ACCEPT_RETRY_SECONDS = 0.1
+_WARNING_SECONDS = 60.0
 
 
-_SECONDS = 60.0
-
-
-class Seldom:
-    """Thread-safe. One warning a minute of each kind, with the number of those that were left out."""
+class RateLimitedLog:
+    """For what a stranger can cause as often as it likes: one warning a minute of each kind, with the number of those
+    that were left out. Thread-safe.
+    """
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
@@ -35,22 +37,10 @@ class Seldom:
             due, left_out = self._kinds.get(message, (0.0, 0))
             now = self._clock()
             is_due = now >= due
-            self._kinds[message] = (now + _SECONDS, 0) if is_due else (due, left_out + 1)
+            self._kinds[message] = (now + _WARNING_SECONDS, 0) if is_due else (due, left_out + 1)
         if is_due:
             more = f" (and {left_out} more of these in the last minute)" if left_out else ""
             self._log.warning(message + "%s", *details, more)
-
-
-# Takes connections in through a door, keeps their number within limits, and gives each a thread of its own.
-
-
-log = logging.getLogger(__name__)
-
-_ACCEPT_RETRY_SECONDS = 0.1
-
-
-class UnreadableError(OSError):
-    """What came is no message: its sender is hung up on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +57,20 @@ class Limits:
     frame: float = 10.0
 
 
-class Reception:
+class PeerListener:
     """Peers are served on threads of its own, so that a long engine step delays none of them."""
 
     def __init__(
-        self, door: Door, converse: Callable[[socket.socket, str], None], name: str, limits: Limits
+        self,
+        authentication: PeerAuthentication,
+        converse: Callable[[socket.socket, str], None],
+        name: str,
+        limits: Limits,
     ) -> None:
         """`converse` gets a connection and the peer's name, and talks until it has ended, or raises OSError, EOFError
         or UnreadableError. Raises ConfigError for a host that cannot be listened on, or not be connected to.
         """
-        self._door = door
+        self._authentication = authentication
         self._converse = converse
         self._name = name
         self._limits = limits
@@ -85,8 +79,8 @@ class Reception:
         self._newcomers: dict[socket.socket, None] = {}
         self._connections: set[socket.socket] = set()
         self._closed = False
-        self._warn = Seldom(log)
-        self._listener, self.endpoint = door.listen()
+        self._warn = RateLimitedLog(log)
+        self._listener, self.endpoint = authentication.listen()
         self._thread = threading.Thread(target=self._accept, name=self._name, daemon=True)
 
     @property
@@ -120,7 +114,7 @@ class Reception:
                     time.sleep(_ACCEPT_RETRY_SECONDS)
                 continue
             try:
-                newcomer, peer = self._door.screen(connection)
+                newcomer, peer = self._authentication.screen(connection)
             except OSError as error:
                 self._warn("%s: refused a connection: %s", self._name, error)
                 connection.close()
@@ -139,13 +133,15 @@ class Reception:
             if too_many:
                 del self._newcomers[oldest]
         if too_many:
-            self._warn("%s: more than %d connections at the door", self._name, self._limits.newcomers)
+            self._warn(
+                "%s: more than %d connections at the authentication", self._name, self._limits.newcomers
+            )
             _hang_up(oldest)
 
     def _receive(self, connection: socket.socket, peer: str) -> None:
         try:
             connection.settimeout(self._limits.greeting)
-            self._door.greet(connection)
+            self._authentication.greet(connection)
             if self._let_in(connection):
                 self._converse(connection, peer)
         except UnreadableError as error:
@@ -176,120 +172,14 @@ def _hang_up(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-MAX_MESSAGE_BYTES = 1 << 20
-_LENGTH = struct.Struct("<I")
-#: A client does not trust a connection that it has not used for so long: the server hangs up at `Limits.idle`.
-_STALE_SECONDS = 60.0
-
-
-class ChannelServer:
-    """Answers one message after the other, each peer's on a thread of its own."""
-
-    def __init__(
-        self, door: Door, answer: Callable[[bytes, str], bytes], limits: Limits | None = None
-    ) -> None:
-        """`answer` gets a message and the peer's name, and raises UnreadableError. Raises ConfigError as Reception."""
-        self._answer = answer
-        self._limits = limits or Limits()
-        self._reception = Reception(door, self._converse, "kv-control", self._limits)
-        self.endpoint = self._reception.endpoint
-
-    @property
-    def num_connections(self) -> int:
-        return self._reception.num_connections
-
-    def start(self) -> None:
-        self._reception.start()
-
-    def close(self) -> None:
-        """No peer is answered any more, connected or not."""
-        self._reception.close()
-
-    def _converse(self, connection: socket.socket, peer: str) -> None:
-        while (message := receive_message(connection, self._limits)) is not None:
-            send_frame(connection, self._answer(message, peer))
-
-
-@dataclass(slots=True)
-class _Connection:
-    socket: socket.socket
-    used: float
-
-
-class ChannelClient:
-    """One question, one answer, a deadline; one connection per endpoint, made again after any failure."""
-
-    def __init__(self, door: Door) -> None:
-        self._door = door
-        self._connections: dict[str, _Connection] = {}
-
-    def ask(self, endpoint: str, question: bytes, timeout: float) -> bytes:
-        """Raises KvTransferError when no answer comes, PeerGoneError when nothing listens there any more."""
-        try:
-            connection = self._connection(endpoint, timeout)
-            connection.settimeout(max(timeout, 0.001))
-            send_frame(connection, question)
-            return receive_frame(connection, max(timeout, 0.001))
-        except KvTransferError:
-            self.drop(endpoint)
-            raise
-        # ValueError, OverflowError: what the address parser says of a host or port that cannot be.
-        except (OSError, EOFError, ValueError, OverflowError) as error:
-            self.drop(endpoint)
-            reason = f"no answer within {timeout:.1f} s" if isinstance(error, TimeoutError) else error
-            kind = PeerGoneError if isinstance(error, ConnectionRefusedError) else KvTransferError
-            raise kind(f"the peer's control channel {endpoint}: {reason}") from error
-
-    def drop(self, endpoint: str) -> None:
-        if connection := self._connections.pop(endpoint, None):
-            connection.socket.close()
-
-    def close(self) -> None:
-        for endpoint in list(self._connections):
-            self.drop(endpoint)
-
-    def _connection(self, endpoint: str, timeout: float) -> socket.socket:
-        now = time.monotonic()
-        known = self._connections.get(endpoint)
-        if known is not None and now - known.used > _STALE_SECONDS:
-            self.drop(endpoint)
-            known = None
-        if known is None:
-            known = self._connections[endpoint] = _Connection(self._door.connect(endpoint, timeout), now)
-        known.used = now
-        return known.socket
-
-
 def receive_message(connection: socket.socket, limits: Limits) -> bytes | None:
     """The next frame, within `idle` and `frame` seconds; None when the peer has hung up. The connection then gives an
     answer `frame` seconds to be taken.
     """
     connection.settimeout(limits.idle)
     first = connection.recv(1)
-    message = receive_frame(connection, limits.frame, first) if first else None
+    if not first:
+        return None
+    message = receive_frame(connection, seconds=limits.frame, max_bytes=MAX_MESSAGE_BYTES, begun=first)
     connection.settimeout(limits.frame)
     return message
-
-
-def send_frame(connection: socket.socket, payload: bytes) -> None:
-    connection.sendall(_LENGTH.pack(len(payload)) + payload)
-
-
-def receive_frame(connection: socket.socket, seconds: float, begun: bytes = b"") -> bytes:
-    """One frame, of which `begun` has been received."""
-    deadline = time.monotonic() + seconds
-    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, deadline, begun))
-    if length > MAX_MESSAGE_BYTES:
-        raise UnreadableError(f"message of {length} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
-    return _receive_exactly(connection, length, deadline)
-
-
-def _receive_exactly(connection: socket.socket, size: int, deadline: float, begun: bytes = b"") -> bytes:
-    parts = bytearray(begun)
-    while len(parts) < size:
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))
-        part = connection.recv(size - len(parts))
-        if not part:
-            raise EOFError("connection closed by the peer")
-        parts += part
-    return bytes(parts)

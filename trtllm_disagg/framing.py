@@ -1,0 +1,52 @@
+"""Messages on a stream socket, each with its length in front."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+
+#: Bytes of the payload that follows.
+LENGTH = struct.Struct("<I")
+
+
+class UnreadableError(OSError):
+    """What came is no message: its sender is hung up on."""
+
+
+def framed(payload: bytes) -> bytes:
+    return LENGTH.pack(len(payload)) + payload
+
+
+def receive_frame(
+    connection: socket.socket,
+    *,
+    seconds: float | None = None,
+    max_bytes: int | None = None,
+    begun: bytes = b"",
+) -> bytes:
+    """One payload; `begun` has been received of its frame.
+
+    Waits as long as the socket does, or `seconds` in all. Raises EOFError when the other end is gone, TimeoutError, and
+    UnreadableError for more than `max_bytes`.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    (length,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size, deadline, begun))
+    if max_bytes is not None and length > max_bytes:
+        raise UnreadableError(f"message of {length} bytes; at most {max_bytes} are accepted")
+    return receive_exactly(connection, length, deadline)
+
+
+def receive_exactly(
+    connection: socket.socket, size: int, deadline: float | None = None, begun: bytes = b""
+) -> bytes:
+    """`deadline`: of time.monotonic()."""
+    parts = bytearray(begun)
+    while len(parts) < size:
+        if deadline is not None:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        part = connection.recv(size - len(parts))
+        if not part:
+            raise EOFError("connection closed by the peer")
+        parts += part
+    return bytes(parts)
