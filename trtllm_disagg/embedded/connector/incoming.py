@@ -35,7 +35,7 @@ class IncomingReads:
         assert handle is not None
         self._reading[id(sequence)] = sequence
         local = sequence.blocks[num_known : len(handle.blocks)]
-        sequence.measuring.transfer_began()
+        sequence.timer.transfer_began()
         pull = Pull(request_id=id(sequence), handle=handle, remote=handle.blocks[num_known:], local=local)
         self._receiver.start(pull)
 
@@ -56,7 +56,7 @@ class IncomingReads:
     def _arrived(self, sequence: Sequence, pull: Pull) -> KvArrived:
         handoff = sequence.handoff
         assert handoff is not None
-        sequence.measuring.transfer_ended(pull.bytes_moved)
+        sequence.timer.transfer_ended(pull.bytes_moved)
         return KvArrived(
             sequence,
             handoff.first_gen_tokens[0],
@@ -96,7 +96,7 @@ class IncomingWrites:
             num_known=len(sequence.keys),
             seconds=self._seconds,
         )
-        sequence.measuring.transfer_began()
+        sequence.timer.transfer_began()
         self._expected[sequence] = expected, time.monotonic() + self._seconds
         self._receiver.expect(expected)
 
@@ -131,7 +131,7 @@ class IncomingWrites:
     def _arrived(self, sequence: Sequence, expected: Expected) -> KvArrived:
         notice = expected.notice
         assert notice is not None
-        sequence.measuring.transfer_ended(notice.bytes_moved)
+        sequence.timer.transfer_ended(notice.bytes_moved)
         if sequence.sampling.seed is None:
             sequence.seed = notice.seed
         return KvArrived(
