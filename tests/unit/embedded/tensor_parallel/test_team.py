@@ -140,7 +140,7 @@ def test_a_closed_channel_is_the_end_of_the_messages() -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall(b"\x05\x00\x00\x00ab")
     theirs.close()
-    with ours, pytest.raises(EOFError, match="the other rank is gone"):
+    with ours, pytest.raises(EOFError, match="closed by the peer"):
         Channel(ours).receive(_commands)
 
 
