@@ -1,4 +1,4 @@
-"""A KV transport whose transfers go as a script says: late, failing, partly, held back, with a peer that is dead.
+"""A KV transport with transfers that follow a script: late, failing, partly, held back, with a peer that is dead.
 
 Around a real transport, which moves the bytes of all transfers that the script lets through.
 """
