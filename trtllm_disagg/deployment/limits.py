@@ -98,9 +98,10 @@ class Limits:
 
 
 def needs_of(config: DeploymentConfig) -> Needs:
-    if config.strategy == "agg":
+    spec = spec_of(config.strategy)
+    if not spec.is_disaggregated:
         return Needs(INOTIFY_PER_FRONTEND)
-    routers = [role for role in spec_of(config.strategy).kv_routed_roles if config.next_router == "kv"]
+    routers = [role for role in spec.kv_routed_roles if config.next_router == "kv"]
     return Needs(
         INOTIFY_PER_FRONTEND
         + INOTIFY_PER_WORKER * worker_total(config)
