@@ -116,13 +116,18 @@ def served(config: WorkerConfig, engine: Any, stage: StageClient) -> Any:
         (Role.DECODE, "auto"),
     ],
 )
-async def test_a_token_passes_at_most_six_generators(role: Role, strategy: str) -> None:
+async def test_a_token_passes_at_most_six_generators(
+    role: Role, strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="trtllm_disagg")
     gate = asyncio.Semaphore(2)
     engine = recording_engine()
     engine.llm.scripts.append(Script(gate=gate))
     other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
     stage = stage_of(other, strategy) if role is not Role.AGG else RecordingStageClient()
-    config = WorkerConfig(model="m", role=role, strategy=strategy)
+    # Longer prompts than this cross to the other stage under auto too.
+    crossing: dict[str, Any] = {} if role is Role.AGG else {"max_local_prefill_length": 100}
+    config = WorkerConfig(model="m", role=role, strategy=strategy, **crossing)
 
     asked = raw_request(token_ids=list(range(2000))[:200])
     async with aclosing(served(config, engine, stage)(asked, FakeContext())) as chunks:
@@ -139,3 +144,5 @@ async def test_a_token_passes_at_most_six_generators(role: Role, strategy: str) 
         third.cancel()
         await asyncio.gather(third, return_exceptions=True)
     assert len(passed) <= MOST_GENERATORS, passed
+    crossed = strategy if role is not Role.AGG else "agg"
+    assert f'"strategy": "{"decode_first" if crossed == "auto" else crossed}"' in caplog.text
