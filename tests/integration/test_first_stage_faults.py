@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
-from tests.support.deployments import Worker, wait_until
+from tests.support.deployments import SETTLE_SECONDS, Worker, wait_until
 from trtllm_disagg.commands import Scale
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.command_socket import send_to_up
@@ -26,6 +26,9 @@ NUM_STREAMS = 12
 #: Long enough that all of them run when the faults come.
 NUM_TOKENS = 500
 SECONDS = 90.0
+#: A decode worker that dies between the first token and the read of its KV leaves that KV to the end of its lease:
+#: kv_transfer_timeout_ms of engine_configs/demo.
+LEASE_SECONDS = 30.0
 
 #: Each answer depends on more than its text: on what was generated, or on a seed that it was given.
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -173,4 +176,5 @@ def hold_nothing(processes: list[ManagedProcess]) -> None:
     with httpx.Client(timeout=SECONDS) as http:
         for process in processes:
             worker = Worker(process, http)
-            wait_until(lambda: not worker.held(), f"{process.name} holds nothing")  # noqa: B023
+            seconds = LEASE_SECONDS + SETTLE_SECONDS
+            wait_until(lambda: not worker.held(), f"{process.name} holds nothing", seconds)  # noqa: B023
