@@ -51,6 +51,11 @@ COMMANDS = {
         "trtllm_disagg.admin.scale_command",
         "trtllm-disagg scale --run-dir DIR --prefill 2 --decode 3",
     ),
+    "doctor": Command(
+        "check the engine files of a prefill and a decode worker, before a GPU is touched",
+        "trtllm_disagg.doctor",
+        "trtllm-disagg doctor engine_configs/llama-3.1-8b/prefill.yaml engine_configs/llama-3.1-8b/decode.yaml",
+    ),
     "bench": Command(
         "measure on this machine, beside baselines",
         "trtllm_disagg.bench",

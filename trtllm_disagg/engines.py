@@ -25,6 +25,11 @@ class EngineSpec:
     #: "module:function" that takes part in the engine of rank 0 under mpiexec; None: it has a launcher of its own.
     rank_server: str | None = None
 
+    @property
+    def is_tensorrt_llm(self) -> bool:
+        """Not one of the engines that only offer its LLM API."""
+        return not self.is_flat
+
 
 ENGINES: dict[str, EngineSpec] = {
     spec.name: spec

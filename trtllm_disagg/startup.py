@@ -8,17 +8,15 @@ each other's KV (`require_pair`).
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from trtllm_disagg.commands import DescribedInstance
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.pairing import ModelIdentity, may_share_kv, require_fit, require_pair
 
 log = logging.getLogger(__name__)
 
@@ -28,19 +26,6 @@ _VISIBLE_SECONDS = 5.0
 
 #: Lists every worker that requests for a model could reach, this one too, with its description.
 ListInstances = Callable[[], Awaitable[Sequence[DescribedInstance]]]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelIdentity:
-    #: What clients call it.
-    model: str
-    #: Where it comes from: `--model`.
-    source: str
-    #: Hash of config.json and weights; of a model that the engine downloads itself, its name.
-    weights: str
-
-    def described(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class ModelNameGuard:
@@ -102,7 +87,7 @@ class ModelNameGuard:
         if other.instance_id == self._own_id or name is None or weights is None:
             return False
         if name == self._mine.model:
-            return bool(weights != self._mine.weights)
+            return not may_share_kv(self._mine.described(), other.description)
         return other.endpoint_id in self._own_endpoint_ids
 
     def _refusal(self, other: DescribedInstance) -> ConfigError:
@@ -124,85 +109,6 @@ class ModelNameGuard:
 
 def _shown(source: Any, weights: Any) -> str:
     return f"{source!r} (hash {weights})"
-
-
-#: What must be equal on both sides, and the setting that decides it.
-_EQUAL = {
-    "strategy": "--disaggregation-strategy",
-    "schedule_style": "--schedule-style",
-    "handoff_protocol": "--handoff-protocol",
-    "prefill_dispatch": "--prefill-dispatch",
-    "engine": "--engine",
-    "block_size": "kv_cache_config.tokens_per_block (--kv-block-size)",
-    "kv_dtype": "kv_cache_config.dtype",
-    "dtype": "dtype",
-    "transceiver": "cache_transceiver_config.backend",
-    "model": "--served-model-name",
-    "weights": "--model (hash of config.json and weights)",
-}
-
-
-#: What a running deployment may change.
-_CHANGES = ("strategy",)
-
-
-def describe_worker(
-    config: WorkerConfig,
-    engine_args: dict[str, Any],
-    block_size: int,
-    identity: ModelIdentity,
-) -> dict[str, Any]:
-    """What other workers have to know of this one; JSON."""
-    return identity.described() | {
-        "role": config.role.value,
-        "strategy": config.strategy,
-        "schedule_style": config.schedule_style.value,
-        "handoff_protocol": config.handoff_protocol,
-        "prefill_dispatch": config.prefill_dispatch,
-        "engine": config.engine,
-        "block_size": block_size,
-        "dtype": engine_args.get("dtype", "auto"),
-        "kv_dtype": (engine_args.get("kv_cache_config") or {}).get("dtype", "auto"),
-        "transceiver": (engine_args.get("cache_transceiver_config") or {}).get("backend"),
-        "ctx_info_endpoint": [],
-    }
-
-
-def with_engine(me: dict[str, Any], block_size: int, ctx_info_endpoint: Sequence[str]) -> dict[str, Any]:
-    """The description `me`, with what only the running engine knows: tokens per block, and its addresses."""
-    return me | {"block_size": block_size, "ctx_info_endpoint": list(ctx_info_endpoint)}
-
-
-def kind_of(me: dict[str, Any]) -> str:
-    """16 hexadecimal digits, the same for all workers that could serve one request together."""
-    same = [me[key] for key in _EQUAL if key not in _CHANGES]
-    return hashlib.blake2b(json.dumps(same).encode(), digest_size=8).hexdigest()
-
-
-def require_pair(mine: dict[str, Any], theirs: dict[str, Any], but: Collection[str] = ()) -> None:
-    """Raise ConfigError with one line per difference, in anything `but` what may differ."""
-    differences = [
-        f"{setting}: {mine['role']} {mine[key]!r}, {theirs.get('role')} {theirs.get(key)!r}"
-        for key, setting in _EQUAL.items()
-        if key not in but and mine[key] != theirs.get(key)
-    ]
-    if mine["role"] == theirs.get("role"):
-        differences.insert(0, f"--disaggregation-mode: both workers are {mine['role']}")
-    if differences:
-        raise ConfigError("the two stages do not fit together; " + "; ".join(differences))
-
-
-def require_fit(mine: dict[str, Any], others: Iterable[dict[str, Any]]) -> None:
-    """Raises as `require_pair` for all of `others` that have the other role, and the same model and strategy."""
-    for theirs in others:
-        is_partner = {mine["role"], theirs.get("role")} == {Role.PREFILL, Role.DECODE}
-        if is_partner and all(theirs.get(key) == mine[key] for key in ("model", "strategy")):
-            require_pair(mine, theirs)
-
-
-def require_callable(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Raises as `require_pair` for a worker that came later. During a switch the two may be under two strategies."""
-    require_pair(mine, theirs, but=("strategy",))
 
 
 class OtherWorkers(Protocol):

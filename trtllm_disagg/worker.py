@@ -41,17 +41,19 @@ from trtllm_disagg.handlers.select import (
 from trtllm_disagg.handlers.services import Policy, build_generate, watch_policy_file
 from trtllm_disagg.handlers.trace import with_request_log
 from trtllm_disagg.keys import AdminKey
-from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
-from trtllm_disagg.stage_state import StageState
-from trtllm_disagg.startup import (
+from trtllm_disagg.model_facts import UNKNOWN_MODEL, read_model_facts
+from trtllm_disagg.pairing import (
+    Fingerprint,
     ModelIdentity,
-    ModelNameGuard,
-    StartupChecks,
     describe_worker,
     kind_of,
     require_callable,
     with_engine,
 )
+from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
+from trtllm_disagg.stage_state import StageState
+from trtllm_disagg.startup import ModelNameGuard, StartupChecks
+from trtllm_disagg.trtllm_version import installed_version
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +74,7 @@ async def run_worker(config: WorkerConfig) -> None:
     api = load_api(config.engine)
     if await asyncio.to_thread(serve_as_rank, config.engine, engine_args):
         return
-    identity = ModelIdentity(config.model_name, config.model, _weights(config))
-    me = describe_worker(config, engine_args, config.kv_block_size, identity)
+    identity, me = _describe(config, engine_args)
     async with aclosing(await open_prefill_queue(config, kind_of(me))) as queue:
         require_system_port(os.environ)
         runtime = Runtime(config)
@@ -102,6 +103,19 @@ def _resolve(config: WorkerConfig) -> tuple[WorkerConfig, dict[str, Any]]:
     # Only a check: the file may change while the engine loads, so it is read again then.
     Policy.of(config, config.kv_block_size)
     return config, engine_args
+
+
+def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
+    """The model of this worker, and what other workers have to know of it."""
+    facts = read_model_facts(config.model)
+    shares = facts if config.engine_spec.is_tensorrt_llm else UNKNOWN_MODEL
+    identity = ModelIdentity(
+        config.model_name, config.model, _weights(config), shares.layout, shares.precision, config.role.value
+    )
+    fingerprint = Fingerprint.of(
+        config.engine, engine_args, config.kv_block_size, facts, installed_version(), os.environ
+    )
+    return identity, describe_worker(config, fingerprint, identity)
 
 
 async def _serve(

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from trtllm_disagg.commands import DescribedInstance
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.startup import ModelIdentity, ModelNameGuard
+from trtllm_disagg.pairing import ModelIdentity
+from trtllm_disagg.startup import ModelNameGuard
 
 MINE = ModelIdentity(model="tiny", source="/models/a", weights="aaaa")
 PLACE = "dyn://dynamo.tensorrt_llm.generate"
@@ -54,6 +55,21 @@ async def test_another_model_behind_the_same_name_is_named_with_both() -> None:
 async def test_others_may_be_as_they_like(other: dict[str, Any]) -> None:
     await guard(other).require_same()
     await guard(other).confirm()
+
+
+async def test_prefill_and_decode_may_hold_one_model_in_two_precisions() -> None:
+    fp4 = replace(MINE, weights="bbbb", layout="same", precision="nvfp4", role="prefill")
+    fp8 = replace(fp4, weights="cccc", precision="fp8", role="decode")
+
+    def between(mine: ModelIdentity, other: ModelIdentity) -> ModelNameGuard:
+        async def look() -> list[DescribedInstance]:
+            return [DescribedInstance(PLACE, 9, other.described())]
+
+        return ModelNameGuard(mine, 5, {PLACE}, look)
+
+    await between(fp4, fp8).require_same()
+    with pytest.raises(ConfigError, match="hash cccc"):
+        await between(fp4, replace(fp8, role="prefill")).require_same()
 
 
 async def test_one_endpoint_is_for_one_name() -> None:

@@ -12,7 +12,7 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -315,14 +315,19 @@ def _path_inside(location: Iterable[Any], content: Any) -> list[str]:
 
 def _hint(path: list[str], strict: bool) -> str:
     """What the key should have been; empty where an unknown key may be one of TensorRT-LLM's."""
-    known = _known_keys(path[:-1])
-    close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6 if strict else 0.9)
-    if close:
-        return "did you mean " + ".".join([*path[:-1], close[0]]) + "?"
-    return "allowed: " + ", ".join(sorted(known)) if strict else ""
+    if close := nearest_key(path, cutoff=0.6 if strict else 0.9):
+        return f"did you mean {close}?"
+    return "allowed: " + ", ".join(sorted(_known_keys(path[:-1]))) if strict else ""
 
 
-def _known_keys(path: list[str]) -> list[str]:
+def nearest_key(path: Sequence[str], cutoff: float = 0.75) -> str:
+    """The argument of LLM(...) that is meant by an unknown one at this path, dotted; empty where none is close."""
+    *owner, name = path
+    close = difflib.get_close_matches(name, _known_keys(owner), n=1, cutoff=cutoff)
+    return ".".join([*owner, close[0]]) if close else ""
+
+
+def _known_keys(path: Sequence[str]) -> list[str]:
     model: type[BaseModel] = LlmArgs
     for name in path:
         model = _nested_model(model, name)

@@ -15,14 +15,14 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, PeerUnavailableError
 from trtllm_disagg.handlers import select as fitting
 from trtllm_disagg.handlers.select import CompatibilityFilter, RequireConsumers
-from trtllm_disagg.startup import ModelIdentity, describe_worker, require_callable
+from trtllm_disagg.pairing import Fingerprint, ModelIdentity, describe_worker, require_callable
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 
 def described(role: str = "prefill", weights: str = "aaaa", **settings: Any) -> dict[str, Any]:
     config = WorkerConfig(model="m", engine="embedded", role=Role(role), **settings)
-    return describe_worker(config, {}, 32, ModelIdentity("m", "m", weights))
+    return describe_worker(config, Fingerprint.of("embedded", {}, 32), ModelIdentity("m", "m", weights))
 
 
 class Instance:

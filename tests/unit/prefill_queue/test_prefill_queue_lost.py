@@ -16,10 +16,10 @@ from tests.support.handling import collect, expected_tokens, request, tokens_of,
 from tests.support.queueing import Queueing, closing
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import QueueUnusableError
+from trtllm_disagg.pairing import Fingerprint, ModelIdentity, describe_worker, kind_of
 from trtllm_disagg.prefill_queue import broker
 from trtllm_disagg.prefill_queue.messages import CONSUMER, Answer, FromPuller, decode
 from trtllm_disagg.prefill_queue.push import QueueClient
-from trtllm_disagg.startup import ModelIdentity, describe_worker, kind_of
 from trtllm_disagg.testing.recording_llm import LLM
 
 
@@ -123,8 +123,8 @@ async def test_a_handoff_is_let_go_when_its_pusher_dies_of_the_answer(
 def described(**changes: Any) -> dict[str, Any]:
     config = WorkerConfig(model="m", role=changes.pop("role", Role.PREFILL), **changes.pop("config", {}))
     identity = ModelIdentity(config.model_name, "a/directory", changes.pop("weights", "abc"))
-    settings: dict[str, Any] = {"engine_args": {"dtype": "float32"}, "block_size": 16, "identity": identity}
-    return describe_worker(config, **(settings | changes))
+    args, block_size = changes.pop("engine_args", {"dtype": "float32"}), changes.pop("block_size", 16)
+    return describe_worker(config, Fingerprint.of(config.engine, args, block_size, **changes), identity)
 
 
 @pytest.mark.parametrize(

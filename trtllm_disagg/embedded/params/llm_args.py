@@ -83,6 +83,7 @@ class KvCacheConfig(StrictModel):
     block_reuse_config: BlockReuseConfig = Field(default_factory=BlockReuseConfig)
     pool_ratio: list[float] | None = None
     avg_seq_len: PositiveInt | None = None
+    mamba_state_config: dict[str, Any] | None = None
     max_util_for_resume: float = Field(default=0.95, gt=0, le=1)
 
     @field_validator("tokens_per_block")
@@ -326,6 +327,7 @@ class LlmArgs(BaseLlmArgs):
     attn_backend: str = "TRTLLM"
     cuda_graph_config: CudaGraphConfig | None = Field(default_factory=CudaGraphConfig)
     moe_config: Opaque = None
+    nvfp4_gemm_config: Opaque = None
     attention_dp_config: Opaque = None
     torch_compile_config: Opaque = None
     allreduce_strategy: str | None = "AUTO"

@@ -183,6 +183,7 @@ _NO_EFFECT = (
     "attn_backend",
     "cuda_graph_config",
     "moe_config",
+    "nvfp4_gemm_config",
     "attention_dp_config",
     "torch_compile_config",
     "allreduce_strategy",
@@ -195,6 +196,7 @@ _NO_EFFECT = (
     "kv_cache_config.use_kv_cache_manager_v2",
     "kv_cache_config.pool_ratio",
     "kv_cache_config.avg_seq_len",
+    "kv_cache_config.mamba_state_config",
     "scheduler_config.use_python_scheduler",
     "scheduler_config.enable_prefix_aware_scheduling",
     # One by one: Dynamo always passes this object, with its defaults.

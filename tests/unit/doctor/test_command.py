@@ -1,0 +1,117 @@
+"""`trtllm-disagg doctor`: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.unit.doctor.test_rules import DECODE, PREFILL
+from trtllm_disagg.cli import main
+from trtllm_disagg.doctor.rules import RULES
+
+ENGINE_CONFIGS = Path(__file__).parents[3] / "engine_configs"
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    for variable in ("PREFILL_CUDA_VISIBLE_DEVICES", "DECODE_CUDA_VISIBLE_DEVICES", "NIXL_PLUGIN_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    for name, content in (("prefill", PREFILL), ("decode", DECODE)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path / "prefill.yaml", tmp_path / "decode.yaml"
+
+
+def status_of(*argv: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", *map(str, argv)])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_a_pair_that_is_fine_ends_with_0(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(*pair) == 0
+    shown = capsys.readouterr().out
+    assert all(rule.name in shown for rule in RULES)
+    assert shown.endswith("0 errors, 0 notes; TensorRT-LLM 1.3.0rc29, decode_first\n")
+
+
+def test_an_error_ends_with_1_and_is_explained(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair[1].write_text(yaml.safe_dump(DECODE | {"max_seq_len": 8192}))
+    assert status_of(*pair) == 1
+    shown = capsys.readouterr().out
+    assert "error max_seq_len: decode: max_seq_len: 16384\n" in shown
+    assert "because a prompt that prefill takes must fit where it is decoded" in shown
+
+
+def test_notes_do_not_fail(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    pair[0].write_text(yaml.safe_dump(PREFILL | {"disable_overlap_scheduler": False}))
+    assert status_of(*pair) == 0
+    assert "0 errors, 1 notes" in capsys.readouterr().out
+
+
+def test_json_has_every_row(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(*pair, "--json", "--prefill-gpus", "0", "--decode-gpus", "0") == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["errors"], said["notes"], said["trtllm_version"]) == (1, 0, "1.3.0rc29")
+    assert [row["rule"] for row in said["rows"]] == [rule.name for rule in RULES]
+    (row,) = (row for row in said["rows"] if row["verdict"] == "error")
+    assert row == {
+        "rule": "GPUs",
+        "verdict": "error",
+        "prefill": "0",
+        "decode": "0",
+        "why": row["why"],
+        "instead": "GPUs of their own: both have 0; or free_gpu_memory_fraction below 0.5 on both",
+    }
+
+
+def test_the_model_directory_says_what_auto_is(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16", "max_position_embeddings": 16384}')
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"kv_cache_quant_algo": "FP8"}}')
+    pair[1].write_text(yaml.safe_dump(DECODE | {"kv_cache_config": {"dtype": "auto"}}))
+    assert status_of(*pair) == 1
+    capsys.readouterr()
+    assert status_of(*pair, "--model", tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--trtllm-version", "new"], "--trtllm-version: 'new' is not allowed"),
+        (["--decode-gpus", "1,1"], "--decode-gpus: '1,1' is not allowed; expected each GPU once"),
+        (["--strategy", "both"], "--strategy"),
+    ],
+)
+def test_bad_usage_ends_with_2(
+    pair: tuple[Path, Path], more: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(*pair, *more) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, "- a list\n", "a: b: c\n", b"\xff"])
+def test_a_file_that_is_none_ends_with_2(
+    pair: tuple[Path, Path], content: str | bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is None:
+        pair[0].unlink()
+    else:
+        pair[0].write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert status_of(*pair) == 2
+    assert "prefill.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "folder",
+    sorted(path.parent for path in ENGINE_CONFIGS.glob("*/prefill.yaml") if path.parent.name != "demo"),
+)
+def test_the_pairs_that_are_shipped_are_clean(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(folder / "prefill.yaml", folder / "decode.yaml", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == 0

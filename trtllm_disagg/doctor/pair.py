@@ -1,0 +1,212 @@
+"""Two engine YAML files, read and typed: what the rules look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from trtllm_disagg.config.engine_args import nearest_key
+from trtllm_disagg.config.thresholds import read_yaml
+from trtllm_disagg.config.worker_config import Role
+from trtllm_disagg.embedded.params.llm_args import TENSORRT_LLM_BACKENDS, LlmArgs
+from trtllm_disagg.engines import ENGINES
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.model_facts import ModelFacts, read_model_facts
+from trtllm_disagg.pairing import Description, Fingerprint
+from trtllm_disagg.trtllm_version import NEWEST_KNOWN, TrtllmVersion
+
+_TRANSCEIVER = "cache_transceiver_config"
+_BACKEND = "backend"
+#: As Dynamo's worker has it, and this one.
+DEFAULT_BLOCK_SIZE = 32
+_ENGINE = ENGINES["tensorrt_llm"].name
+
+
+@dataclass(frozen=True, slots=True)
+class BadKey:
+    """A key that TensorRT-LLM would refuse, or that is not known to exist."""
+
+    key: str
+    value: Any
+    #: What to write instead; empty for a key that a newer TensorRT-LLM may have.
+    instead: str
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One file. `args` has TensorRT-LLM's defaults where it says nothing."""
+
+    role: Role
+    source: str
+    #: As in the file.
+    given: Mapping[str, Any]
+    args: LlmArgs
+    bad_keys: tuple[BadKey, ...]
+    #: The path or the name of the model.
+    model: str | None
+    facts: ModelFacts
+    fingerprint: Fingerprint
+    #: The GPUs of this worker; empty where that is not known.
+    gpus: tuple[str, ...] = ()
+
+    def gave(self, *path: str) -> bool:
+        """The file has this key."""
+        content: Any = self.given
+        for name in path:
+            if not isinstance(content, Mapping) or name not in content:
+                return False
+            content = content[name]
+        return True
+
+    @property
+    def max_seq_len(self) -> int | None:
+        return self.fingerprint.max_seq_len
+
+    @property
+    def num_gpus(self) -> int:
+        return self.args.tensor_parallel_size * self.args.pipeline_parallel_size
+
+    @property
+    def described(self) -> Description:
+        """As a live worker describes its engine."""
+        return {
+            "role": self.role.value,
+            "weights": self.model,
+            "layout": self.facts.layout,
+            "precision": self.facts.precision,
+            **{name: getattr(self.fingerprint, name) for name in Fingerprint.__dataclass_fields__},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What is asked about besides the two files."""
+
+    trtllm_version: TrtllmVersion = NEWEST_KNOWN
+    strategy: str = "decode_first"
+    schedule_style: str = "context_first"
+    #: Where it was given.
+    kv_block_size: int | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    prefill: Side
+    decode: Side
+    deployment: Deployment
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.prefill, self.decode
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Of those that prefill takes."""
+        return self.prefill.max_seq_len
+
+
+def read_side(
+    role: Role, path: Path, model: str | None, deployment: Deployment, gpus: tuple[str, ...] = ()
+) -> Side:
+    """Raises ConfigError, naming the file, for one that cannot be read or is not a YAML mapping."""
+    try:
+        content = read_yaml(path)
+    except OSError as error:
+        raise ConfigError.bad_value(
+            role.value, str(path), f"a YAML file that can be read ({error.strerror})"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    given = content if content is not None else {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: expected keys with values, got {type(given).__name__}")
+    return side_of(role, str(path), given, model, deployment, gpus)
+
+
+def side_of(
+    role: Role,
+    source: str,
+    given: Mapping[str, Any],
+    model: str | None,
+    deployment: Deployment,
+    gpus: tuple[str, ...] = (),
+) -> Side:
+    args, bad_keys = _validated(given)
+    own_model = given.get("model") or model
+    facts = read_model_facts(own_model or "")
+    block_size = args.kv_cache_config.tokens_per_block
+    told = dict(given) | {_TRANSCEIVER: _transceiver(args, given)}
+    fingerprint = Fingerprint.of(
+        _ENGINE, told, block_size, facts, str(deployment.trtllm_version), deployment.environ
+    )
+    return Side(role, source, given, args, bad_keys, own_model, facts, fingerprint, gpus)
+
+
+def _transceiver(args: LlmArgs, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A worker of a pair has one unless its file says that it has none."""
+    if args.cache_transceiver_config is not None:
+        return args.cache_transceiver_config.model_dump()
+    return None if _TRANSCEIVER in given else {_BACKEND: "DEFAULT"}
+
+
+def _validated(given: Mapping[str, Any]) -> tuple[LlmArgs, tuple[BadKey, ...]]:
+    """The arguments without what TensorRT-LLM would refuse, and that."""
+    left: dict[str, Any] = {"model": "any", **_copied(given)}
+    found = list(_upper_backend(left))
+    while True:
+        try:
+            return LlmArgs.model_validate(left), tuple(found)
+        except ValidationError as errors:
+            for error in errors.errors(include_url=False, include_context=False):
+                found.append(_removed(left, [str(part) for part in error["loc"]], error))
+
+
+def _upper_backend(left: dict[str, Any]) -> list[BadKey]:
+    """TensorRT-LLM has taken names of backends in upper case only since 1.1."""
+    transceiver = left.get(_TRANSCEIVER)
+    if not isinstance(transceiver, dict):
+        return []
+    backend = transceiver.get(_BACKEND)
+    if not isinstance(backend, str) or backend in TENSORRT_LLM_BACKENDS:
+        return []
+    is_spelling = backend.upper() in TENSORRT_LLM_BACKENDS
+    transceiver[_BACKEND] = backend.upper() if is_spelling else "DEFAULT"
+    allowed = backend.upper() if is_spelling else f"one of {', '.join(TENSORRT_LLM_BACKENDS)}"
+    return [BadKey(f"{_TRANSCEIVER}.{_BACKEND}", backend, allowed)]
+
+
+def _removed(left: dict[str, Any], location: list[str], error: Mapping[str, Any]) -> BadKey:
+    """Take the part that is wrong out of `left`, and say what is wrong with it."""
+    path, owner = [], left
+    for part in location:
+        if not isinstance(owner, dict) or part not in owner:
+            break
+        path.append(part)
+        content = owner[part]
+        if not isinstance(content, dict):
+            break
+        owner = content
+    key = ".".join(path)
+    owner = left
+    for part in path[:-1]:
+        owner = owner[part]
+    if path:
+        owner.pop(path[-1])
+    else:  # of the file as a whole: nothing of it can be looked at further
+        left.clear()
+        left["model"] = "any"
+    if error["type"] == "extra_forbidden":
+        return BadKey(key, error["input"], nearest_key(path))
+    allowed = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return BadKey(key or "the file", error["input"], allowed)
+
+
+def _copied(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        str(key): _copied(value) if isinstance(value, Mapping) else value for key, value in content.items()
+    }

@@ -1,0 +1,102 @@
+"""What a model directory says about precision and shape, as far as workers that share its KV must agree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Of config.json: what decides how many numbers of which meaning one token's KV has, and which tokens there are.
+_SHAPE = (
+    "architectures",
+    "model_type",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_size",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "sliding_window",
+    "layer_types",
+    "rope_theta",
+    "rope_scaling",
+    "vocab_size",
+)
+_AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Of a model that is not a directory, nothing is known."""
+
+    #: Of weights and activations that are not quantised.
+    dtype: str = _AUTO
+    #: What `kv_cache_config.dtype: auto` becomes.
+    kv_dtype: str = _AUTO
+    #: How the weights are quantised: fp8, nvfp4, ...; empty for none.
+    precision: str = ""
+    #: Hash of the shape and the tokenizer; empty where nothing is known. Checkpoints of one model in two precisions
+    #: have it in common.
+    layout: str = ""
+    max_positions: int | None = None
+
+
+UNKNOWN_MODEL = ModelFacts()
+
+
+def read_model_facts(model: str | Path) -> ModelFacts:
+    """Never raises: what is wrong with a model, its engine says."""
+    directory = Path(model).expanduser()
+    config = _read(directory / "config.json")
+    if not config:
+        return UNKNOWN_MODEL
+    # A model that also sees or hears has its language model inside.
+    text = config | (config.get("text_config") or {})
+    precision, kv_precision = _quantization(config, _read(directory / "hf_quant_config.json"))
+    dtype = str(text.get("torch_dtype") or text.get("dtype") or _AUTO)
+    return ModelFacts(dtype, kv_precision or dtype, precision, _layout(text, directory), _max_positions(text))
+
+
+def _quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any]) -> tuple[str, str]:
+    """Of the weights and of the KV, lower case; empty for none."""
+    of_config = _mapping(config.get("quantization_config"))
+    of_modelopt = _mapping(modelopt.get("quantization")) or of_config
+    precision = of_modelopt.get("quant_algo") or of_config.get("quant_method") or ""
+    kv_precision = of_modelopt.get("kv_cache_quant_algo") or ""
+    scheme = _mapping(of_config.get("kv_cache_scheme"))
+    if not kv_precision and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
+        kv_precision = "fp8"
+    return str(precision).lower(), str(kv_precision).lower()
+
+
+def _layout(text: Mapping[str, Any], directory: Path) -> str:
+    hasher = hashlib.blake2b(digest_size=8)
+    hasher.update(json.dumps({key: text.get(key) for key in _SHAPE}, sort_keys=True).encode())
+    try:
+        hasher.update((directory / "tokenizer.json").read_bytes())
+    except OSError:
+        return ""  # without its tokenizer, two models of one shape cannot be told apart
+    return hasher.hexdigest()
+
+
+def _max_positions(text: Mapping[str, Any]) -> int | None:
+    value = text.get("max_position_embeddings")
+    return value if isinstance(value, int) else None
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
