@@ -46,7 +46,7 @@ ENGINES: dict[str, EngineSpec] = {
             rank_server="trtllm_disagg.embedded.tensor_parallel.launch:serve_as_rank",
         ),
         # Makes no real tokens: for measuring and testing what is around an engine. `auto` never means it.
-        EngineSpec("recording", "trtllm_disagg.testing.recording"),
+        EngineSpec("recording", "trtllm_disagg.testing.recording", defaults={"recording": {}}),
     )
 }
 

@@ -20,7 +20,7 @@ from trtllm_disagg.prefill_queue.push import QueueClient
 from trtllm_disagg.prefill_queue.queue import DepthWatch
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.testing.pair import recording_engine
-from trtllm_disagg.testing.recording_llm import LLM, Script
+from trtllm_disagg.testing.recording import LLM, Script
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 _namespaces = itertools.count(1)

@@ -14,7 +14,7 @@ from tests.support.queueing import Queueing, queueing
 from trtllm_disagg.embedded import LLM as EmbeddedLLM
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.pair import leftover_tasks
-from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.recording import LLM
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])

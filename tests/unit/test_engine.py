@@ -14,7 +14,7 @@ from trtllm_disagg.engine import Engine, load_api
 from trtllm_disagg.engines import resolve_engine
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, WorkerLeavingError
 from trtllm_disagg.testing.pair import MAX_SEQ_LEN, recording_engine
-from trtllm_disagg.testing.recording_llm import GuidedDecodingParams, SamplingParams
+from trtllm_disagg.testing.recording import GuidedDecodingParams, SamplingParams
 
 
 def sampling_of(**keys: Any) -> SamplingParams:
@@ -222,10 +222,12 @@ async def test_idle_by_statistics(stats: list[dict[str, Any]], idle: bool) -> No
 
 
 async def test_idle_as_the_embedded_engine_tells_it() -> None:
-    engine = recording_engine()
-    for active in (0, 2):
-        engine.llm.num_active_requests = active
-        assert await engine.is_idle() is (active == 0)
+    engine = recording_engine(recording={})
+    assert await engine.is_idle()
+    result = engine.start_both(request(3))
+    assert not await engine.is_idle()
+    await result.aresult()
+    assert await engine.is_idle()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handoff_formats import result_of
 from trtllm_disagg.testing.pair import make_pair
-from trtllm_disagg.testing.recording_llm import LLM, RequestError, Script
+from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.types import PrefillResult, TokenChunk
 from trtllm_disagg.wire import decode_request
 

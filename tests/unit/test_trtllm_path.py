@@ -26,9 +26,9 @@ from trtllm_disagg.dynamo_runtime.publishers import KvEventForwarder, StatsForwa
 from trtllm_disagg.engine import Engine, LlmApi, load_api
 from trtllm_disagg.engines import resolve_engine
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.testing import recording_llm
+from trtllm_disagg.testing import recording
 from trtllm_disagg.testing.mounted import mounted_recording_llm
-from trtllm_disagg.testing.recording_llm import LLM, DisaggregatedParams, SamplingParams
+from trtllm_disagg.testing.recording import LLM, DisaggregatedParams, SamplingParams
 from trtllm_disagg.testing.sinks import RecordingEventSink, RecordingLoadSink, RecordingStatsSink, Stored
 from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import Generate
@@ -91,11 +91,11 @@ def test_every_name_comes_from_where_tensorrt_llm_keeps_it() -> None:
         name="tensorrt_llm",
         llm=LLM,
         sampling_params=SamplingParams,
-        guided_decoding_params=recording_llm.GuidedDecodingParams,
+        guided_decoding_params=recording.GuidedDecodingParams,
         disaggregated_params=DisaggregatedParams,
-        logprob=recording_llm.Logprob,
-        request_error=recording_llm.RequestError,
-        new_disagg_request_id=recording_llm.get_global_disagg_request_id,
+        logprob=recording.Logprob,
+        request_error=recording.RequestError,
+        new_disagg_request_id=recording.get_global_disagg_request_id,
     )
 
 
@@ -210,7 +210,7 @@ async def test_both_phases_of_a_request(strategy: str) -> None:
             opaque_state=made.opaque_state,
         ),
     }
-    assert made.first_gen_log_probs == [{expected_tokens(1)[0]: recording_llm.Logprob(-1.0, 1)}]
+    assert made.first_gen_log_probs == [{expected_tokens(1)[0]: recording.Logprob(-1.0, 1)}]
     assert json.loads(json.dumps(client.requests)) == client.requests
 
 
@@ -219,7 +219,7 @@ async def test_handoff_ids_are_made_for_this_worker() -> None:
     engine = opened(Role.PREFILL)
     result = engine.start_prefill(request())
     params = engine.llm.calls_of("generate_async")[0]["disaggregated_params"]
-    assert params.disagg_request_id & 0x3FFF == 1 << 6 | 6
+    assert params.disagg_request_id >> 10 & 0x3FFF == 1 << 6 | 6
     result.abort()
 
 

@@ -14,7 +14,7 @@ from tests.support.handling import raw_request, request
 from trtllm_disagg import embedded
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.remote import DECODE
-from trtllm_disagg.testing import recording_llm
+from trtllm_disagg.testing import recording
 from trtllm_disagg.types import (
     Handoff,
     OutputOptions,
@@ -35,7 +35,7 @@ from trtllm_disagg.wire import (
     names_a_sender,
 )
 
-APIS = [recording_llm, embedded]
+APIS = [recording, embedded]
 
 
 def over_the_wire(message: Any) -> Any:
@@ -227,11 +227,11 @@ def test_a_handoff_crosses_whole(api: Any, data: st.DataObject) -> None:
 
 def test_upstreams_wire_form() -> None:
     encoded = encode_disaggregated_params(
-        recording_llm.DisaggregatedParams(
+        recording.DisaggregatedParams(
             request_type="context_only",
             first_gen_tokens=[4710],
             opaque_state=b"kv",
-            first_gen_log_probs=[{4710: recording_llm.Logprob(-2.25, 1)}],
+            first_gen_log_probs=[{4710: recording.Logprob(-2.25, 1)}],
             first_gen_logits=[object()],
         )
     )
@@ -244,18 +244,18 @@ def test_upstreams_wire_form() -> None:
 
 
 def test_a_plain_first_logprob_crosses() -> None:
-    params = recording_llm.DisaggregatedParams(opaque_state=b"kv", first_gen_log_probs=[-0.5])
+    params = recording.DisaggregatedParams(opaque_state=b"kv", first_gen_log_probs=[-0.5])
     encoded = PrefillResult(over_the_wire(encode_disaggregated_params(params)))
-    decoded = decode_disaggregated_params(encoded, recording_llm.DisaggregatedParams, recording_llm.Logprob)
+    decoded = decode_disaggregated_params(encoded, recording.DisaggregatedParams, recording.Logprob)
     assert decoded.first_gen_log_probs == [-0.5]
 
 
 def test_what_routers_add_is_left_out() -> None:
     encoded = {"opaque_state": "a3Y=", "worker_id": 9, "_epd_metadata": {}}
     decoded = decode_disaggregated_params(
-        PrefillResult(encoded), recording_llm.DisaggregatedParams, recording_llm.Logprob
+        PrefillResult(encoded), recording.DisaggregatedParams, recording.Logprob
     )
-    assert decoded == recording_llm.DisaggregatedParams(request_type="generation_only", opaque_state=b"kv")
+    assert decoded == recording.DisaggregatedParams(request_type="generation_only", opaque_state=b"kv")
     assert set(encoded) == {"opaque_state", "worker_id", "_epd_metadata"}
 
 
@@ -275,9 +275,7 @@ def test_what_routers_add_is_left_out() -> None:
 )
 def test_an_unreadable_handoff_is_refused(encoded: dict[str, Any], named: str) -> None:
     with pytest.raises(HandoffRefusedError, match=named):
-        decode_disaggregated_params(
-            PrefillResult(encoded), recording_llm.DisaggregatedParams, recording_llm.Logprob
-        )
+        decode_disaggregated_params(PrefillResult(encoded), recording.DisaggregatedParams, recording.Logprob)
 
 
 @given(params)
@@ -285,8 +283,8 @@ def test_no_handoff_breaks_the_reader(encoded: dict[str, Any]) -> None:
     try:
         decoded = decode_disaggregated_params(
             PrefillResult({"opaque_state": "a3Y="} | encoded),
-            recording_llm.DisaggregatedParams,
-            recording_llm.Logprob,
+            recording.DisaggregatedParams,
+            recording.Logprob,
         )
     except HandoffRefusedError:
         return

@@ -1,4 +1,4 @@
-"""The recording LLM under the name `tensorrt_llm`, for code that imports that."""
+"""The scripted LLM under the name `tensorrt_llm`, for code that imports that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from trtllm_disagg.testing import recording_llm
+from trtllm_disagg.testing import recording
+from trtllm_disagg.testing.hard_edges import FORGIVING, HardEdges, global_id_function
 
 ROOT = "tensorrt_llm"
 
@@ -15,7 +16,7 @@ ROOT = "tensorrt_llm"
 NAMES = {
     "": "LLM SamplingParams DisaggregatedParams",
     "llmapi": "KvCacheConfig CacheTransceiverConfig SchedulerConfig DynamicBatchConfig",
-    "llmapi.disagg_utils": "get_global_disagg_request_id",
+    "llmapi.disagg_utils": "",
     "disaggregated_params": "DisaggregatedParams DisaggScheduleStyle",
     "sampling_params": "SamplingParams GuidedDecodingParams",
     "scheduling_params": "SchedulingParams",
@@ -26,28 +27,38 @@ NAMES = {
 }
 
 
+#: The release that this project is written for.
+VERSION = "1.3.0rc29"
+_IDS = "get_global_disagg_request_id"
+
+
 @contextmanager
-def mounted_recording_llm() -> Iterator[ModuleType]:
+def mounted_recording_llm(edges: HardEdges = FORGIVING, version: str = VERSION) -> Iterator[ModuleType]:
     """Inside, `import tensorrt_llm` gives the stand-in; afterwards everything is as it was."""
-    before = _taken_out()
+    before, edges_before = _taken_out(), recording.LLM.edges
+    recording.LLM.edges = edges
     try:
-        yield _put_in()
+        yield _put_in(version)
     finally:
         _taken_out()
         sys.modules.update(before)
-        recording_llm.LLM.forget_instances()
+        recording.LLM.edges = edges_before
+        recording.LLM.forget_instances()
 
 
-def _put_in() -> ModuleType:
+def _put_in(version: str) -> ModuleType:
     for part, names in NAMES.items():
         module = ModuleType(f"{ROOT}.{part}" if part else ROOT)
         module.__path__ = []
         for name in names.split():
-            setattr(module, name, getattr(recording_llm, name))
+            setattr(module, name, getattr(recording, name))
         sys.modules[module.__name__] = module
         parent, _, child = module.__name__.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
+    sys.modules[ROOT].__dict__["__version__"] = version
+    if (ids := global_id_function(version)) is not None:
+        setattr(sys.modules[f"{ROOT}.llmapi.disagg_utils"], _IDS, ids)
     return sys.modules[ROOT]
 
 

@@ -1,4 +1,4 @@
-"""Two workers of one strategy in this process, each on a recording LLM."""
+"""Two workers of one strategy in this process, each on a scripted LLM."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engine import Engine, LlmApi
+from trtllm_disagg.engine import Engine, load_api
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.testing import recording_llm
-from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire import decode_chunk
@@ -22,23 +21,13 @@ MAX_SEQ_LEN = 512
 
 
 def recording_engine(**engine_args: Any) -> Engine:
-    """An Engine on a recording LLM; `engine.llm` is that."""
-    api = LlmApi(
-        name="recording",
-        llm=recording_llm.LLM,
-        sampling_params=recording_llm.SamplingParams,
-        guided_decoding_params=recording_llm.GuidedDecodingParams,
-        disaggregated_params=recording_llm.DisaggregatedParams,
-        logprob=recording_llm.Logprob,
-        request_error=recording_llm.RequestError,
-        new_disagg_request_id=recording_llm.get_global_disagg_request_id,
-    )
+    """An Engine on a scripted LLM; `engine.llm` is that."""
     args = {
         "model": "org/model",
         "max_seq_len": MAX_SEQ_LEN,
         "cache_transceiver_config": {"backend": "NIXL"},
     }
-    return Engine.open(api, args | engine_args, machine_id=0)
+    return Engine.open(load_api("recording"), args | engine_args, machine_id=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,185 +1,387 @@
-"""The recording LLM without its cost: `--engine recording`. It makes NO real tokens and reads no weights.
+"""A scripted LLM: TensorRT-LLM's LLM API, with signatures and types of the embedded engine's, and no model.
 
-A token is a function of the prompt and of the position, and comes at once or at a set pace, so what is measured
-around it is the frontend's and the workers' own cost. Unlike `recording_llm` it serves real worker processes: no
-KV exists, so a decode needs nothing but the handoff's words. `requests` keeps the newest requests.
+It stands in for `tensorrt_llm` in tests (`mounted.py`, with TensorRT-LLM's hard edges) and is the engine
+`--engine recording`, which makes no real tokens and reads no weights: what is measured around it is the frontend's
+and the workers' own cost. It records every call and refuses every name and keyword that TensorRT-LLM has not. A token
+is a function of the text before it, so two workers that split a request give the same tokens as one that runs it whole.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+import threading
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
-from trtllm_disagg.testing import recording_llm
-from trtllm_disagg.testing.recording_llm import (
-    DEFAULT_REQUEST_PRIORITY,
-    CompletionOutput,
+from trtllm_disagg.embedded.api.llm import DEFAULT_REQUEST_PRIORITY
+from trtllm_disagg.embedded.api.llm import LLM as EmbeddedLLM
+from trtllm_disagg.embedded.api.result import CompletionOutput, Logprob
+from trtllm_disagg.embedded.params.disaggregated_params import (
     DisaggregatedParams,
     DisaggScheduleStyle,
-    GuidedDecodingParams,
-    Logprob,
-    RequestError,
-    SamplingParams,
     get_global_disagg_request_id,
 )
+from trtllm_disagg.embedded.params.llm_args import (
+    CacheTransceiverConfig,
+    CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
+    CudaGraphConfig,
+    DynamicBatchConfig,
+    KvCacheConfig,
+    KVEventsConfig,
+    LlmArgs,
+    LoadFormat,
+    SchedulerConfig,
+)
+from trtllm_disagg.embedded.params.sampling_params import (
+    GuidedDecodingParams,
+    SamplingParams,
+    SchedulingParams,
+)
+from trtllm_disagg.kv_transfer.transports import embedded_only_backends
+from trtllm_disagg.testing.hard_edges import (
+    FORGIVING,
+    EngineDeadError,
+    HardEdges,
+    KvHolder,
+    KvStore,
+    News,
+    NoKv,
+    RequestError,
+)
+from trtllm_disagg.testing.recording_result import EOS_TOKEN, Pace, Place, RequestOutput, Script
 
 __all__ = [
     "DEFAULT_REQUEST_PRIORITY",
     "LLM",
+    "CacheTransceiverConfig",
+    "CapacitySchedulerPolicy",
+    "CompletionOutput",
+    "ContextChunkingPolicy",
+    "CudaGraphConfig",
     "DisaggScheduleStyle",
     "DisaggregatedParams",
+    "DynamicBatchConfig",
     "GuidedDecodingParams",
+    "KVEventsConfig",
+    "KvCacheConfig",
+    "LoadFormat",
     "Logprob",
     "RequestError",
+    "RequestOutput",
     "SamplingParams",
+    "SchedulerConfig",
+    "SchedulingParams",
+    "Script",
     "get_global_disagg_request_id",
 ]
 
-#: Printable ASCII in a vocabulary of bytes (`bench.relay_model`): every token is text at once.
-FIRST_TOKEN, NUM_TOKENS = 16, 64
-_HELD = b"nothing: the recording engine has no KV"
-_REQUESTS_KEPT = 256
-_request_ids = itertools.count(1)
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+#: An engine's argument that turns the recording engine on; its value is a `Pace`.
+_RECORDING = "recording"
+_NOT_TENSORRT_LLMS = "embedded"
+_NUM_BLOCKS = 1024
+#: Calls and results; a worker may run for days.
+_KEPT = 256
 
 
-class Pace(BaseModel):
-    """The key `recording` of the engine's arguments."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, with the arguments that were given; defaults are not listed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    #: So many are ready at once, as where an engine's core is ahead of its reader.
-    tokens_per_step: int = Field(1, ge=1)
-    #: Between the steps; 0: as fast as they are read. A late reader finds all that is due.
-    step_seconds: float = Field(0.0, ge=0)
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
-class LLM(recording_llm.LLM):
-    """Checks requests as the recording LLM does. Of a request's options only its length has an effect."""
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """As much of a tokenizer as a worker of token ids looks at."""
 
-    def __init__(self, model: str, recording: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(model, **kwargs)
-        recording_llm.LLM.instances.remove(self)
-        self._pace = Pace.model_validate(recording or {})
-        self.requests: deque[tuple[list[int], SamplingParams]] = deque(maxlen=_REQUESTS_KEPT)
-        self.num_active_requests = 0
-
-    def generate_async(  # type: ignore[override]
-        self,
-        inputs: Sequence[int],
-        sampling_params: SamplingParams,
-        streaming: bool = False,
-        disaggregated_params: DisaggregatedParams | None = None,
-        cache_salt: str | None = None,
-        priority: float = DEFAULT_REQUEST_PRIORITY,
-    ) -> InstantOutput:
-        if self.is_shut_down:
-            raise RuntimeError("LLM is shutting down")
-        if sampling_params.logprobs is not None:
-            raise NotImplementedError("the recording engine has no log probabilities")
-        prompt = list(inputs)
-        self._check_request(prompt, sampling_params, disaggregated_params, priority)
-        self.requests.append((prompt, sampling_params))
-        return InstantOutput(self, prompt, sampling_params.max_tokens, disaggregated_params, self._pace)
-
-    async def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
-        """None ever come; the wait keeps the reader from spinning."""
-        await asyncio.sleep(timeout or 0)
-        nothing: tuple[dict[str, Any], ...] = ()
-        for event in nothing:
-            yield event
-
-    get_stats_async = get_kv_cache_events_async
-
-
-class InstantOutput:
-    """One request; iterating yields this same object, each time with one more step's tokens in it."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        prompt: list[int],
-        max_tokens: int,
-        given: DisaggregatedParams | None,
-        pace: Pace,
-    ) -> None:
-        self.request_id = next(_request_ids)
-        self.outputs = [CompletionOutput(index=0)]
-        self.cached_tokens = 0
-        self._llm = llm
-        self._seed = sum(prompt)
-        self._pace = pace
-        self._given = given
-        self._is_prefill = given is not None and given.request_type == "context_only"
-        self._max_tokens = 1 if self._is_prefill else max_tokens
-        self._started = asyncio.get_running_loop().time()
-        self._steps = 0
-        llm.num_active_requests += 1
+    bos_token_id: int = 1
+    eos_token_id: int = EOS_TOKEN
 
     @property
-    def finished(self) -> bool:
-        return self.outputs[0].finish_reason is not None
-
-    def abort(self) -> None:
-        if not self.finished:
-            self._finish("cancelled")
-
-    def __aiter__(self) -> InstantOutput:
+    def tokenizer(self) -> Tokenizer:
+        """TensorRT-LLM wraps the tokenizer of transformers; here both are one."""
         return self
 
-    async def __anext__(self) -> InstantOutput:
-        if self.finished:
-            raise StopAsyncIteration
-        steps = await self._steps_due()
-        if not self.finished:  # else aborted meanwhile
-            self._make(steps * self._pace.tokens_per_step)
-        return self
 
-    async def aresult(self) -> InstantOutput:
-        async for _ in self:
-            pass
-        return self
+def _takes(
+    method: Callable[Concatenate[EmbeddedLLM, P], Any],
+) -> Callable[[Callable[[LLM, dict[str, Any]], R]], Callable[Concatenate[LLM, P], R]]:
+    """What the embedded engine's method takes; what was given is recorded, and handed over by name."""
+    signature = inspect.signature(method)
 
-    async def _steps_due(self) -> int:
-        seconds = self._pace.step_seconds
-        if not seconds:
-            # Another request gets its turn here, as it does while a real engine computes.
-            await asyncio.sleep(0)
-            return 1
-        loop = asyncio.get_running_loop()
-        await asyncio.sleep(max(0.0, self._started + (self._steps + 1) * seconds - loop.time()))
-        due = max(1, int((loop.time() - self._started) / seconds) - self._steps)
-        self._steps += due
-        return due
+    def decorate(answer: Callable[[LLM, dict[str, Any]], R]) -> Callable[Concatenate[LLM, P], R]:
+        @functools.wraps(method)
+        def taking(self: LLM, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            given = dict(signature.bind(self, *args, **kwargs).arguments)
+            del given["self"]
+            _keep(self.calls, Call(method.__name__, given))
+            return answer(self, given)
 
-    def _make(self, count: int) -> None:
-        tokens = self.outputs[0].token_ids
-        start = len(tokens)
-        end = min(start + count, self._max_tokens)
-        tokens.extend(instant_token(self._seed, position) for position in range(start, end))
-        if end == self._max_tokens:
-            self._hand_off()
-            self._finish("length")
+        return taking
 
-    def _finish(self, reason: str) -> None:
-        self.outputs[0].finish_reason = reason
-        self._llm.num_active_requests -= 1
+    return decorate
 
-    def _hand_off(self) -> None:
-        if self._is_prefill and self._given is not None:
-            self.outputs[0].disaggregated_params = DisaggregatedParams(
-                request_type="context_only",
-                first_gen_tokens=list(self.outputs[0].token_ids),
-                ctx_request_id=self._given.disagg_request_id,
-                disagg_request_id=self._given.disagg_request_id,
-                opaque_state=_HELD,
+
+class LLM:
+    """Give it scripts, then look at `calls`. `LLM.instances` lists those that the tested code has built."""
+
+    instances: ClassVar[list[LLM]] = []
+    #: One process holds both workers of a pair in a test, so KV that is waiting for a decode lives here.
+    kv_store: ClassVar[KvStore] = KvStore()
+    #: Of those that are built from now on.
+    edges: ClassVar[HardEdges] = FORGIVING
+
+    calls: list[Call]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> LLM:
+        made = super().__new__(cls)
+        made.calls = []
+        return made
+
+    @_takes(EmbeddedLLM.__init__)  # type: ignore[arg-type]  # mypy minds how an __init__ names its self
+    def __init__(self, given: dict[str, Any]) -> None:
+        given |= given.pop("kwargs", {})
+        self.calls[0] = Call("LLM", _without_defaults(given))
+        is_engine = _RECORDING in given
+        pace = Pace.model_validate(given.pop(_RECORDING, None) or {})
+        if _NOT_TENSORRT_LLMS in given:
+            raise ValueError(f"LLM() got an unknown argument {_NOT_TENSORRT_LLMS!r}")
+        self.args = LlmArgs.model_validate({name: _plain(value) for name, value in given.items()})
+        if self._transceiver("backend") in embedded_only_backends():
+            raise ValueError(
+                f"cache_transceiver_config.backend {self._transceiver('backend')!r} is not one of TensorRT-LLM's"
             )
+        self._is_engine = is_engine
+        self._edges = LLM.edges
+        self._kv: KvHolder = NoKv() if is_engine else LLM.kv_store
+        self._place = Place(
+            edges=self._edges,
+            kv=self._kv,
+            engine=self,
+            pace=pace,
+            kv_seconds=_seconds(self._transceiver("kv_transfer_timeout_ms")),
+            is_python_transceiver=self._transceiver("transceiver_runtime") == "PYTHON",
+            dp_rank=0 if self.args.enable_attention_dp else None,
+            max_seq_len=self.args.max_seq_len,
+        )
+        self.num_running = 0
+        self.scripts: deque[Script] = deque()
+        self.results: list[RequestOutput] = []
+        #: What has happened since the last reader.
+        self.kv_cache_events: list[dict[str, Any]] = []
+        self.stats: list[dict[str, Any]] = []
+        self._event_news, self._stat_news = News("KV cache events"), News("iteration statistics")
+        self._event_ids: Counter[int] = Counter()
+        self.is_shut_down = False
+        #: What `_check_health` says of an engine that lives.
+        self.is_healthy = True
+        self.fatal_error: BaseException | None = None
+        #: Set it to something unset, and `shutdown` waits for it: an MPI worker that never ends.
+        self.may_shut_down = threading.Event()
+        self.may_shut_down.set()
+        if not is_engine:
+            LLM.instances.append(self)
+
+    # -- for tests
+
+    @classmethod
+    def forget_instances(cls) -> None:
+        """Start a new test."""
+        cls.instances.clear()
+        cls.kv_store.clear()
+
+    def calls_of(self, name: str) -> list[dict[str, Any]]:
+        """The arguments of every call of one method, in order."""
+        return [call.arguments for call in self.calls if call.name == name]
+
+    def die(self, error: BaseException | None = None) -> None:
+        """The engine's process ends: requests that run get no answer any more, new ones are refused."""
+        self.fatal_error = error or EngineDeadError("the engine process has ended")
+
+    def store(self, blocks: list[dict[str, Any]], parent_hash: int | None = None, rank: int = 0) -> None:
+        """A KV event of one attention-DP rank, as _utils.py's KVCacheEventSerializer writes it."""
+        self._happen({"type": "stored", "parent_hash": parent_hash, "blocks": blocks}, rank)
+
+    def remove(self, block_hashes: list[int], rank: int = 0) -> None:
+        self._happen({"type": "removed", "block_hashes": block_hashes}, rank)
+
+    @property
+    def held_contexts(self) -> int:
+        """Prefills of this engine with KV that no decode has fetched, and no timeout freed."""
+        return self._kv.held_by(self)
+
+    @property
+    def num_active_requests(self) -> int:
+        """The engine `recording` tells, as the embedded one does; TensorRT-LLM has no such name."""
+        if not self._is_engine:
+            raise AttributeError("num_active_requests")
+        return self.num_running
+
+    # -- TensorRT-LLM's
+
+    @_takes(EmbeddedLLM.generate_async)
+    def generate_async(self, given: dict[str, Any]) -> RequestOutput:
+        if self.is_shut_down or self.fatal_error is not None:
+            raise RuntimeError("LLM is shutting down")
+        prompt, token_ids = _read_inputs(given["inputs"])
+        sampling = given.get("sampling_params") or SamplingParams()
+        params = given.get("disaggregated_params")
+        self._check_request(token_ids, sampling, params, given.get("priority", DEFAULT_REQUEST_PRIORITY))
+        result = RequestOutput(
+            prompt=prompt,
+            prompt_token_ids=token_ids,
+            # Of a request's options only its length has an effect on the engine `recording`.
+            sampling=replace(sampling, ignore_eos=True) if self._is_engine else sampling,
+            disaggregated_params=params,
+            streaming=given.get("streaming", False),
+            script=self.scripts.popleft() if self.scripts else Script(),
+            place=self._place,
+        )
+        self.num_running += 1
+        _keep(self.results, result)
+        return result
+
+    @_takes(EmbeddedLLM.get_kv_cache_events_async)
+    def get_kv_cache_events_async(self, given: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        is_on = bool(self.args.kv_cache_config.event_buffer_max_size)
+        return self._news(
+            self._event_news, self.kv_cache_events, is_on, "kv_cache_config.event_buffer_max_size", given
+        )
+
+    @_takes(EmbeddedLLM.get_stats_async)
+    def get_stats_async(self, given: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        is_on = self.args.enable_iter_perf_stats
+        return self._news(self._stat_news, self.stats, is_on, "enable_iter_perf_stats", given)
+
+    @_takes(EmbeddedLLM.get_kv_cache_capacity)
+    def get_kv_cache_capacity(self, given: dict[str, Any]) -> dict[str, int]:
+        return {"maxNumBlocks": _NUM_BLOCKS, "tokensPerBlock": self.args.kv_cache_config.tokens_per_block}
+
+    @_takes(EmbeddedLLM.shutdown)
+    def shutdown(self, given: dict[str, Any]) -> None:
+        self.may_shut_down.wait()
+        self.is_shut_down = True
+
+    def _check_health(self) -> bool:
+        """Not public in TensorRT-LLM either; Dynamo's engine monitor asks it."""
+        if self.fatal_error is not None and self._edges.raises_when_unhealthy:
+            raise self.fatal_error
+        return self.is_healthy and not self.is_shut_down and self.fatal_error is None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return None if self.args.skip_tokenizer_init else Tokenizer()
+
+    # -- internals
+
+    def _transceiver(self, name: str) -> Any:
+        return getattr(self.args.cache_transceiver_config, name, None)
+
+    def _news(
+        self, news: News, made: list[dict[str, Any]], is_on: bool, key: str, given: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
+        if not is_on and not self._edges.is_silent_when_off and not self._is_engine:
+            raise RuntimeError(f"{news.name} need {key}")
+        timeout = given.get("timeout", 2)
+        happened = made if is_on else []
+        if self._edges.blocks_for_news:
+            return news.block_and_take(happened, timeout)
+        return news.take(happened, timeout)
+
+    def _happen(self, data: dict[str, Any], rank: int) -> None:
+        event = {"event_id": self._event_ids[rank], "window_size": self.args.max_seq_len, "data": data}
+        self._event_ids[rank] += 1
+        self.kv_cache_events.append(
+            event | ({"attention_dp_rank": rank} if self.args.enable_attention_dp else {})
+        )
+
+    def _check_request(
+        self,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        params: DisaggregatedParams | None,
+        priority: float,
+    ) -> None:
+        """What TensorRT-LLM refuses at once, and here also what it would only trip over later."""
+        if not isinstance(sampling, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(sampling).__name__}")
+        if not 0 <= priority <= 1:
+            raise ValueError(f"priority must be in [0, 1], got {priority}")
+        if sampling.n > self.args.max_batch_size:
+            raise ValueError(f"n ({sampling.n}) exceeds max_batch_size ({self.args.max_batch_size})")
+        self._check_length(len(token_ids), params)
+        if params is not None:
+            self._check_disaggregated_params(params, sampling)
+
+    def _check_length(self, length: int, params: DisaggregatedParams | None) -> None:
+        is_decode = params is not None and getattr(params, "request_type", None) == "generation_only"
+        longest, largest = self.args.max_seq_len, self.args.max_num_tokens
+        if self._edges.has_request_errors_for_length:
+            if length > largest and not self.args.enable_chunked_prefill and not is_decode:
+                raise RequestError(
+                    f"The sum of prompt length ({length:.1f}), query length (0) should not exceed "
+                    f"max_num_tokens ({largest})"
+                )
+        elif longest is not None and length >= longest:
+            raise ValueError(f"prompt length {length} exceeds max_seq_len ({longest})")
+
+    def _check_disaggregated_params(self, params: object, sampling: SamplingParams) -> None:
+        if not isinstance(params, DisaggregatedParams):
+            raise TypeError(f"disaggregated_params must be DisaggregatedParams, got {type(params).__name__}")
+        split = params.request_type in ("context_only", "generation_only")
+        if split and self._transceiver("backend") is None:
+            raise ValueError(f"{params.request_type} needs cache_transceiver_config.backend")
+        if split and sampling.n != 1:
+            raise ValueError(f"{params.request_type} takes one choice, got n={sampling.n}")
+        endpoint = params.ctx_info_endpoint
+        if self._edges.takes_one_endpoint and not isinstance(endpoint, str | None):
+            error = TypeError(f"ContextPhaseParams: ctx_info_endpoint is a str or None, got {endpoint!r}")
+            self.die(error)
+            raise error
 
 
-def instant_token(seed: int, position: int) -> int:
-    """`seed` is the sum of the prompt: the same in every process, whatever ran before."""
-    return FIRST_TOKEN + (seed * 31 + position * 7) % NUM_TOKENS
+def _keep(newest: list[T], item: T) -> None:
+    newest.append(item)
+    del newest[:-_KEPT]
+
+
+def _seconds(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def _plain(value: Any) -> Any:
+    """The configuration classes of the API are taken too."""
+    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+
+
+def _without_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(LLM.__init__).parameters
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in parameters or value != parameters[name].default
+    }
+
+
+def _read_inputs(inputs: object) -> tuple[str | None, list[int]]:
+    if isinstance(inputs, Mapping):
+        if "prompt_token_ids" in inputs:
+            return inputs.get("prompt"), list(inputs["prompt_token_ids"])
+        inputs = inputs.get("prompt")
+    if isinstance(inputs, str):
+        # No tokenizer: characters are as good as tokens.
+        return inputs, [ord(character) for character in inputs]
+    if isinstance(inputs, list) and all(isinstance(token, int) for token in inputs):
+        return None, list(inputs)
+    raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")

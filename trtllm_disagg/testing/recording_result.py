@@ -1,27 +1,28 @@
-"""What `recording_llm.LLM.generate_async` returns, and the script that it follows."""
+"""What `recording.LLM.generate_async` returns, the script that it follows, and the pace."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
+import zlib
+from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from trtllm_disagg.testing.recording_types import (
-    EOS_TOKEN,
-    CompletionOutput,
-    DisaggregatedParams,
-    Logprob,
-    RequestError,
-    SamplingParams,
-)
+from pydantic import BaseModel, ConfigDict, Field
 
-VOCAB_SIZE = 1000
-_FIRST_ORDINARY_TOKEN = 3
+from trtllm_disagg.embedded.api.result import CompletionOutput, Logprob
+from trtllm_disagg.embedded.params.disaggregated_params import DisaggregatedParams
+from trtllm_disagg.embedded.params.sampling_params import SamplingParams
+from trtllm_disagg.testing.hard_edges import HardEdges, KvHolder, RequestError
+
+#: Never made by `scripted_token`; put it into a script to end an answer.
+EOS_TOKEN = 2
+#: Printable ASCII in a vocabulary of bytes: every token is text at once.
+FIRST_TOKEN, NUM_TOKENS = 16, 64
+_MAX_POSITIONS = 1 << 20
 _ENDPOINT = "tcp://prefill/"
-_TRANSFER_ERROR = "Error in kv cache transfer for generation requests"
 
 
 def scripted_token(prompt: Sequence[int], position: int, index: int = 0) -> int:
@@ -30,22 +31,35 @@ def scripted_token(prompt: Sequence[int], position: int, index: int = 0) -> int:
     As in a model it follows from the text before it: a prompt that ends with the start of an answer goes on with
     the rest of that answer.
     """
-    answer, mixed = _answer_to(tuple(prompt), index)
-    while len(answer) <= position:
-        token = _FIRST_ORDINARY_TOKEN + mixed[0] % (VOCAB_SIZE - _FIRST_ORDINARY_TOKEN)
-        answer.append(token)
-        mixed[0] = _mixed(mixed[0], token)
-    return answer[position]
+    return _Answer(prompt, index).token(position)
 
 
-@functools.lru_cache(maxsize=256)
-def _answer_to(prompt: tuple[int, ...], index: int) -> tuple[list[int], list[int]]:
-    """(tokens so far, what the next one follows from)."""
-    return [], [functools.reduce(_mixed, prompt, index * 101)]
+class _Answer:
+    """Each token is a checksum of all before it."""
+
+    __slots__ = ("_sum", "_tokens")
+
+    def __init__(self, prompt: Sequence[int], index: int) -> None:
+        self._sum = zlib.crc32(array("I", prompt), index * 101)
+        self._tokens: list[int] = []
+
+    def token(self, position: int) -> int:
+        while len(self._tokens) <= position:
+            token = FIRST_TOKEN + self._sum % NUM_TOKENS
+            self._tokens.append(token)
+            self._sum = zlib.crc32(token.to_bytes(4, "little"), self._sum)
+        return self._tokens[position]
 
 
-def _mixed(so_far: int, token: int) -> int:
-    return (so_far * 31 + token * 7 + 1) % (1 << 31)
+class Pace(BaseModel):
+    """The key `recording` of the engine's arguments."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: So many are ready at once, as where an engine's core is ahead of its reader.
+    tokens_per_step: int = Field(1, ge=1)
+    #: Between the steps; 0: as fast as they are read. A late reader finds all that is due.
+    step_seconds: float = Field(0.0, ge=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,38 +79,32 @@ class Script:
     """One permit lets one token through, so a test can look at a request that is half done."""
 
 
-class KvStore:
-    """KV of finished prefills that wait for a decode: the prompt, by opaque state."""
+class _Engine(Protocol):
+    num_running: int
+    fatal_error: BaseException | None
 
-    def __init__(self) -> None:
-        self._prompts: dict[bytes, list[int]] = {}
-        self._names = itertools.count(1)
 
-    def hold(self, prompt: list[int]) -> bytes:
-        name = f"kv-{next(self._names)}".encode()
-        self._prompts[name] = prompt
-        return name
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What all requests of one engine have in common."""
 
-    def release(self, name: bytes) -> None:
-        self._prompts.pop(name, None)
-
-    def take(self, name: bytes | None, prompt: list[int]) -> None:
-        """Move the KV to the decode side. Raises RequestError for KV that is gone, or of another prompt."""
-        if name is None or self._prompts.pop(name, None) != prompt:
-            raise RequestError(_TRANSFER_ERROR)
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def clear(self) -> None:
-        self._prompts.clear()
+    edges: HardEdges
+    kv: KvHolder
+    engine: _Engine
+    pace: Pace
+    #: How long KV waits for a decode; None: for ever.
+    kv_seconds: float | None
+    is_python_transceiver: bool
+    #: The rank that all requests run on under attention DP, else None.
+    dp_rank: int | None
+    max_seq_len: int | None
 
 
 _request_ids = itertools.count(1)
 
 
 class RequestOutput:
-    """One request. Iterating yields this same object, each time with one more token in it."""
+    """One request. Iterating yields this same object, each time with what a step has added."""
 
     def __init__(
         self,
@@ -107,8 +115,7 @@ class RequestOutput:
         disaggregated_params: DisaggregatedParams | None,
         streaming: bool,
         script: Script,
-        kv_store: KvStore,
-        python_transceiver: bool = False,
+        place: Place,
     ) -> None:
         self.request_id = next(_request_ids)
         self.prompt = prompt
@@ -125,24 +132,29 @@ class RequestOutput:
         self._given = disaggregated_params or DisaggregatedParams(request_type="context_and_generation")
         self._streaming = streaming
         self._script = script
-        self._kv_store = kv_store
-        self._python_transceiver = python_transceiver
+        self._place = place
+        self._answers = [_Answer(prompt_token_ids, index) for index in range(sampling.n)]
         self._held: bytes | None = None
         self._has_failed = False
+        self._runs = True
+        self._started: float | None = None
+        self._num_steps = 0
         self._steps = self._run()
 
     @property
     def finished(self) -> bool:
-        return self._has_failed or all(output.finish_reason is not None for output in self.outputs)
+        if self._has_failed:
+            return not self._place.edges.never_finishes_after_error
+        return all(output.finish_reason is not None for output in self.outputs)
 
     def abort(self) -> None:
-        """End the request. On a finished context_only request: let go of the KV that it still holds.
-
-        On a generation_only request before its first output: the KV stays where it is (Dynamo #7489).
+        """End the request. On a finished context_only request, without hard edges: let go of the KV that it still
+        holds. On a generation_only request before its first output: the KV stays where it is (Dynamo #7489).
         """
         self.aborts.append(self.outputs[0].length)
-        if self._held is not None:
-            self._kv_store.release(self._held)
+        if self._held is not None and not self._place.edges.keeps_kv_of_ended_requests:
+            self._place.kv.release(self._held)
+        self._leave()
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
@@ -151,11 +163,12 @@ class RequestOutput:
         if self.finished:
             raise StopAsyncIteration
         while True:
-            # Another task gets its turn here, as it does while a real engine computes.
-            await asyncio.sleep(0)
+            steps = await self._steps_due()
             if self._script.gate is not None and not self.is_aborted:
                 await self._script.gate.acquire()
-            self._advance()
+            if self._has_failed or self._place.engine.fatal_error is not None:
+                await asyncio.get_running_loop().create_future()  # nothing comes any more
+            self._advance(steps * self._place.pace.tokens_per_step)
             if self._streaming or self.finished:
                 return self
 
@@ -167,7 +180,7 @@ class RequestOutput:
     def result(self, timeout: float | None = None) -> RequestOutput:
         """The finished request, for code without an event loop."""
         while not self.finished:
-            self._advance()
+            self._advance(1)
         return self
 
     @property
@@ -178,30 +191,78 @@ class RequestOutput:
     def request_type(self) -> str:
         return self._given.request_type or "context_and_generation"
 
+    # -- the pace
+
+    async def _steps_due(self) -> int:
+        seconds = self._place.pace.step_seconds
+        if not seconds or self.is_aborted:
+            # Another task gets its turn here, as it does while a real engine computes.
+            await asyncio.sleep(0)
+            return 1
+        loop = asyncio.get_running_loop()
+        if self._started is None:
+            self._started = loop.time()
+        await asyncio.sleep(max(0.0, self._started + (self._num_steps + 1) * seconds - loop.time()))
+        due = max(1, int((loop.time() - self._started) / seconds) - self._num_steps)
+        self._num_steps += due
+        return due
+
     # -- the script
 
-    def _advance(self) -> None:
+    def _advance(self, count: int) -> None:
         try:
-            next(self._steps)
+            for _ in range(count):
+                next(self._steps)
+                if self.finished:
+                    self._leave()
+                    return
         except Exception:
             self._has_failed = True
+            self._leave()
             raise
+
+    def _leave(self) -> None:
+        if self._runs:
+            self._runs = False
+            self._place.engine.num_running -= 1
 
     @property
     def _max_tokens(self) -> int:
-        # The LLM API does this to a context_only request, whatever the caller asked for.
-        return 1 if self.request_type == "context_only" else self._sampling.max_tokens
+        if self.request_type == "context_only":
+            # The LLM API does this, whatever the caller asked for.
+            return 1
+        room = (self._place.max_seq_len or _MAX_POSITIONS) - len(self.prompt_token_ids)
+        return room if self._sampling.max_tokens is None else self._sampling.max_tokens
 
     def _run(self) -> Iterator[None]:
         """One token of one choice a step."""
+        self._check()
         if self.request_type == "generation_only" and not self.is_aborted:
-            self._kv_store.take(_sender_of(self._given), self.prompt_token_ids)
+            self._place.kv.take(_sender_of(self._given), self.prompt_token_ids)
             self.cached_tokens = len(self.prompt_token_ids)
         for position in itertools.count():
             for output in self.outputs:
                 if output.finish_reason is None:
                     self._step(output, position)
                     yield
+
+    def _check(self) -> None:
+        """What only the engine's process notices."""
+        place, length = self._place, len(self.prompt_token_ids)
+        longest = place.max_seq_len
+        if place.edges.has_request_errors_for_length and longest is not None and length >= longest:
+            room = f"`default_max_tokens` ({longest - length})"
+            raise RequestError(
+                f"{room} must be greater than 0, {room} = max_seq_len ({longest}) - "
+                f"`splited_prompt_len` ({length}) - `query_token_len` (0)"
+            )
+        if self.request_type != "generation_only" or not place.edges.needs_ctx_dp_rank:
+            return
+        if place.dp_rank is not None and self._given.ctx_dp_rank is None:
+            raise RequestError(
+                f"ctx_dp_rank is None for request {self.request_id}; "
+                "disaggregated params may be missing context rank info"
+            )
 
     def _step(self, output: CompletionOutput, position: int) -> None:
         self.decoding_iter = position + 1
@@ -214,7 +275,7 @@ class RequestOutput:
         output.token_ids.append(token)
         self._add_logprobs(output, token, position)
         self._maybe_finish(output, token)
-        if self.request_type == "context_only":
+        if self.request_type == "context_only" and output.finish_reason != "stop":
             self._hand_off(output, token)
 
     def _token(self, index: int, position: int) -> int:
@@ -222,7 +283,7 @@ class RequestOutput:
             return self._given.first_gen_tokens[0]
         if self._script.tokens is not None:
             return self._script.tokens[position]
-        return scripted_token(self.prompt_token_ids, position, index)
+        return self._answers[index].token(position)
 
     def _add_logprobs(self, output: CompletionOutput, token: int, position: int) -> None:
         if self._sampling.logprobs is None:
@@ -233,7 +294,7 @@ class RequestOutput:
             output.logprobs.append(dict(carried[0]) if carried else {})
             return
         count = max(self._sampling.logprobs, 1)
-        others = ((token + offset) % VOCAB_SIZE for offset in range(count))
+        others = range(token, token + count)
         output.logprobs.append({other: Logprob(-float(rank), rank) for rank, other in enumerate(others, 1)})
         output.cumulative_logprob = (output.cumulative_logprob or 0.0) - 1.0
 
@@ -256,21 +317,24 @@ class RequestOutput:
             del output.logprobs[output.length :]
 
     def _hand_off(self, output: CompletionOutput, token: int) -> None:
-        self._held = self._kv_store.hold(self.prompt_token_ids)
-        given_id = self._given.disagg_request_id
+        place, given_id = self._place, self._given.disagg_request_id
+        self._held = place.kv.hold(self.prompt_token_ids, place.engine, place.kv_seconds)
+        endpoint = _ENDPOINT + self._held.decode()
         output.disaggregated_params = self.disaggregated_params = DisaggregatedParams(
             request_type="context_only",
             first_gen_tokens=[token],
             first_gen_log_probs=list(output.logprobs) or None,
             ctx_request_id=self.request_id if given_id is None else given_id,
             disagg_request_id=given_id,
-            opaque_state=None if self._python_transceiver else self._held,
-            ctx_info_endpoint=[_ENDPOINT + self._held.decode()] if self._python_transceiver else None,
+            ctx_dp_rank=place.dp_rank,
+            opaque_state=None if place.is_python_transceiver else self._held,
+            ctx_info_endpoint=endpoint if place.is_python_transceiver else None,
         )
 
 
 def _sender_of(params: DisaggregatedParams) -> bytes | None:
-    if params.ctx_info_endpoint:
-        endpoint: str = params.ctx_info_endpoint[0]
-        return endpoint.removeprefix(_ENDPOINT).encode()
+    endpoint = params.ctx_info_endpoint
+    if endpoint:
+        only = endpoint if isinstance(endpoint, str) else endpoint[0]
+        return only.removeprefix(_ENDPOINT).encode()
     return params.opaque_state

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.handling import until
 from trtllm_disagg.dynamo_runtime.publishers import KvEventForwarder, signed
 from trtllm_disagg.handlers.decide import CachedPrefix
-from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.testing.sinks import RecordingEventSink, Removed, Stored
 
 BLOCK = 4

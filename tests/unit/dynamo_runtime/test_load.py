@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.handling import until
 from trtllm_disagg.dynamo_runtime.publishers import NullPublisher, StatsForwarder
-from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.testing.sinks import RecordingLoadSink, RecordingStatsSink
 
 

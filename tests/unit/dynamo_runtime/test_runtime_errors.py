@@ -40,7 +40,7 @@ from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing.pair import recording_engine
-from trtllm_disagg.testing.recording_llm import LLM, Script
+from trtllm_disagg.testing.recording import LLM, Script
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.handling import request
 from trtllm_disagg.handlers.local import OutputCursor, newest_states
-from trtllm_disagg.testing.recording_llm import LLM, RequestError, SamplingParams, Script
+from trtllm_disagg.testing.recording import LLM, RequestError, SamplingParams, Script
 from trtllm_disagg.types import TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -9,7 +9,7 @@ import pytest
 from tests.support.handling import PROMPT
 from trtllm_disagg.handlers.cancellation import AbortGuard, abort_when_stopped
 from trtllm_disagg.testing.pair import leftover_tasks
-from trtllm_disagg.testing.recording_llm import (
+from trtllm_disagg.testing.recording import (
     LLM,
     DisaggregatedParams,
     RequestError,

@@ -21,7 +21,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.chain import bare_prefill, chain
 from trtllm_disagg.testing.pair import Pair, leftover_tasks, make_pair
-from trtllm_disagg.testing.recording_llm import LLM, RequestError, Script
+from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import (
     GenerateRequest,

@@ -12,7 +12,7 @@ from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.local import LocalBoth
 from trtllm_disagg.handlers.trace import PREFIX, with_request_log
 from trtllm_disagg.testing.pair import recording_engine
-from trtllm_disagg.testing.recording_llm import RequestError, Script
+from trtllm_disagg.testing.recording import RequestError, Script
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate
 

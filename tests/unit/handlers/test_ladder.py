@@ -27,7 +27,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.fallback import FallbackStep, Replays, always, replay_if_needed, with_fallback
 from trtllm_disagg.testing.pair import make_pair
-from trtllm_disagg.testing.recording_llm import LLM, RequestError, Script
+from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage

@@ -22,7 +22,7 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE
 from trtllm_disagg.testing.pair import leftover_tasks, recording_engine
-from trtllm_disagg.testing.recording_llm import LLM, RequestError, Script
+from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import GenerateRequest, Handoff, TokenChunk
 from trtllm_disagg.wire import decode_request, encode_request

@@ -23,7 +23,7 @@ from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE
 from trtllm_disagg.handlers.trace import ENGINE_DATA, PREFIX, RequestCounts, with_request_log
 from trtllm_disagg.testing.pair import recording_engine
-from trtllm_disagg.testing.recording_llm import Script
+from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, TokenChunk
 from trtllm_disagg.wire import decode_request, encode_request

@@ -25,7 +25,7 @@ from trtllm_disagg.handlers.circuit_breaker import (
     StreamTimeouts,
 )
 from trtllm_disagg.testing.pair import Pair, make_pair
-from trtllm_disagg.testing.recording_llm import Script
+from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import GenerateRequest, RequestContext
 

@@ -20,7 +20,7 @@ from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue import pull as pulling
 from trtllm_disagg.testing.pair import recording_engine
-from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 
 

@@ -28,7 +28,7 @@ from trtllm_disagg.prefill_queue.messages import (
     encode,
 )
 from trtllm_disagg.prefill_queue.push import MAX_CLAIMS
-from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.wire import encode_request
 
 ACK_SECONDS = 0.6

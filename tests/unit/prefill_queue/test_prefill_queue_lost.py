@@ -20,7 +20,7 @@ from trtllm_disagg.pairing import Fingerprint, ModelIdentity, describe_worker, k
 from trtllm_disagg.prefill_queue import broker
 from trtllm_disagg.prefill_queue.messages import CONSUMER, Answer, FromPuller, decode
 from trtllm_disagg.prefill_queue.push import QueueClient
-from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.recording import LLM
 
 
 @asynccontextmanager

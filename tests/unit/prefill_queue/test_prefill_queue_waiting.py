@@ -12,7 +12,7 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
     StageTimeoutError,
 )
-from trtllm_disagg.testing.recording_llm import LLM
+from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.testing.stage_client import FakeContext
 
 

@@ -12,10 +12,9 @@ from tests.support.handling import collect, request
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine import Engine, load_api
 from trtllm_disagg.engines import resolve_engine
-from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.testing import recording_llm
-from trtllm_disagg.testing.recording import instant_token
+from trtllm_disagg.testing import recording
+from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import Generate, TokenChunk
 
@@ -37,7 +36,7 @@ def tokens_of(chunks: list[TokenChunk]) -> list[int]:
 
 
 def expected(count: int) -> list[int]:
-    return [instant_token(sum(request().token_ids), position) for position in range(count)]
+    return [scripted_token(request().token_ids, position) for position in range(count)]
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 50])
@@ -66,7 +65,7 @@ async def test_a_late_reader_finds_all_that_is_due() -> None:
     await anext(result)
     assert result.outputs[0].length >= 5
     result.abort()
-    assert result.finished
+    await result.aresult()
     assert result.outputs[0].finish_reason == "cancelled"
     assert await opened.is_idle()
 
@@ -75,9 +74,13 @@ def test_auto_never_picks_the_recording_engine() -> None:
     assert resolve_engine("auto") in ("embedded", "tensorrt_llm")
 
 
-async def test_an_option_it_lacks_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="no log probabilities"):
-        engine().start_both(request(3, output_options={"logprobs": 1}))
+async def test_only_the_length_has_an_effect() -> None:
+    stop = expected(2)[1]
+    stopping = request(4, stop_conditions={"max_tokens": 4, "stop_token_ids": [stop]})
+    assert (await engine().start_both(stopping).aresult()).outputs[0].token_ids == expected(4)
+
+
+def test_a_pace_that_is_none_is_refused() -> None:
     with pytest.raises(ValidationError, match="tokens_per_step"):
         engine(tokens_per_step=0)
 
@@ -86,6 +89,16 @@ async def test_it_keeps_the_newest_requests_only() -> None:
     opened = engine()
     for count in range(1, 301):
         await opened.start_both(request(count)).aresult()
-    assert len(opened.llm.requests) == 256
-    assert opened.llm.requests[-1][1].max_tokens == 300
-    assert opened.llm not in recording_llm.LLM.instances
+    assert len(opened.llm.calls) == len(opened.llm.results) == 256
+    assert opened.llm.calls[-1].arguments["sampling_params"].max_tokens == 300
+    assert opened.llm not in recording.LLM.instances
+
+
+async def test_it_tells_what_runs_and_tensorrt_llm_does_not() -> None:
+    opened = engine()
+    aborted, read = opened.start_both(request(3)), opened.start_both(request(3))
+    assert opened.llm.num_active_requests == 2
+    aborted.abort()
+    await read.aresult()
+    assert opened.llm.num_active_requests == 0
+    assert not hasattr(recording.LLM("org/model"), "num_active_requests")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.testing.recording_llm import (
+from trtllm_disagg.testing.recording import (
     LLM,
     DisaggregatedParams,
     GuidedDecodingParams,
@@ -72,7 +72,7 @@ def test_parameters_check_themselves() -> None:
     with pytest.raises(ValueError, match="best_of"):
         SamplingParams(n=2, best_of=1)
     with pytest.raises(ValueError, match="json, regex"):
-        GuidedDecodingParams(json="{}", regex="a")
+        SamplingParams(guided_decoding=GuidedDecodingParams(json="{}", regex="a"))
 
 
 def test_global_ids_are_unique_and_checked() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trtllm_disagg import embedded
-from trtllm_disagg.testing import recording_llm
-from trtllm_disagg.testing.recording_llm import (
+from trtllm_disagg.testing import recording
+from trtllm_disagg.testing.recording import (
     LLM,
     DisaggregatedParams,
     RequestError,
@@ -20,8 +20,7 @@ from trtllm_disagg.testing.recording_llm import (
     SamplingParams,
     Script,
 )
-from trtllm_disagg.testing.recording_result import scripted_token
-from trtllm_disagg.testing.recording_types import EOS_TOKEN
+from trtllm_disagg.testing.recording_result import EOS_TOKEN, scripted_token
 
 PROMPT = [11, 12, 13]
 NIXL = {"backend": "NIXL"}
@@ -56,41 +55,23 @@ def handoff_of(result: RequestOutput) -> DisaggregatedParams:
 # -- names and signatures
 
 
-def test_generate_async_has_tensorrt_llms_signature() -> None:
-    parameters = list(inspect.signature(LLM.generate_async).parameters.values())[1:]
-    assert [parameter.name for parameter in parameters] == [
-        "inputs",
-        "sampling_params",
-        "lora_request",
-        "prompt_adapter_request",
-        "streaming",
-        "kv_cache_retention_config",
-        "disaggregated_params",
-        "trace_headers",
-        "_postproc_params",
-        "scheduling_params",
-        "conversation_params",
-        "cache_salt",
-        "priority",
-    ]
-    assert {parameter.name: parameter.default for parameter in parameters}["priority"] == 0.5
-
-
-@pytest.mark.parametrize("name", ["DisaggregatedParams", "SamplingParams", "CompletionOutput", "Logprob"])
-def test_the_embedded_engine_has_every_field_with_the_same_default(name: str) -> None:
-    ours = {field.name: field for field in dataclasses.fields(getattr(embedded, name))}
-    for field in dataclasses.fields(getattr(recording_llm, name)):
-        assert ours[field.name].default == field.default
-
-
 def test_both_engines_offer_the_same_names() -> None:
-    # The first two are for tests; the embedded engine has no pushed events.
-    names = set(recording_llm.__all__) - {"Call", "Script", "KVEventsConfig"}
+    # One is for tests; the embedded engine has no pushed events.
+    names = set(recording.__all__) - {"Script", "KVEventsConfig"}
     assert [name for name in sorted(names) if not hasattr(embedded, name)] == []
 
 
 @pytest.mark.parametrize(
-    "method", ["__init__", "generate_async", "get_kv_cache_events_async", "get_stats_async"]
+    "method",
+    [
+        "__init__",
+        "generate_async",
+        "get_kv_cache_events_async",
+        "get_stats_async",
+        "get_kv_cache_capacity",
+        "shutdown",
+        "_check_health",
+    ],
 )
 def test_both_engines_take_the_same_arguments(method: str) -> None:
     ours, theirs = (

@@ -1,0 +1,211 @@
+"""Where TensorRT-LLM is harder than its API looks: one switch each, and what a switch does that is more than a check.
+
+The file names are those of TensorRT-LLM's source, below `tensorrt_llm/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from trtllm_disagg.embedded.params.disaggregated_params import get_global_disagg_request_id
+
+
+class RequestError(RuntimeError):
+    """This request failed; the engine goes on. It has no category (executor/utils.py)."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine has ended (executor/utils.py)."""
+
+
+#: What becomes of a KV transfer that failed (_torch/pyexecutor/py_executor.py).
+GENERATION_TRANSFER_ERROR = "Error in kv cache transfer for generation requests"
+CONTEXT_TRANSFER_ERROR = "Error in kv cache transfer for context requests"
+
+
+@dataclass(frozen=True, slots=True)
+class HardEdges:
+    """Off: as the embedded engine has it."""
+
+    #: `get_stats_async` and `get_kv_cache_events_async` keep the calling thread for up to their timeout before there
+    #: is an iterator, which waits as long again for more (executor/proxy.py, executor/rpc_worker_mixin.py, #9980).
+    blocks_for_news: bool = False
+    #: Without enable_iter_perf_stats or event_buffer_max_size there is nothing, and no error (executor/base_worker.py).
+    is_silent_when_off: bool = False
+    #: `abort` after the last response is logged and dropped, so KV that no decode fetches stays until
+    #: kv_transfer_timeout_ms is over (executor/base_worker.py `abort_request`; measured in ai-dynamo/dynamo#14507).
+    keeps_kv_of_ended_requests: bool = False
+    #: A request that raised is not `finished`, and to iterate it once more waits for ever (executor/result.py).
+    never_finishes_after_error: bool = False
+    #: A prompt that is too long is a RequestError: out of `generate_async` above max_num_tokens (llmapi/llm.py
+    #: `_check_arguments`), out of the stream from max_seq_len on (executor/base_worker.py `_deduce_max_tokens`).
+    has_request_errors_for_length: bool = False
+    #: `ctx_info_endpoint` is a string for C++; a list fails where nothing catches it, and the engine's process ends
+    #: (disaggregated_params.py, executor/base_worker.py `_enqueue_request`).
+    takes_one_endpoint: bool = False
+    #: Under attention DP the receiver has to be told the sender's rank (_torch/disaggregation/native/transfer.py).
+    needs_ctx_dp_rank: bool = False
+    #: `_check_health` of a dead engine raises (executor/proxy.py hands on what the background threads met).
+    raises_when_unhealthy: bool = False
+
+
+FORGIVING = HardEdges()
+PESSIMISTIC = HardEdges(**{edge.name: True for edge in fields(HardEdges)})
+
+
+# -- events and statistics
+
+_POLL_SECONDS = 0.1
+
+
+class News:
+    """All readers share one queue (executor/executor.py keeps one IterationResult of each kind)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: deque[dict[str, Any]] = deque()
+
+    def take(self, made: list[dict[str, Any]], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
+        """What was made so far; the iterator waits for more only when there is nothing."""
+        self._fetch(made)
+        return self._items(0 if self._queue else timeout)
+
+    def block_and_take(
+        self, made: list[dict[str, Any]], timeout: float | None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Blocks the thread: the worker process is asked every 0.1 s until it has something."""
+        until = time.monotonic() + (timeout or 0)
+        while not made and (left := until - time.monotonic()) > 0:
+            time.sleep(min(_POLL_SECONDS, left))
+        self._fetch(made)
+        return self._items(timeout)
+
+    def _fetch(self, made: list[dict[str, Any]]) -> None:
+        self._queue.extend(made)
+        made.clear()
+
+    async def _items(self, timeout: float | None) -> AsyncIterator[dict[str, Any]]:
+        while True:
+            while self._queue:
+                yield self._queue.popleft()
+            if timeout == 0:
+                return
+            await asyncio.sleep(3600 if timeout is None else timeout)
+            if not self._queue:
+                return
+
+
+# -- KV of finished prefills
+
+
+class KvHolder(Protocol):
+    """Where KV waits for a decode."""
+
+    def hold(self, prompt: list[int], owner: object, seconds: float | None) -> bytes: ...
+    def release(self, name: bytes) -> None: ...
+    def take(self, name: bytes | None, prompt: list[int]) -> None: ...
+    def held_by(self, owner: object) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    prompt: list[int]
+    owner: object
+    until: float
+
+
+class KvStore:
+    """In one process, for both workers of a test: the prompt, by opaque state."""
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, _Held] = {}
+        self._names = itertools.count(1)
+
+    def hold(self, prompt: list[int], owner: object = None, seconds: float | None = None) -> bytes:
+        """`seconds` None: for ever."""
+        name = f"kv-{next(self._names)}".encode()
+        until = float("inf") if seconds is None else time.monotonic() + seconds
+        self._held[name] = _Held(prompt, owner, until)
+        return name
+
+    def release(self, name: bytes) -> None:
+        self._held.pop(name, None)
+
+    def take(self, name: bytes | None, prompt: list[int]) -> None:
+        """Move the KV to the decode side. Raises RequestError for KV that is gone, or of another prompt."""
+        self._expire()
+        held = None if name is None else self._held.pop(name, None)
+        if held is None or held.prompt != prompt:
+            raise RequestError(GENERATION_TRANSFER_ERROR)
+
+    def held_by(self, owner: object) -> int:
+        self._expire()
+        return sum(held.owner is owner for held in self._held.values())
+
+    def __len__(self) -> int:
+        self._expire()
+        return len(self._held)
+
+    def clear(self) -> None:
+        self._held.clear()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, held in self._held.items() if held.until <= now]:
+            del self._held[name]
+
+
+class NoKv:
+    """Of worker processes: a decode needs nothing but the words of the handoff."""
+
+    def hold(self, prompt: list[int], owner: object, seconds: float | None) -> bytes:
+        return b"nothing: the recording engine has no KV"
+
+    def release(self, name: bytes) -> None:
+        """There is nothing."""
+
+    def take(self, name: bytes | None, prompt: list[int]) -> None:
+        """It counts as there."""
+
+    def held_by(self, owner: object) -> int:
+        return 0
+
+
+# -- versions
+
+
+def version_key(version: str) -> tuple[float, ...]:
+    """`1.3.0rc22` is before `1.3.0`, and `1.3.0rc5.post1` is after `1.3.0rc5`."""
+    found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?(?:\.post(\d+))?", version)
+    if found is None:
+        raise ValueError(f"{version!r} is no version of TensorRT-LLM; expected e.g. 1.3.0rc29 or 1.2.1")
+    major, minor, patch, candidate, post = found.groups()
+    return int(major), int(minor), int(patch), float(candidate or "inf"), int(post or 0)
+
+
+#: llmapi/disagg_utils.py: the first release with the function, and the first that splits its argument in two.
+FIRST_WITH_GLOBAL_IDS = "1.2.0rc3"
+FIRST_WITH_PROCESS_ID = "1.3.0rc22"
+
+
+def _id_of_machine(machine_id: int) -> int:
+    """Ten bits, as it was before there were processes."""
+    if not 0 <= machine_id < 1 << 10:
+        raise ValueError(f"machine_id must be in [0, 1024), got {machine_id}")
+    return get_global_disagg_request_id(*divmod(machine_id, 64))
+
+
+def global_id_function(version: str) -> Callable[..., int] | None:
+    """What llmapi/disagg_utils.py offers as `get_global_disagg_request_id`; None where it has no such name."""
+    if version_key(version) < version_key(FIRST_WITH_GLOBAL_IDS):
+        return None
+    if version_key(version) < version_key(FIRST_WITH_PROCESS_ID):
+        return _id_of_machine
+    return get_global_disagg_request_id
