@@ -11,7 +11,7 @@ import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from trtllm_disagg.embedded.params.disaggregated_params import get_global_disagg_request_id
@@ -105,8 +105,18 @@ class News:
 # -- KV of finished prefills
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The two phases of one GENERATION_FIRST request. An abort sets them too, so that nothing waits on."""
+
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class KvHolder(Protocol):
     """Where KV waits for a decode."""
+
+    def meeting(self, request_id: int | None) -> Meeting: ...
 
     def hold(self, prompt: list[int], owner: object, seconds: float | None) -> bytes: ...
     def release(self, name: bytes) -> None: ...
@@ -127,6 +137,11 @@ class KvStore:
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}
         self._names = itertools.count(1)
+        self._meetings: dict[int | None, Meeting] = {}
+
+    def meeting(self, request_id: int | None) -> Meeting:
+        """The same for both phases."""
+        return self._meetings.setdefault(request_id, Meeting())
 
     def hold(self, prompt: list[int], owner: object = None, seconds: float | None = None) -> bytes:
         """`seconds` None: for ever."""
@@ -155,6 +170,7 @@ class KvStore:
 
     def clear(self) -> None:
         self._held.clear()
+        self._meetings.clear()
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -164,6 +180,9 @@ class KvStore:
 
 class NoKv:
     """Of worker processes: a decode needs nothing but the words of the handoff."""
+
+    def meeting(self, request_id: int | None) -> Meeting:
+        raise NotImplementedError("the recording engine has no GENERATION_FIRST")
 
     def hold(self, prompt: list[int], owner: object, seconds: float | None) -> bytes:
         return b"nothing: the recording engine has no KV"

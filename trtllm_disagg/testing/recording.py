@@ -283,6 +283,16 @@ class LLM:
     def tokenizer(self) -> Tokenizer | None:
         return None if self.args.skip_tokenizer_init else Tokenizer()
 
+    @property
+    def disaggregated_params(self) -> dict[str, Any]:
+        """What a decode engine has to know for GENERATION_FIRST. Only the Python transceiver serves it
+        (_torch/pyexecutor/kv_cache_transceiver.py); one endpoint for each rank of pipeline parallelism.
+        """
+        if not self._place.is_python_transceiver or self._is_engine:
+            return {}
+        rank = None if self.args.enable_attention_dp else 0
+        return {"ctx_dp_rank": rank, "ctx_info_endpoint": ["tcp://prefill/"]}
+
     # -- internals
 
     def _transceiver(self, name: str) -> Any:

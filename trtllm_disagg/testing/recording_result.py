@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from trtllm_disagg.embedded.api.result import CompletionOutput, Logprob
-from trtllm_disagg.embedded.params.disaggregated_params import DisaggregatedParams
+from trtllm_disagg.embedded.params.disaggregated_params import DisaggregatedParams, DisaggScheduleStyle
 from trtllm_disagg.embedded.params.sampling_params import SamplingParams
-from trtllm_disagg.testing.hard_edges import HardEdges, KvHolder, RequestError
+from trtllm_disagg.testing.hard_edges import HardEdges, KvHolder, Meeting, RequestError
 
 #: Never made by `scripted_token`; put it into a script to end an answer.
 EOS_TOKEN = 2
@@ -135,6 +135,7 @@ class RequestOutput:
         self._place = place
         self._answers = [_Answer(prompt_token_ids, index) for index in range(sampling.n)]
         self._held: bytes | None = None
+        self._meeting = self._rendezvous()
         self._has_failed = False
         self._runs = True
         self._started: float | None = None
@@ -154,6 +155,9 @@ class RequestOutput:
         self.aborts.append(self.outputs[0].length)
         if self._held is not None and not self._place.edges.keeps_kv_of_ended_requests:
             self._place.kv.release(self._held)
+        if self._meeting is not None:
+            self._meeting.wanted.set()
+            self._meeting.sent.set()
         self._leave()
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
@@ -163,6 +167,7 @@ class RequestOutput:
         if self.finished:
             raise StopAsyncIteration
         while True:
+            await self._meet()
             steps = await self._steps_due()
             if self._script.gate is not None and not self.is_aborted:
                 await self._script.gate.acquire()
@@ -190,6 +195,25 @@ class RequestOutput:
     @property
     def request_type(self) -> str:
         return self._given.request_type or "context_and_generation"
+
+    # -- GENERATION_FIRST
+
+    def _rendezvous(self) -> Meeting | None:
+        if self._given.schedule_style != DisaggScheduleStyle.GENERATION_FIRST:
+            return None
+        return self._place.kv.meeting(self._given.disagg_request_id)
+
+    async def _meet(self) -> None:
+        """Prefill waits until decode has made room, decode until prefill has sent (disaggregated_params.py,
+        _torch/pyexecutor/py_executor.py `DISAGG_CONTEXT_WAIT_SCHEDULER`).
+        """
+        if self._meeting is None or self.outputs[0].length:
+            return
+        if self.request_type == "context_only":
+            await self._meeting.wanted.wait()
+        else:
+            self._meeting.wanted.set()
+            await self._meeting.sent.wait()
 
     # -- the pace
 
@@ -237,7 +261,7 @@ class RequestOutput:
     def _run(self) -> Iterator[None]:
         """One token of one choice a step."""
         self._check()
-        if self.request_type == "generation_only" and not self.is_aborted:
+        if self.request_type == "generation_only" and not self.is_aborted and self._meeting is None:
             self._place.kv.take(_sender_of(self._given), self.prompt_token_ids)
             self.cached_tokens = len(self.prompt_token_ids)
         for position in itertools.count():
@@ -318,6 +342,9 @@ class RequestOutput:
 
     def _hand_off(self, output: CompletionOutput, token: int) -> None:
         place, given_id = self._place, self._given.disagg_request_id
+        if self._meeting is not None:
+            self._meeting.sent.set()
+            return
         self._held = place.kv.hold(self.prompt_token_ids, place.engine, place.kv_seconds)
         endpoint = _ENDPOINT + self._held.decode()
         output.disaggregated_params = self.disaggregated_params = DisaggregatedParams(
