@@ -89,8 +89,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         log.debug("where it failed", exc_info=True)
         print(f"{ERROR_PREFIX}{_told(error)}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _OF_THE_EMBEDDED_ENGINE:
+            raise
+        print(f"{ERROR_PREFIX}{error.name} is not installed; {_INSTALL_EMBEDDED}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+#: Beside TensorRT-LLM, which pins some of them, a worker needs none.
+_OF_THE_EMBEDDED_ENGINE = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "numba",
+    "llguidance",
+    "tqdm",
+)
+_INSTALL_EMBEDDED = "pip install 'trtllm-disagg[embedded]' brings it"
 
 
 def _told(error: DisaggError | OSError) -> str:

@@ -44,9 +44,12 @@ class LlmApi:
 def load_api(name: str) -> LlmApi:
     """Raise ConfigError when the engine is not installed."""
     try:
+        if missing := ENGINES[name].missing():
+            raise ModuleNotFoundError(f"No module named {missing!r}")
         module = importlib.import_module(ENGINES[name].module)
     except ModuleNotFoundError as error:
-        raise ConfigError.bad_value("--engine", name, f"an engine that is installed ({error})") from error
+        allowed = f"an engine that is installed ({error}; pip install 'trtllm-disagg[{ENGINES[name].extra}]')"
+        raise ConfigError.bad_value("--engine", name, allowed) from error
     if ENGINES[name].is_flat:
         parts: tuple[Any, ...] = (module,) * 4
     else:

@@ -24,6 +24,14 @@ class EngineSpec:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     #: "module:function" that takes part in the engine of rank 0 under mpiexec; None: it has a launcher of its own.
     rank_server: str | None = None
+    #: Of this project: `pip install 'trtllm-disagg[EXTRA]'`. Empty when nothing more is needed.
+    extra: str = ""
+    #: Imported only when an engine is built, so they are looked for before.
+    needs: tuple[str, ...] = ()
+
+    def missing(self) -> str | None:
+        """The first module that this engine needs and this environment lacks."""
+        return next((name for name in self.needs if importlib.util.find_spec(name) is None), None)
 
     @property
     def is_tensorrt_llm(self) -> bool:
@@ -34,7 +42,13 @@ class EngineSpec:
 ENGINES: dict[str, EngineSpec] = {
     spec.name: spec
     for spec in (
-        EngineSpec("tensorrt_llm", "tensorrt_llm", is_flat=False, takes_embedded_arguments=False),
+        EngineSpec(
+            "tensorrt_llm",
+            "tensorrt_llm",
+            is_flat=False,
+            takes_embedded_arguments=False,
+            extra="tensorrt-llm",
+        ),
         EngineSpec(
             "embedded",
             "trtllm_disagg.embedded",
@@ -44,6 +58,8 @@ ENGINES: dict[str, EngineSpec] = {
             # cores (docs/decisions/0023-load.md).
             defaults={"max_batch_size": 64, "max_num_tokens": 512, "enable_chunked_prefill": True},
             rank_server="trtllm_disagg.embedded.tensor_parallel.launch:serve_as_rank",
+            extra="embedded",
+            needs=("torch", "transformers"),
         ),
         # Makes no real tokens: for measuring and testing what is around an engine. `auto` never means it.
         EngineSpec("recording", "trtllm_disagg.testing.recording", defaults={"recording": {}}),

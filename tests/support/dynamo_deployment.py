@@ -73,14 +73,14 @@ class DynamoDeployment:
             "frontend", ["dynamo.frontend", "--router-mode", "kv", "--http-port", str(self.http_port)]
         )
 
-    def start_workers(self, commands: dict[str, list[str]]) -> None:
+    def start_workers(self, commands: dict[str, list[str]], python: str = sys.executable) -> None:
         """Name -> what comes after `python -m`."""
         ports = free_system_ports(len(commands))
         self.system_ports |= dict(zip(commands, ports, strict=True))
         for name, command in commands.items():
-            self._start(name, command, DYN_SYSTEM_PORT=str(self.system_ports[name]))
+            self._start(name, command, python, DYN_SYSTEM_PORT=str(self.system_ports[name]))
 
-    def _start(self, name: str, command: list[str], **variables: str) -> None:
+    def _start(self, name: str, command: list[str], python: str = sys.executable, **variables: str) -> None:
         environment = {
             "DYN_DISCOVERY_BACKEND": "file",
             "DYN_FILE_KV": str(self.directory / "discovery"),
@@ -91,7 +91,7 @@ class DynamoDeployment:
         }
         with self._log(name).open("wb") as log:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", *command],
+                [python, "-m", *command],
                 env={**os.environ, **environment, **variables},
                 stdout=log,
                 stderr=subprocess.STDOUT,
