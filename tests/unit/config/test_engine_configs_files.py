@@ -29,7 +29,16 @@ def short_name(path: Path) -> str:
 
 
 def test_every_model_has_the_three_roles() -> None:
-    assert MODELS == ["demo", "llama-3.1-8b", "qwen3"]
+    assert MODELS == [
+        "deepseek-r1",
+        "demo",
+        "gpt-oss-120b",
+        "llama-3.1-8b",
+        "llama-3.3-70b-fp8",
+        "qwen3",
+        "qwen3-235b-a22b-fp8",
+        "qwen3-32b-fp8",
+    ]
     for model in MODELS:
         roles = [path.stem for path in FILES if path.parent.name == model]
         assert roles == ["agg", "decode", "prefill"]
