@@ -9,6 +9,8 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TOOLS := .venv/tools-installed
 MODEL := .cache/demo-model
+# Two processes (tests/support/groups.py); PYTEST_ARGS="-n 0" for one.
+PYTEST = $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 # A progress bar for people, silence for logs. pip would compile every module, one after the other; most are never used.
 PIP = $(BIN)/python -m pip install --no-compile --disable-pip-version-check $(shell [ -t 2 ] || echo -q)
 # Python compiles a module when it is first imported. Where it may not keep that, all of them are, on every processor.
@@ -24,11 +26,11 @@ demo: $(STAMP)
 	@$(BIN)/trtllm-disagg demo --model $(MODEL)
 
 test: $(TOOLS) model
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST)
 	$(BIN)/python -m tests.levels
 
 test-fast: $(TOOLS)
-	$(BIN)/python -m pytest -m fast $(PYTEST_ARGS)
+	$(PYTEST) -m fast
 
 # The engine's tests at the CPU levels below this machine's own; a part of `make test`.
 test-levels: $(TOOLS)

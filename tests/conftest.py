@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.deployments import Fleet, Served
-from tests.support.durations import DurationRecorder, mark_by_speed
+from tests.support.durations import DurationRecorder, mark_by_speed, recorded_durations
+from tests.support.groups import GroupScheduling, in_order, uses_fleet
 from tests.support.models import write_checkpoint
+from tests.support.progress import Progress
 
 Checkpoints = Callable[..., Path]
+_FLEET = pytest.StashKey[Fleet]()
 
 
 @pytest.fixture(scope="session")
@@ -38,25 +42,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Last, when there is a terminal reporter.
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        # One of several processes under -n. The one that started it hears of every test.
+        return
     if config.getoption("--record-durations"):
         config.pluginmanager.register(DurationRecorder())
+    if config.getoption("numprocesses") and config.get_verbosity() <= 0:
+        terminal: Any = config.pluginmanager.getplugin("terminalreporter")
+        config.pluginmanager.register(Progress(terminal.write_line))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    return GroupScheduling(config, log)
 
 
 # First, so that -m sees the markers.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that use the fleet come last.
-
-    Its deployments stay to the end, and every process that watches a discovery directory takes from the 128
-    inotify instances that Linux gives a user.
-    """
-    mark_by_speed(items)
-    items.sort(key=uses_fleet)
-
-
-def uses_fleet(item: pytest.Item) -> bool:
-    return "fleet" in getattr(item, "fixturenames", ())
+    """Mark what is fast, and put the tests in order."""
+    seconds = recorded_durations()
+    mark_by_speed(items, seconds)
+    in_order(items, seconds)
 
 
 @pytest.fixture(scope="session")
@@ -65,9 +75,21 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     users = [item for item in request.session.items if uses_fleet(item)]
     params = [item.callspec.params for item in users if hasattr(item, "callspec")]
     wanted = {"agg", *(each["strategy"] for each in params if "strategy" in each)}
-    fleet = Fleet(tmp_path_factory.mktemp("fleet"), wanted)
+    request.config.stash[_FLEET] = fleet = Fleet(tmp_path_factory.mktemp("fleet"), wanted)
     yield fleet
     fleet.close()
+
+
+# Last, when the fixtures of the test itself have ended.
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The fleet ends with the last test that uses it.
+
+    Every process that watches a discovery directory takes from the 128 inotify instances that Linux gives a user.
+    """
+    is_last = uses_fleet(item) and (nextitem is None or not uses_fleet(nextitem))
+    if is_last and (fleet := item.config.stash.get(_FLEET, None)) is not None:
+        fleet.close()
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def _run(level: str, files: tuple[str, ...]) -> int:
     print(f"the engine's tests at CPU level {level}", flush=True)
     environment = dict(os.environ) | {SETTING: level}
     environment |= environment_of(environment)
-    command = (sys.executable, "-m", "pytest", "-q", *files)
+    command = (sys.executable, "-m", "pytest", "-q", "-n", "2", *files)
     return subprocess.run(command, env=environment, check=False).returncode
 
 

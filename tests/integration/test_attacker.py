@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,13 @@ def unix_sockets(pids: set[int], kind: str) -> list[str]:
 
 
 def shared_memory_files() -> list[str]:
-    return [str(path) for path in Path("/dev/shm").iterdir() if path.owner() == "root"]
+    found = []
+    for path in Path("/dev/shm").iterdir():
+        # Those of other tests come and go.
+        with suppress(FileNotFoundError):
+            if path.owner() == "root":
+                found.append(str(path))
+    return found
 
 
 def metadata_cache(names: list[str]) -> list[PeerMetadata]:

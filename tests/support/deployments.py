@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import subprocess
 import sys
@@ -51,9 +52,16 @@ HELD = (
 
 
 def demo_model() -> Path:
-    """The model of `make model`; made now if it is missing."""
-    if not (DEMO_MODEL / "demo_model.json").is_file():
-        subprocess.run([sys.executable, "-m", "trtllm_disagg", "demo-model", str(DEMO_MODEL)], check=True)
+    """The model of `make model`; made now if it is missing, by one of pytest's processes."""
+    made = DEMO_MODEL / "demo_model.json"
+    if not made.is_file():
+        DEMO_MODEL.parent.mkdir(exist_ok=True)
+        with DEMO_MODEL.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.is_file():
+                subprocess.run(
+                    [sys.executable, "-m", "trtllm_disagg", "demo-model", str(DEMO_MODEL)], check=True
+                )
     return DEMO_MODEL
 
 

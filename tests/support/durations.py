@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,22 @@ class DurationRecorder:
         RECORD.write_text(json.dumps(record, indent=0) + "\n")
 
 
-def mark_by_speed(items: list[pytest.Item]) -> None:
+def file_of(item: pytest.Item) -> str:
+    """As durations.json names it."""
+    return item.path.relative_to(ROOT).as_posix()
+
+
+def recorded_durations() -> dict[str, float]:
+    """The seconds of each file; empty before they were ever recorded."""
+    seconds: dict[str, float] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return seconds
+
+
+def mark_by_speed(items: list[pytest.Item], seconds: Mapping[str, float]) -> None:
     """Add the markers `process` and `fast`."""
-    recorded: dict[str, float] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for item in items:
-        file = item.path.relative_to(ROOT).as_posix()
+        file = file_of(item)
         if file.startswith(_FOLDERS) or _FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.process)
-        if item.get_closest_marker("process") is None and recorded.get(file, 0.0) <= FAST_SECONDS:
+        if item.get_closest_marker("process") is None and seconds.get(file, 0.0) <= FAST_SECONDS:
             item.add_marker(pytest.mark.fast)

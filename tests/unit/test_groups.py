@@ -1,0 +1,20 @@
+"""Which tests stay together under `pytest -n 2`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.durations import ROOT
+from tests.support.groups import FLEET, group_of
+
+
+@pytest.mark.parametrize("file", FLEET)
+def test_a_file_of_the_fleet_is_there(file: str) -> None:
+    """The other way round, collection fails: a test that uses the fleet from another file."""
+    assert (ROOT / file).is_file()
+    assert group_of(file) == "fleet"
+
+
+def test_every_other_file_is_a_group_except_that_the_conformance_tests_share_their_engines() -> None:
+    assert group_of("tests/unit/test_wire.py") == "tests/unit/test_wire.py"
+    assert group_of("tests/conformance/test_answers.py") == group_of("tests/conformance/test_handoffs.py")
