@@ -62,8 +62,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 @pytest.fixture(
     params=[*((family, "auto") for family in EXACT_FAMILIES), ("mistral", "transformers")], ids="-".join
 )
-def make_core(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[MakeCore]:
+def way(request: pytest.FixtureRequest) -> tuple[str, str]:
     family, forward = request.param
+    return family, forward
+
+
+@pytest.fixture
+def make_core(way: tuple[str, str], checkpoints: Checkpoints) -> Iterator[MakeCore]:
+    family, forward = way
     made: list[Core] = []
 
     def make(**args: Any) -> Core:
@@ -77,15 +83,27 @@ def make_core(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Itera
         core.close()
 
 
+@pytest.fixture(scope="module")
+def solos() -> dict[tuple[str, str], Logits]:
+    """Of each way, computed once."""
+    return {}
+
+
 @pytest.fixture
-def solo(make_core: MakeCore, recorder: Recorder) -> Logits:
+def solo(
+    way: tuple[str, str],
+    make_core: MakeCore,
+    recorder: Recorder,
+    solos: dict[tuple[str, str], Logits],
+) -> Logits:
     """Each prompt alone, in one piece, with nothing in the cache."""
-    core = make_core(kv_cache_config={"max_tokens": 256, "enable_block_reuse": False})
-    for prompt in PROMPTS:
-        core.generate(prompt, NEW_TOKENS)
-    rows = recorder.take()
-    assert len(rows) == len(PROMPTS) * NEW_TOKENS
-    return rows
+    if way not in solos:
+        core = make_core(kv_cache_config={"max_tokens": 256, "enable_block_reuse": False})
+        for prompt in PROMPTS:
+            core.generate(prompt, NEW_TOKENS)
+        solos[way] = recorder.take()
+        assert len(solos[way]) == len(PROMPTS) * NEW_TOKENS
+    return solos[way]
 
 
 def assert_same_bits(rows: Logits, expected: Logits) -> None:
