@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import yaml
 
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
@@ -26,9 +27,8 @@ NUM_STREAMS = 12
 #: Long enough that all of them run when the faults come.
 NUM_TOKENS = 500
 SECONDS = 90.0
-#: A decode worker that dies between the first token and the read of its KV leaves that KV to the end of its lease:
-#: kv_transfer_timeout_ms of engine_configs/demo.
-LEASE_SECONDS = 30.0
+#: A decode worker that dies between the first token and the read of its KV leaves that KV to the end of its lease.
+LEASE_SECONDS = 8.0
 
 #: Each answer depends on more than its text: on what was generated, or on a seed that it was given.
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -121,8 +121,13 @@ def engine_of(process: ManagedProcess) -> psutil.Process:
 async def test_streams_outlive_their_first_stage(
     strategy: str, first: Role, drain_seconds: float | None, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
+    configured = config(strategy, checkpoints("llama"), tmp_path / "run")
     setting = replace(
-        config(strategy, checkpoints("llama"), tmp_path / "run"),
+        configured,
+        engine_configs={
+            role: with_short_lease(file, tmp_path / f"{role}.yaml")
+            for role, file in configured.engine_configs.items()
+        },
         prefill_workers=3 if first == "prefill" else 1,
         decode_workers=3 if first == "decode" else 1,
         drain_seconds=drain_seconds,
@@ -160,6 +165,13 @@ async def test_streams_outlive_their_first_stage(
 
         # -- and nothing is lost
         await asyncio.to_thread(hold_nothing, [five, *deployment.of_role(second_of(first))])
+
+
+def with_short_lease(file: Path, changed: Path) -> Path:
+    settings = yaml.safe_load(file.read_text())
+    settings["cache_transceiver_config"]["kv_transfer_timeout_ms"] = int(LEASE_SECONDS * 1000)
+    changed.write_text(yaml.safe_dump(settings))
+    return changed
 
 
 async def ended(*processes: ManagedProcess) -> None:

@@ -16,7 +16,8 @@ from tests.support.hosts import ADDRESSES, Host, two_hosts, why_not, write_key
 from tests.support.strangers import as_stranger, require
 from tests.unit.embedded.core.test_core_handoff import prompt
 
-SECONDS = 1.5
+#: Of a lease and of every transfer: what a stall costs, and far more than one takes on a busy machine.
+SECONDS = 4.0
 Hosts = tuple[Host, Host]
 
 
