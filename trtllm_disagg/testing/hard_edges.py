@@ -209,8 +209,9 @@ def version_key(version: str) -> tuple[float, ...]:
     return int(major), int(minor), int(patch), float(candidate or "inf"), int(post or 0)
 
 
-#: llmapi/disagg_utils.py: the first release with the function, and the first that splits its argument in two.
-FIRST_WITH_GLOBAL_IDS = "1.2.0rc3"
+#: llmapi/disagg_utils.py: the first release that may have the function (`llm_api/1.2.0rc.json` has none), and the first
+#: that splits its argument in two.
+FIRST_WITH_GLOBAL_IDS = "1.3.0rc1"
 FIRST_WITH_PROCESS_ID = "1.3.0rc22"
 
 
