@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from trtllm_disagg.testing import recording
-from trtllm_disagg.testing.hard_edges import FORGIVING, HardEdges, global_id_function
+from trtllm_disagg.testing.hard_edges import PESSIMISTIC, HardEdges, global_id_function
 
 ROOT = "tensorrt_llm"
 
@@ -33,7 +33,7 @@ _IDS = "get_global_disagg_request_id"
 
 
 @contextmanager
-def mounted_recording_llm(edges: HardEdges = FORGIVING, version: str = VERSION) -> Iterator[ModuleType]:
+def mounted_recording_llm(edges: HardEdges = PESSIMISTIC, version: str = VERSION) -> Iterator[ModuleType]:
     """Inside, `import tensorrt_llm` gives the stand-in; afterwards everything is as it was."""
     before, edges_before = _taken_out(), recording.LLM.edges
     recording.LLM.edges = edges
