@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Command(NamedTuple):
-    """`module` has add_arguments(parser) and run(namespace) -> exit status."""
+    """`module` has add_arguments(parser) and run(namespace) -> exit status, and may have prepare(arguments)."""
 
     help: str
     module: str
@@ -130,7 +130,8 @@ def run(argv: list[str]) -> int:
     module = import_module(command.module)
     parser = parser_of(name, command)
     module.add_arguments(parser)
-    namespace, unknown = parser.parse_known_args(_with_values(arguments))
+    prepare = getattr(module, "prepare", list)
+    namespace, unknown = parser.parse_known_args(prepare(_with_values(arguments)))
     if unknown:
         from trtllm_disagg.config.args import refuse_unknown_arguments
 

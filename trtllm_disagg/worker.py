@@ -15,9 +15,10 @@ from typing import Any
 
 from trtllm_disagg.activity import DRAINING, SERVING, Reporter, reporter_of
 from trtllm_disagg.commands import KeyVerifier, NoKeyVerifier, Verifier
+from trtllm_disagg.config.dump import dump_config
 from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
-from trtllm_disagg.dynamo_runtime import Leaving, Registration, Runtime, ServedModel
+from trtllm_disagg.dynamo_runtime import Advertised, Leaving, Registration, Runtime, ServedModel
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
 from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
 from trtllm_disagg.dynamo_runtime.worker_endpoint import require_system_port
@@ -74,10 +75,12 @@ async def run_worker(config: WorkerConfig) -> None:
     api = load_api(config.engine)
     if await asyncio.to_thread(serve_as_rank, config.engine, engine_args):
         return
+    dump_config(config, engine_args)
+    advertised = Advertised.of(config, guides=bool(engine_args.get("guided_decoding_backend")))
     identity, me = _describe(config, engine_args)
     async with aclosing(await open_prefill_queue(config, kind_of(me))) as queue:
         require_system_port(os.environ)
-        runtime = Runtime(config)
+        runtime = Runtime(config, advertised)
         verifier = _verifier(config, runtime.instance_id)
         own_endpoint_ids = {config.endpoint_id, config.peer_endpoint_id}
         names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)

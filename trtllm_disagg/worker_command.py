@@ -10,6 +10,8 @@ import sys
 from dataclasses import replace
 
 from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
+from trtllm_disagg.config.dotted_flags import with_dotted_flags
+from trtllm_disagg.config.dynamo_flags import RUNTIME_VARIABLES
 from trtllm_disagg.deployment.limits import look_at, needs_of_worker
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import servable_model
@@ -17,13 +19,19 @@ from trtllm_disagg.watchdog import watch_over_this_process
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ExitStatus", "add_arguments", "run"]
+__all__ = ["ExitStatus", "add_arguments", "prepare", "run"]
 
 add_arguments = add_worker_arguments
+prepare = with_dotted_flags
 
 
 def run(namespace: argparse.Namespace) -> int:
     config = config_from_namespace(namespace, os.environ)
+    # Dynamo's runtime reads them when it is made.
+    for name, value in getattr(namespace, RUNTIME_VARIABLES, {}).items():
+        os.environ.pop(name, None)
+        if value:
+            os.environ[name] = value
     config = replace(config, model=str(servable_model(config.model)), served_model_name=config.model_name)
     has_peers = config.partner_endpoint_id is not None
     for doubt in look_at(needs_of_worker(has_peers=has_peers, discovery_backend=config.discovery_backend)):

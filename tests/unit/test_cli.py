@@ -122,7 +122,7 @@ def test_every_command_explains_its_flags(name: str, capsys: pytest.CaptureFixtu
         (["worker", "--model", "m", "--strategy", "x"], "unknown flag --strategy"),
         (["worker", "--qqqqqq"], "unknown flag --qqqqqq; --help lists the flags"),
         (["worker", "surplus"], "unknown argument surplus"),
-        (["worker", "--trtllm.max_batch_size", "8"], "go into --override-engine-args as JSON"),
+        (["worker", "--trtllm.max_batch_size"], "--trtllm.max_batch_size needs a value"),
         (["demo-model", "somewhere", "--forse"], "unknown flag --forse"),
         (["up", "--strategy", "agg", "--model", "m", "--http-prot", "1"], "did you mean --http-port?"),
         (["worker"], "--model is missing"),

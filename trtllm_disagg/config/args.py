@@ -15,6 +15,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
 
+from trtllm_disagg import __version__
+from trtllm_disagg.config.dotted_flags import with_dotted_flags
+from trtllm_disagg.config.dynamo_flags import (
+    ROUTER_FLAGS,
+    add_dynamo_arguments,
+    refuse_ignored_variables,
+)
 from trtllm_disagg.config.settings import parse_endpoint_id
 from trtllm_disagg.config.worker_config import (
     FLAGS,
@@ -29,6 +36,8 @@ from trtllm_disagg.config.worker_config import (
 )
 from trtllm_disagg.errors import ConfigError
 
+#: Where etcd is: set, etcd is the discovery, as it is Dynamo's default.
+_ETCD = "ETCD_ENDPOINTS"
 _NAMESPACE_SUFFIX = "DYN_NAMESPACE_WORKER_SUFFIX"
 # One flag of Dynamo's that stands for two.
 _BOTH_PUBLISHERS_FLAG = "--publish-events-and-metrics"
@@ -73,26 +82,33 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
                 default=argparse.SUPPRESS,
                 help="both of the above (Dynamo's old name)",
             )
+    parser.add_argument("--version", action="version", version=__version__)
+    add_dynamo_arguments(parser)
 
 
 def parse_worker_args(argv: Sequence[str], environ: Mapping[str, str]) -> WorkerConfig:
     """The configuration of one worker. Raises ConfigError for anything that is unknown or not allowed."""
     parser = WorkerArgumentParser(prog="trtllm-disagg worker", allow_abbrev=False)
     add_worker_arguments(parser)
-    namespace, unknown = parser.parse_known_args(list(argv))
+    namespace, unknown = parser.parse_known_args(with_dotted_flags(argv))
     refuse_unknown_arguments(parser, unknown)
     return config_from_namespace(namespace, environ)
 
 
 def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, str]) -> WorkerConfig:
     """Fill up what the command line left open; other attributes of the namespace are ignored."""
+    refuse_ignored_variables(environ)
     given = {name: getattr(namespace, name) for name in FLAGS if hasattr(namespace, name)}
     values = _from_environment(environ) | given
     if "model" not in values:
         raise ConfigError(f"--model is missing; give it, or set {FLAGS['model'].variables[0]}")
     _resolve_namespace(values, environ, by_flag="namespace" in given)
+    if "discovery_backend" not in values and environ.get(_ETCD):
+        values["discovery_backend"] = "etcd"
     _resolve_template(values)
-    return WorkerConfig(**values, explicit=frozenset(values))
+    return WorkerConfig(
+        **values, explicit=frozenset(values), router_flags=getattr(namespace, ROUTER_FLAGS, ())
+    )
 
 
 def refuse_unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
@@ -100,8 +116,6 @@ def refuse_unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[
     if not unknown:
         return
     name = unknown[0].split("=", 1)[0]
-    if name.startswith("--trtllm."):
-        raise ConfigError(f"unknown flag {name}; engine arguments go into --override-engine-args as JSON")
     known = [option for action in parser._actions for option in action.option_strings]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]}?" if close else "; --help lists the flags"
@@ -114,6 +128,8 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
     if _value_type(flag.field) is bool:
         group.add_argument(*flag.names, action=argparse.BooleanOptionalAction, **options)
         return
+    if flag.bare is not None:
+        options |= {"nargs": "?", "const": flag.bare}
     rule = rule_of(flag.field)
     metavar = "{" + ",".join(rule.choices) + "}" if rule and rule.choices else None
     group.add_argument(*flag.names, type=argument_parser_of(flag.field), metavar=metavar, **options)
@@ -203,7 +219,7 @@ def _resolve_template(values: dict[str, Any]) -> None:
     name = "custom_jinja_template"
     if name not in values:
         return
-    path = Path(values[name]).expanduser()
+    path = Path(os.path.expandvars(values[name])).expanduser()
     if not os.path.isfile(path):
         raise ConfigError.bad_value(flag_of(name), values[name], "a file that exists")
     values[name] = str(path)

@@ -129,6 +129,8 @@ class Setting(NamedTuple):
     dynamo: str
     aliases: tuple[str, ...]
     more_variables: tuple[str, ...]
+    #: What the flag means without a value, where it may have none.
+    bare: str | None
 
     def flag_of(self, field_name: str) -> str:
         return self.flag or "--" + field_name.replace("_", "-")
@@ -150,7 +152,8 @@ def option(
     dynamo: str = NOT_IN_DYNAMO,
     aliases: tuple[str, ...] = (),
     variables: tuple[str, ...] = (),
+    bare: str | None = None,
 ) -> Any:
     """A dataclass field with its `Setting`."""
-    metadata = {"setting": Setting(help, rule, group, flag, dynamo, aliases, variables)}
+    metadata = {"setting": Setting(help, rule, group, flag, dynamo, aliases, variables, bare)}
     return field(metadata=metadata) if default is REQUIRED else field(default=default, metadata=metadata)

@@ -285,9 +285,33 @@ class WorkerConfig:
     reasoning_parser: str | None = option(
         None, "parser of reasoning", NOT_EMPTY, flag="--dyn-reasoning-parser", dynamo=DYNAMO_RUNTIME
     )
+    default_thinking_mode: str | None = option(
+        None,
+        "whether chats think that do not say",
+        one_of("enabled", "disabled"),
+        flag="--dyn-default-thinking-mode",
+        dynamo=DYNAMO_RUNTIME,
+    )
+    structural_tag: str | None = option(
+        None,
+        "true, false or JSON: tool calls are held to their schemas (default: where guided_decoding_backend is set)",
+        NOT_EMPTY,
+        flag="--dyn-structural-tag",
+        dynamo=DYNAMO_RUNTIME,
+        bare="true",
+    )
+
+    dump_config_to: str | None = option(
+        None,
+        "file for the configuration that came out of all this, as JSON",
+        NOT_EMPTY,
+        dynamo=DYNAMO_RUNTIME,
+    )
 
     explicit: frozenset[str] = frozenset()
     """Fields that a flag or a variable set. Those win over the engine YAML; the others only fill it up."""
+    router_flags: tuple[str, ...] = ()
+    """What this worker advertises for the frontend's router, as Dynamo's flags."""
 
     def __post_init__(self) -> None:
         for name in SETTINGS:
@@ -432,7 +456,7 @@ class WorkerConfig:
         return endpoint_of(self.namespace, Role.DECODE if self.may_switch else None)
 
 
-SETTINGS = {setting.name: setting for setting in fields(WorkerConfig) if setting.name != "explicit"}
+SETTINGS = {setting.name: setting for setting in fields(WorkerConfig) if "setting" in setting.metadata}
 """The dataclass field of every setting that a user can give, by name."""
 
 
@@ -444,6 +468,7 @@ class Flag(NamedTuple):
     variables: tuple[str, ...]
     help: str
     group: str
+    bare: str | None
 
 
 def _setting(name: str) -> Setting:
@@ -463,7 +488,7 @@ def _flags() -> dict[str, Flag]:
         setting = _setting(name)
         group = setting.group or group
         names = (flag_of(name), *setting.aliases)
-        flags[name] = Flag(name, names, setting.variables(name), setting.help, group)
+        flags[name] = Flag(name, names, setting.variables(name), setting.help, group, setting.bare)
     return flags
 
 

@@ -1,5 +1,6 @@
 """Everything of Dynamo's runtime that a worker uses. Only this package and `publisher/` import `dynamo`."""
 
+from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.discovery import Controller, controller
 from trtllm_disagg.dynamo_runtime.errors import from_dynamo, to_dynamo
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, refuse_control
@@ -8,6 +9,7 @@ from trtllm_disagg.dynamo_runtime.stage_client import DynamoDirectory, DynamoSta
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Registration, Runtime, ServedModel
 
 __all__ = [
+    "Advertised",
     "Controller",
     "DynamoDirectory",
     "DynamoStageInstance",

@@ -25,6 +25,7 @@ from dynamo.runtime import DistributedRuntime
 from trtllm_disagg.commands import DescribedInstance
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised
 from trtllm_disagg.dynamo_runtime.discovery import KvOverlaps, described, list_instances
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE, HandleCommand, as_dynamo_handler
 from trtllm_disagg.dynamo_runtime.stage_client import DynamoDirectory
@@ -69,8 +70,9 @@ def require_system_port(environ: Mapping[str, str]) -> None:
 class Runtime:
     """This worker in Dynamo's runtime; its creator calls `shutdown`."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, advertised: Advertised = NOTHING) -> None:
         self._config = config
+        self._advertised = advertised
         self._runtime = DistributedRuntime(
             asyncio.get_running_loop(),
             config.discovery_backend,
@@ -171,8 +173,7 @@ class Runtime:
         card.context_length = model.max_seq_len
         card.kv_event_publishing_enabled = tells_events
         card.enable_local_indexer = True
-        card.tool_call_parser = config.tool_call_parser
-        card.reasoning_parser = config.reasoning_parser
+        self._advertised.put_on(card)
         model_type, worker_type, needs = kind
         await register_model(
             ModelInput.Tokens,
@@ -186,6 +187,7 @@ class Runtime:
             runtime_config=card,
             custom_template_path=config.custom_jinja_template,
             ignore_weights=True,
+            router_config=self._advertised.router,
         )
 
     async def leave(self) -> None:

@@ -1,0 +1,258 @@
+"""The flags of this worker beside those of the installed `python -m dynamo.trtllm`, one by one.
+
+When this fails after an upgrade of ai-dynamo, the flag that it names is new, gone or changed: add it to WorkerConfig or
+to `config/dynamo_flags.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.config.args import parse_worker_args
+from trtllm_disagg.config.dynamo_flags import (
+    DIFFERENCES,
+    NOT_SERVED,
+    OF_THE_ROUTER,
+    OF_THE_RUNTIME,
+    ROUTER_SWITCHES,
+    names_of_switch,
+)
+from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, WorkerConfig, rule_of
+from trtllm_disagg.embedded.params.llm_args import BaseLlmArgs
+from trtllm_disagg.errors import ConfigError
+
+pytest.importorskip("dynamo.trtllm._version")
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """One flag of Dynamo's."""
+
+    names: tuple[str, ...]
+    variable: str | None
+    default: Any
+    choices: tuple[str, ...]
+    is_switch: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[dict[str, Upstream]]:
+    """Every flag that its parser has, the router's too."""
+    patch = pytest.MonkeyPatch()
+    for name in [name for name in os.environ if name.startswith(("DYN_", "NATS_TLS_"))]:
+        patch.delenv(name)
+    # All that its module of flags asks of TensorRT-LLM.
+    for name in ("tensorrt_llm", "tensorrt_llm.llmapi", "tensorrt_llm.llmapi.llm_args"):
+        patch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["tensorrt_llm.llmapi.llm_args"].BaseLlmArgs = BaseLlmArgs  # type: ignore[attr-defined]
+    utils = importlib.import_module("dynamo.common.configuration.utils")
+    variables: dict[str, str] = {}
+    add = utils.add_argument
+
+    def noting(parser: Any, *, flag_name: str, env_var: str, **more: Any) -> None:
+        variables[flag_name] = env_var
+        add(parser, flag_name=flag_name, env_var=env_var, **more)
+
+    try:
+        groups = [
+            importlib.import_module(f"dynamo.common.configuration.groups.{name}")
+            for name in ("runtime_args", "router_args", "kv_router_args", "frontend_decoding_args")
+        ]
+        backend = importlib.import_module("dynamo.trtllm.backend_args")
+        for module in (utils, *groups, backend):
+            if hasattr(module, "add_argument"):
+                patch.setattr(module, "add_argument", noting)
+        parser = argparse.ArgumentParser()
+        groups[0].DynamoRuntimeArgGroup().add_arguments(parser)
+        backend.DynamoTrtllmArgGroup().add_arguments(parser)
+        groups[1].add_worker_router_arguments(parser)
+        yield {flag.name: flag for flag in (_of(action, variables) for action in parser._actions)}
+    finally:
+        patch.undo()
+        for name in [name for name in sys.modules if name.startswith("dynamo.trtllm")]:
+            del sys.modules[name]
+
+
+def _of(action: argparse.Action, variables: dict[str, str]) -> Upstream:
+    # What `add_argument` did not see reads its variable by the usual name.
+    usual = (
+        "DYN_" + action.option_strings[0].removeprefix("--dyn-").removeprefix("--").replace("-", "_").upper()
+    )
+    return Upstream(
+        tuple(action.option_strings),
+        variables.get(action.option_strings[0], usual),
+        action.default,
+        tuple(action.choices or ()),
+        action.nargs == 0 and any(name.startswith("--no-") for name in action.option_strings),
+    )
+
+
+OURS = {flag.names[0]: flag for flag in FLAGS.values()}
+REFUSED = {flag.name: flag for flag in NOT_SERVED}
+#: argparse has the one; `--version` prints another program's.
+BY_ITSELF = {"-h", "--version"}
+PLACES: list[set[str]] = [
+    set(OURS),
+    set(REFUSED),
+    set(OF_THE_RUNTIME),
+    {*OF_THE_ROUTER, *ROUTER_SWITCHES},
+    BY_ITSELF,
+]
+
+
+def test_every_flag_of_dynamos_has_one_place(upstream: dict[str, Upstream]) -> None:
+    places = {name: [place for place in PLACES if name in place] for name in upstream}
+    assert {name for name, found in places.items() if len(found) != 1} == set()
+
+
+def test_every_other_name_of_a_flag_is_known_too(upstream: dict[str, Upstream]) -> None:
+    known = {name for flag in FLAGS.values() for name in flag.names}
+    known |= {*REFUSED, *OF_THE_RUNTIME, *OF_THE_ROUTER, *ROUTER_SWITCHES, *BY_ITSELF, "--help"}
+    known |= {names_of_switch(name)[1] for name in known}
+    assert {name for flag in upstream.values() for name in flag.names} - known == set()
+
+
+def test_no_table_has_a_flag_that_dynamo_lacks(upstream: dict[str, Upstream]) -> None:
+    names = {name for flag in upstream.values() for name in flag.names}
+    assert {*REFUSED, *OF_THE_RUNTIME, *OF_THE_ROUTER, *ROUTER_SWITCHES, *DIFFERENCES} - names == set()
+
+
+def test_variables_have_dynamos_names(upstream: dict[str, Upstream]) -> None:
+    assert {name: flag.variable for name, flag in REFUSED.items()} == {
+        name: upstream[name].variable for name in REFUSED
+    }
+    assert {name: variable for name, (variable, _) in OF_THE_RUNTIME.items()} == {
+        name: upstream[name].variable for name in OF_THE_RUNTIME
+    }
+    shared = OURS.keys() & upstream.keys()
+    assert [name for name in shared if upstream[name].variable not in OURS[name].variables] == []
+
+
+def test_switches_are_switches(upstream: dict[str, Upstream]) -> None:
+    switches = {name for name, flag in upstream.items() if flag.is_switch}
+    ours = {
+        name for name, flag in OURS.items() if isinstance(SETTINGS[flag.field].default, bool)
+    } & upstream.keys()
+    ours |= {name for name, flag in REFUSED.items() if flag.is_switch}
+    ours |= {name for name, (_, is_switch) in OF_THE_RUNTIME.items() if is_switch}
+    assert switches == ours | (set(ROUTER_SWITCHES) & upstream.keys())
+
+
+def test_defaults_and_choices_differ_only_where_the_table_says_so(upstream: dict[str, Upstream]) -> None:
+    different = set()
+    for name in OURS.keys() & upstream.keys():
+        field, theirs = OURS[name].field, upstream[name]
+        rule = rule_of(field)
+        same_choices = set(theirs.choices) == set(rule.choices if rule else ())
+        if not same_choices or SETTINGS[field].default != theirs.default:
+            different.add(name)
+    explained = set(DIFFERENCES) - {"--endpoint", "--dyn-structural-tag"}
+    # Their defaults are not values of the flag: the places follow from the role, the tag from the engine.
+    assert different == explained
+
+
+def test_what_dynamo_does_without_being_told_is_accepted(upstream: dict[str, Upstream]) -> None:
+    """Manifests spell out defaults."""
+    defaults = {name: _text(upstream[name].default) for name in REFUSED}
+    parse(**{str(upstream[name].variable): text for name, text in defaults.items()})
+    for name, text in defaults.items():
+        if text and not REFUSED[name].is_switch:
+            parse(name, text)
+
+
+def _text(default: Any) -> str:
+    if default is None:
+        return ""
+    return " ".join(default) if isinstance(default, list) else str(default)
+
+
+# -- what becomes of them
+
+
+def parse(*argv: str, **environ: str) -> WorkerConfig:
+    return parse_worker_args(["--model", "m", *argv], environ)
+
+
+@pytest.mark.parametrize("flag", NOT_SERVED, ids=lambda flag: str(flag.name))
+def test_what_is_not_served_is_refused_as_flag_and_as_variable(flag: Any) -> None:
+    asks = names_of_switch(flag.name) if flag.is_switch else (flag.name,)
+    wanted = "no" if "true" in flag.accepted else "1"
+    argv = [asks["true" in flag.accepted]] if flag.is_switch else [flag.name, "xyz"]
+    with pytest.raises(ConfigError, match=f"^{flag.name}: ") as caught:
+        parse(*argv)
+    assert flag.instead in str(caught.value)
+    with pytest.raises(ConfigError, match=f"^{flag.variable}: "):
+        parse(**{str(flag.variable): wanted if flag.is_switch else "xyz"})
+
+
+def test_text_is_what_this_worker_serves() -> None:
+    assert parse("--modality", "text", DYN_TRTLLM_MODALITY="text") == parse()
+    with pytest.raises(ConfigError, match="--modality: 'multimodal' is not allowed; expected text"):
+        parse("--modality", "multimodal")
+
+
+def test_flags_of_the_router_are_kept_as_they_are() -> None:
+    flags = ("--router-mode", "kv", "--no-router-track-active-blocks", "--router-temperature", "0.5")
+    assert parse(*flags).router_flags == flags
+    assert parse().router_flags == ()
+
+
+def test_engine_arguments_as_flags_are_an_override() -> None:
+    config = parse(
+        *("--trtllm.kv_cache_config.dtype", "fp8", "--trtllm.max_batch_size=8", "--max-seq-len", "64"),
+        *(
+            "--trtllm.kv_cache_config.free_gpu_memory_fraction",
+            "0.5",
+            "--trtllm.enable_chunked_prefill",
+            "True",
+        ),
+        *("--trtllm.cuda_graph_config", "none"),
+    )
+    assert config.max_seq_len == 64
+    assert config.override_engine_args == (
+        '{"kv_cache_config": {"dtype": "fp8", "free_gpu_memory_fraction": 0.5}, "max_batch_size": 8, '
+        '"enable_chunked_prefill": true, "cuda_graph_config": null}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--trtllm.a"], "--trtllm.a needs a value"),
+        (["--trtllm.a", "--max-seq-len", "3"], "--trtllm.a needs a value"),
+        (["--trtllm.a..b", "1"], "--trtllm.a..b has an empty part"),
+        (["--trtllm.a", "1", "--trtllm.a.b", "2"], "--trtllm.a.b: a has a value already"),
+        (["--trtllm.a", "1", "--override-engine-args", "{}"], "exclude each other"),
+    ],
+)
+def test_an_engine_argument_that_cannot_be_read_is_named(argv: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv)
+    assert told in str(caught.value)
+
+
+def test_etcd_is_the_discovery_where_it_is_told() -> None:
+    assert parse().discovery_backend == "file"
+    assert parse(ETCD_ENDPOINTS="http://etcd:2379").discovery_backend == "etcd"
+    assert parse(DYN_DISCOVERY_BACKEND="etcd").discovery_backend == "etcd"
+    assert parse(ETCD_ENDPOINTS="http://etcd:2379", DYN_DISCOVERY_BACKEND="file").discovery_backend == "file"
+    assert parse("--discovery-backend", "mem", ETCD_ENDPOINTS="http://etcd:2379").discovery_backend == "mem"
+
+
+def test_a_tag_without_a_value_is_on() -> None:
+    assert parse("--dyn-structural-tag", "--max-seq-len", "9").structural_tag == "true"
+    assert parse("--dyn-structural-tag", "false").structural_tag == "false"
+    assert parse().structural_tag is None

@@ -1,0 +1,103 @@
+"""What a model card says beyond the engine, as Dynamo's own code reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from dynamo.llm import ModelRuntimeConfig
+
+from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.dynamo_runtime.advertised import Advertised, StructuralTag
+from trtllm_disagg.errors import ConfigError
+
+
+def advertised(*, guides: bool = False, **settings: Any) -> Advertised:
+    return Advertised.of(WorkerConfig(model="m", **settings), guides=guides)
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DYN_ROUTER_MODE", raising=False)
+
+
+def test_a_tag_is_dynamos_default_where_the_engine_can_keep_to_it() -> None:
+    runtime_args = pytest.importorskip("dynamo.common.configuration.groups.runtime_args")
+    assert advertised(guides=True).structural_tag == msgspec.to_builtins(runtime_args.StructuralTagConfig())
+    assert (
+        msgspec.json.schema(StructuralTag)["$defs"]["StructuralTag"]["properties"]
+        == (
+            msgspec.json.schema(runtime_args.StructuralTagConfig)["$defs"]["StructuralTagConfig"][
+                "properties"
+            ]
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "guides", "scope"),
+    [
+        (None, False, None),
+        ("false", True, None),
+        ("true", False, "always"),
+        ('{"scope": "auto"}', True, "auto"),
+    ],
+)
+def test_a_tag_is_what_was_told(told: str | None, guides: bool, scope: str | None) -> None:
+    tag = advertised(structural_tag=told, guides=guides).structural_tag
+    assert (tag or {}).get("scope") == scope
+
+
+@pytest.mark.parametrize("told", ["perhaps", '{"scope": "never"}', '{"scop": "auto"}', "[]"])
+def test_a_tag_that_dynamo_would_not_read_is_refused(told: str) -> None:
+    with pytest.raises(ConfigError, match="--dyn-structural-tag: "):
+        advertised(structural_tag=told)
+
+
+@pytest.mark.parametrize(
+    ("field", "flag"), [("tool_call_parser", "tool-call-parser"), ("reasoning_parser", "reasoning-parser")]
+)
+def test_a_parser_that_dynamo_lacks_is_refused_with_the_nearest(field: str, flag: str) -> None:
+    known: dict[str, Any] = {field: "qwen3_coder" if "tool" in field else "qwen3"}
+    assert getattr(advertised(**known), field)
+    unknown: dict[str, Any] = {field: "deepseek_v33"}
+    with pytest.raises(
+        ConfigError, match=rf"--dyn-{flag}: 'deepseek_v33' is not allowed; expected deepseek_v3"
+    ):
+        advertised(**unknown)
+
+
+def test_the_router_is_told_what_the_flags_say() -> None:
+    router = advertised(router_flags=("--router-mode", "kv", "--no-router-track-active-blocks")).router
+    assert router is not None
+    assert advertised().router is None
+
+
+def test_the_router_reads_dynamos_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_ROUTER_MODE", "kv")
+    assert advertised().router is not None
+
+
+def test_a_router_flag_that_dynamo_does_not_take_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--router-mode fast: .*invalid choice: 'fast'"):
+        advertised(router_flags=("--router-mode", "fast"))
+
+
+def test_the_card_has_all_of_it() -> None:
+    card = ModelRuntimeConfig()
+    advertised(
+        guides=True,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+        default_thinking_mode="disabled",
+    ).put_on(card)
+    assert (card.tool_call_parser, card.reasoning_parser) == ("hermes", "qwen3")
+    assert card.get_engine_specific("default_thinking_mode") == "disabled"
+    assert card.structural_tag["scope"] == "always"
+
+
+def test_a_card_of_a_worker_that_says_nothing_has_nothing() -> None:
+    card = ModelRuntimeConfig()
+    advertised().put_on(card)
+    assert (card.tool_call_parser, card.reasoning_parser, card.structural_tag) == (None, None, None)

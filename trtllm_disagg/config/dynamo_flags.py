@@ -1,0 +1,330 @@
+"""The flags of `python -m dynamo.trtllm` 1.6.1 that are no settings of this worker, and what becomes of each.
+
+Together with FLAGS these are all flags of Dynamo's: a test compares them with the installed ai-dynamo, so that an
+upgrade shows what is new. A flag, or its variable, that this worker would ignore is refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trtllm_disagg.errors import ConfigError
+
+_NO = ("", "0", "false", "off", "no")
+_YES = ("1", "true", "on", "yes")
+
+
+class NotServed(NamedTuple):
+    """A flag of Dynamo's worker that asks for what this one does not do."""
+
+    name: str
+    variable: str | None
+    #: Values that ask for nothing, lower case.
+    accepted: tuple[str, ...]
+    #: What to use or do in place of it.
+    instead: str
+    #: `--x` and `--no-x`.
+    is_switch: bool = False
+    #: Any number of values.
+    is_list: bool = False
+
+    def check(self, key: str, value: str) -> None:
+        """Raise ConfigError, naming `key`, unless the value asks for nothing."""
+        if value.strip().lower() in self.accepted:
+            return
+        allowed = " or ".join(name for name in self.accepted if name) or "no value"
+        raise ConfigError.bad_value(key, value, f"{allowed}: {self.instead}")
+
+
+def _value(name: str, variable: str, accepted: Sequence[str], instead: str) -> NotServed:
+    return NotServed(name, variable, ("", *accepted), instead)
+
+
+def _off(name: str, variable: str | None, instead: str) -> NotServed:
+    return NotServed(name, variable, _NO, instead, is_switch=True)
+
+
+def _on(name: str, variable: str, instead: str) -> NotServed:
+    return NotServed(name, variable, _YES, instead, is_switch=True)
+
+
+_TEXT = "this worker serves text only; run `python -m dynamo.trtllm` for images, video and audio"
+_YAML = "give it as a key of the --extra-engine-args file"
+_TAG = "use --dyn-structural-tag"
+_DIFFUSION = "DYN_TRTLLM_"
+
+
+def _diffusion(name: str, accepted: str = "") -> NotServed:
+    return _value(f"--{name}", _DIFFUSION + name.replace("-", "_").upper(), (accepted,), _TEXT)
+
+
+def _diffusion_switch(name: str, *, default: bool = False) -> NotServed:
+    switch = _on if default else _off
+    return switch(f"--{name}", _DIFFUSION + name.replace("-", "_").upper(), _TEXT)
+
+
+NOT_SERVED = (
+    # Of the engine.
+    _off(
+        "--conversation-affinity",
+        "DYN_ENGINE_CONV_AFFINITY",
+        "requests of a conversation are kept together by the router",
+    ),
+    _value(
+        "--conversation-affinity-dp-rank-source",
+        "DYN_ENGINE_CONV_AFFINITY_DP_RANK_SOURCE",
+        ["engine"],
+        "as above",
+    ),
+    _value("--model-loader-extra-config", "DYN_TRTLLM_MODEL_LOADER_EXTRA_CONFIG", [], _YAML),
+    _value(
+        "--revision", "DYN_TRTLLM_REVISION", [], "download that revision, and name its directory as --model"
+    ),
+    # Of the runtime.
+    _value(
+        "--kv-state-endpoint", "DYN_KV_STATE_ENDPOINT", [], "KV state belongs to the endpoint that serves"
+    ),
+    _off(
+        "--fpm-trace",
+        "DYN_FPM_TRACE",
+        "forward-pass metrics are not published; --publish-metrics has load and steps",
+    ),
+    NotServed(
+        "--connector",
+        "DYN_CONNECTOR",
+        ("", "none", "null"),
+        "KVBM and LMCache are not built in; kv_connector_config in the engine YAML is passed on",
+        is_list=True,
+    ),
+    _on(
+        "--exclude-tools-when-tool-choice-none",
+        "DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE",
+        "give --no-exclude-tools-when-tool-choice-none to the frontend",
+    ),
+    _off("--dyn-enable-structural-tag", "DYN_ENABLE_STRUCTURAL_TAG", _TAG),
+    _value("--dyn-structural-tag-scope", "DYN_STRUCTURAL_TAG_SCOPE", [], _TAG),
+    _value("--dyn-structural-tag-schema", "DYN_STRUCTURAL_TAG_SCHEMA", [], _TAG),
+    _value("--health-check-payload", "DYN_HEALTH_CHECK_PAYLOAD", [], "this worker has a probe of its own"),
+    # Multimodal.
+    _off("--enable-multimodal", "DYN_TRTLLM_ENABLE_MULTIMODAL", _TEXT),
+    _value("--modality", "DYN_TRTLLM_MODALITY", ["text"], _TEXT),
+    _value("--encode-endpoint", "DYN_TRTLLM_ENCODE_ENDPOINT", [], _TEXT),
+    _value("--allowed-local-media-path", "DYN_TRTLLM_ALLOWED_LOCAL_MEDIA_PATH", [], _TEXT),
+    _value("--max-file-size-mb", "DYN_TRTLLM_MAX_FILE_SIZE_MB", ["50"], _TEXT),
+    _off("--frontend-decoding", "DYN_TRTLLM_FRONTEND_DECODING", _TEXT),
+    _value(
+        "--multimodal-embedding-cache-capacity-gb",
+        "DYN_MULTIMODAL_EMBEDDING_CACHE_CAPACITY_GB",
+        ["0", "0.0"],
+        _TEXT,
+    ),
+    _off("--multimodal-embedding-cache-publisher", "DYN_MULTIMODAL_EMBEDDING_CACHE_PUBLISHER", _TEXT),
+    NotServed("--output-modalities", "DYN_OUTPUT_MODALITIES", ("", "text"), _TEXT, is_list=True),
+    _value("--media-output-fs-url", "DYN_MEDIA_OUTPUT_FS_URL", ["file:///tmp/dynamo_media"], _TEXT),
+    _value("--media-output-http-url", "DYN_MEDIA_OUTPUT_HTTP_URL", [], _TEXT),
+    # Diffusion.
+    _diffusion("quant-algo"),
+    _diffusion_switch("quant-dynamic", default=True),
+    _diffusion_switch("enable-teacache"),
+    _diffusion_switch("teacache-use-ret-steps", default=True),
+    _diffusion("teacache-thresh", "0.2"),
+    _diffusion("torch-dtype", "bfloat16"),
+    _diffusion_switch("disable-torch-compile"),
+    _diffusion_switch("enable-fullgraph"),
+    _diffusion_switch("enable-cuda-graph"),
+    _diffusion("attn-backend", "vanilla"),
+    _diffusion("dit-ulysses-size", "1"),
+    _diffusion("dit-ring-size", "1"),
+    _diffusion("dit-cfg-size", "1"),
+    _diffusion_switch("enable-layerwise-nvtx-marker"),
+    _diffusion_switch("skip-warmup"),
+    _diffusion("default-height", "480"),
+    _diffusion("default-width", "832"),
+    _diffusion("default-num-inference-steps", "50"),
+    _diffusion("default-guidance-scale", "5.0"),
+    _diffusion("default-num-frames", "81"),
+    _diffusion("default-num-images-per-prompt", "1"),
+)
+
+#: Flags that only set the variable that Dynamo's runtime reads; True for switches.
+OF_THE_RUNTIME: Mapping[str, tuple[str, bool]] = {
+    "--response-plane": ("DYN_RESPONSE_PLANE", False),
+    "--engine-request-limit": ("DYN_ENGINE_REQUEST_LIMIT", False),
+    "--tcp-tls-cert-path": ("DYN_TCP_TLS_CERT_PATH", False),
+    "--tcp-tls-key-path": ("DYN_TCP_TLS_KEY_PATH", False),
+    "--tcp-tls-ca-cert-path": ("DYN_TCP_TLS_CA_CERT_PATH", False),
+    "--tcp-tls-insecure": ("DYN_TCP_TLS_INSECURE", True),
+    "--tcp-tls-server-name": ("DYN_TCP_TLS_SERVER_NAME", False),
+    "--tcp-tls-handshake-timeout": ("DYN_TCP_TLS_HANDSHAKE_TIMEOUT_SECS", False),
+    "--tcp-tls-client-cert-path": ("DYN_TCP_TLS_CLIENT_CERT_PATH", False),
+    "--tcp-tls-client-key-path": ("DYN_TCP_TLS_CLIENT_KEY_PATH", False),
+    "--tcp-tls-client-ca-cert-path": ("DYN_TCP_TLS_CLIENT_CA_CERT_PATH", False),
+    "--nats-tls-ca-cert-path": ("NATS_TLS_CA_CERT_PATH", False),
+    "--nats-tls-insecure": ("NATS_TLS_INSECURE", True),
+    "--nats-tls-client-cert-path": ("NATS_TLS_CLIENT_CERT_PATH", False),
+    "--nats-tls-client-key-path": ("NATS_TLS_CLIENT_KEY_PATH", False),
+}
+
+#: What a worker advertises in its model card for the frontend's router; Dynamo reads them, and their variables.
+OF_THE_ROUTER = (
+    "--router-mode",
+    "--router-session-affinity-ttl-secs",
+    "--router-session-affinity-mode",
+    "--active-decode-blocks-threshold",
+    "--active-prefill-tokens-threshold",
+    "--active-prefill-tokens-threshold-frac",
+    "--router-kv-overlap-score-credit",
+    "--router-kv-overlap-score-credit-decay",
+    "--router-kv-overlap-score-weight",
+    "--kv-overlap-score-weight",
+    "--router-prefill-load-scale",
+    "--router-decode-active-request-weight",
+    "--router-host-cache-hit-weight",
+    "--router-disk-cache-hit-weight",
+    "--router-temperature",
+    "--router-tracking-hash",
+    "--router-tracking-key-file",
+    "--router-tracking-key-id",
+    "--router-prefill-load-model",
+    "--router-ttl-secs",
+    "--router-approximate-cache-policy",
+    "--router-queue-threshold",
+    "--router-policy-config",
+    "--router-conditional-disagg-config",
+    "--router-prefill-policy",
+    "--router-decode-policy",
+    "--router-event-threads",
+    "--router-queue-policy",
+    "--shared-cache-multiplier",
+    "--shared-cache-type",
+    "--router-predicted-ttl-secs",
+)
+ROUTER_SWITCHES = (
+    "--load-aware",
+    "--router-kv-events",
+    "--kv-events",
+    "--router-replica-sync",
+    "--router-track-active-blocks",
+    "--track-active-blocks",
+    "--router-track-output-blocks",
+    "--track-output-blocks",
+    "--router-assume-kv-reuse",
+    "--assume-kv-reuse",
+    "--router-track-prefill-tokens",
+    "--router-conditional-disagg",
+    "--use-remote-indexer",
+    "--enable-session-prefix-index",
+)
+
+#: Of flags that both have: what is another here, and why. `trtllm-disagg worker --help` has the values.
+DIFFERENCES: Mapping[str, str] = {
+    "--model": "required: no model is served that was not asked for",
+    "--endpoint": "both roles of a pair have a place for frontends and one for each other",
+    "--discovery-backend": "file, unless ETCD_ENDPOINTS is set: one machine needs no etcd",
+    "--event-plane": "zmq is named; Dynamo takes it when none is",
+    "--load-format": "the formats that TensorRT-LLM has",
+    "--disaggregation-mode": "without encode, which is for images; prefill_and_decode is another name of agg",
+    "--dyn-tool-call-parser": "checked against Dynamo's list when the worker starts",
+    "--dyn-reasoning-parser": "checked against Dynamo's list when the worker starts",
+    "--dyn-structural-tag": "off unless guided_decoding_backend is set, without which the engine refuses tags",
+}
+
+#: Where the namespace keeps what the flags above were given.
+ROUTER_FLAGS, RUNTIME_VARIABLES = "router_flags", "runtime_variables"
+
+
+def add_dynamo_arguments(parser: argparse.ArgumentParser) -> None:
+    """Known, and not in --help: Dynamo's own pages describe them."""
+    add = parser.add_argument
+    hidden: dict[str, Any] = {
+        "dest": argparse.SUPPRESS,
+        "default": argparse.SUPPRESS,
+        "help": argparse.SUPPRESS,
+    }
+    for flag in NOT_SERVED:
+        add(*_spellings(flag.name, flag.is_switch), action=_Refuse, flag=flag, nargs=_nargs(flag), **hidden)
+    for name, (variable, is_switch) in OF_THE_RUNTIME.items():
+        nargs = 0 if is_switch else None
+        add(*_spellings(name, is_switch), action=_SetVariable, variable=variable, nargs=nargs, **hidden)
+    for name in OF_THE_ROUTER:
+        add(name, action=_PassToRouter, nargs=None, **hidden)
+    for name in ROUTER_SWITCHES:
+        add(*_spellings(name, True), action=_PassToRouter, nargs=0, **hidden)
+
+
+def refuse_ignored_variables(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for the first variable of Dynamo's that this worker would ignore."""
+    for flag in NOT_SERVED:
+        value = environ.get(flag.variable or "")
+        if value is None:
+            continue
+        for part in value.split() if flag.is_list else [value]:
+            flag.check(flag.variable or "", part)
+
+
+def names_of_switch(name: str) -> tuple[str, str]:
+    return name, f"--no-{name.removeprefix('--')}"
+
+
+def _spellings(name: str, is_switch: bool) -> tuple[str, ...]:
+    return names_of_switch(name) if is_switch else (name,)
+
+
+def _nargs(flag: NotServed) -> str | int | None:
+    return 0 if flag.is_switch else "*" if flag.is_list else None
+
+
+class _Refuse(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, flag: NotServed, **more: Any) -> None:
+        super().__init__(option_strings, dest, **more)
+        self._flag = flag
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        for value in self._given(values, option_string or ""):
+            self._flag.check(self._flag.name, value)
+
+    def _given(self, values: str | Sequence[Any] | None, option: str) -> Iterator[str]:
+        if self._flag.is_switch:
+            yield "false" if option.startswith("--no-") else "true"
+        elif isinstance(values, str):
+            yield values
+        else:
+            yield from map(str, values or ())
+
+
+class _SetVariable(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, variable: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, **more)
+        self._variable = variable
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        is_no = (option_string or "").startswith("--no-")
+        value = values if isinstance(values, str) else "" if is_no else "1"
+        known = getattr(namespace, RUNTIME_VARIABLES, {})
+        setattr(namespace, RUNTIME_VARIABLES, {**known, self._variable: value})
+
+
+class _PassToRouter(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        given = (option_string or "", values) if isinstance(values, str) else (option_string or "",)
+        setattr(namespace, ROUTER_FLAGS, (*getattr(namespace, ROUTER_FLAGS, ()), *given))

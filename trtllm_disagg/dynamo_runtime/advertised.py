@@ -1,0 +1,106 @@
+"""What a worker's model card says beyond its engine: parsers, structural tags, how the frontend is to route."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
+from dynamo.common.configuration.groups.router_args import build_router_config, parse_worker_router_config
+
+from trtllm_disagg.config.worker_config import WorkerConfig, flag_of
+from trtllm_disagg.errors import ConfigError
+
+_THINKING = "default_thinking_mode"
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
+    """How the frontend holds tool calls to their schemas; Dynamo's names and defaults."""
+
+    scope: Literal["auto", "always"] = "always"
+    schema: Literal["auto", "strict"] = "auto"
+    allow_tool_calls_with_structured_output: bool = False
+    exclude_special_tokens: bool | None = None
+    reasoning_boundary: Literal["auto", "structural_tag", "backend"] = "auto"
+    tool_arguments_any_order: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Advertised:
+    """Of one worker; what is None is left to the frontend."""
+
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    thinking_mode: str | None = None
+    structural_tag: dict[str, Any] | None = None
+    router: Any = None
+
+    @classmethod
+    def of(cls, config: WorkerConfig, *, guides: bool) -> Advertised:
+        """`guides`: the engine can hold an answer to a grammar. Raises ConfigError for what Dynamo does not know."""
+        _check_name("tool_call_parser", config.tool_call_parser, get_tool_parser_names)
+        _check_name("reasoning_parser", config.reasoning_parser, get_reasoning_parser_names)
+        return cls(
+            config.tool_call_parser,
+            config.reasoning_parser,
+            config.default_thinking_mode,
+            _structural_tag(config.structural_tag, guides),
+            _router(config.router_flags),
+        )
+
+    def put_on(self, card: Any) -> None:
+        """`card`: Dynamo's ModelRuntimeConfig."""
+        card.tool_call_parser = self.tool_call_parser
+        card.reasoning_parser = self.reasoning_parser
+        if self.thinking_mode is not None:
+            card.set_engine_specific(_THINKING, json.dumps(self.thinking_mode))
+        card.set_structural_tag(self.structural_tag)
+
+
+NOTHING = Advertised()
+
+
+def _check_name(field: str, name: str | None, known_names: Callable[[], Sequence[str]]) -> None:
+    known = sorted(known_names())
+    if name is None or name in known:
+        return
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"{close[0]}, or another " if close else ""
+    raise ConfigError.bad_value(flag_of(field), name, f"{hint}of Dynamo's: {', '.join(known)}")
+
+
+def _structural_tag(given: str | None, guides: bool) -> dict[str, Any] | None:
+    word = "" if given is None else given.strip().lower()
+    if word in _NO or (given is None and not guides):
+        return None
+    if given is None or word in _YES:
+        tag = StructuralTag()
+    else:
+        try:
+            tag = msgspec.json.decode(given, type=StructuralTag)
+        except msgspec.DecodeError as error:
+            allowed = f"true, false or a JSON object of Dynamo's ({error})"
+            raise ConfigError.bad_value(flag_of("structural_tag"), given, allowed) from error
+    built: dict[str, Any] = msgspec.to_builtins(tag)
+    return built
+
+
+def _router(flags: Sequence[str]) -> Any:
+    """Dynamo reads its flags and variables itself; None when no mode is asked for."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            config, _ = parse_worker_router_config(list(flags))
+        return build_router_config(config)
+    except SystemExit:
+        why = said.getvalue().strip().rpartition("error: ")[2]
+        raise ConfigError(f"{' '.join(flags)}: {why}") from None
+    except ValueError as error:
+        raise ConfigError(f"{' '.join(flags) or 'DYN_ROUTER_MODE'}: {error}") from error
