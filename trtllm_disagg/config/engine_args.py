@@ -1,8 +1,8 @@
 """The keyword arguments of LLM(...): flags, then the YAML file, then the JSON override.
 
 They are plain values and name no engine. All that we know of an argument is checked before an engine exists.
-The strongest wins: --override-engine-args, then a flag or variable that was given, then --extra-engine-args,
-then a default.
+The strongest wins, as in Dynamo's worker: --override-engine-args, then --extra-engine-args, then a flag or variable
+that was given, then a default. Only the model is the flag's, because frontends were told of that one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def build_engine_args(config: WorkerConfig) -> Args:
     _check_block_size(config, {config.extra_engine_args: from_file, "--override-engine-args": from_json})
 
     args = _merge(_dynamo_defaults(config), from_file)
-    _apply_given_flags(args, config)
+    _tell_what_files_win(args, config)
     args = _merge(args, from_json)
 
     _strip(args)
@@ -146,14 +146,20 @@ def _read_json(config: WorkerConfig) -> Args:
     return check_engine_keys(content, flag, config.engine_spec.has_known_arguments)
 
 
-def _apply_given_flags(args: Args, config: WorkerConfig) -> None:
+def _tell_what_files_win(args: Args, config: WorkerConfig) -> None:
+    """`args`: flags and file together. A warning for each flag that the file has overruled."""
+    source = config.extra_engine_args
     for name, key in _KEYS.items():
         if not config.is_explicit(name):
             continue
         value, other = getattr(config, name), _get(args, key)
-        if other != value:
-            logger.warning("%s %s wins over %s: %s of the YAML file", flag_of(name), value, key, other)
-            _set(args, key, value)
+        if other == value:
+            continue
+        if name == "model":
+            logger.warning("%s %s wins over %s: %s of %s", flag_of(name), value, key, other, source)
+            args[key] = value
+        else:
+            logger.warning("%s: %s of %s wins over %s %s", key, other, source, flag_of(name), value)
 
 
 # -- checks of the whole

@@ -216,7 +216,7 @@ class WorkerConfig:
 
     extra_engine_args: str = option(
         "",
-        "YAML file of engine arguments; a flag below wins over it",
+        "YAML file of engine arguments; it wins over the flags below",
         group="engine arguments",
         dynamo=DYNAMO_WORKER,
     )
@@ -309,7 +309,7 @@ class WorkerConfig:
     )
 
     explicit: frozenset[str] = frozenset()
-    """Fields that a flag or a variable set. Those win over the engine YAML; the others only fill it up."""
+    """Fields that a flag or a variable set. When the engine YAML overrules one of those, a warning says so."""
     router_flags: tuple[str, ...] = ()
     """What this worker advertises for the frontend's router, as Dynamo's flags."""
 

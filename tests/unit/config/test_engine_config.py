@@ -72,14 +72,33 @@ def test_the_file_wins_over_defaults_and_is_merged_key_by_key(tmp_path: Path) ->
     }
 
 
-def test_a_flag_wins_over_the_file_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    content = {"max_batch_size": 7, "max_num_tokens": 9, "kv_cache_config": {"free_gpu_memory_fraction": 0.5}}
+def test_the_file_wins_over_flags_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As Dynamo resolves the two."""
+    content = {"max_batch_size": 7, "kv_cache_config": {"free_gpu_memory_fraction": 0.5}}
     with caplog.at_level(logging.WARNING):
-        args = build(tmp_path, content, max_batch_size=8, explicit=frozenset({"free_gpu_memory_fraction"}))
-    assert args["max_batch_size"] == 8
+        args = build(tmp_path, content, max_batch_size=8, max_num_tokens=9)
+    assert args["max_batch_size"] == 7
     assert args["max_num_tokens"] == 9
-    assert args["kv_cache_config"]["free_gpu_memory_fraction"] == 0.9
-    assert "--max-batch-size 8 wins over max_batch_size: 7" in caplog.text
+    assert args["kv_cache_config"]["free_gpu_memory_fraction"] == 0.5
+    (told,) = caplog.messages
+    assert told.startswith("max_batch_size: 7 of ")
+    assert told.endswith(" wins over --max-batch-size 8")
+
+
+def test_a_flag_that_the_file_agrees_with_is_not_worth_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        build(tmp_path, {"max_batch_size": 8}, max_batch_size=8)
+    assert caplog.messages == []
+
+
+def test_the_model_is_the_flags(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Frontends make tokens for the one that the worker registers."""
+    with caplog.at_level(logging.WARNING):
+        args = build(tmp_path, {"model": "org/other"})
+    assert args["model"] != "org/other"
+    assert "wins over model: org/other" in caplog.text
 
 
 def test_the_json_wins_over_everything(tmp_path: Path) -> None:
