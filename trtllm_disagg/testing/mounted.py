@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+from trtllm_disagg.embedded.mount import find_name
 from trtllm_disagg.testing import recording
 from trtllm_disagg.testing.hard_edges import PESSIMISTIC, HardEdges, global_id_function
 
@@ -51,7 +52,7 @@ def _put_in(version: str) -> ModuleType:
         module = ModuleType(f"{ROOT}.{part}" if part else ROOT)
         module.__path__ = []
         for name in names.split():
-            setattr(module, name, getattr(recording, name))
+            setattr(module, name, getattr(recording, name, None) or find_name(name))
         sys.modules[module.__name__] = module
         parent, _, child = module.__name__.rpartition(".")
         if parent:

@@ -16,33 +16,19 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from pydantic import BaseModel
-
-from trtllm_disagg.embedded.api.llm import DEFAULT_REQUEST_PRIORITY
-from trtllm_disagg.embedded.api.llm import LLM as EmbeddedLLM
-from trtllm_disagg.embedded.api.result import CompletionOutput, Logprob
-from trtllm_disagg.embedded.params.disaggregated_params import (
+from trtllm_disagg.embedded import (
+    DEFAULT_REQUEST_PRIORITY,
+    CompletionOutput,
     DisaggregatedParams,
     DisaggScheduleStyle,
+    GuidedDecodingParams,
+    LlmArgs,
+    Logprob,
+    SamplingParams,
     get_global_disagg_request_id,
 )
-from trtllm_disagg.embedded.params.llm_args import (
-    CacheTransceiverConfig,
-    CapacitySchedulerPolicy,
-    ContextChunkingPolicy,
-    CudaGraphConfig,
-    DynamicBatchConfig,
-    KvCacheConfig,
-    KVEventsConfig,
-    LlmArgs,
-    LoadFormat,
-    SchedulerConfig,
-)
-from trtllm_disagg.embedded.params.sampling_params import (
-    GuidedDecodingParams,
-    SamplingParams,
-    SchedulingParams,
-)
+from trtllm_disagg.embedded import LLM as EmbeddedLLM
+from trtllm_disagg.embedded.params.llm_args import as_plain
 from trtllm_disagg.kv_transfer.transports import embedded_only_backends
 from trtllm_disagg.testing.hard_edges import (
     FORGIVING,
@@ -54,29 +40,20 @@ from trtllm_disagg.testing.hard_edges import (
     NoKv,
     RequestError,
 )
-from trtllm_disagg.testing.recording_result import EOS_TOKEN, Pace, Place, RequestOutput, Script
+from trtllm_disagg.testing.recording_result import Pace, Place, RequestOutput, Script
 
+#: The rest of TensorRT-LLM's names is the embedded engine's own.
 __all__ = [
     "DEFAULT_REQUEST_PRIORITY",
     "LLM",
-    "CacheTransceiverConfig",
-    "CapacitySchedulerPolicy",
     "CompletionOutput",
-    "ContextChunkingPolicy",
-    "CudaGraphConfig",
     "DisaggScheduleStyle",
     "DisaggregatedParams",
-    "DynamicBatchConfig",
     "GuidedDecodingParams",
-    "KVEventsConfig",
-    "KvCacheConfig",
-    "LoadFormat",
     "Logprob",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
-    "SchedulerConfig",
-    "SchedulingParams",
     "Script",
     "get_global_disagg_request_id",
 ]
@@ -99,19 +76,6 @@ class Call:
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Tokenizer:
-    """As much of a tokenizer as a worker of token ids looks at."""
-
-    bos_token_id: int = 1
-    eos_token_id: int = EOS_TOKEN
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """TensorRT-LLM wraps the tokenizer of transformers; here both are one."""
-        return self
 
 
 def _takes(
@@ -157,7 +121,7 @@ class LLM:
         pace = Pace.model_validate(given.pop(_RECORDING, None) or {})
         if _NOT_TENSORRT_LLMS in given:
             raise ValueError(f"LLM() got an unknown argument {_NOT_TENSORRT_LLMS!r}")
-        self.args = LlmArgs.model_validate({name: _plain(value) for name, value in given.items()})
+        self.args = LlmArgs.model_validate({name: as_plain(value) for name, value in given.items()})
         if self._transceiver("backend") in embedded_only_backends():
             raise ValueError(
                 f"cache_transceiver_config.backend {self._transceiver('backend')!r} is not one of TensorRT-LLM's"
@@ -280,10 +244,6 @@ class LLM:
         return self.is_healthy and not self.is_shut_down and self.fatal_error is None
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        return None if self.args.skip_tokenizer_init else Tokenizer()
-
-    @property
     def disaggregated_params(self) -> dict[str, Any]:
         """What a decode engine has to know for GENERATION_FIRST. Only the Python transceiver serves it
         (_torch/pyexecutor/kv_cache_transceiver.py); one endpoint for each rank of pipeline parallelism.
@@ -368,11 +328,6 @@ def _keep(newest: list[T], item: T) -> None:
 
 def _seconds(milliseconds: int | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
-
-
-def _plain(value: Any) -> Any:
-    """The configuration classes of the API are taken too."""
-    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
 
 
 def _without_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

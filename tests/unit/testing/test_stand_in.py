@@ -56,8 +56,7 @@ def handoff_of(result: RequestOutput) -> DisaggregatedParams:
 
 
 def test_both_engines_offer_the_same_names() -> None:
-    # One is for tests; the embedded engine has no pushed events.
-    names = set(recording.__all__) - {"Script", "KVEventsConfig"}
+    names = set(recording.__all__) - {"Script"}
     assert [name for name in sorted(names) if not hasattr(embedded, name)] == []
 
 

@@ -104,13 +104,6 @@ def test_events_and_stats_have_to_be_turned_on() -> None:
         make().get_stats_async()
 
 
-def test_the_tokenizer_is_there_unless_it_was_skipped() -> None:
-    tokenizer = make().tokenizer
-    assert tokenizer is not None
-    assert tokenizer.tokenizer.bos_token_id == 1
-    assert make(skip_tokenizer_init=True).tokenizer is None
-
-
 # -- an engine that misbehaves
 
 
