@@ -347,6 +347,7 @@ def _read_inputs(inputs: object) -> tuple[str | None, list[int]]:
     if isinstance(inputs, str):
         # No tokenizer: characters are as good as tokens.
         return inputs, [ord(character) for character in inputs]
-    if isinstance(inputs, list) and all(isinstance(token, int) for token in inputs):
+    if isinstance(inputs, list):
+        # What is no number is found by the checksum over all (`_Answer`).
         return None, list(inputs)
     raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")

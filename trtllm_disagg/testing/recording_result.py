@@ -44,11 +44,20 @@ class _Answer:
         self._tokens: list[int] = []
 
     def token(self, position: int) -> int:
-        while len(self._tokens) <= position:
-            token = FIRST_TOKEN + self._sum % NUM_TOKENS
-            self._tokens.append(token)
-            self._sum = zlib.crc32(token.to_bytes(4, "little"), self._sum)
-        return self._tokens[position]
+        return self.until(position + 1)[position]
+
+    def until(self, length: int) -> list[int]:
+        """At least so many."""
+        tokens, checksum = self._tokens, self._sum
+        while len(tokens) < length:
+            token = FIRST_TOKEN + checksum % NUM_TOKENS
+            tokens.append(token)
+            checksum = zlib.crc32(_BYTES[token], checksum)
+        self._sum = checksum
+        return tokens
+
+
+_BYTES = [token.to_bytes(4, "little") for token in range(FIRST_TOKEN + NUM_TOKENS)]
 
 
 class Pace(BaseModel):
@@ -140,7 +149,16 @@ class RequestOutput:
         self._runs = True
         self._started: float | None = None
         self._num_steps = 0
+        self._max_tokens = self._most_tokens()
         self._steps = self._run()
+        #: Its tokens are all there is to it, so a whole step is made at once.
+        self._is_plain = (
+            script == Script()
+            and sampling.ignore_eos
+            and sampling.logprobs is None
+            and sampling.n == 1
+            and self.request_type != "context_only"
+        )
 
     @property
     def finished(self) -> bool:
@@ -235,6 +253,9 @@ class RequestOutput:
 
     def _advance(self, count: int) -> None:
         try:
+            if self._is_plain and self.decoding_iter and not self.aborts:
+                self._make(count)
+                return
             for _ in range(count):
                 next(self._steps)
                 if self.finished:
@@ -245,13 +266,21 @@ class RequestOutput:
             self._leave()
             raise
 
+    def _make(self, count: int) -> None:
+        """The steps of a plain request, as `_step` would make them one by one."""
+        output, start = self.outputs[0], self.decoding_iter
+        end = self.decoding_iter = min(start + count, self._max_tokens)
+        output.token_ids += self._answers[0].until(end)[start:end]
+        if end == self._max_tokens:
+            self._end(output, "length")
+            self._leave()
+
     def _leave(self) -> None:
         if self._runs:
             self._runs = False
             self._place.engine.num_running -= 1
 
-    @property
-    def _max_tokens(self) -> int:
+    def _most_tokens(self) -> int:
         if self.request_type == "context_only":
             # The LLM API does this, whatever the caller asked for.
             return 1
@@ -333,12 +362,16 @@ class RequestOutput:
         elif output.length >= self._max_tokens or output.length == len(self._script.tokens or range(0)):
             output.finish_reason = "length"
         if output.finish_reason is not None:
-            output.finish_reason = self._script.ends_with or output.finish_reason
-            output.request_perf_metrics = self._script.perf_metrics if sampling.return_perf_metrics else None
+            self._end(output, output.finish_reason)
         if output.finish_reason == "stop" and not sampling.include_stop_str_in_output:
             # TensorRT-LLM never returns the token that has ended an answer.
             output.token_ids.pop()
             del output.logprobs[output.length :]
+
+    def _end(self, output: CompletionOutput, reason: str) -> None:
+        output.finish_reason = self._script.ends_with or reason
+        measured = self._sampling.return_perf_metrics
+        output.request_perf_metrics = self._script.perf_metrics if measured else None
 
     def _hand_off(self, output: CompletionOutput, token: int) -> None:
         place, given_id = self._place, self._given.disagg_request_id

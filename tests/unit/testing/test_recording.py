@@ -60,10 +60,10 @@ async def test_a_late_reader_finds_all_that_is_due() -> None:
     opened = engine(step_seconds=0.01)
     result = opened.start_both(request(100))
     await anext(result)
-    assert result.outputs[0].length == 1
+    first = result.outputs[0].length
     await asyncio.sleep(0.05)
     await anext(result)
-    assert result.outputs[0].length >= 5
+    assert result.outputs[0].length >= first + 4
     result.abort()
     await result.aresult()
     assert result.outputs[0].finish_reason == "cancelled"

@@ -38,6 +38,7 @@ def make(**kwargs: Any) -> LLM:
     ("arguments", "error"),
     [
         ({"inputs": 5}, TypeError),
+        ({"inputs": [1, "2"]}, TypeError),
         ({"inputs": {"images": []}}, TypeError),
         ({"inputs": PROMPT, "priority": 2.0}, ValueError),
         ({"inputs": PROMPT, "sampling_params": SamplingParams(n=9)}, ValueError),
