@@ -97,9 +97,9 @@ class Always:
 
 class ByRule:
     def __init__(
-        self, rule: Rule, cached: CachedPrefix, queue: QueueDepth, thresholds: Live[Thresholds]
+        self, kind: type[Rule], cached: CachedPrefix, queue: QueueDepth, thresholds: Live[Thresholds]
     ) -> None:
-        self._rule = rule
+        self._kind = kind
         self._cached = cached
         self._queue = queue
         self._thresholds = thresholds
@@ -110,7 +110,7 @@ class ByRule:
         num_cached = self._cached.num_cached(request.token_ids, request.cache_salt)
         facts = Facts(num_prompt, num_prompt - num_cached, self._queue.depth())
         request.trace.facts |= {"uncached": facts.uncached, "queue_depth": facts.depth}
-        return self._rule(facts, self._thresholds.value)
+        return self._thresholds.value.rule(self._kind).decide(facts)
 
 
 def create_decider(

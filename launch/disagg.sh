@@ -1,79 +1,86 @@
 #!/usr/bin/env bash
 # Frontend, one prefill and one decode worker on this machine, by the scripts of the single roles. All end together.
 # `trtllm-disagg up` does the same with a live status, more workers and logs in files.
-#
-# Machine: two GPUs (or more, as the engine configs say), or two CPU cores and 4 GB of memory with ENGINE=embedded
-#          and a small model.
-# Time:    seconds for a small model, minutes for a large one. Prints `ready http://HOST:PORT model=NAME strategy=S`.
-# Launch:  MODEL=path/to/model launch/disagg.sh prefill_first|decode_first|auto|router
-#          Ctrl-C drains the workers, then the frontend; a second Ctrl-C kills. Exit status: 0 when stopped while serving,
-#          130 (SIGINT) or 143 (SIGTERM) when stopped before, 1 after a failure.
-#
-# Knobs (environment):
-#   MODEL                model directory or Hugging Face name (required)
-#   SERVED_MODEL_NAME    the name of the model directory
-#   STRATEGY             decode_first, when the argument is left out
-#   HTTP_HOST            127.0.0.1
-#   HTTP_PORT            8000
-#   ENGINE               tensorrt_llm or embedded (the worker's default when unset)
-#   ENGINE_CONFIGS       directory with prefill.yaml and decode.yaml (no engine config when unset)
-#   NAMESPACE            dynamo
-#   PREFILL_SYSTEM_PORT  8081   health and metrics, at most 32767
-#   DECODE_SYSTEM_PORT   8082
-#   STARTUP_TIMEOUT      300 s
-#   STOP_TIMEOUT         20 s for requests in flight to end
-#   DYN_FILE_KV          discovery directory (a fresh one, removed at the end, when unset)
-#   TRTLLM_DISAGG_ADMIN_KEY_FILE  key of `trtllm-disagg switch` and `set` (this user's own, made once, when unset)
-#   PYTHON               python3
-set -euo pipefail
+# Machine:  two GPUs (or more, as the engine configs say), or two CPU cores and 4 GB of memory with ENGINE=embedded
+#           and a small model.
+# Launch:   MODEL=path/to/model launch/disagg.sh prefill_first|decode_first|auto|router
+#           Prints `ready http://HOST:PORT model=NAME strategy=S`: after seconds for a small model, minutes for a large
+#           one. Ctrl-C drains the workers, then the frontend; a second Ctrl-C kills. Exit status: 0 when stopped while
+#           serving, 130 (SIGINT) or 143 (SIGTERM) when stopped before, 1 after a failure.
+# Settings: launch/lib.sh, and those of the next lines; without DYN_FILE_KV, a discovery directory of its own.
+: "${PREFILL_SYSTEM_PORT:=8081}" "${DECODE_SYSTEM_PORT:=8082}"
+: "${STARTUP_TIMEOUT:=300}" # seconds
+: "${STOP_TIMEOUT:=20}"     # seconds for requests in flight to end
+[[ -n ${DYN_FILE_KV:-} ]] || DYN_FILE_KV=$(mktemp -d) own_discovery=$DYN_FILE_KV
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-if [[ -z ${DYN_FILE_KV:-} ]]; then
-    DYN_FILE_KV="$(mktemp -d)"
-    fresh_discovery=$DYN_FILE_KV
-fi
 source "$here/lib.sh"
+
+# start NAME COMMAND...: in the background, out of reach of the terminal's Ctrl-C.
+declare -A started=()
+start() {
+    set -m
+    "${@:2}" </dev/null &
+    set +m
+    started[$1]=$!
+}
+
+# stop PID: SIGTERM, and SIGKILL for its whole group when it is still there after STOP_TIMEOUT.
+stop() {
+    local pid=$1 deadline=$((SECONDS + STOP_TIMEOUT))
+    kill -TERM "$pid" 2>/dev/null || true
+    while kill -0 "$pid" 2>/dev/null && ((SECONDS < deadline)); do
+        sleep 0.1
+    done
+    kill -KILL -- "-$pid" 2>/dev/null && echo "killed what was left of process group $pid" >&2
+    return 0
+}
 
 # The stage that is called by the other one stops after it, so that requests in flight still find it: so says the list
 # of strategies.
 # shellcheck disable=SC2329  # called by the trap
 stop_everything() {
     trap - EXIT
-    trap kill_everything INT TERM
-    local role
-    # shellcheck disable=SC2154  # set by check_strategy
-    for role in $stop_order; do
-        stop "${!role}"
+    trap 'kill -KILL -- "${started[@]/#/-}" 2>/dev/null; exit 1' INT TERM
+    local name
+    for name in ${stop_order:-} frontend; do
+        [[ -z ${started[$name]:-} ]] || stop "${started[$name]}"
     done
-    stop "$frontend"
-    [[ -z ${fresh_discovery:-} ]] || rm -rf "$fresh_discovery"
+    [[ -z ${own_discovery:-} ]] || rm -rf "$own_discovery"
 }
 
-# shellcheck disable=SC2329  # called by the trap
-kill_everything() {
-    kill -KILL -- "${children[@]/#/-}" 2>/dev/null || true
-    exit 1
+# Whether the frontend lists the model and both workers call themselves healthy.
+is_ready() {
+    "$PYTHON" -I -c '
+import sys, urllib.request
+frontend, name, *workers = sys.argv[1:]
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+try:
+    for port in workers:
+        opener.open(f"http://127.0.0.1:{port}/health", timeout=2)
+    models = opener.open(f"http://{frontend}/v1/models", timeout=2).read().decode()
+except OSError:
+    sys.exit(1)
+sys.exit(f"\"id\":\"{name}\"" not in models)
+' "$HTTP_HOST:$HTTP_PORT" "$SERVED_MODEL_NAME" "$PREFILL_SYSTEM_PORT" "$DECODE_SYSTEM_PORT"
 }
 
-frontend="" prefill="" decode="" stop_order="prefill decode"
 trap stop_everything EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-
 export STRATEGY="${1:-$STRATEGY}"
-check_strategy
-[[ -n $MODEL ]] || fail "MODEL: set it to a model directory or a Hugging Face name"
-prefill_port="${PREFILL_SYSTEM_PORT:-8081}"
-decode_port="${DECODE_SYSTEM_PORT:-8082}"
-
-start "$here/frontend.sh"
-frontend=$!
-DYN_SYSTEM_PORT=$prefill_port start "$here/prefill.sh"
-prefill=$!
-DYN_SYSTEM_PORT=$decode_port start "$here/decode.sh"
-decode=$!
-
-wait_until_ready "$prefill_port" "$decode_port"
+read_strategy
+require_model
+start frontend "$here/frontend.sh"
+DYN_SYSTEM_PORT=$PREFILL_SYSTEM_PORT start prefill "$here/prefill.sh"
+DYN_SYSTEM_PORT=$DECODE_SYSTEM_PORT start decode "$here/decode.sh"
+until is_ready; do
+    for pid in "${started[@]}"; do
+        kill -0 "$pid" 2>/dev/null || fail "a process ended while loading"
+    done
+    ((SECONDS < STARTUP_TIMEOUT)) || fail "not ready after $STARTUP_TIMEOUT s"
+    sleep 0.5
+done
 trap 'exit 0' INT TERM
-echo "ready http://$HTTP_HOST:$HTTP_PORT model=$(served_model_name) strategy=$STRATEGY"
-wait -n "${children[@]}" || true
+echo "ready http://$HTTP_HOST:$HTTP_PORT model=$SERVED_MODEL_NAME strategy=$STRATEGY"
+wait -n "${started[@]}" || true
 fail "a process ended, stopping the others"

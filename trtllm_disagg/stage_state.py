@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Collection
 from typing import Any, Protocol
 
 from trtllm_disagg.commands import Command, Set, Switch, Verifier
-from trtllm_disagg.config.settings import endpoint_of
 from trtllm_disagg.config.thresholds import ADMISSION
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.services import Policy
 from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.settings import endpoint_of
 from trtllm_disagg.strategies import spec_of, worker_side
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 

@@ -89,6 +89,10 @@ class Launch:
     def said(self, script: str) -> str:
         return self._log(script).read_text(errors="replace")
 
+    def require_nothing_left(self) -> None:
+        """A worker's watchdog ends a moment after its worker."""
+        wait_until(lambda: not marked_processes(self.mark), "everything has ended", STOP_SECONDS)
+
     def close(self) -> None:
         kill_marked(self.mark)
         for process in self._running.values():
@@ -146,7 +150,7 @@ def test_frontend_and_agg(launch: Launch, answers: Answers) -> None:
 
     assert launch.stop("agg.sh") == 0
     assert launch.stop("frontend.sh") == 0
-    assert marked_processes(launch.mark) == []
+    launch.require_nothing_left()
 
 
 def test_prefill_and_decode_each_on_its_own(launch: Launch, answers: Answers) -> None:
@@ -160,7 +164,7 @@ def test_prefill_and_decode_each_on_its_own(launch: Launch, answers: Answers) ->
     assert launch.stop("prefill.sh") == 0
     assert launch.stop("decode.sh") == 0
     assert launch.stop("frontend.sh") == 0
-    assert marked_processes(launch.mark) == []
+    launch.require_nothing_left()
 
 
 @pytest.mark.parametrize("strategy", WORKER_SIDE)
@@ -174,7 +178,7 @@ def test_disagg(launch: Launch, answers: Answers, strategy: str) -> None:
 
     assert launch.stop("disagg.sh", signal.SIGINT if strategy == "decode_first" else signal.SIGTERM) == 0
     assert "killed what was left" not in launch.said("disagg.sh")
-    assert marked_processes(launch.mark) == []
+    launch.require_nothing_left()
 
 
 def test_disagg_ends_when_a_worker_cannot_start(launch: Launch) -> None:
@@ -182,7 +186,7 @@ def test_disagg_ends_when_a_worker_cannot_start(launch: Launch) -> None:
 
     # Not by asking whether its processes are gone: the first of them may not be there yet.
     assert launch.wait("disagg.sh") == 1
-    wait_until(lambda: not marked_processes(launch.mark), "everything has ended", STOP_SECONDS)
+    launch.require_nothing_left()
     assert "/none/prefill.yaml' is not allowed; expected a YAML file that exists" in launch.said("disagg.sh")
     assert "error: a process ended" in launch.said("disagg.sh")
 
@@ -194,4 +198,4 @@ def test_a_worker_that_waits_for_the_other_stage_can_be_stopped(launch: Launch) 
 
     assert launch.stop("decode.sh") == 0
     assert "Traceback" not in launch.said("decode.sh")
-    assert marked_processes(launch.mark) == []
+    launch.require_nothing_left()

@@ -28,6 +28,7 @@ LAYERS = (
         "model_directory",
         "model_facts",
         "peer_process",
+        "settings",
         "steadily",
         "strategies",
         "trtllm_version",

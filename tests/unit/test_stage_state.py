@@ -200,7 +200,7 @@ async def test_thresholds_are_set_together_or_not_at_all() -> None:
         )
     with pytest.raises(ConfigError, match="max_prefill_queue_size"):
         await worker.handle_command({"command": "set", "values": {"max_prefill_queue_size": -1}})
-    assert policy.thresholds.value.max_local_prefill_length == 7
+    assert policy.thresholds.value.values["max_local_prefill_length"] == 7
 
 
 async def test_every_worker_takes_other_bounds_for_what_may_wait() -> None:

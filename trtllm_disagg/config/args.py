@@ -22,8 +22,8 @@ from trtllm_disagg.config.dynamo_flags import (
     add_dynamo_arguments,
     refuse_ignored_variables,
 )
-from trtllm_disagg.config.settings import parse_endpoint_id
 from trtllm_disagg.config.worker_config import (
+    DECIDER_THRESHOLDS,
     FLAGS,
     SETTINGS,
     Flag,
@@ -34,7 +34,9 @@ from trtllm_disagg.config.worker_config import (
     flag_of,
     rule_of,
 )
+from trtllm_disagg.deciders import DECIDERS
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.settings import parse_endpoint_id
 
 #: Where etcd is: set, etcd is the discovery, as it is Dynamo's default.
 _ETCD = "ETCD_ENDPOINTS"
@@ -46,7 +48,9 @@ _BOTH_PUBLISHERS = ("publish_kv_events", "publish_metrics")
 _ROLE_ALIASES = {"prefill_and_decode": Role.AGG.value, "pd": Role.AGG.value}
 
 
-_TYPES = get_type_hints(WorkerConfig)
+_TYPES = {
+    name: kind for owner in (WorkerConfig, *DECIDERS.values()) for name, kind in get_type_hints(owner).items()
+}
 
 
 class WorkerArgumentParser(argparse.ArgumentParser):
@@ -106,9 +110,10 @@ def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, s
     if "discovery_backend" not in values and environ.get(_ETCD):
         values["discovery_backend"] = "etcd"
     _resolve_template(values)
-    return WorkerConfig(
-        **values, explicit=frozenset(values), router_flags=getattr(namespace, ROUTER_FLAGS, ())
-    )
+    explicit = frozenset(values)
+    thresholds = {name: values.pop(name) for name in DECIDER_THRESHOLDS if name in values}
+    router_flags = getattr(namespace, ROUTER_FLAGS, ())
+    return WorkerConfig(**values, thresholds=thresholds, explicit=explicit, router_flags=router_flags)
 
 
 def refuse_unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:

@@ -10,7 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
-from trtllm_disagg.config.worker_config import WorkerConfig, check_value
+from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, WorkerConfig, check_value
+from trtllm_disagg.deciders import Rule
 from trtllm_disagg.errors import ConfigError
 
 
@@ -26,37 +27,45 @@ def read_yaml(path: Path) -> Any:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """Tokens, requests and a share; `worker_config.py` has the defaults, `decide.py` and `admission.py` the rules."""
+#: Those that every worker has a use for; the others are a decider's.
+ADMISSION = ("max_queued_requests", "max_queued_tokens")
+NAMES = (*DECIDER_THRESHOLDS, *ADMISSION)
 
-    max_local_prefill_length: int
-    max_prefill_queue_size: int
-    eff_isl_threshold: int
-    eff_isl_ratio_threshold: float
-    non_cached_tokens: int
-    max_queued_requests: int
-    max_queued_tokens: int
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Tokens, requests and a share, by their names as settings: one number for each of NAMES."""
+
+    values: Mapping[str, int | float]
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Thresholds:
-        given = {name: value for name in NAMES if (value := getattr(config, name)) is not None}
-        return cls(**(_bounds(config) | given))
+        given = {name: value for name in NAMES if (value := config.value_of(name)) is not None}
+        return cls(_bounds(config) | given)
+
+    @property
+    def max_queued_requests(self) -> int:
+        return int(self.values["max_queued_requests"])
+
+    @property
+    def max_queued_tokens(self) -> int:
+        return int(self.values["max_queued_tokens"])
+
+    def rule(self, kind: type[Rule]) -> Rule:
+        """A decider's rule that compares with these."""
+        return replace(kind(), **{threshold.name: self.values[threshold.name] for threshold in fields(kind)})
 
     def changed(self, values: Mapping[str, Any], source: str) -> Thresholds:
         """Raises ConfigError as `check_thresholds` does."""
         check_thresholds(values, source)
-        return replace(self, **values)
+        return Thresholds({**self.values, **values})
 
     def differences(self, other: Thresholds) -> list[str]:
         """ "name: ours -> theirs"."""
-        pairs = [(name, getattr(self, name), getattr(other, name)) for name in NAMES]
+        pairs = [(name, self.values[name], other.values[name]) for name in NAMES]
         return [f"{name}: {ours} -> {theirs}" for name, ours, theirs in pairs if ours != theirs]
 
 
-NAMES = tuple(field.name for field in fields(Thresholds))
-#: Those that every worker has a use for; the others are a decider's.
-ADMISSION = ("max_queued_requests", "max_queued_tokens")
 #: A small batch is no reason to refuse a burst, of which a GPU would be done in seconds.
 _LEAST_QUEUED_REQUESTS = 256
 _QUEUED_BATCHES = 4

@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from trtllm_disagg.config.settings import (
+from trtllm_disagg.deciders import ALWAYS, DECIDERS
+from trtllm_disagg.engines import ENGINES, UNRESOLVED, EngineSpec
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.settings import (
     API_TYPES,
     DYNAMO_RUNTIME,
     DYNAMO_WORKER,
@@ -24,7 +28,6 @@ from trtllm_disagg.config.settings import (
     REQUIRED,
     SECONDS,
     SECONDS_OR_NONE,
-    SHARE,
     TRIES,
     Rule,
     Setting,
@@ -33,9 +36,6 @@ from trtllm_disagg.config.settings import (
     option,
     parse_endpoint_id,
 )
-from trtllm_disagg.deciders import ALWAYS, DECIDERS
-from trtllm_disagg.engines import ENGINES, UNRESOLVED, EngineSpec
-from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES, StrategySpec, disaggregated, worker_side
 
 ORCHESTRATION_GROUP = "orchestration (first stage)"
@@ -128,15 +128,8 @@ class WorkerConfig:
         one_of(*DECIDERS),
         group=ORCHESTRATION_GROUP,
     )
-    max_local_prefill_length: int = option(1000, "max uncached tokens prefilled locally", NUMBER)
-    max_prefill_queue_size: int = option(2, "waiting prefills from which on further ones stay local", NUMBER)
-    eff_isl_threshold: int = option(2048, "isl_bounding: max uncached tokens prefilled locally", NUMBER)
-    eff_isl_ratio_threshold: float = option(
-        0.7, "isl_bounding: max uncached fraction prefilled locally", SHARE
-    )
-    non_cached_tokens: int = option(
-        0, "non_cached_tokens: uncached tokens from which on a prefill is remote", NUMBER
-    )
+    thresholds: Mapping[str, int | float] = field(default_factory=dict)
+    """Those of the deciders (`deciders.py`), each a setting by its own name; all of them, once this is made."""
     policy_file: str | None = option(
         None, "YAML with the thresholds above; watched, so they change without restart", NOT_EMPTY
     )
@@ -314,8 +307,12 @@ class WorkerConfig:
     """What this worker advertises for the frontend's router, as Dynamo's flags."""
 
     def __post_init__(self) -> None:
+        if unknown := [name for name in self.thresholds if name not in DECIDER_THRESHOLDS]:
+            raise ConfigError.bad_value("thresholds", unknown[0], f"one of {', '.join(DECIDER_THRESHOLDS)}")
+        every = {name: self.thresholds.get(name, SETTINGS[name].default) for name in DECIDER_THRESHOLDS}
+        object.__setattr__(self, "thresholds", every)
         for name in SETTINGS:
-            check_value(name, getattr(self, name))
+            check_value(name, self.value_of(name))
         # Plain strings are welcome; the rest of the code compares roles by identity.
         object.__setattr__(self, "role", Role(self.role))
         object.__setattr__(self, "schedule_style", ScheduleStyle(self.schedule_style))
@@ -355,17 +352,21 @@ class WorkerConfig:
         if self.may_switch:
             return
         for name in ORCHESTRATION:
-            if getattr(self, name) != SETTINGS[name].default:
+            if self.value_of(name) != SETTINGS[name].default:
                 raise ConfigError.bad_value(
                     flag_of(name),
-                    getattr(self, name),
+                    self.value_of(name),
                     f"no value in mode {self.role} under {self.strategy}, where no worker calls another; "
                     f"{flag_of('strategy')} {' or '.join(worker_side())} have a use for it",
                 )
 
     def is_explicit(self, name: str) -> bool:
         """The user chose this value: by a flag or variable, or it differs from the default."""
-        return name in self.explicit or getattr(self, name) != SETTINGS[name].default
+        return name in self.explicit or self.value_of(name) != SETTINGS[name].default
+
+    def value_of(self, name: str) -> Any:
+        """Of the setting `name`, one of SETTINGS."""
+        return self.thresholds[name] if name in DECIDER_THRESHOLDS else getattr(self, name)
 
     @property
     def model_name(self) -> str:
@@ -456,8 +457,18 @@ class WorkerConfig:
         return endpoint_of(self.namespace, Role.DECODE if self.may_switch else None)
 
 
-SETTINGS = {setting.name: setting for setting in fields(WorkerConfig) if "setting" in setting.metadata}
+def _settings() -> Iterator[Field[Any]]:
+    for setting in fields(WorkerConfig):
+        if setting.name == "thresholds":
+            yield from (threshold for decider in DECIDERS.values() for threshold in fields(decider))
+        elif "setting" in setting.metadata:
+            yield setting
+
+
+SETTINGS = {setting.name: setting for setting in _settings()}
 """The dataclass field of every setting that a user can give, by name."""
+
+DECIDER_THRESHOLDS = tuple(name for name in SETTINGS if name not in WorkerConfig.__dataclass_fields__)
 
 
 class Flag(NamedTuple):

@@ -108,7 +108,7 @@ def test_every_flag_is_read(name: str) -> None:
     value = OTHER_VALUES[name]
     argv = [flag_of(name)] if value is True else [flag_of(name), str(value)]
     config = parse(*(NEEDS_DECODE if name in CALLERS_ONLY else ()), *argv)
-    assert getattr(config, name) == value
+    assert config.value_of(name) == value
     assert name in config.explicit
 
 
@@ -120,7 +120,7 @@ def test_every_variable_is_read(name: str, variable: str) -> None:
     model = [] if name == "model" else ["--model", "m"]
     argv = [*model, *(NEEDS_DECODE if name in CALLERS_ONLY else ())]
     config = parse_worker_args(argv, {variable: str(value)})
-    assert getattr(config, name) == value
+    assert config.value_of(name) == value
     assert name in config.explicit
 
 

@@ -126,7 +126,7 @@ async def test_a_token_passes_at_most_six_generators(
     other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
     stage = stage_of(other, strategy) if role is not Role.AGG else RecordingStageClient()
     # Longer prompts than this cross to the other stage under auto too.
-    crossing: dict[str, Any] = {} if role is Role.AGG else {"max_local_prefill_length": 100}
+    crossing: dict[str, Any] = {} if role is Role.AGG else {"thresholds": {"max_local_prefill_length": 100}}
     config = WorkerConfig(model="m", role=role, strategy=strategy, **crossing)
 
     asked = raw_request(token_ids=list(range(2000))[:200])

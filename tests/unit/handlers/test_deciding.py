@@ -121,7 +121,7 @@ def test_blocks_of_another_salt_do_not_count() -> None:
 async def test_a_short_request_stays_where_it_came(
     order: str, length: int, strategy: str, reason: str
 ) -> None:
-    pair = make_pair(order, prefill_decider="length", max_local_prefill_length=8)
+    pair = make_pair(order, prefill_decider="length", thresholds={"max_local_prefill_length": 8})
     asked = request(token_ids=[11, 12, 13, *range(length - 3)])
     chunks = await collect(pair.generate, asked)
     assert len(tokens_of(chunks)) == 5
@@ -183,8 +183,8 @@ def test_a_bad_change_changes_nothing(values: dict[str, Any], message: str) -> N
 def test_a_policy_file_is_read_at_the_start(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("max_local_prefill_length: 7\neff_isl_ratio_threshold: 0.5\n")
-    values = policy(policy_file=str(file)).thresholds.value
-    assert (values.max_local_prefill_length, values.eff_isl_ratio_threshold) == (7, 0.5)
+    values = policy(policy_file=str(file)).thresholds.value.values
+    assert (values["max_local_prefill_length"], values["eff_isl_ratio_threshold"]) == (7, 0.5)
 
 
 @pytest.mark.parametrize("content", ["- 1\n", "max_local_prefill_length: many\n", "a: [\n", None])
@@ -209,12 +209,12 @@ async def test_a_policy_file_is_watched(tmp_path: Path, caplog: pytest.LogCaptur
 
     await asyncio.sleep(0)
     await edited("max_local_prefill_length: 8\n")
-    await until(lambda: live.thresholds.value.max_local_prefill_length == 8)
+    await until(lambda: live.thresholds.value.values["max_local_prefill_length"] == 8)
     await edited("max_local_prefill_length: -8\n")
     await until(lambda: "the old thresholds stay" in caplog.text)
-    assert live.thresholds.value.max_local_prefill_length == 8
+    assert live.thresholds.value.values["max_local_prefill_length"] == 8
     await edited("max_local_prefill_length: 9\n")
-    await until(lambda: live.thresholds.value.max_local_prefill_length == 9)
+    await until(lambda: live.thresholds.value.values["max_local_prefill_length"] == 9)
     watcher.cancel()
 
 
