@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,33 @@ class Sample:
 def paired_ratio(numerators: Iterable[float], denominators: Iterable[float], factor: float = 1.0) -> Sample:
     """Each measurement over its neighbour in time, so that a slow minute weighs on both."""
     return Sample.of((a / b for a, b in zip(numerators, denominators, strict=True)), factor)
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Quantities of several subjects that were measured in turns. Values at the same place are of the same round."""
+
+    #: By subject and quantity.
+    values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    @property
+    def subjects(self) -> list[str]:
+        return list(self.values)
+
+    def note(self, subject: str, measured: Mapping[str, float]) -> None:
+        """One round of `subject`: a value for each quantity."""
+        for quantity, value in measured.items():
+            self.values.setdefault(subject, {}).setdefault(quantity, []).append(value)
+
+    def sample(self, subject: str, quantity: str) -> Sample:
+        return Sample.of(self.values[subject][quantity])
+
+    def ratio(self, quantity: str, subject: str, baseline: str) -> Sample:
+        """Of the subject to the baseline."""
+        return paired_ratio(self.values[subject][quantity], self.values[baseline][quantity])
+
+    def medians(self, subject: str) -> dict[str, float]:
+        return {quantity: self.sample(subject, quantity).median for quantity in self.values[subject]}
 
 
 @dataclass(frozen=True, slots=True)

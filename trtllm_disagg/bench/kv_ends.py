@@ -10,7 +10,7 @@ import ctypes
 import os
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.models import ITEM_BYTES
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.access import OneHost
-from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts
+from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport
 from trtllm_disagg.kv_transfer.handle import decode_handle
 from trtllm_disagg.kv_transfer.host import huge_page_tensor
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender, Pull
@@ -59,10 +59,6 @@ class KvShape:
         return 2 * self.prompt_blocks
 
     @property
-    def pool_shape(self) -> tuple[int, ...]:
-        return (self.pool_blocks, self.layers, 2, self.tokens_per_block, self.kv_heads, self.head_dim)
-
-    @property
     def block_bytes(self) -> int:
         """K and V of one block in all layers."""
         token = 2 * self.layers * self.kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
@@ -79,6 +75,11 @@ class KvShape:
     @property
     def layout(self) -> KvLayout:
         return KvLayout("bench", self.layers, self.tokens_per_block, self.kv_heads, self.head_dim, self.dtype)
+
+    def pool_of(self, transport: KvTransport) -> torch.Tensor:
+        """(blocks, layers, K and V, tokens, heads, head dimension)"""
+        size = (self.pool_blocks, self.layers, 2, self.tokens_per_block, self.kv_heads, self.head_dim)
+        return transport.allocate(size, getattr(torch, self.dtype), torch.device("cpu"))
 
     def blocks(self, pattern: str, seed: int) -> list[int]:
         """`contiguous`: one run. `scattered`: no two neighbours in a row, the worst that an allocator can do."""
@@ -132,9 +133,7 @@ class Sender:
     def __init__(self, start: SimpleNamespace) -> None:
         self._shape = shape = KvShape(**start.shape)
         self._transport = create_transport(start.backend, OneHost())
-        self._pool = self._transport.allocate(
-            shape.pool_shape, getattr(torch, shape.dtype), torch.device("cpu")
-        )
+        self._pool = shape.pool_of(self._transport)
         fill(self._pool.view(torch.uint8).numpy().reshape(-1))
         self._sender = KvSender(
             self._transport,
@@ -177,9 +176,7 @@ class Receiver:
         self._shape = shape
         self._sender = sender
         self._transport = create_transport(backend, OneHost())
-        self.pool = self._transport.allocate(
-            shape.pool_shape, getattr(torch, shape.dtype), torch.device("cpu")
-        )
+        self.pool = shape.pool_of(self._transport)
         self._transport.serve("bench-receiver")
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._receiver = KvReceiver(
@@ -228,29 +225,25 @@ def connected(backend: str, shape: KvShape) -> Iterator[tuple[ChildProcess, Rece
             receiver.close()
 
 
-class Memcpy:
-    """Copies `nbytes` between two buffers of this process, as numpy and torch do: with the C library's memcpy."""
+class MemcpyPools:
+    """Two pools of this process. What is left to a perfect transport: numpy copies with the C library's memcpy."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._source, self._target = (huge_page_tensor((nbytes,), torch.uint8).numpy() for _ in range(2))
-
-    def __call__(self) -> None:
-        np.copyto(self._target, self._source)
-
-
-class MemcpyBlocks:
-    """The same blocks that a pull moves, between two pools of this process: what is left to a perfect transport."""
-
-    def __init__(self, shape: KvShape, ranges: np.ndarray) -> None:
-        self._source, self._target = (
+    def __init__(self, shape: KvShape) -> None:
+        self._block_bytes = shape.block_bytes
+        self.source, self.target = (
             huge_page_tensor((shape.pool_bytes,), torch.uint8).numpy().reshape(shape.pool_blocks, -1)
             for _ in range(2)
         )
-        self._runs = [tuple(run) for run in (ranges // shape.block_bytes).tolist()]
 
-    def __call__(self) -> None:
-        for remote, local, count in self._runs:
-            self._target[local : local + count] = self._source[remote : remote + count]
+    def copying(self, ranges: np.ndarray) -> Callable[[], None]:
+        """Copies the blocks that a pull of these `ranges` (see KvShape.ranges) moves."""
+        runs = [tuple(run) for run in (ranges // self._block_bytes).tolist()]
+
+        def copy() -> None:
+            for remote, local, count in runs:
+                self.target[local : local + count] = self.source[remote : remote + count]
+
+        return copy
 
 
 class ProcessVmReadv:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
+from trtllm_disagg.bench.figures import Column, Figure, Grid, Rounds, Sample, Section
 from trtllm_disagg.bench.http_client import Answer, BadAnswerError, Connection, ask_all, completion_request
 from trtllm_disagg.bench.machine import cpu_seconds
 from trtllm_disagg.bench.models import weightless_model
@@ -30,8 +30,8 @@ BASELINE = "router"
 _WORKER_SIDE = [order.name for order in orders()]
 _MODEL = "recording"
 _PROMPT_TOKENS = 32
-
-
+#: Of a role, in microseconds.
+_CPU = " worker CPU per token"
 _COLUMNS = (
     Column("ttft", "ms", ".2f", "TTFT\nms", is_plotted=True),
     Column("itl", "ms", ".3f", "ITL\nms", is_plotted=True),
@@ -65,56 +65,19 @@ class Load:
     concurrency: int = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Milliseconds, tokens a second, CPU seconds of each worker a token."""
-
-    ttft: float
-    itl: float
-    throughput: float
-    ttft_together: float
-    chunks: float
-    cpu: Mapping[str, float]
-
-
-@dataclass(slots=True)
-class Outcome:
-    """The rounds of one order; those at the same place ran in the same seconds."""
-
-    strategy: str
-    rounds: list[Round] = field(default_factory=list)
-
-    def sample(self, column: str) -> Sample:
-        return Sample.of(getattr(each, column) for each in self.rounds)
-
-    def cpu(self, role: str) -> Sample:
-        """Microseconds a token."""
-        return Sample.of((each.cpu[role] for each in self.rounds), 1e6)
-
-    @property
-    def roles(self) -> list[str]:
-        return list(self.rounds[0].cpu)
-
-    def ratio(self, column: str, baseline: Outcome) -> Sample:
-        return paired_ratio(self.sample(column).values, baseline.sample(column).values)
-
-    def difference(self, column: str, baseline: Outcome) -> Sample:
-        pairs = zip(self.sample(column).values, baseline.sample(column).values, strict=True)
-        return Sample.of(own - other for own, other in pairs)
-
-
 def run(args: argparse.Namespace) -> int:
     """Exit status 0. Raises BadAnswerError when an answer is not whole, or differs between two orders."""
     run_benchmark(
         "overhead",
         args,
         lambda say: asyncio.run(_measure(args, say)),
-        lambda outcomes: [section_of(outcomes, is_judged=not args.quick)],
+        lambda measured: [section_of(measured, is_judged=not args.quick)],
     )
     return 0
 
 
-async def _measure(args: argparse.Namespace, say: Say) -> list[Outcome]:
+async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
+    measured = Rounds()
     asked = Load(concurrency=args.concurrency)
     rounds = args.rounds
     if args.quick:
@@ -126,19 +89,21 @@ async def _measure(args: argparse.Namespace, say: Say) -> list[Outcome]:
         say(f"starting {', '.join(args.strategy)}")
         async with _side_by_side(_subject(config, args) for config in configs) as subjects:
             for subject in subjects:
-                say(f"{subject.outcome.strategy}: warming up")
-                await subject.measure(asked, warm_up=True)
+                say(f"{subject.strategy}: warming up")
+                await subject.measure(asked)
             texts: set[str] = set()
             for number in range(rounds):
                 say(f"round {number + 1} of {rounds}")
                 # Another order is first each time.
                 turn = number % len(subjects)
                 for subject in [*subjects[turn:], *subjects[:turn]]:
-                    texts.add(await subject.measure(asked))
+                    text, quantities = await subject.measure(asked)
+                    texts.add(text)
+                    measured.note(subject.strategy, quantities)
             if len(texts) != 1:
                 raise BadAnswerError(f"the orders gave {len(texts)} different answers to the same prompt")
             say("stopping")
-        return [subject.outcome for subject in subjects]
+    return measured
 
 
 @asynccontextmanager
@@ -185,12 +150,12 @@ class Subject:
     """One deployment, and the connections to it."""
 
     def __init__(self, deployment: Deployment, connections: list[Connection]) -> None:
-        self.outcome = Outcome(deployment.config.strategy)
+        self.strategy = deployment.config.strategy
         self._workers = {p.role: p.pid for p in deployment.processes if p.role != "frontend"}
         self._connections = connections
 
-    async def measure(self, asked: Load, *, warm_up: bool = False) -> str:
-        """One round. Returns the one text that all its long answers have."""
+    async def measure(self, asked: Load) -> tuple[str, dict[str, float]]:
+        """One round: the one text that all its long answers have, and what _COLUMNS and _CPU name, in their units."""
         prompt = [16 + place % 64 for place in range(_PROMPT_TOKENS)]
         short = completion_request(_MODEL, prompt, asked.alone_tokens)
         alone = await ask_all(self._connections[:1], [short] * asked.alone)
@@ -201,21 +166,17 @@ class Subject:
         texts = {answer.text() for answer in together}
         num_tokens = asked.together * asked.together_tokens
         if {len(text) for text in texts} != {asked.together_tokens}:
-            raise BadAnswerError(f"{self.outcome.strategy}: answers of {sorted(map(len, texts))} tokens")
-        wall = max(a.ended for a in together) - min(a.asked for a in together)
-        if not warm_up:
-            self.outcome.rounds.append(
-                Round(
-                    ttft=_median(alone, lambda a: 1000 * (a.first - a.asked)),
-                    itl=_median(alone, lambda a: 1000 * (a.ended - a.first) / (asked.alone_tokens - 1)),
-                    throughput=num_tokens / wall,
-                    ttft_together=_median(together, lambda a: 1000 * (a.first - a.asked)),
-                    chunks=_median(together, lambda a: len(a.events())) / asked.together_tokens,
-                    cpu={role: (after[role] - before[role]) / num_tokens for role in before},
-                )
-            )
+            raise BadAnswerError(f"{self.strategy}: answers of {sorted(map(len, texts))} tokens")
         (text,) = texts
-        return text
+        wall = max(a.ended for a in together) - min(a.asked for a in together)
+        return text, {
+            "ttft": _median(alone, lambda a: 1000 * (a.first - a.asked)),
+            "itl": _median(alone, lambda a: 1000 * (a.ended - a.first) / (asked.alone_tokens - 1)),
+            "throughput": num_tokens / wall,
+            "ttft_together": _median(together, lambda a: 1000 * (a.first - a.asked)),
+            "chunks": _median(together, lambda a: len(a.events())) / asked.together_tokens,
+            **{role + _CPU: 1e6 * (after[role] - before[role]) / num_tokens for role in before},
+        }
 
     def _cpu(self) -> dict[str, float]:
         return {role: cpu_seconds(pid) for role, pid in self._workers.items()}
@@ -225,41 +186,43 @@ def _median(answers: list[Answer], quantity: Callable[[Answer], float]) -> float
     return Sample.of(quantity(answer) for answer in answers).median
 
 
-def section_of(outcomes: Sequence[Outcome], *, is_judged: bool = True) -> Section:
+def section_of(measured: Rounds, *, is_judged: bool = True) -> Section:
     """The table fits a terminal of 80 columns."""
     grid = Grid(
         "An engine that costs nothing (no real tokens), medians of paired rounds",
         ("order",),
         _COLUMNS,
-        {(outcome.strategy,): _cells(outcome) for outcome in outcomes},
+        {(strategy,): _cells(measured.medians(strategy)) for strategy in measured.subjects},
         "{0} {column}",
     )
     cpu = [
-        Figure(f"{outcome.strategy} {role} worker CPU per token", outcome.cpu(role).median, "us")
-        for outcome in outcomes
-        for role in outcome.roles
+        Figure(f"{strategy} {quantity}", median, "us")
+        for strategy in measured.subjects
+        for quantity, median in measured.medians(strategy).items()
+        if quantity.endswith(_CPU)
     ]
-    beside = [
-        figure
-        for baseline in outcomes
-        if baseline.strategy == BASELINE
-        for outcome in outcomes
-        if outcome.strategy in _WORKER_SIDE
-        for figure in _against(outcome, baseline)
-    ]
+    others = [strategy for strategy in measured.subjects if strategy in _WORKER_SIDE]
+    beside = [figure for other in others for figure in _against_baseline(measured, other)]
     return Section(
         f"Workers, and orders beside {BASELINE}", [grid], figures=cpu + beside, is_judged=is_judged
     )
 
 
-def _cells(outcome: Outcome) -> dict[str, float | str]:
-    cpu = "\n".join(f"{role} {outcome.cpu(role).median:.0f}" for role in outcome.roles)
-    return {"CPU": cpu} | {c.name: outcome.sample(c.name).median for c in _COLUMNS if c.unit}
+def _cells(medians: dict[str, float]) -> dict[str, float | str]:
+    """Columns have no room for a role each."""
+    roles = [f"{name.removesuffix(_CPU)} {us:.0f}" for name, us in medians.items() if name.endswith(_CPU)]
+    return medians | {"CPU": "\n".join(roles)}
 
 
-def _against(outcome: Outcome, baseline: Outcome) -> list[Figure]:
-    name, against = outcome.strategy, baseline.strategy
+def _against_baseline(measured: Rounds, strategy: str) -> list[Figure]:
+    if BASELINE not in measured.subjects:
+        return []
+    pairs = zip(measured.values[strategy]["ttft"], measured.values[BASELINE]["ttft"], strict=True)
+    added, ratio = (
+        Sample.of(own - other for own, other in pairs),
+        measured.ratio("throughput", strategy, BASELINE),
+    )
     return [
-        Figure(f"{name} TTFT - {against}", outcome.difference("ttft", baseline).median, "ms"),
-        Figure(f"{name} tok/s / {against}", outcome.ratio("throughput", baseline).median, "x"),
+        Figure(f"{strategy} TTFT - {BASELINE}", added.median, "ms"),
+        Figure(f"{strategy} tok/s / {BASELINE}", ratio.median, "x"),
     ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
@@ -53,8 +53,8 @@ def run_benchmark(
     if args.plot is not None:
         require_matplotlib()
     before = load()
-    with Progress(name) as progress:
-        measured = measure(progress.say)
+    with progress(name) as say:
+        measured = measure(say)
     sections = report(measured)
     if args.json:
         print(to_json(figures_of(sections)))
@@ -143,24 +143,17 @@ def wide_console() -> Console:
     return console
 
 
-class Progress:
+@contextmanager
+def progress(name: str) -> Iterator[Say]:
     """One line on stderr that says what is being measured: rewritten on a terminal, appended anywhere else."""
+    started, rewrites = time.monotonic(), sys.stderr.isatty()
+    start, end = (_CLEAR, "") if rewrites else ("", "\n")
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._started = time.monotonic()
-        self._rewrites = sys.stderr.isatty()
-
-    def say(self, text: str) -> None:
-        line = f"bench {self._name} [{time.monotonic() - self._started:4.0f} s] {text}"
-        start, end = (_CLEAR, "") if self._rewrites else ("", "\n")
+    def say(text: str) -> None:
+        line = f"bench {name} [{time.monotonic() - started:4.0f} s] {text}"
         print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._rewrites:
-            print(_CLEAR, end="", file=sys.stderr, flush=True)
+    try:
+        yield say
+    finally:
+        print(start, end="", file=sys.stderr, flush=True)

@@ -11,13 +11,13 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
+from trtllm_disagg.bench.figures import Column, Figure, Grid, Rounds, Section
 from trtllm_disagg.bench.machine import two_cores
 from trtllm_disagg.bench.models import NANOGPT_DIRECTORY, random_checkpoint, vocab_size
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
@@ -49,30 +49,19 @@ class Trace:
         return [after - before for before, after in itertools.pairwise(self.times)]
 
 
-@dataclass(frozen=True, slots=True)
-class Measures:
-    """Of one repetition; times in milliseconds, but `wall` in seconds."""
-
-    wall: float
-    throughput: float
-    ttft: float
-    ttft_p99: float
-    itl_p99: float
-    latency: float
-
-    @classmethod
-    def of(cls, traces: Sequence[Trace]) -> Measures:
-        wall = max(trace.times[-1] for trace in traces)
-        ttft = [1000 * trace.ttft for trace in traces]
-        gaps = [1000 * gap for trace in traces for gap in trace.gaps]
-        return cls(
-            wall=wall,
-            throughput=sum(len(trace.tokens) for trace in traces) / wall,
-            ttft=float(np.mean(ttft)),
-            ttft_p99=float(np.percentile(ttft, 99)),
-            itl_p99=float(np.percentile(gaps, 99)) if gaps else 0.0,
-            latency=float(np.mean([1000 * trace.latency for trace in traces])),
-        )
+def measures_of(traces: Sequence[Trace]) -> dict[str, float]:
+    """One repetition of a mode: what _COLUMNS name, in their units."""
+    wall = max(trace.times[-1] for trace in traces)
+    ttft = [1000 * trace.ttft for trace in traces]
+    gaps = [1000 * gap for trace in traces for gap in trace.gaps]
+    return {
+        "wall": wall,
+        "throughput": sum(len(trace.tokens) for trace in traces) / wall,
+        "ttft": float(np.mean(ttft)),
+        "ttft_p99": float(np.percentile(ttft, 99)),
+        "itl_p99": float(np.percentile(gaps, 99)) if gaps else 0.0,
+        "latency": float(np.mean([1000 * trace.latency for trace in traces])),
+    }
 
 
 async def drive(server: Server, scenario: Scenario, prompts: Sequence[list[int]]) -> list[Trace]:
@@ -149,20 +138,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class Outcome:
-    """One scenario; measures at the same place are of the same repetition."""
+    """One scenario: what was measured of each mode, and how many of their tokens are not the same."""
 
     scale: str
     scenario: Scenario
-    measures: dict[str, list[Measures]] = field(default_factory=dict)
+    measured: Rounds = field(default_factory=Rounds)
     mismatches: int = 0
     compared: int = 0
-
-    def sample(self, mode: str, column: str) -> Sample:
-        return Sample.of(getattr(measures, column) for measures in self.measures[mode])
-
-    def ratio(self, mode: str, against: str, column: str) -> float:
-        """Median of the repetitions' own ratios."""
-        return paired_ratio(self.sample(mode, column).values, self.sample(against, column).values).median
 
     def compare(self, traces: Mapping[str, Sequence[Trace]]) -> None:
         """Every mode's tokens with those of one of them."""
@@ -178,10 +160,13 @@ class Outcome:
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """Each disaggregated mode with each monolithic one."""
-        modes = [mode for mode in self.measures if mode in DISAGGREGATED]
-        return [
-            (mode, against) for against in self.measures if against not in DISAGGREGATED for mode in modes
-        ]
+        modes = self.measured.subjects
+        disaggregated = [mode for mode in modes if mode in DISAGGREGATED]
+        return [(mode, other) for other in modes if other not in DISAGGREGATED for mode in disaggregated]
+
+    def ratio(self, mode: str, against: str, column: str) -> float:
+        """Median of the repetitions' own ratios."""
+        return self.measured.ratio(column, mode, against).median
 
 
 def run(args: argparse.Namespace) -> int:
@@ -216,7 +201,7 @@ def _repeat(
     scale: Scale, scenario: Scenario, servers: dict[str, Server], vocabulary: int, repetitions: int, say: Say
 ) -> Outcome:
     """Modes take turns, and another one is first each time."""
-    outcome = Outcome(scale.name, scenario, {mode: [] for mode in servers})
+    outcome = Outcome(scale.name, scenario)
     say(f"{scale.name} {scenario.name}: warming up")
     warm_up = scenario.warm_up
     outcome.compare(
@@ -229,7 +214,7 @@ def _repeat(
         for mode in order:
             say(f"{scale.name} {scenario.name}: {mode}, repetition {repetition + 1} of {repetitions}")
             traces[mode] = asyncio.run(drive(servers[mode], scenario, prompts))
-            outcome.measures[mode].append(Measures.of(traces[mode]))
+            outcome.measured.note(mode, measures_of(traces[mode]))
         order = [*order[1:], order[0]]
         outcome.compare(traces)
     return outcome
@@ -238,7 +223,7 @@ def _repeat(
 def report_of(outcomes: Sequence[Outcome]) -> list[Section]:
     mismatches = sum(outcome.mismatches for outcome in outcomes)
     compared = sum(outcome.compared for outcome in outcomes)
-    modes = [f"  {mode}: {MODES[mode].help}" for mode in outcomes[0].measures]
+    modes = [f"  {mode}: {MODES[mode].help}" for mode in outcomes[0].measured.subjects]
     by_scale = groupby(outcomes, key=lambda outcome: outcome.scale)
     return [
         Section(remarks=modes),
@@ -254,7 +239,7 @@ def report_of(outcomes: Sequence[Outcome]) -> list[Section]:
 def _section_of(scale: str, outcomes: Sequence[Outcome]) -> Section:
     chunk, whole = SCALES[scale].chunk, SCALES[scale].whole_prompt
     title = f"Scale {scale}: chunks of {chunk} prompt tokens a step, or {whole} where no prompt is cut"
-    rows = {(o.scenario.name, mode): _cells(o, mode) for o in outcomes for mode in o.measures}
+    rows = {(o.scenario.name, mode): _cells(o, mode) for o in outcomes for mode in o.measured.subjects}
     grids = [
         Grid(
             title,
@@ -283,14 +268,14 @@ def _section_of(scale: str, outcomes: Sequence[Outcome]) -> Section:
 
 
 def _cells(outcome: Outcome, mode: str) -> dict[str, float]:
-    cells = {column.name: outcome.sample(mode, column.name).median for column in _COLUMNS}
-    return cells | {"spread": outcome.sample(mode, "wall").spread / 2}
+    measured = outcome.measured
+    return measured.medians(mode) | {"spread": measured.sample(mode, "wall").spread / 2}
 
 
 def _ratio_rows(outcome: Outcome) -> dict[tuple[str, str, str], dict[str, float]]:
     """The post's own come first: its only two modes."""
     name, post = outcome.scenario.name, SEED_RATIOS[outcome.scenario.name]
-    return {(name, "the post's", DISAGG): asdict(post)} | {
+    return {(name, "the post's", DISAGG): post} | {
         (name, against, mode): {column.name: outcome.ratio(mode, against, column.name) for column in _RATIOS}
         for mode, against in outcome.pairs
     }

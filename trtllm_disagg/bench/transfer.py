@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
 from trtllm_disagg.bench.kv_ends import (
     SHAPES,
     KvShape,
-    Memcpy,
-    MemcpyBlocks,
+    MemcpyPools,
     ProcessVmReadv,
     connected,
 )
@@ -97,10 +98,11 @@ def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say) -> PullTimes
         ranges = {pattern: shape.ranges(remote[pattern], local[pattern]) for pattern in PATTERNS}
         say(f"{shape.name}, {backend}: first pull")
         first = receiver.pull(remote["contiguous"], local["contiguous"])
-        timed: dict[str, Callable[[], float]] = {MEMCPY: _timer(Memcpy(shape.prompt_bytes))}
+        pools, whole = MemcpyPools(shape), np.array([[0, 0, shape.prompt_bytes]])
+        timed: dict[str, Callable[[], float]] = {MEMCPY: _timer(pools.copying(whole))}
         for pattern in PATTERNS:
             raw = ProcessVmReadv(pid, pool_address, receiver.pool.data_ptr(), ranges[pattern])
-            timed[memcpy_of(pattern)] = _timer(MemcpyBlocks(shape, ranges[pattern]))
+            timed[memcpy_of(pattern)] = _timer(pools.copying(ranges[pattern]))
             timed[readv_of(pattern)] = _timer(raw)
             timed[pattern] = lambda p=pattern: receiver.pull(remote[p], local[p])  # type: ignore[misc]
         timed[ONE_BLOCK] = lambda: receiver.pull([3], [5])

@@ -14,7 +14,6 @@ import pytest
 from tests.support.models import VOCAB, write_checkpoint
 from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine import speed
-from trtllm_disagg.bench.engine.block_costs import costs_per_block
 from trtllm_disagg.bench.engine.contestants import (
     CONTESTANTS,
     EMBEDDED,
@@ -26,6 +25,7 @@ from trtllm_disagg.bench.engine.contestants import (
 )
 from trtllm_disagg.bench.engine.own_engine import OwnEngine
 from trtllm_disagg.bench.engine.plan import QUICK
+from trtllm_disagg.bench.engine.scaling import costs_per_block
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, decode_of, measure_speeds
 from trtllm_disagg.bench.machine import CoreWaits
 from trtllm_disagg.bench.models import SIZES

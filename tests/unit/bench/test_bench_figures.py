@@ -13,11 +13,12 @@ from trtllm_disagg.bench.figures import (
     Column,
     Figure,
     Grid,
+    Rounds,
     Sample,
     paired_ratio,
     to_json,
 )
-from trtllm_disagg.bench.report import Progress
+from trtllm_disagg.bench.report import progress
 from trtllm_disagg.bench.targets import Target
 from trtllm_disagg.errors import ConfigError
 
@@ -74,6 +75,16 @@ def test_ratios_are_taken_in_pairs() -> None:
         paired_ratio([1.0], [1.0, 2.0])
 
 
+def test_rounds_give_medians_and_ratios_of_neighbours() -> None:
+    measured = Rounds()
+    for slow in (1.0, 2.0, 10.0):
+        measured.note("a", {"ttft": 3.0 * slow, "cpu": 1.0})
+        measured.note("b", {"ttft": 2.0 * slow})
+    assert measured.subjects == ["a", "b"]
+    assert measured.medians("a") == {"ttft": 6.0, "cpu": 1.0}
+    assert measured.ratio("ttft", "a", "b").values == (1.5, 1.5, 1.5)
+
+
 def test_the_machine_is_described_without_names() -> None:
     assert "cores (" in machine.describe_machine()
     assert "GiB" in machine.describe_machine()
@@ -89,9 +100,9 @@ def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_goes_to_stderr_a_line_each_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("scenarios") as progress:
-        progress.say("starting")
-        progress.say("measuring")
+    with progress("scenarios") as say:
+        say("starting")
+        say("measuring")
     captured = capsys.readouterr()
     assert captured.out == ""
     assert [line.partition("] ")[2] for line in captured.err.splitlines()] == ["starting", "measuring"]

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import pytest
 
 from trtllm_disagg import cli
+from trtllm_disagg.bench.figures import Rounds
 from trtllm_disagg.bench.http_client import Answer, BadAnswerError, Connection, ask_all, completion_request
 from trtllm_disagg.bench.machine import cpu_seconds
-from trtllm_disagg.bench.overhead import Outcome, Round, section_of
+from trtllm_disagg.bench.overhead import section_of
 from trtllm_disagg.bench.report import NOT_JUDGED, figures_of, print_report, wide_console
 from trtllm_disagg.strategies import STRATEGIES
 
@@ -93,22 +94,25 @@ def test_cpu_time_is_the_process_own() -> None:
 # -- the report
 
 
-def outcome(strategy: str, ttfts: Sequence[float], throughputs: Sequence[float], cpu: float) -> Outcome:
-    roles = ("agg",) if strategy == "agg" else ("prefill", "decode")
-    rounds = [
-        Round(ttft, 0.2, throughput, 30.0, 0.1, dict.fromkeys(roles, cpu))
-        for ttft, throughput in zip(ttfts, throughputs, strict=True)
-    ]
-    return Outcome(strategy, rounds)
+def measured(*strategies: tuple[str, Sequence[float], Sequence[float], float]) -> Rounds:
+    """Of each its name, TTFTs, throughputs and microseconds of CPU a token."""
+    rounds = Rounds()
+    for strategy, ttfts, throughputs, cpu in strategies:
+        roles = ("agg",) if strategy == "agg" else ("prefill", "decode")
+        others = {"itl": 0.2, "ttft_together": 30.0, "chunks": 0.1}
+        cpus = {f"{role} worker CPU per token": cpu for role in roles}
+        for ttft, throughput in zip(ttfts, throughputs, strict=True):
+            rounds.note(strategy, {"ttft": ttft, "throughput": throughput, **others, **cpus})
+    return rounds
 
 
 def test_targets_are_of_neighbours_in_time() -> None:
-    outcomes = [
-        outcome("agg", [1, 1, 1], [9, 9, 9], 1e-5),
-        outcome("prefill_first", [3, 30, 4], [80, 8, 70], 31e-6),
-        outcome("decode_first", [2.5, 29, 4], [90, 10, 110], 40e-6),
-        outcome("router", [2.5, 29.5, 2], [100, 10, 100], 40e-6),
-    ]
+    outcomes = measured(
+        ("agg", [1, 1, 1], [9, 9, 9], 10.0),
+        ("prefill_first", [3, 30, 4], [80, 8, 70], 31.0),
+        ("decode_first", [2.5, 29, 4], [90, 10, 110], 40.0),
+        ("router", [2.5, 29.5, 2], [100, 10, 100], 40.0),
+    )
     with_target = {
         f.figure: (round(f.value, 6), f.target, f.ok) for f in figures_of([section_of(outcomes)]) if f.target
     }
@@ -122,7 +126,7 @@ def test_targets_are_of_neighbours_in_time() -> None:
 
 
 def test_met_and_missed_targets_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    outcomes = [outcome("prefill_first", [3], [80], 31e-6), outcome("router", [2.5], [80], 1e-6)]
+    outcomes = measured(("prefill_first", [3], [80], 31.0), ("router", [2.5], [80], 1.0))
     print_report(wide_console(), [section_of(outcomes)])
     output = capsys.readouterr().out
     rows = [line.replace("│", " ").split() for line in output.splitlines()]
@@ -144,7 +148,7 @@ def test_met_and_missed_targets_are_named(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_table_fits_80_columns_with_whole_headers(capsys: pytest.CaptureFixture[str]) -> None:
-    outcomes = [outcome(strategy, [123.4], [12345], 312e-6) for strategy in STRATEGIES]
+    outcomes = measured(*((strategy, [123.4], [12345], 312.0) for strategy in STRATEGIES))
     print_report(wide_console(), [section_of(outcomes, is_judged=False)])
     table = capsys.readouterr().out.partition("An engine that")[2].partition("Workers, and")[0]
     assert max(map(len, table.splitlines())) <= 80
@@ -154,7 +158,7 @@ def test_the_table_fits_80_columns_with_whole_headers(capsys: pytest.CaptureFixt
 
 
 def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    outcomes = [outcome("prefill_first", [3], [80], 31e-6), outcome("router", [2.5], [80], 1e-6)]
+    outcomes = measured(("prefill_first", [3], [80], 31.0), ("router", [2.5], [80], 1.0))
     print_report(wide_console(), [section_of(outcomes, is_judged=False)])
     assert capsys.readouterr().out.endswith(f"{NOT_JUDGED}\n")
 

@@ -6,17 +6,24 @@ import pytest
 
 from trtllm_disagg.bench.figures import Figure
 from trtllm_disagg.bench.report import figures_of, print_report, wide_console
-from trtllm_disagg.bench.scenarios import Measures, Outcome, report_of
+from trtllm_disagg.bench.scenarios import Outcome, report_of
 from trtllm_disagg.bench.servers import CONDITIONAL, DISAGG
 from trtllm_disagg.bench.workloads import SCALES, SEED_SCENARIOS
 
 
 def outcome_of(throughputs: dict[str, list[float]]) -> Outcome:
-    measures = {
-        mode: [Measures(1.0, value, 100 / value, 1.0, 1.0, 200 / value) for value in values]
-        for mode, values in throughputs.items()
-    }
-    return Outcome("seed", SEED_SCENARIOS[3], measures)
+    outcome = Outcome("seed", SEED_SCENARIOS[3])
+    for mode, values in throughputs.items():
+        for value in values:
+            times = {
+                "wall": 1.0,
+                "ttft": 100 / value,
+                "ttft_p99": 1.0,
+                "itl_p99": 1.0,
+                "latency": 200 / value,
+            }
+            outcome.measured.note(mode, {"throughput": value, **times})
+    return outcome
 
 
 def test_ratios_are_medians_of_neighbours() -> None:

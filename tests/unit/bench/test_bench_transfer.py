@@ -16,8 +16,7 @@ from trtllm_disagg.bench.figures import Figure
 from trtllm_disagg.bench.kv_ends import (
     SHAPES,
     KvShape,
-    Memcpy,
-    MemcpyBlocks,
+    MemcpyPools,
     ProcessVmReadv,
     Receiver,
     connected,
@@ -109,22 +108,15 @@ def test_process_vm_readv_of_no_process_is_an_error() -> None:
         ProcessVmReadv(2**22 + 1, 4096, 4096, np.asarray([[0, 0, 16]], np.int64))()
 
 
-def test_memcpy_copies() -> None:
-    copy = Memcpy(4096)
-    copy._source[:] = 7
-    copy()
-    assert (copy._target == 7).all()
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_memcpy_of_blocks_copies_those(pattern: str) -> None:
     remote, local = TINY.blocks(pattern, seed=1), TINY.blocks(pattern, seed=2)
-    copy = MemcpyBlocks(TINY, TINY.ranges(remote, local))
-    fill(copy._source.reshape(-1))
-    copy()
-    assert np.array_equal(copy._target[local], copy._source[remote])
+    pools = MemcpyPools(TINY)
+    fill(pools.source.reshape(-1))
+    pools.copying(TINY.ranges(remote, local))()
+    assert np.array_equal(pools.target[local], pools.source[remote])
     untouched = [block for block in range(TINY.pool_blocks) if block not in local]
-    assert not copy._target[untouched].any()
+    assert not pools.target[untouched].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

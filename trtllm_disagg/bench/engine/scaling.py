@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from trtllm_disagg.bench.child_process import ChildProcess
-from trtllm_disagg.bench.engine.block_costs import costs_per_block
 from trtllm_disagg.bench.engine.contestants import alone
 from trtllm_disagg.bench.engine.own_engine import TOKENS_PER_BLOCK
 from trtllm_disagg.bench.engine.plan import Plan
@@ -17,11 +18,17 @@ from trtllm_disagg.bench.figures import Figure, Section
 from trtllm_disagg.bench.models import Size
 from trtllm_disagg.bench.plot import Lines
 from trtllm_disagg.bench.report import Say
+from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager, KvEventLog
 
 #: Of the curves along which something else grows.
 _BATCH = 8
 _PASSES = 3
 _BLOCK_COSTS = ("lookup", "allocation")
+#: Stages of a request whose blocks are named, looked up (also one that fits in part), had, and released.
+_STAGES = ("keys", "match", "match_start", "acquire", "allocate", "commit", "release")
+_REQUEST_BLOCKS = 64
+_KNOWN_BLOCKS = _REQUEST_BLOCKS // 2
+_REQUESTS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,61 @@ def _best(xs: Sequence[int], measure: Callable[[int], float]) -> Curve:
 def _pool_batch(plan: Plan) -> int:
     """As many rows as fit into the smallest pool."""
     return min(_BATCH, min(plan.scaling_pools) * TOKENS_PER_BLOCK // (2 * plan.context))
+
+
+def costs_per_block(pool: int) -> tuple[float, float]:
+    """Seconds, in a pool that is full of other prompts: naming and finding a known block, evicting for a new one.
+
+    They are those of the median request of 2048 tokens of which half is known. There is no model.
+    """
+    stages = dict(zip(_STAGES, _stage_seconds(pool), strict=True))
+    lookup = stages["keys"] + stages["match"] + stages["acquire"]
+    return lookup / _KNOWN_BLOCKS, stages["allocate"] / (_REQUEST_BLOCKS - _KNOWN_BLOCKS)
+
+
+def _stage_seconds(pool: int) -> list[float]:
+    """The median request's time in each of _STAGES."""
+    events = KvEventLog(100_000, 4096)
+    blocks = BlockManager(pool, TOKENS_PER_BLOCK, enable_reuse=True, enable_partial_reuse=True, events=events)
+    prompts = pool // _KNOWN_BLOCKS
+    for prompt in range(prompts):
+        held = blocks.allocate(_KNOWN_BLOCKS)
+        blocks.commit(_tokens(prompt, _KNOWN_BLOCKS), held, [], b"")
+        blocks.release(held)
+        events.take()
+    times = []
+    for number in range(min(_REQUESTS, max(1, prompts // 4))):
+        known = _tokens(prompts - 1 - number, _KNOWN_BLOCKS)  # the newest ones are evicted last
+        fresh = _tokens(prompts + number, _REQUEST_BLOCKS)[len(known) :]
+        times.append([later - earlier for earlier, later in pairwise(_one_request(blocks, known + fresh))])
+        events.take()  # as every step does
+    blocks.check()
+    return [float(seconds) for seconds in np.median(times, axis=0)]
+
+
+def _one_request(blocks: BlockManager, prompt: list[int]) -> Iterator[float]:
+    """The time before and after each stage."""
+    yield time.perf_counter()
+    keys = blocks.prompt_keys(prompt, b"")
+    yield time.perf_counter()
+    known = blocks.match(keys)
+    yield time.perf_counter()
+    blocks.match_start(keys[len(known) - 1], prompt[len(known) * TOKENS_PER_BLOCK :][:TOKENS_PER_BLOCK], b"")
+    yield time.perf_counter()
+    blocks.acquire(known)
+    yield time.perf_counter()
+    fresh = blocks.allocate(_REQUEST_BLOCKS - len(known))
+    yield time.perf_counter()
+    blocks.commit(prompt, known + fresh, keys[: len(known)], b"")
+    yield time.perf_counter()
+    blocks.release(known + fresh)
+    yield time.perf_counter()
+
+
+def _tokens(prompt: int, blocks: int) -> list[int]:
+    """No two prompts have a block in common."""
+    start = prompt * _REQUEST_BLOCKS * TOKENS_PER_BLOCK
+    return list(range(start, start + blocks * TOKENS_PER_BLOCK))
 
 
 def section_of(name: str, curves: dict[str, Curve]) -> Section:
