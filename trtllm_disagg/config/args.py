@@ -31,8 +31,8 @@ from trtllm_disagg.config.worker_config import (
     ScheduleStyle,
     WorkerConfig,
     check_value,
+    choices_of,
     flag_of,
-    rule_of,
 )
 from trtllm_disagg.deciders import DECIDERS
 from trtllm_disagg.errors import ConfigError
@@ -135,8 +135,8 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
         return
     if flag.bare is not None:
         options |= {"nargs": "?", "const": flag.bare}
-    rule = rule_of(flag.field)
-    metavar = "{" + ",".join(rule.choices) + "}" if rule and rule.choices else None
+    choices = choices_of(flag.field)
+    metavar = "{" + ",".join(choices) + "}" if choices else None
     group.add_argument(*flag.names, type=argument_parser_of(flag.field), metavar=metavar, **options)
 
 

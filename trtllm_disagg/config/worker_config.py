@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from trtllm_disagg.deciders import ALWAYS, DECIDERS
 from trtllm_disagg.engines import ENGINES, UNRESOLVED, EngineSpec
@@ -319,46 +319,31 @@ class WorkerConfig:
         self._check_stages()
 
     def _check_stages(self) -> None:
+        here = f"in mode {self.role} under {self.strategy}"
         if self.next_endpoint is not None and not self.calls_second_stage:
-            raise ConfigError.bad_value(
-                flag_of("next_endpoint"),
-                self.next_endpoint,
-                f"no value: in mode {self.role} under {self.strategy}, a worker calls no other worker",
-            )
+            self._refuse("next_endpoint", f"no value: {here}, a worker calls no other worker")
         if self.next_endpoint is not None and self.next_endpoint == self.endpoint_id:
-            raise ConfigError.bad_value(
-                flag_of("next_endpoint"), self.next_endpoint, "another endpoint than this worker's own"
-            )
+            self._refuse("next_endpoint", "another endpoint than this worker's own")
         if self.endpoint is not None and parse_endpoint_id(self.endpoint).namespace != self.namespace:
-            raise ConfigError.bad_value(
-                flag_of("endpoint"), self.endpoint, f"an endpoint in the namespace {self.namespace!r}"
-            )
-        if self.schedule_style is ScheduleStyle.GENERATION_FIRST and not self.may_switch:
-            raise ConfigError.bad_value(
-                flag_of("schedule_style"),
-                self.schedule_style.value,
-                f"context_first in mode {self.role} under {self.strategy}: only a worker dispatches both phases",
-            )
-        self._check_orchestration()
+            self._refuse("endpoint", f"an endpoint in the namespace {self.namespace!r}")
+        is_generation_first = self.schedule_style is ScheduleStyle.GENERATION_FIRST
+        if is_generation_first and not self.may_switch:
+            self._refuse("schedule_style", f"context_first {here}: only a worker dispatches both phases")
+        if not self.may_switch:
+            for name in ORCHESTRATION:
+                if self.value_of(name) != SETTINGS[name].default:
+                    callers = f"{flag_of('strategy')} {' or '.join(worker_side())} have a use for it"
+                    self._refuse(name, f"no value {here}, where no worker calls another; {callers}")
         require_style(self.handoff_protocol, self.schedule_style)
-        if self.prefill_dispatch == "queue" and self.schedule_style is ScheduleStyle.GENERATION_FIRST:
-            allowed = "direct with --schedule-style generation_first"
-            raise ConfigError.bad_value(flag_of("prefill_dispatch"), self.prefill_dispatch, allowed)
+        if self.prefill_dispatch == "queue" and is_generation_first:
+            self._refuse("prefill_dispatch", "direct with --schedule-style generation_first")
         if self.max_beam_width > 1 and self.role is not Role.AGG:
-            allowed = f"1 in mode {self.role}, because KV transfer carries one beam"
-            raise ConfigError.bad_value(flag_of("max_beam_width"), self.max_beam_width, allowed)
+            self._refuse("max_beam_width", f"1 in mode {self.role}, because KV transfer carries one beam")
 
-    def _check_orchestration(self) -> None:
-        if self.may_switch:
-            return
-        for name in ORCHESTRATION:
-            if self.value_of(name) != SETTINGS[name].default:
-                raise ConfigError.bad_value(
-                    flag_of(name),
-                    self.value_of(name),
-                    f"no value in mode {self.role} under {self.strategy}, where no worker calls another; "
-                    f"{flag_of('strategy')} {' or '.join(worker_side())} have a use for it",
-                )
+    def _refuse(self, name: str, allowed: str) -> NoReturn:
+        value = self.value_of(name)
+        shown = value.value if isinstance(value, StrEnum) else value
+        raise ConfigError.bad_value(flag_of(name), shown, allowed)
 
     def is_explicit(self, name: str) -> bool:
         """The user chose this value: by a flag or variable, or it differs from the default."""
@@ -515,6 +500,12 @@ ORCHESTRATION = tuple(
 def rule_of(name: str) -> Rule | None:
     """What a field accepts; None when any value of its type does."""
     return _setting(name).rule
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The values that a field may have; empty when they are no list."""
+    rule = rule_of(name)
+    return rule.choices if rule else ()
 
 
 def check_value(name: str, value: object, key: str | None = None) -> None:

@@ -8,10 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from trtllm_disagg.demo.chat import Answer, WrappedText, stream_chat
@@ -20,10 +17,10 @@ from trtllm_disagg.demo_model import build_demo_model
 from trtllm_disagg.deployment import (
     Deployment,
     DeploymentConfig,
-    DeploymentFailedError,
     deployment_in_background,
 )
 from trtllm_disagg.deployment.plan import NO_WORKERS
+from trtllm_disagg.deployment.run_dir import scratch_directory
 from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.deployment.up_command import default_name, engine_configs_in
 from trtllm_disagg.model_directory import is_hub_name, servable_model
@@ -69,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _one_order(number: int, order: StrategySpec, model: Path, args: argparse.Namespace) -> Answer:
     _say(f"{number}. {order.name}: the frontend sends the request to the {order.entry_role} worker first")
-    with _run_dir() as run_dir:
-        return _ask(run_dir, order.name, model, args)
+    with scratch_directory("trtllm-disagg-demo-") as scratch:
+        return _ask(scratch.path, order.name, model, args)
 
 
 def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> Answer:
@@ -99,20 +96,6 @@ def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> An
         text.end()
         print(f"\n{render(_timeline(deployment, answer), columns)}\n", flush=True)
     return answer
-
-
-@contextmanager
-def _run_dir() -> Iterator[Path]:
-    """Stays behind only when the deployment failed: then the error names its logs."""
-    run_dir = Path(tempfile.mkdtemp(prefix="trtllm-disagg-demo-"))
-    try:
-        yield run_dir
-    except DeploymentFailedError:
-        raise
-    except BaseException:
-        shutil.rmtree(run_dir, ignore_errors=True)
-        raise
-    shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _timeline(deployment: Deployment, answer: Answer) -> Timeline:

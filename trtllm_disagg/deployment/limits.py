@@ -105,7 +105,7 @@ def needs_of(config: DeploymentConfig) -> Needs:
     return Needs(
         INOTIFY_PER_FRONTEND
         + INOTIFY_PER_WORKER * worker_total(config)
-        + INOTIFY_PER_KV_ROUTER * sum(map(config.worker_count, routers)),
+        + INOTIFY_PER_KV_ROUTER * sum(config.workers[role] for role in routers),
         peers=worker_total(config),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from trtllm_disagg.activity import ACTIVITY_VARIABLE
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, check_value, flag_of
@@ -16,11 +16,6 @@ from trtllm_disagg.keys import KEY_FILE
 from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
 
 Role = Literal["nats", "frontend", "agg", "prefill", "decode"]
-NextRouter = Literal["kv", "least_loaded", "round_robin", "random"]
-PrefillDispatch = Literal["direct", "queue"]
-
-NEXT_ROUTERS: tuple[NextRouter, ...] = get_args(NextRouter)
-PREFILL_DISPATCHES: tuple[PrefillDispatch, ...] = get_args(PrefillDispatch)
 #: The grace period before a worker drains, and its end after that, on a busy machine.
 BEYOND_DRAIN_SECONDS = 15.0
 LOOPBACK = "127.0.0.1"
@@ -88,8 +83,8 @@ class DeploymentConfig:
     engine: str | None = None
     engine_configs: Mapping[Role, Path] = field(default_factory=dict)
     kv_block_size: int | None = None
-    next_router: NextRouter | None = None
-    prefill_dispatch: PrefillDispatch = "direct"
+    next_router: str | None = None
+    prefill_dispatch: str = "direct"
     worker_args: tuple[str, ...] = ()
     #: Set while it ran (`trtllm-disagg set`), for workers that come later: setting -> value.
     thresholds: Mapping[str, int | float] = field(default_factory=dict)
@@ -110,11 +105,13 @@ class DeploymentConfig:
         if self.strategy not in STRATEGIES:
             raise ConfigError.bad_value("--strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
         if self.next_router is not None:
-            self._check_next_router(self.next_router)
-        self._check_prefill_dispatch()
-        for flag, count in self._worker_flags():
+            check_value("next_router", self.next_router)
+        check_value("prefill_dispatch", self.prefill_dispatch)
+        if self.strategy not in worker_side():
+            self._refuse_calls()
+        for role, count in self.workers.items():
             if count < 1:
-                raise ConfigError.bad_value(flag, count, "at least 1")
+                raise ConfigError.bad_value(f"--{role}-workers", count, "at least 1")
         if not 0 <= self.http_port <= 65535:
             raise ConfigError.bad_value("--http-port", self.http_port, "0 (any free port) to 65535")
         if not self.startup_timeout > 0:
@@ -152,34 +149,19 @@ class DeploymentConfig:
     def ready_line(self) -> str:
         return f"ready {self.base_url} model={self.served_model_name} strategy={self.strategy}"
 
-    def worker_count(self, role: Role) -> int:
-        return {"agg": self.agg_workers, "prefill": self.prefill_workers, "decode": self.decode_workers}[role]
+    @property
+    def workers(self) -> dict[Role, int]:
+        """How many of each role, whether the strategy has it or not."""
+        return {"prefill": self.prefill_workers, "decode": self.decode_workers, "agg": self.agg_workers}
 
-    def _check_prefill_dispatch(self) -> None:
-        if self.prefill_dispatch not in PREFILL_DISPATCHES:
-            raise ConfigError.bad_value(
-                "--prefill-dispatch", self.prefill_dispatch, f"one of {', '.join(PREFILL_DISPATCHES)}"
-            )
-        if self.has_queue and self.strategy not in worker_side():
-            raise ConfigError.bad_value(
-                "--prefill-dispatch",
-                self.prefill_dispatch,
-                f"direct, or --strategy {' or '.join(worker_side())}, not {self.strategy}",
-            )
-
-    def _check_next_router(self, router: str) -> None:
-        if router not in NEXT_ROUTERS:
-            raise ConfigError.bad_value("--next-router", router, f"one of {', '.join(NEXT_ROUTERS)}")
-        if self.strategy not in worker_side():
-            allowed = (
-                f"--strategy {' or '.join(worker_side())}, not {self.strategy}, where no worker calls another"
-            )
-            raise ConfigError.bad_value("--next-router", router, allowed)
-
-    def _worker_flags(self) -> Iterator[tuple[str, int]]:
-        yield "--prefill-workers", self.prefill_workers
-        yield "--decode-workers", self.decode_workers
-        yield "--agg-workers", self.agg_workers
+    def _refuse_calls(self) -> None:
+        """Of a strategy under which no worker calls another."""
+        calling = f"--strategy {' or '.join(worker_side())}, not {self.strategy}"
+        if self.next_router is not None:
+            allowed = f"{calling}, where no worker calls another"
+            raise ConfigError.bad_value("--next-router", self.next_router, allowed)
+        if self.has_queue:
+            raise ConfigError.bad_value("--prefill-dispatch", self.prefill_dispatch, f"direct, or {calling}")
 
 
 @dataclass(frozen=True)
@@ -210,7 +192,7 @@ def plan(
     workers = [
         worker_spec(config, role, index, env, next(ports), queue_flags(services))
         for role in spec_of(config.strategy).roles
-        for index in range(config.worker_count(role))
+        for index in range(config.workers[role])
     ]
     return (*services, _frontend(config, env), *workers)
 
@@ -221,7 +203,7 @@ def num_system_ports(config: DeploymentConfig) -> int:
 
 
 def worker_total(config: DeploymentConfig) -> int:
-    return sum(config.worker_count(role) for role in spec_of(config.strategy).roles)
+    return sum(config.workers[role] for role in spec_of(config.strategy).roles)
 
 
 def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str, str]:

@@ -4,16 +4,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from trtllm_disagg.deployment.brokers import STORE_DIR
 from trtllm_disagg.deployment.plan import DISCOVERY_DIR, DeploymentFailedError, RunDirInUseError
@@ -23,8 +23,7 @@ from trtllm_disagg.keys import KEY_FILE, AdminKey
 PROCESSES_FILE = "processes.json"
 
 
-@dataclass(frozen=True)
-class ProcessRecord:
+class ProcessRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One entry of `processes.json`. `born` tells a process from a later one with the same pid."""
 
     name: str
@@ -101,7 +100,7 @@ class RunDir:
     def write(self, records: Iterable[ProcessRecord]) -> None:
         """Replaces `processes.json` in one step, so that a reader never sees half of it."""
         draft = self.processes_file.with_suffix(".json.new")
-        draft.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(list(records)), indent=1) + b"\n")
         draft.replace(self.processes_file)
 
     def _refuse_if_alive(self) -> None:
@@ -119,11 +118,10 @@ def read_processes(run_dir: Path) -> list[ProcessRecord]:
     """What `processes.json` says; nothing when there is none."""
     file = run_dir / PROCESSES_FILE
     try:
-        entries = json.loads(file.read_text())
-        return [_record(entry) for entry in entries]
+        return msgspec.json.decode(file.read_bytes(), type=list[ProcessRecord])
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigError.bad_value(
             "--run-dir", str(run_dir), f"a directory with a {PROCESSES_FILE} that this tool wrote ({error})"
         ) from error
@@ -142,10 +140,6 @@ def birth(pid: int) -> int:
     # The command name, in parentheses, may itself contain spaces and parentheses.
     state, *fields = stat[stat.rindex(")") + 2 :].split()
     return 0 if state in "ZX" else int(fields[18])
-
-
-def _record(entry: dict[str, Any]) -> ProcessRecord:
-    return ProcessRecord(**entry)
 
 
 class Scratch:

@@ -8,16 +8,14 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 from trtllm_disagg.config.args import argument_parser_of
-from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, flag_of
+from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, choices_of, flag_of
 from trtllm_disagg.deployment.plan import (
     BEYOND_DRAIN_SECONDS,
-    NEXT_ROUTERS,
-    PREFILL_DISPATCHES,
     DeploymentConfig,
     Role,
 )
@@ -27,12 +25,6 @@ from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.strategies import STRATEGIES, spec_of
-
-COUNT_FLAGS: Mapping[Role, str] = {
-    "agg": "--agg-workers",
-    "prefill": "--prefill-workers",
-    "decode": "--decode-workers",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,12 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--next-router",
-        choices=NEXT_ROUTERS,
+        choices=choices_of("next_router"),
         help="how a worker chooses the one that it calls (default: the worker's, round_robin)",
     )
     add(
         "--prefill-dispatch",
-        choices=PREFILL_DISPATCHES,
+        choices=choices_of("prefill_dispatch"),
         default=default.prefill_dispatch,
         help="queue: starts a NATS server, and prefill workers pull from it (default: %(default)s)",
     )
@@ -142,26 +134,26 @@ def _serve(config: DeploymentConfig) -> int:
 
 
 def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
+    """Flags have the names of the fields; those of workers that were not given have the fields' defaults."""
+    values = {
+        field.name: getattr(args, field.name) for field in fields(DeploymentConfig) if field.name in args
+    }
+    for role in get_args(Role):
+        if values.get(f"{role}_workers", 0) is None:
+            del values[f"{role}_workers"]
+        elif f"{role}_workers" in values:
+            _require_role(role, values[f"{role}_workers"], args.strategy)
+    configs = engine_configs_in(args.engine_configs, args.strategy) if args.engine_configs else {}
     return DeploymentConfig(
-        strategy=args.strategy,
-        model=args.model,
-        served_model_name=args.served_model_name or default_name(args.model),
-        run_dir=run_dir,
-        http_host=args.http_host,
-        http_port=args.http_port,
-        namespace=args.namespace,
-        engine=args.engine,
-        engine_configs=engine_configs_in(args.engine_configs, args.strategy) if args.engine_configs else {},
-        kv_block_size=args.kv_block_size,
-        next_router=args.next_router,
-        prefill_dispatch=args.prefill_dispatch,
-        worker_args=tuple(args.worker_args),
-        frontend_args=tuple(args.frontend_args),
-        startup_timeout=args.startup_timeout,
-        drain_seconds=_drain_seconds(args.drain_seconds, os.environ),
-        stop_timeout=args.stop_timeout,
-        restart=args.restart,
-        **_worker_counts(args),
+        **values
+        | {
+            "served_model_name": args.served_model_name or default_name(args.model),
+            "run_dir": run_dir,
+            "engine_configs": configs,
+            "worker_args": tuple(args.worker_args),
+            "frontend_args": tuple(args.frontend_args),
+            "drain_seconds": _drain_seconds(args.drain_seconds, os.environ),
+        }
     )
 
 
@@ -192,14 +184,7 @@ def engine_configs_in(directory: Path, strategy: str) -> dict[Role, Path]:
     return files
 
 
-def _worker_counts(args: argparse.Namespace) -> dict[str, Any]:
-    counts: dict[str, Any] = {}
-    for role, flag in COUNT_FLAGS.items():
-        count = getattr(args, f"{role}_workers")
-        if count is None:
-            continue
-        if role not in spec_of(args.strategy).roles:
-            fitting = ", ".join(name for name, spec in STRATEGIES.items() if role in spec.roles)
-            raise ConfigError.bad_value(flag, count, f"--strategy {fitting}, not {args.strategy}")
-        counts[f"{role}_workers"] = count
-    return counts
+def _require_role(role: Role, count: int, strategy: str) -> None:
+    if role not in spec_of(strategy).roles:
+        fitting = ", ".join(name for name, spec in STRATEGIES.items() if role in spec.roles)
+        raise ConfigError.bad_value(f"--{role}-workers", count, f"--strategy {fitting}, not {strategy}")

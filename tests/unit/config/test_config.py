@@ -88,6 +88,7 @@ def test_the_model_is_served_under_its_own_name_unless_told() -> None:
         ({"role": "prefill", "next_endpoint": PREFILL}, "in mode prefill under decode_first"),
         ({"strategy": "router", "role": "decode", "next_endpoint": PREFILL}, "under router"),
         ({"role": "decode", "max_beam_width": 2}, "--max-beam-width: 2"),
+        ({"schedule_style": "generation_first"}, "--schedule-style: 'generation_first'"),
         ({"kv_block_size": 48}, "--kv-block-size: 48 is not allowed; expected a power of two"),
         ({"kv_block_size": 0}, "--kv-block-size: 0"),
         ({"max_batch_size": 0}, "--max-batch-size: 0"),

@@ -5,10 +5,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from trtllm_disagg.deployment.plan import RunDirInUseError
 from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, birth, is_alive, read_processes
