@@ -27,7 +27,8 @@ DECIDERS["toy"] = Toy
 
 from tests.support.handling import collect, request
 from trtllm_disagg.admin import set_command
-from trtllm_disagg.config.args import add_worker_arguments, parse_worker_args
+from tests.support.worker_args import parse_worker_args
+from trtllm_disagg.config.args import add_worker_arguments
 from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.deployment.plan import DeploymentConfig, worker_spec
 from trtllm_disagg.errors import ConfigError

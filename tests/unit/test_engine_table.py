@@ -11,7 +11,7 @@ PROGRAM = """
 from trtllm_disagg.engines import ENGINES, EngineSpec
 ENGINES["toy"] = EngineSpec("toy", "trtllm_disagg.testing.recording", defaults={"max_batch_size": 3})
 
-from trtllm_disagg.config.args import parse_worker_args
+from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.engine import load_api, serve_as_rank
 from trtllm_disagg.engines import resolve_engine

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of
 from trtllm_disagg.admin.switch_command import require_switchable
 from trtllm_disagg.commands import CONTROL, decode_command
-from trtllm_disagg.config.args import parse_worker_args
+from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.deployment.plan import DeploymentConfig, plan, stop_order
 from trtllm_disagg.deployment.up_command import add_arguments

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from trtllm_disagg import __version__
-from trtllm_disagg.config.dotted_flags import with_dotted_flags
 from trtllm_disagg.config.dynamo_flags import (
     ROUTER_FLAGS,
     add_dynamo_arguments,
@@ -53,13 +52,6 @@ _TYPES = {
 }
 
 
-class WorkerArgumentParser(argparse.ArgumentParser):
-    """Reports a bad command line as ConfigError, like every other bad setting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 class _SetBothPublishers(argparse.BooleanOptionalAction):
     def __call__(
         self,
@@ -88,15 +80,6 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
             )
     parser.add_argument("--version", action="version", version=__version__)
     add_dynamo_arguments(parser)
-
-
-def parse_worker_args(argv: Sequence[str], environ: Mapping[str, str]) -> WorkerConfig:
-    """The configuration of one worker. Raises ConfigError for anything that is unknown or not allowed."""
-    parser = WorkerArgumentParser(prog="trtllm-disagg worker", allow_abbrev=False)
-    add_worker_arguments(parser)
-    namespace, unknown = parser.parse_known_args(with_dotted_flags(argv))
-    refuse_unknown_arguments(parser, unknown)
-    return config_from_namespace(namespace, environ)
 
 
 def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, str]) -> WorkerConfig:

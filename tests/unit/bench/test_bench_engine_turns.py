@@ -24,6 +24,7 @@ from trtllm_disagg.bench.engine.contestants import (
     Start,
 )
 from trtllm_disagg.bench.engine.own_engine import OwnEngine
+from trtllm_disagg.bench.engine.peers import Arrivals
 from trtllm_disagg.bench.engine.plan import QUICK
 from trtllm_disagg.bench.engine.scaling import costs_per_block
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, decode_of, measure_speeds
@@ -117,6 +118,19 @@ def test_processes_that_share_a_core_wait_for_it() -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda remote: remote.call("burn", 0.4), (one, other)))
         assert waits.share() > 0.3
+
+
+def test_tokens_that_arrive_together_share_the_time_of_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that is late gets several tokens at once, at worst all of them."""
+    clock = iter([10.0, 11.0, 12.0, 15.0, 20.0, 26.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    arrivals = Arrivals()
+    for count in (1, 2, 5):
+        arrivals.note(count)
+    assert arrivals.steps(4) == [1.0, 1.0, 1.0, 1.0]
+    all_at_once = Arrivals()
+    all_at_once.note(6)
+    assert all_at_once.steps(4) == [1.0] * 4
 
 
 # -- a peer with an environment of its own

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.config.args import (
-    WorkerArgumentParser,
-    add_worker_arguments,
-    config_from_namespace,
-    parse_worker_args,
-)
+from tests.support.worker_args import parse_worker_args
+from trtllm_disagg.cli import Parser
+from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
 from trtllm_disagg.config.worker_config import (
     FLAGS,
     ORCHESTRATION,
@@ -215,7 +212,7 @@ def test_a_template_in_the_home_directory_is_found(tmp_path: Path, monkeypatch: 
 
 
 def test_help_lists_groups_defaults_and_variables() -> None:
-    parser = WorkerArgumentParser(prog="x")
+    parser = Parser(prog="x")
     add_worker_arguments(parser)
     text = " ".join(parser.format_help().split())
     for part in ("disaggregation:", "(default: decode_first)", "DYN_TRTLLM_MODEL", "{agg,prefill,decode}"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.config.args import parse_worker_args
+from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.deployment.run_dir import RunDir

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.config.args import parse_worker_args
+from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.dynamo_flags import (
     DIFFERENCES,
     NOT_SERVED,

@@ -23,19 +23,24 @@ _PATIENCE_SECONDS = 300.0
 
 
 class Arrivals:
-    """When the last row had its n-th token."""
+    """When the last row had its n-th token; made when the rows are asked for."""
 
     def __init__(self) -> None:
-        self._times: dict[int, float] = {}
+        self._times = {0: time.perf_counter()}
 
     def note(self, count: int) -> None:
         """A row has `count` tokens now."""
         self._times[count] = time.perf_counter()
 
     def steps(self, steps: int) -> list[float]:
-        """Seconds of the last `steps` steps; a step ends when the last row's token is out."""
-        times = [self._times[count] for count in sorted(self._times)]
-        return [later - earlier for earlier, later in itertools.pairwise(times)][-steps:]
+        """Seconds of the last `steps` steps; a step ends when the last row's token is out. Steps whose tokens arrived
+        together took equally long.
+        """
+        seconds: list[float] = []
+        for before, count in itertools.pairwise(sorted(self._times)):
+            together = count - before
+            seconds += [(self._times[count] - self._times[before]) / together] * together
+        return seconds[-steps:]
 
 
 class Peer:
