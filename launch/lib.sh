@@ -13,8 +13,8 @@ set -euo pipefail
 : "${HTTP_PORT:=8000}"
 : "${PYTHON:=python3}"
 # Also read: DYN_SYSTEM_PORT, a worker's port for health and metrics, at most 32767 and one for each worker of a machine;
-# TRTLLM_DISAGG_ADMIN_KEY_FILE, the key of `trtllm-disagg switch` and `set` (see make_admin_key); and, for several machines,
-# the same on all of them: DYN_DISCOVERY_BACKEND=etcd ETCD_ENDPOINTS=http://HOST:2379.
+# and, for several machines, the same on all of them: DYN_DISCOVERY_BACKEND=etcd ETCD_ENDPOINTS=http://HOST:2379, and a copy
+# of one TRTLLM_DISAGG_ADMIN_KEY_FILE, with which `trtllm-disagg switch` and `set` prove that they may.
 export DYN_DISCOVERY_BACKEND="${DYN_DISCOVERY_BACKEND:-file}"
 export DYN_REQUEST_PLANE="${DYN_REQUEST_PLANE:-tcp}"
 export DYN_EVENT_PLANE="${DYN_EVENT_PLANE:-zmq}"
@@ -46,25 +46,6 @@ fail() {
     exit 1
 }
 
-# The key with which `trtllm-disagg switch` and `set` prove that they may: this user's own, made once. Several hosts
-# need the same file: set TRTLLM_DISAGG_ADMIN_KEY_FILE.
-make_admin_key() {
-    [[ -z ${TRTLLM_DISAGG_ADMIN_KEY_FILE:-} ]] || return 0
-    local directory="${XDG_STATE_HOME:-${HOME:-/}/.local/state}/trtllm-disagg"
-    local key=$directory/admin.key draft
-    if [[ ! -e $key ]]; then
-        mkdir -p "$directory" && draft=$(umask 077 && mktemp "$directory/draft.XXXXXX") || {
-            echo "no key can be made in $directory: the workers will refuse \`trtllm-disagg switch\` and \`set\`" >&2
-            return 0
-        }
-        head -c 32 /dev/urandom >"$draft"
-        # Of two scripts that start at once, the first one's stays.
-        ln "$draft" "$key" 2>/dev/null || true
-        rm -f "$draft"
-    fi
-    export TRTLLM_DISAGG_ADMIN_KEY_FILE=$key
-}
-
 # read_strategy: sets routed_roles, which the frontend routes to by what their KV caches hold, and stop_order.
 read_strategy() {
     local spec
@@ -93,6 +74,8 @@ exec_worker() {
     [[ " $routed_roles " != *" $role "* ]] || argv+=(--publish-kv-events)
     [[ -z $ENGINE ]] || argv+=(--engine "$ENGINE")
     [[ -z $ENGINE_CONFIGS ]] || argv+=(--extra-engine-args "$ENGINE_CONFIGS/$role.yaml")
-    make_admin_key
+    # This user's own, made once.
+    : "${TRTLLM_DISAGG_ADMIN_KEY_FILE:=$("$PYTHON" -P -m trtllm_disagg.keys)}"
+    [[ -z $TRTLLM_DISAGG_ADMIN_KEY_FILE ]] || export TRTLLM_DISAGG_ADMIN_KEY_FILE
     exec "$PYTHON" -P -m trtllm_disagg worker "${argv[@]}" "$@"
 }

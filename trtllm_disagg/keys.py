@@ -1,4 +1,7 @@
-"""The key of a deployment: a process that has it may change what the workers do. And how every key file is read."""
+"""The key of a deployment: a process that has it may change what the workers do. And how every key file is read.
+
+As a program it prints the path of this user's own key, which the launch scripts give to their workers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import hmac
 import os
 import secrets
 import stat
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from trtllm_disagg.errors import ConfigError
@@ -71,3 +77,35 @@ def read_private_file(path: Path, setting: str, expected: str, most_bytes: int) 
         found = f"its mode is {stat.S_IMODE(state.st_mode):04o}, its owner uid {state.st_uid}"
         raise ConfigError.bad_value(setting, str(path), f"{expected}: {found}")
     return content
+
+
+def user_key(environ: Mapping[str, str]) -> Path:
+    """Where the key of all workers is that this user starts one by one. It need not be there yet."""
+    state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or "/", ".local", "state")
+    return Path(state, "trtllm-disagg", "admin.key")
+
+
+def make_once(key: Path) -> None:
+    """Of two processes that do this at once, the first one's key stays. Raises OSError."""
+    key.parent.mkdir(parents=True, exist_ok=True)
+    draft = key.with_name(f"draft.{os.getpid()}")
+    AdminKey.create(draft)
+    with suppress(FileExistsError):
+        os.link(draft, key)
+    draft.unlink()
+
+
+def main() -> None:
+    key = user_key(os.environ)
+    try:
+        if not key.exists():
+            make_once(key)
+    except OSError:
+        without = "the workers will refuse `trtllm-disagg switch` and `set`"
+        print(f"no key can be made in {key.parent}: {without}", file=sys.stderr)
+    else:
+        print(key)
+
+
+if __name__ == "__main__":
+    main()

@@ -30,7 +30,7 @@ from trtllm_disagg.commands import (
 from trtllm_disagg.config.worker_config import FLAGS, flag_of
 from trtllm_disagg.deployment.command_socket import send_to_up
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.keys import KEY_FILE, AdminKey
+from trtllm_disagg.keys import KEY_FILE, AdminKey, user_key
 
 if TYPE_CHECKING:
     from trtllm_disagg.dynamo_runtime import Controller
@@ -60,19 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def signer(run_dir: Path | None, key_file: Path | None, environ: Mapping[str, str]) -> Signer:
     """Signs what workers are told. Raises ConfigError when there is no key."""
     named = key_file or (run_dir and run_dir / KEY_FILE) or environ.get(_KEY_VARIABLE)
-    path = Path(named) if named else _key_of_launch_scripts(environ)
+    path = Path(named) if named else user_key(environ)
     if not named and not path.exists():
         raise ConfigError(
             f"{KEY_FLAG} is missing: workers take commands only with their key, that of {flag_of('admin_key_file')}; "
             "give that file, or --run-dir for the workers of an `up`"
         )
     return KeySigner(AdminKey.read(path, KEY_FLAG))
-
-
-def _key_of_launch_scripts(environ: Mapping[str, str]) -> Path:
-    """Where launch/lib.sh makes one."""
-    state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or "/", ".local", "state")
-    return Path(state, "trtllm-disagg", "admin.key")
 
 
 @dataclass(frozen=True, slots=True)
