@@ -125,7 +125,7 @@ async def test_stop_tokens_of_more_than_one_kind(llm: Any) -> None:
         {"return_generation_logits": True},
         {"truncate_prompt_tokens": 5},
     ],
-    ids=str,
+    ids=" ".join,
 )
 async def test_what_is_not_served_is_refused_by_name(llm: Any, values: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=next(iter(values))):

@@ -13,7 +13,7 @@ from tests.support.engine_process import EngineProcess, Kill
 from tests.unit.embedded.core.test_core_handoff import prompt
 
 #: Of a lease, and of a read or a write: how long a peer's death may cost blocks.
-SECONDS = 1.0
+SECONDS = 2.0
 LENGTH = 410
 _numbers = itertools.count(1)
 

@@ -41,6 +41,8 @@ def in_order(items: list[pytest.Item], seconds: Mapping[str, float]) -> None:
     for item in items:
         if uses_fleet(item) and file_of(item) not in FLEET:
             raise pytest.UsageError(f"{item.nodeid} uses the fleet: its file must be in FLEET of {__name__}")
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: an address is another one in each process; name the ids")
     lengths: defaultdict[str, float] = defaultdict(float)
     for file in {file_of(item) for item in items}:
         lengths[group_of(file)] += seconds.get(file, 0.0)

@@ -150,7 +150,7 @@ async def test_a_failed_bootstrap_prefill_ends_decode_with_its_reason(engines: d
 
     client.serve_by(full)
     with pytest.raises(OverloadedError, match="full"):
-        await asyncio.wait_for(collect(generate, asked()), 3)
+        await asyncio.wait_for(collect(generate, asked()), 30)
     await is_idle(engines)
 
 

@@ -199,10 +199,10 @@ async def test_who_reads_slowly_is_no_fault_of_an_instance() -> None:
 async def test_each_answer_has_its_own_time() -> None:
     async def slow() -> AsyncGenerator[dict[str, Any], None]:
         for number in range(6):
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
             yield {"token_ids": [number]}
 
-    assert len((await call(watched(Stage(i7=slow), seconds=0.03)))[1]) == 6
+    assert len((await call(watched(Stage(i7=slow), seconds=0.5)))[1]) == 6
 
 
 async def test_a_cancelled_task_stays_cancelled_when_the_timer_fires_too() -> None:
@@ -245,7 +245,7 @@ async def let_go(gate: asyncio.Semaphore, pair: Pair) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 async def test_a_second_stage_that_hangs_is_replaced(order: str) -> None:
-    pair = make_pair(order, prefill_timeout=0.02, first_decode_token_timeout=0.02)
+    pair = make_pair(order, prefill_timeout=0.5, first_decode_token_timeout=0.5)
     second = pair.decode if order == "prefill_first" else pair.prefill
     gate = asyncio.Semaphore(0)
     second.scripts.append(Script(gate=gate))
@@ -254,15 +254,15 @@ async def test_a_second_stage_that_hangs_is_replaced(order: str) -> None:
     await let_go(gate, pair)
     assert tokens_of(chunks) == expected_tokens(4)
     assert asked.trace.strategy == "local"
-    assert "within 0.02 s" in asked.trace.fallbacks[0]
+    assert "within 0.5 s" in asked.trace.fallbacks[0]
 
 
 @pytest.mark.parametrize(("order", "word"), [("prefill_first", "prefill"), ("decode_first", "decode")])
 async def test_a_phase_that_hangs_here_ends_too(order: str, word: str) -> None:
-    pair = make_pair(order, prefill_timeout=0.05, first_decode_token_timeout=0.05, on_missing_stage="fail")
+    pair = make_pair(order, prefill_timeout=0.5, first_decode_token_timeout=0.5, on_missing_stage="fail")
     own = pair.prefill if order == "prefill_first" else pair.decode
     gate = asyncio.Semaphore(0)
     own.scripts.extend(Script(gate=gate) for _ in range(2))
-    with pytest.raises(StageTimeoutError, match=f"{word} .*within 0.05 s"):
+    with pytest.raises(StageTimeoutError, match=f"{word} .*within 0.5 s"):
         await collect(pair.generate, request(4))
     await let_go(gate, pair)

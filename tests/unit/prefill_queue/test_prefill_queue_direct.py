@@ -104,7 +104,7 @@ async def test_without_nats_prefills_go_on_without_the_queue(tmp_path: Any, no_l
 
 
 async def test_no_prefill_worker_is_named_before_one_has_taken_the_item(queue: Queueing) -> None:
-    pushing = await queue.pusher(timeout=0.2)
+    pushing = await queue.pusher(timeout=1.5)
     asked = request(5)
     with pytest.raises(Exception, match="--queue-timeout"):
         await collect(pushing.generate, asked)

@@ -81,10 +81,10 @@ async def test_an_answer_that_its_caller_did_not_live_to_take_is_refused() -> No
 
 
 async def test_a_silent_worker_is_to_blame_and_a_beat_is_no_silence() -> None:
-    pushed = Pushed(item(), 0.1, lambda claim: None)
+    pushed = Pushed(item(), 0.5, lambda claim: None)
     pushed.hear(claim(1), lambda yes: None)
-    for _ in range(4):
-        await asyncio.sleep(0.05)
+    for _ in range(6):
+        await asyncio.sleep(0.1)
         pushed.hear(Beat(ID, 1), lambda yes: None)
     assert not pushed.outcome.done()
     with pytest.raises(StageTimeoutError, match="the prefill worker 65 has fallen silent") as raised:
