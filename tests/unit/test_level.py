@@ -90,17 +90,18 @@ def test_a_level_that_there_is_not_is_refused_before_a_process_is_started(
         start(checkpoints())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
-def test_level_torch_needs_no_kernel_and_no_compiler(checkpoints: Checkpoints, family: str) -> None:
+def test_level_torch_needs_no_kernel_and_no_compiler(checkpoints: Checkpoints) -> None:
     program = """
 import sys
 from pathlib import Path
 sys.modules["numba"] = sys.modules["llvmlite"] = None  # not installed
 from tests.support.cores import Core
-for dtype in ("float32", "bfloat16"):
-    core = Core(Path(sys.argv[1]), dtype=dtype)
-    core.run(*(core.add(range(2, 2 + length), 8) for length in (1, 33, 70)))
-    core.close()
+for model in sys.argv[1:]:
+    for dtype in ("float32", "bfloat16"):
+        core = Core(Path(model), dtype=dtype)
+        core.run(*(core.add(range(2, 2 + length), 8) for length in (1, 33, 70)))
+        core.close()
 """
     environment = dict(os.environ) | {SETTING: "torch"}
-    subprocess.run([sys.executable, "-c", program, str(checkpoints(family))], env=environment, check=True)
+    models = [str(checkpoints(family)) for family in ("llama", "gemma2", "qwen3_moe")]
+    subprocess.run([sys.executable, "-c", program, *models], env=environment, check=True)

@@ -98,7 +98,7 @@ class Clock:
         return self.now
 
 
-def watched(stage: Stage, clock: Clock | None = None, seconds: float = 30.0) -> CircuitBreakerClient:
+def with_breaker(stage: Stage, clock: Clock | None = None, seconds: float = 30.0) -> CircuitBreakerClient:
     breaker = CircuitBreaker(2, 5.0, clock or Clock())
     return CircuitBreakerClient(stage, breaker, {"prefill": StreamTimeouts(seconds, 2 * seconds)})
 
@@ -116,14 +116,14 @@ async def fail(stage: CircuitBreakerClient, times: int = 1) -> None:
 
 
 async def test_what_is_well_passes() -> None:
-    assert await call(watched(Stage(i1=well))) == (1, [{"token_ids": [1]}, {"token_ids": [2]}])
+    assert await call(with_breaker(Stage(i1=well))) == (1, [{"token_ids": [1]}, {"token_ids": [2]}])
 
 
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("error", [PeerUnavailableError("x"), StageTimeoutError("x"), EngineError("x")])
-async def test_who_fails_twice_is_left_alone_for_a_while(error: DisaggError, after: int) -> None:
+async def test_an_instance_that_fails_twice_is_left_alone_for_a_while(error: DisaggError, after: int) -> None:
     clock = Clock()
-    stage = watched(Stage(i1=failing(error, after), i2=well), clock)
+    stage = with_breaker(Stage(i1=failing(error, after), i2=well), clock)
     await fail(stage)
     assert stage.num_healthy() == 2
     await fail(stage)
@@ -135,10 +135,10 @@ async def test_who_fails_twice_is_left_alone_for_a_while(error: DisaggError, aft
     assert (await call(stage))[0] == 2
 
 
-async def test_who_recovers_starts_anew() -> None:
+async def test_an_instance_that_recovers_starts_anew() -> None:
     clock = Clock()
     inner = Stage(i1=failing(PeerUnavailableError("x")), i2=well)
-    stage = watched(inner, clock)
+    stage = with_breaker(inner, clock)
     await fail(stage, 2)
     clock.now = 5.0
     inner.calls[1] = well
@@ -150,14 +150,14 @@ async def test_who_recovers_starts_anew() -> None:
 
 @pytest.mark.parametrize("error", [InvalidRequestError("x"), OverloadedError("x")])
 async def test_an_error_that_is_not_the_instances_fault_does_not_count(error: DisaggError) -> None:
-    stage = watched(Stage(i1=failing(error)))
+    stage = with_breaker(Stage(i1=failing(error)))
     await fail(stage, 5)
     assert stage.num_healthy() == 1
 
 
 async def test_better_a_doubtful_instance_than_none() -> None:
     inner = Stage(i1=failing(PeerUnavailableError("x")))
-    stage = watched(inner)
+    stage = with_breaker(inner)
     await fail(stage, 2)
     assert stage.num_healthy() == 0
     inner.calls[1] = well
@@ -166,11 +166,11 @@ async def test_better_a_doubtful_instance_than_none() -> None:
 
 async def test_without_instances_none_is_picked() -> None:
     with pytest.raises(NoInstanceError):
-        await watched(Stage()).pick(request())
+        await with_breaker(Stage()).pick(request())
 
 
 async def test_a_silent_instance_is_named_at_its_deadline() -> None:
-    stage = watched(Stage(i7=silent), seconds=0.01)
+    stage = with_breaker(Stage(i7=silent), seconds=0.01)
     with pytest.raises(StageTimeoutError, match=r"no answer to prefill within 0\.01 s") as caught:
         await call(stage)
     assert caught.value.peer == 7
@@ -178,7 +178,7 @@ async def test_a_silent_instance_is_named_at_its_deadline() -> None:
 
 async def test_an_instance_that_falls_silent_is_named_too() -> None:
     """As a frozen worker does: its connections stay."""
-    stage = watched(Stage(i7=falling_silent), seconds=0.01)
+    stage = with_breaker(Stage(i7=falling_silent), seconds=0.01)
     with pytest.raises(StageTimeoutError, match=r"no further answer to prefill within 0\.02 s") as caught:
         await call(stage)
     assert caught.value.peer == 7
@@ -186,8 +186,8 @@ async def test_an_instance_that_falls_silent_is_named_too() -> None:
     assert stage.num_healthy() == 0
 
 
-async def test_who_reads_slowly_is_no_fault_of_an_instance() -> None:
-    stage = watched(Stage(i7=well), seconds=0.01)
+async def test_a_slow_reader_is_no_fault_of_an_instance() -> None:
+    stage = with_breaker(Stage(i7=well), seconds=0.01)
     instance = await stage.pick(request())
     answers = []
     async for answer in instance.call({"errand": {"stage": "prefill"}}, FakeContext()):
@@ -202,7 +202,7 @@ async def test_each_answer_has_its_own_time() -> None:
             await asyncio.sleep(0.2)
             yield {"token_ids": [number]}
 
-    assert len((await call(watched(Stage(i7=slow), seconds=0.5)))[1]) == 6
+    assert len((await call(with_breaker(Stage(i7=slow), seconds=0.5)))[1]) == 6
 
 
 async def test_a_cancelled_task_stays_cancelled_when_the_timer_fires_too() -> None:
@@ -219,7 +219,7 @@ async def test_a_cancelled_task_stays_cancelled_when_the_timer_fires_too() -> No
 
 
 async def test_depth_is_the_waiting_calls_beyond_one_for_each_instance() -> None:
-    stage = watched(Stage(i1=silent, i2=silent))
+    stage = with_breaker(Stage(i1=silent, i2=silent))
     depths = []
     tasks = []
     for _ in range(4):

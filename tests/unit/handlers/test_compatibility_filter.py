@@ -13,7 +13,7 @@ import pytest
 from tests.support.handling import request
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, PeerUnavailableError
-from trtllm_disagg.handlers import select as fitting
+from trtllm_disagg.handlers import select
 from trtllm_disagg.handlers.select import CompatibilityFilter, RequireConsumers
 from trtllm_disagg.pairing import Fingerprint, ModelIdentity, describe_worker, require_callable
 from trtllm_disagg.testing.stage_client import RecordingStageClient
@@ -96,7 +96,7 @@ async def test_while_a_deployment_switches_its_workers_have_two_strategies() -> 
 
 
 async def test_an_instance_without_a_description_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "_DESCRIBE_SECONDS", 0.01)
+    monkeypatch.setattr(select, "_DESCRIBE_SECONDS", 0.01)
     stage = Stage(None)
     fits = fitting_stage(stage)
     for said in (None, PeerUnavailableError("gone")):
