@@ -32,7 +32,7 @@ from trtllm_disagg.deployment.run_dir import read_processes
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trtllm_disagg", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def worker(*args: str) -> subprocess.CompletedProcess[str]:

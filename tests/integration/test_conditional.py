@@ -101,4 +101,4 @@ def test_the_command_sets_it_on_every_worker(deployment: tuple[Served, Path], or
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:
     python = (sys.executable, "-m", "trtllm_disagg")
-    return subprocess.run([*python, *args], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([*python, *args], capture_output=True, text=True, timeout=200, check=False)

@@ -104,7 +104,7 @@ async def test_killing_the_second_stage_costs_no_request(
             answers = [await task for task in running]
             assert texts(answers) == undisturbed
             # Its engine goes with it, whatever the way.
-            await asyncio.to_thread(psutil.wait_procs, [engine], timeout=10)
+            await asyncio.to_thread(psutil.wait_procs, [engine], timeout=60)
             assert not engine.is_running()
         answers = await ask_all(client, deployment, 200)
         assert texts(answers) == undisturbed
@@ -118,6 +118,6 @@ async def test_a_worker_whose_engine_died_ends_and_says_why(checkpoints: Checkpo
         worker = psutil.Process(decode.pid)
         (engine,) = worker.children()
         os.kill(engine.pid, signal.SIGKILL)
-        await asyncio.to_thread(psutil.wait_procs, [worker], timeout=20)
+        await asyncio.to_thread(psutil.wait_procs, [worker], timeout=60)
         assert not worker.is_running()
         assert "the engine process ended with exit code -9" in decode.log.read_text()

@@ -31,7 +31,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False
     )
 
 

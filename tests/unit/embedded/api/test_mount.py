@@ -60,7 +60,7 @@ def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProces
     root = str(Path(embedded.__file__).parents[4])
     environment = {"PYTHONPATH": root if path is None else f"{path}:{root}"}
     return subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=200
     )
 
 

@@ -182,6 +182,6 @@ def test_an_engine_for_a_plain_decoder_starts_without_transformers(checkpoints: 
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.stdout.split() == ["False"]

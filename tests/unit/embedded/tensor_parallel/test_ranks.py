@@ -53,7 +53,7 @@ def processes(pids: list[int]) -> list[psutil.Process]:
 
 def assert_gone(ranks: list[psutil.Process]) -> None:
     """And nothing of mpich is left where files stay."""
-    _, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
     assert set(Path("/dev/shm").glob("mpich_shm_*")) <= SHARED_BEFORE
 
