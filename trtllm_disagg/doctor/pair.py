@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +166,17 @@ def _validated(given: Mapping[str, Any]) -> tuple[LlmArgs, tuple[BadKey, ...]]:
             return LlmArgs.model_validate(left), tuple(found)
         except ValidationError as errors:
             for error in errors.errors(include_url=False, include_context=False):
-                found.append(_removed(left, [str(part) for part in error["loc"]], error))
+                bad = _removed(left, [str(part) for part in error["loc"]], error)
+                if bad.key not in _arguments_of_tensorrt_llm():
+                    found.append(bad)
+
+
+@cache
+def _arguments_of_tensorrt_llm() -> frozenset[str]:
+    """All names that LLM(...) takes; `LlmArgs` lacks those that no embedded engine has a use for."""
+    pins = files("trtllm_disagg.testing") / "llm_api" / "1.3.0rc.json"
+    names: dict[str, Any] = json.loads(pins.read_text())["classes"]["LlmArgs"]["fields"]
+    return frozenset(names.keys() - LlmArgs.model_fields.keys())
 
 
 def _upper_backend(left: dict[str, Any]) -> list[BadKey]:

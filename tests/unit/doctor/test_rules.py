@@ -303,6 +303,11 @@ def test_what_only_the_worker_knows_is_the_workers_row(tmp_path: Path) -> None:
     assert "expected pytorch" in rows[-1].instead or "'pytorch'" in rows[-1].instead
 
 
+@pytest.mark.parametrize("name", ["gms_config", "encoder_max_batch_size", "checkpoint_format"])
+def test_an_argument_that_only_tensorrt_llm_has_is_no_misspelling(name: str) -> None:
+    assert findings(diagnosed({name: {}})) == {}
+
+
 def test_several_faults_are_all_told_at_once() -> None:
     rows = diagnosed({"max_beam_width": 2}, {"max_seq_len": 100, "dtype": "float16"})
     assert findings(rows) == {"max_beam_width": "error", "max_seq_len": "error", "dtype": "error"}
