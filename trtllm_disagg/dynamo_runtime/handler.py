@@ -13,6 +13,7 @@ from dynamo.llm import exceptions as dynamo_errors
 
 from trtllm_disagg import errors
 from trtllm_disagg.commands import CONTROL, is_control
+from trtllm_disagg.dynamo_runtime import push
 from trtllm_disagg.dynamo_runtime.errors import to_dynamo
 from trtllm_disagg.types import Generate
 from trtllm_disagg.wire import decode_request, encode_chunk
@@ -36,8 +37,13 @@ def as_dynamo_handler(
     describe: Callable[[], dict[str, Any]],
     handle_command: HandleCommand = refuse_control,
     longest_prompt: float = math.inf,
+    *,
+    pushes: bool = False,
 ) -> Callable[..., Any]:
-    """What Dynamo calls with each request. It finds the second parameter by its name."""
+    """What Dynamo calls with each request. It finds the parameters behind the first by their names.
+
+    With `pushes` Dynamo since 1.6 brings a sender with what comes over the network; otherwise it asks for each answer.
+    """
 
     async def handle(request: dict[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
         if DESCRIBE in request:
@@ -69,4 +75,10 @@ def as_dynamo_handler(
             log.exception("request %s failed unexpectedly", context.id())
             raise dynamo_errors.Unknown(f"{type(error).__name__}: {error}") from error
 
-    return handle
+    def handle_pushing(
+        request: dict[str, Any], context: Any, response_sender: Any = None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        answers = handle(request, context)
+        return answers if response_sender is None else push.pushed(answers, response_sender)
+
+    return handle_pushing if pushes else handle

@@ -56,13 +56,9 @@ class DynamoStageInstance:
     ) -> AsyncGenerator[dict[str, Any], None]:
         try:
             # The context carries request id, trace and cancellation.
-            stream = await self._client.direct(request, self.instance_id, context=context)
+            stream = await self._client.direct(request, self.instance_id, annotated=False, context=context)
             async for item in stream:
-                if item.is_error():
-                    raise errors.EngineError(
-                        "; ".join(item.comments() or ["unknown error of the other stage"])
-                    )
-                yield item.data()
+                yield item
         except errors.DisaggError as error:
             error.peer = self.instance_id
             raise

@@ -211,7 +211,9 @@ class Runtime:
         """Answer requests until the runtime is shut down. `describe` answers the question of the other stage,
         `handle_command` the control commands.
         """
-        self._handler = as_dynamo_handler(generate, describe, handle_command, longest_prompt)
+        # The tokens that a prefill worker streams come from a decode worker, and one worker put them together.
+        pushes = self._config.role is Role.PREFILL
+        self._handler = as_dynamo_handler(generate, describe, handle_command, longest_prompt, pushes=pushes)
         if self._config.may_switch:
             await self._list(self._config.peer_endpoint_id, self.peer)
         else:

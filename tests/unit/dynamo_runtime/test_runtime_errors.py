@@ -20,6 +20,7 @@ from trtllm_disagg.dynamo_runtime import (
     Runtime,
     as_dynamo_handler,
     from_dynamo,
+    push,
     refuse_control,
     to_dynamo,
 )
@@ -250,9 +251,10 @@ async def test_a_worker_without_a_second_stage_calls_nobody() -> None:
 
 
 @asynccontextmanager
-async def served(generate: Generate) -> AsyncIterator[DynamoDirectory]:
+async def served(generate: Generate, role: Role = Role.DECODE) -> AsyncIterator[DynamoDirectory]:
     """A client of a second stage that answers so."""
-    config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first", discovery_backend="mem")
+    strategy = "prefill_first" if role is Role.DECODE else "decode_first"
+    config = WorkerConfig(model="m", role=role, strategy=strategy, discovery_backend="mem")
     runtime = Runtime(config)
     serving = asyncio.create_task(runtime.serve(generate, lambda: {"role": "decode"}, refuse_control))
     try:
@@ -264,15 +266,16 @@ async def served(generate: Generate) -> AsyncIterator[DynamoDirectory]:
         await serving
 
 
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL], ids=["asked for each answer", "pushes"])
 @pytest.mark.parametrize("chunks_before", [0, 1])
-async def test_every_error_crosses(chunks_before: int) -> None:
+async def test_every_error_crosses(chunks_before: int, role: Role) -> None:
     current: list[Exception] = []
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         async for chunk in failing(current[0], chunks_before)(request, context):
             yield chunk
 
-    async with served(generate) as client:
+    async with served(generate, role) as client:
         for error, _, arrives_as in CROSSINGS:
             current[:] = [error]
             got: list[Any] = []
@@ -292,6 +295,25 @@ async def read(client: DynamoDirectory, into: list[Any]) -> None:
     instance = client.instance(client.instance_ids()[0])
     async for answer in instance.call(raw_request(), Context()):
         into.append(answer)
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+async def test_a_prefill_workers_answers_are_pushed(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo asks for each one where it does not see that a handler takes a sender, and does not say so."""
+    num_pushed = 0
+    pushed = push.pushed
+
+    def counted(*arguments: Any) -> AsyncGenerator[Any, None]:
+        nonlocal num_pushed
+        num_pushed += 1
+        return pushed(*arguments)
+
+    monkeypatch.setattr(push, "pushed", counted)
+    got: list[Any] = []
+    async with served(failing(None, chunks_before=3), role) as client:
+        await read(client, got)
+    assert got == [{"token_ids": [5]}] * 3
+    assert num_pushed == (1 if role is Role.PREFILL else 0)
 
 
 async def test_both_stages_over_dynamo() -> None:

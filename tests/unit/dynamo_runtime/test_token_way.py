@@ -29,19 +29,6 @@ from trtllm_disagg.wire import decode_request, encode_chunk
 MOST_GENERATORS = 6
 
 
-class Answer:
-    """What Dynamo's client gives for one chunk."""
-
-    def __init__(self, data: dict[str, Any]) -> None:
-        self._data = data
-
-    def is_error(self) -> bool:
-        return False
-
-    def data(self) -> dict[str, Any]:
-        return self._data
-
-
 class Answers:
     """Chunks of the other worker as Dynamo's Rust stream has them: an iterator, no generator. Nothing after one."""
 
@@ -52,13 +39,13 @@ class Answers:
     def __aiter__(self) -> Answers:
         return self
 
-    async def __anext__(self) -> Answer:
+    async def __anext__(self) -> dict[str, Any]:
         self._count += 1
         if self._chunks is None:
             if self._count > 1:
                 await asyncio.Event().wait()
-            return Answer({"token_ids": [7]})
-        return Answer(encode_chunk(await anext(self._chunks)))
+            return {"token_ids": [7]}
+        return encode_chunk(await anext(self._chunks))
 
 
 class DynamoClient:
@@ -76,7 +63,9 @@ class DynamoClient:
     def instance(self, instance_id: int) -> DynamoStageInstance:
         return DynamoStageInstance(self, instance_id, {})
 
-    async def direct(self, request: dict[str, Any], instance_id: int, context: Any) -> Answers:
+    async def direct(
+        self, request: dict[str, Any], instance_id: int, annotated: bool, context: Any
+    ) -> Answers:
         return Answers(None if self._serve is None else self._serve(decode_request(request), context))
 
 

@@ -1,0 +1,133 @@
+"""Answers that the handler gives to Dynamo's sender instead of being asked for each."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+from dynamo.llm import exceptions as dynamo_errors
+
+from tests.support.handling import raw_request, until
+from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.push import BUFFERED
+from trtllm_disagg.errors import OverloadedError
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+MANY = BUFFERED + 100
+
+
+class Sender:
+    """Dynamo's ResponseSender. `before` is called with the number of those that were sent."""
+
+    def __init__(self, before: Callable[[int], object] = lambda sent: None) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.is_closed = False
+        self._before = before
+
+    def send(self, answer: dict[str, Any]) -> None:
+        self._before(len(self.sent))
+        self.sent.append(answer)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for answer in self.sent for token in answer["token_ids"]]
+
+
+def counting(number: int, error: Exception | None = None) -> Generate:
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        for token in range(number):
+            yield TokenChunk([token])
+        if error is not None:
+            raise error
+
+    return generate
+
+
+async def push(generate: Generate, sender: Sender, **keys: Any) -> None:
+    handler = as_dynamo_handler(generate, dict, pushes=True)
+    answers = handler(raw_request(**keys), context=FakeContext(), response_sender=sender)
+    assert [each async for each in answers] == []
+
+
+@pytest.mark.parametrize("pushes", [True, False])
+def test_dynamo_finds_the_senders_name_where_answers_are_pushed(pushes: bool) -> None:
+    """It looks for it once, when the endpoint is served."""
+    names = inspect.signature(as_dynamo_handler(counting(1), dict, pushes=pushes)).parameters
+    assert "context" in names
+    assert ("response_sender" in names) is pushes
+
+
+async def test_without_a_sender_the_answers_are_yielded() -> None:
+    """Dynamo's health probes come so, and all that an older Dynamo brings."""
+    handler = as_dynamo_handler(counting(3), dict, pushes=True)
+    answers = [each async for each in handler(raw_request(), context=FakeContext())]
+    assert answers == [{"token_ids": [token]} for token in range(3)]
+
+
+async def test_answers_are_sent_and_not_yielded() -> None:
+    sender = Sender()
+    await push(counting(3), sender)
+    assert sender.sent == [{"token_ids": [token]} for token in range(3)]
+    assert sender.is_closed
+
+
+async def test_an_error_is_raised_and_closes_nothing() -> None:
+    """Closing would make a whole answer of it; what is raised keeps its kind."""
+    sender = Sender()
+    with pytest.raises(dynamo_errors.HttpError):
+        await push(counting(2, OverloadedError("full")), sender)
+    assert sender.tokens == [0, 1]
+    assert not sender.is_closed
+
+
+@pytest.mark.parametrize("after", [2, MANY])
+async def test_a_reader_that_is_gone_ends_the_answer(after: int) -> None:
+    is_closed = False
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        nonlocal is_closed
+        try:
+            while True:
+                yield TokenChunk([1])
+        finally:
+            is_closed = True
+
+    def gone(sent: int) -> None:
+        if sent == after:
+            raise RuntimeError("response stream is closed")
+
+    with pytest.raises(RuntimeError):
+        await push(generate, Sender(gone))
+    assert is_closed
+
+
+@pytest.mark.parametrize("number", [MANY, 3])
+async def test_a_client_that_does_not_read_holds_up_no_other_answer(number: int) -> None:
+    """What may have to wait for it is a long answer, or one with large chunks."""
+    is_read = threading.Event()
+    most = number - 1
+    large: dict[str, Any] = {"top_logprobs": [[]]} if number < MANY else {}
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        for token in range(number):
+            yield TokenChunk([token], **large)
+
+    unread, other = Sender(lambda sent: sent < most or is_read.wait(60)), Sender()
+    pushing = asyncio.create_task(push(generate, unread))
+    try:
+        await until(lambda: len(unread.sent) == most)
+        await push(counting(3), other)
+        assert other.is_closed
+        assert not unread.is_closed
+    finally:
+        is_read.set()
+        await pushing
+    assert unread.tokens == list(range(number))
