@@ -22,7 +22,7 @@ from tests.support.strangers import UID, as_stranger, require
 from trtllm_disagg.kv_transfer.access import SameUserAuthentication
 from trtllm_disagg.kv_transfer.base import PeerMetadata
 from trtllm_disagg.kv_transfer.control import ControlClient
-from trtllm_disagg.kv_transfer.nixl_memory import NixlAddress, address_of
+from trtllm_disagg.kv_transfer.nixl import NixlAddress, address_of
 
 TRANSPORTS = ("NIXL", "SHARED_MEMORY")
 #: Of a pool in a child: float32 0 and 1.

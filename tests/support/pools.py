@@ -29,8 +29,16 @@ LAYOUT = KvLayout("m", LAYERS, SLOTS, HEADS, DIM, "float32")
 class Pool:
     """`kv[block, layer, k|v, ...]`, filled with numbers that say where they are."""
 
-    def __init__(self, backend: str, num_blocks: int, name: str, scope: TransferScope = ONE_HOST) -> None:
-        self.transport: KvTransport = create_transport(backend, scope)
+    def __init__(
+        self,
+        backend: str,
+        num_blocks: int,
+        name: str,
+        scope: TransferScope = ONE_HOST,
+        transport: KvTransport | None = None,
+    ) -> None:
+        """`transport`: instead of one of this backend."""
+        self.transport = transport or create_transport(backend, scope)
         shape = (num_blocks, LAYERS, 2, SLOTS, HEADS, DIM)
         self.kv = self.transport.allocate(shape, torch.float32, torch.device("cpu"))
         self.card = PeerMetadata(name, self.transport.name, LAYOUT, num_blocks, self.transport.serve(name))

@@ -17,7 +17,7 @@ from trtllm_disagg.errors import InvalidRequestError, KvTransferError, Overloade
 from trtllm_disagg.handlers.concurrent import Push, together
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.handoff_protocols import BootstrapProtocol
-from trtllm_disagg.kv_transfer.handle import join_endpoint
+from trtllm_disagg.kv_transfer.endpoint import join_endpoint
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
 

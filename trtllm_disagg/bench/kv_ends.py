@@ -25,6 +25,7 @@ from trtllm_disagg.kv_transfer.access import OneHost
 from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport
 from trtllm_disagg.kv_transfer.handle import decode_handle
 from trtllm_disagg.kv_transfer.host import huge_page_tensor
+from trtllm_disagg.kv_transfer.peers import Peers
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender, Pull
 from trtllm_disagg.kv_transfer.transports import create_transport
 
@@ -179,24 +180,25 @@ class Receiver:
         self.pool = shape.pool_of(self._transport)
         self._transport.serve("bench-receiver")
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._receiver = KvReceiver(
+        self._peers = Peers(
             self._transport,
             shape.layout,
             authentication=OneHost().authentication(),
             timeouts=KvTimeouts(transfer=_PULL_SECONDS),
-            on_finished=lambda: self._woken.put(None),
+            on_news=lambda: None,
         )
+        self._receiver = KvReceiver(self._peers, on_finished=lambda: self._woken.put(None))
 
     def pull(self, remote: Sequence[int], local: Sequence[int]) -> float:
         """Seconds from the engine's request for the blocks to its wake-up; the lease itself is not part of it."""
         handle = decode_handle(bytes.fromhex(self._sender.call("lease", list(remote))))
         started = time.perf_counter()
-        self._receiver.start(Pull(request_id=0, handle=handle, remote=list(remote), local=list(local)))
+        self._receiver.start(Pull(handle=handle, remote=list(remote), local=list(local)))
         self._woken.get(timeout=_PULL_SECONDS)
         seconds = time.perf_counter() - started
         (pull,) = self._receiver.take_finished()
-        if pull.error is not None:
-            raise pull.error
+        if pull.outcome.error is not None:
+            raise pull.outcome.error
         return seconds
 
     def require_arrived(self, remote: Sequence[int], local: Sequence[int]) -> None:
@@ -208,7 +210,7 @@ class Receiver:
                 raise KvTransferError(f"block {there} did not arrive whole in {here}")
 
     def close(self) -> None:
-        self._receiver.close()
+        self._peers.close()
         self._transport.close()
 
 

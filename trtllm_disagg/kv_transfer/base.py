@@ -152,15 +152,16 @@ class StagingTransport(KvTransport, Protocol):
         ...
 
 
+def common_runs(remote: np.ndarray, local: np.ndarray) -> list[tuple[int, int]]:
+    """(start, length) of stretches where both id lists grow by one: one copy each."""
+    breaks = np.flatnonzero((np.diff(remote) != 1) | (np.diff(local) != 1)) + 1
+    starts = np.concatenate(([0], breaks)) if len(remote) else np.empty(0, np.int64)
+    ends = np.concatenate((breaks, [len(remote)])) if len(remote) else starts
+    return [(int(start), int(end - start)) for start, end in zip(starts, ends, strict=True)]
+
+
 def runs_of(blocks: np.ndarray) -> list[slice]:
     """Stretches of block ids that grow by one, in order, as slices of a pool."""
-    if not len(blocks):
-        return []
-    breaks = np.flatnonzero(np.diff(blocks) != 1) + 1
-    starts = np.concatenate(([0], breaks))
-    ends = np.concatenate((breaks, [len(blocks)]))
-    firsts = blocks[starts]
     return [
-        slice(int(first), int(first) + int(length))
-        for first, length in zip(firsts, ends - starts, strict=True)
+        slice(int(blocks[start]), int(blocks[start]) + size) for start, size in common_runs(blocks, blocks)
     ]

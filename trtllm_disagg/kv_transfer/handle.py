@@ -1,57 +1,18 @@
 """The handle inside `DisaggregatedParams.opaque_state`: which engine holds the KV of which prompt, in which blocks.
 
 It comes from the network, so decoding validates and bounds it. It proves nothing by itself: the sender
-compares it with its own lease before the receiver may use what it read (`commands.py`).
+compares it with its own lease before the receiver may use what it read (`control.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-import secrets
 from typing import Annotated
 
 import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError
-
-# Where a control channel listens, as text: unix://@NAME:NUMBER on one host, tcp://HOST:PORT between hosts.
-
-
-TCP, UNIX = "tcp", "unix"
-EXPECTED = "tcp://HOST:PORT or unix://@NAME:NUMBER"
-
-_ENDPOINT = re.compile(
-    r"(?:tcp://(\[[0-9a-fA-F:]+\]|[0-9A-Za-z.-]+)|unix://(@[0-9A-Za-z.-]{1,64})):(\d{1,5})", re.ASCII
-)
-_MAX_LENGTH = 256
-
-
-def is_endpoint(text: object) -> bool:
-    """It comes from the network, and is connected to."""
-    return isinstance(text, str) and split_endpoint(text) is not None
-
-
-def scheme_of(endpoint: str) -> str:
-    return endpoint.partition("://")[0]
-
-
-def split_endpoint(text: str) -> tuple[str, int] | None:
-    """(host, port), an IPv6 address without its brackets, a Unix socket's name with its @; None for what is no
-    endpoint.
-    """
-    match = _ENDPOINT.fullmatch(text) if len(text) <= _MAX_LENGTH else None
-    if match is None or not 0 < int(match[3]) < 1 << 16:
-        return None
-    return (match[1] or match[2]).strip("[]"), int(match[3])
-
-
-def join_endpoint(host: str, port: int) -> str:
-    """The way back from `split_endpoint`."""
-    if host.startswith("@"):
-        return f"{UNIX}://{host}:{port}"
-    return f"{TCP}://[{host}]:{port}" if ":" in host else f"{TCP}://{host}:{port}"
-
+from trtllm_disagg.kv_transfer.endpoint import EXPECTED, is_endpoint
 
 VERSION = 1
 MAX_BLOCKS = 1 << 20
@@ -107,90 +68,3 @@ def decode_handle(opaque_state: bytes) -> KvHandle:
     if not is_endpoint(handle.endpoint):
         raise HandoffRefusedError(f"handoff names endpoint {handle.endpoint!r}; expected {EXPECTED}")
     return handle
-
-
-# What a decode and a prefill engine say to each other when decode comes first (GENERATION_FIRST).
-#
-# Decode allocates its blocks and offers them; prefill writes into them and gives notice. All of it comes from the
-# network, so decoding validates and bounds it.
-
-
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-RequestId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Block = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-#: An offer is void after at most this time.
-MAX_OFFER_SECONDS = 3600.0
-#: (token id, logprob, rank), the chosen token first.
-_Logprobs = Annotated[list[tuple[int, float, int]], msgspec.Meta(max_length=1 << 16)]
-
-
-class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"):
-    """Decode to prefill: write the prompt's KV into these blocks of mine. Only ids; the rest is in my metadata."""
-
-    #: `disagg_request_id`, the same in both requests.
-    request: RequestId
-    #: Only an engine that has seen the offer can answer for it.
-    ticket: Digest
-    #: The prefill engine that is meant; a restarted one has another name.
-    prefill: Name
-    decode: Name
-    #: Decode's control channel.
-    endpoint: Annotated[str, msgspec.Meta(max_length=256)]
-    layout: Digest
-    prompt: Digest
-    #: The prompt's blocks, in order. The first `num_known` hold their KV already.
-    blocks: Annotated[list[_Block], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS)]
-    num_known: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
-    #: How long decode waits for notice, and prefill for the request.
-    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_OFFER_SECONDS)]
-
-
-class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Decode to prefill: I have given up. Answered "stopped" once nothing can be written any more."""
-
-    prefill: Name
-    request: RequestId
-    ticket: Digest
-
-
-class Watch(msgspec.Struct, frozen=True, tag="watch"):
-    """Decode to prefill: are you still at these? Answered with the tickets that it is not at."""
-
-    prefill: Name
-    tickets: Annotated[list[Digest], msgspec.Meta(max_length=1 << 14)]
-
-
-class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """Prefill to decode: all KV is in your blocks, and this is the first token."""
-
-    ticket: Digest
-    token: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-    logprobs: _Logprobs | None
-    #: The seed that the token was drawn with; the rest of the answer goes on with it.
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-    #: Prompt tokens that prefill did not have to compute.
-    cached_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
-    bytes_moved: Annotated[int, msgspec.Meta(ge=0)]
-
-
-class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """Prefill to decode: there will be no notice."""
-
-    ticket: Digest
-    reason: Annotated[str, msgspec.Meta(max_length=4096)]
-    #: Nothing can be written into the blocks any more.
-    stopped: bool
-
-
-class StillOffered(msgspec.Struct, frozen=True, tag="still-offered"):
-    """Prefill to decode: was everything that I have read of your known blocks untouched until now?"""
-
-    ticket: Digest
-
-
-FromDecode = Offer | Withdraw | Watch
-FromPrefill = Notice | Failure | StillOffered
-
-
-def new_ticket() -> bytes:
-    return secrets.token_bytes(16)

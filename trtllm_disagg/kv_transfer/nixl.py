@@ -1,4 +1,4 @@
-"""NIXL transport: READs and WRITEs a peer's registered memory (UCX: cma on one host, tcp between hosts; nixl.py).
+"""NIXL transport: READs and WRITEs a peer's registered memory (UCX: cma on one host, tcp between hosts; ucx.py).
 
 The rules here are measured, not taste: progress thread off (it spins), strict locking, reads
 never on an event loop, metadata added once per peer, re-added only after the old one was removed.
@@ -7,130 +7,88 @@ never on an event loop, metadata added once per peer, re-added only after the ol
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
-import psutil
 import torch
 
 from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer import ucx
 from trtllm_disagg.kv_transfer.access import OneHost, TransferScope
 from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError
-from trtllm_disagg.kv_transfer.host import new_memory, own_mark
-from trtllm_disagg.kv_transfer.nixl_memory import (
-    LateNixlTransfer,
-    NixlAddress,
-    NixlStaging,
-    address_of,
-    block_table,
-)
-
-# What UCX under NIXL may use. On one host it must not listen on a network: it checks nothing there.
-
-
-log = logging.getLogger(__name__)
-
-#: KV by the system call that reads another process (the kernel asks for the same user), all else through shared
-#: memory that has no name. Nothing listens.
-_ONE_HOST = {"cpu": "posix,cma,self", "cuda": "posix,cma,cuda_copy,cuda_ipc,self"}
-_TUNING = {
-    "UCX_LOG_LEVEL": "error",
-    # A whole run of blocks in one system call, and all of a request's in one round: a tenth less time.
-    "UCX_CMA_SEG_SIZE": "16m",
-    "UCX_CMA_TX_QUOTA": "inf",
-}
-
-
-def error_mode(scope: TransferScope) -> str:
-    """Without tcp UCX offers none but `none`: a read of a dead peer is an error all the same, and a read by CMA has
-    ended when it returns.
-    """
-    return "none" if isinstance(scope, OneHost) else "peer"
-
-
-def settings(scope: TransferScope, device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """UCX's variables. The user's own go first, except for what would open this host's memory to other users."""
-    tuning = {name: environ.get(name, value) for name, value in _TUNING.items()}
-    chosen = environ.get("UCX_TLS")
-    if isinstance(scope, OneHost):
-        safe = _ONE_HOST[device]
-        if chosen is not None and not set(chosen.split(",")) <= set(safe.split(",")):
-            log.warning(
-                "UCX_TLS=%s is not used: on one host KV moves by UCX_TLS=%s, which opens no port (SECURITY.md)",
-                chosen,
-                safe,
-            )
-        return tuning | {"UCX_TLS": safe}
-    if chosen is not None:
-        return tuning
-    between = {"UCX_NET_DEVICES": device_name} if (device_name := _device_of(scope.host)) else {}
-    # What a GPU's memory takes, UCX chooses best by itself.
-    return tuning | between | ({"UCX_TLS": "cma,tcp"} if device == "cpu" else {})
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """UCX reads its variables when an agent is made."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _device_of(host: str) -> str:
-    """The network device that has this address; empty when it cannot be told."""
-    try:
-        wanted = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
-    except OSError:
-        return ""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address.partition("%")[0] in wanted for address in addresses):
-            return name
-    return ""
-
+from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.kv_transfer.host import ProcessMark, huge_page_tensor, new_memory, own_mark
 
 _POLL_SECONDS = 0.0002
 _DOING = {"READ": "reading KV from", "WRITE": "writing KV to"}
+Operation = Literal["READ", "WRITE"]
+
+
+class NixlAddress(msgspec.Struct, frozen=True):
+    """Where a peer's pool is: `PeerMetadata.address` of this transport."""
+
+    base: int
+    metadata: bytes
+    #: On one host, where UCX knows the peer by its process id, whatever process has that now.
+    process: ProcessMark | None
+
+    def require_running(self, peer: PeerMetadata) -> None:
+        """Raises KvTransferError when the peer's process has ended."""
+        if self.process is not None and not self.process.is_running:
+            raise KvTransferError(f"{peer.sender} is gone (pid {self.process.pid})")
+
+
+def address_of(peer: PeerMetadata) -> NixlAddress:
+    """Raises KvTransferError for metadata that are not of this transport."""
+    try:
+        return msgspec.msgpack.decode(peer.address, type=NixlAddress)
+    except UNREADABLE as error:
+        raise KvTransferError(f"the metadata of {peer.sender} has an unreadable address: {error}") from error
 
 
 @dataclass(slots=True)
 class _Remote:
     agent: str
-    table: Any  # NIXL prepared descriptor list of the peer's whole pool
     address: NixlAddress
+    #: NIXL's prepared descriptor lists of the peer's whole pool, by the size of a block.
+    tables: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    memory: torch.Tensor
+    registration: Any
 
 
 class NixlTransport:
     name = "NIXL"
 
-    def __init__(self, scope: TransferScope) -> None:
+    def __init__(self, scope: TransferScope, new_agent: Callable[[str, Any], Any] | None = None) -> None:
+        """`new_agent`: makes what is used as NIXL's `nixl_agent`, of a name and a configuration."""
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when the first agent is made
         # Import errors are the caller's to handle: DEFAULT falls back to shared memory, NIXL does not.
         from nixl_cu12 import _api
 
         self._api = _api
-        self._reach = scope
+        self._new_agent = new_agent or _api.nixl_agent
+        self._scope = scope
         self._name = ""
         self._agent: Any = None
         self._registration: Any = None
         self._pool: torch.Tensor | None = None
         self._local: Any = None
         self._remotes: dict[str, _Remote] = {}
-        self._staging: NixlStaging | None = None
+        self._lock = threading.Lock()
+        #: Memory beside the pool that no read uses now.
+        self._free: list[_Buffer] = []
+        #: That of reads that timed out: they may still land there.
+        self._lost: list[_Buffer] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self._pool = new_memory(shape, dtype, device)
@@ -144,17 +102,14 @@ class NixlTransport:
             sync_mode=self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         self._name = sender
-        self._agent = self._api.nixl_agent(sender, config)
-        with environment(settings(self._reach, self._pool.device.type, os.environ)):
-            self._agent.create_backend("UCX", {"ucx_error_handling_mode": error_mode(self._reach)})
-        base, nbytes = self._pool.data_ptr(), self._pool.nbytes
-        self._registration = self._agent.register_memory([(base, nbytes, self._device, "")], self._memory)
-        self._local = self._agent.prep_xfer_dlist(
-            "NIXL_INIT_AGENT", self._table(base, self._pool.shape[0]), self._memory
-        )
-        self._staging = NixlStaging(self._agent)
-        process = own_mark() if isinstance(self._reach, OneHost) else None
-        return msgspec.msgpack.encode(NixlAddress(base, bytes(self._agent.get_agent_metadata()), process))
+        self._agent = self._new_agent(sender, config)
+        with ucx.environment(ucx.settings(self._scope, self._pool.device.type, os.environ)):
+            self._agent.create_backend("UCX", {"ucx_error_handling_mode": ucx.error_mode(self._scope)})
+        self._registration = self._register(self._pool)
+        self._local = self._own_table(self._pool, self._pool.shape[0], self._block_bytes)
+        process = own_mark() if isinstance(self._scope, OneHost) else None
+        metadata = bytes(self._agent.get_agent_metadata())
+        return msgspec.msgpack.encode(NixlAddress(self._pool.data_ptr(), metadata, process))
 
     def read(
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
@@ -170,19 +125,33 @@ class NixlTransport:
             return self._copy(local_blocks, remote_blocks)
         return self._move("WRITE", peer, remote_blocks, local_blocks, timeout)
 
+    @contextlib.contextmanager
     def fetched(
         self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
-    ) -> AbstractContextManager[np.ndarray]:
-        assert self._staging is not None
-        return self._staging.fetched(peer, blocks, block_bytes, timeout)
+    ) -> Iterator[np.ndarray]:
+        """Thread-safe: every read has a buffer of its own. One that timed out keeps it, since it may still land."""
+        count = len(blocks)
+        buffer = self._take_buffer(count * block_bytes)
+        try:
+            with self._forgotten_if_it_fails("READ", peer):
+                into = self._own_table(buffer.memory, count, block_bytes)
+                self._transfer("READ", peer, blocks, into, np.arange(count), block_bytes, timeout)
+                into.release()
+        except ReadTimeoutError:
+            self._lost.append(buffer)
+            raise
+        except KvTransferError:
+            self._give_back(buffer)
+            raise
+        try:
+            yield buffer.memory[: count * block_bytes].numpy().reshape(-1, block_bytes)
+        finally:
+            self._give_back(buffer)
 
     def forget(self, peer: PeerMetadata) -> None:
-        assert self._staging is not None
-        self._staging.forget(peer)
         if remote := self._remotes.pop(peer.sender, None):
             # The peer may be dead already; its handles are of no use either way.
-            with contextlib.suppress(Exception):
-                remote.table.release()
+            _release_all(remote)
             with contextlib.suppress(Exception):
                 self._agent.remove_remote_agent(remote.agent)
 
@@ -195,14 +164,14 @@ class NixlTransport:
         if self._agent is None:
             return
         for remote in self._remotes.values():
-            with contextlib.suppress(Exception):
-                remote.table.release()
+            _release_all(remote)
         self._remotes.clear()
-        if self._staging is not None:
-            self._staging.close()
         with contextlib.suppress(Exception):
             self._local.release()
-            self._agent.deregister_memory(self._registration)
+        for registration in (*(buffer.registration for buffer in self._free), self._registration):
+            with contextlib.suppress(Exception):
+                self._agent.deregister_memory(registration)
+        self._free.clear()
         self._agent = None
 
     # -- internals
@@ -222,19 +191,35 @@ class NixlTransport:
         assert self._pool is not None
         return self._pool[0].nbytes
 
-    def _table(self, base: int, num_blocks: int) -> np.ndarray:
-        return block_table(base, num_blocks, self._block_bytes, self._device)
+    def _register(self, memory: torch.Tensor) -> Any:
+        return self._agent.register_memory(
+            [(memory.data_ptr(), memory.nbytes, self._device, "")], self._memory
+        )
 
-    def _connect(self, peer: PeerMetadata) -> _Remote:
-        address = address_of(peer)
-        added = self._agent.add_remote_agent(address.metadata)
-        name = added.decode() if isinstance(added, bytes) else str(added)
-        if name != peer.sender:
-            self._agent.remove_remote_agent(name)
-            raise KvTransferError(f"the metadata of {peer.sender} is that of {name}")
-        table = self._agent.prep_xfer_dlist(name, self._table(address.base, peer.num_blocks), self._memory)
-        self._remotes[peer.sender] = _Remote(name, table, address)
-        return self._remotes[peer.sender]
+    def _own_table(self, memory: torch.Tensor, count: int, block_bytes: int) -> Any:
+        return self._table("NIXL_INIT_AGENT", memory.data_ptr(), count, block_bytes)
+
+    def _table(self, agent: str, base: int, count: int, block_bytes: int) -> Any:
+        """NIXL's prepared list of (address, bytes, device) of `count` blocks, one behind the other."""
+        table = np.zeros((count, 3), np.uint64)
+        table[:, 0] = np.uint64(base) + np.arange(count, dtype=np.uint64) * np.uint64(block_bytes)
+        table[:, 1] = block_bytes
+        table[:, 2] = self._device
+        return self._agent.prep_xfer_dlist(agent, table, self._memory)
+
+    def _connected(self, peer: PeerMetadata) -> _Remote:
+        """Raises KvTransferError when the peer's process has ended, or is not the one that it was."""
+        remote = self._remotes.get(peer.sender)
+        if remote is None:
+            address = address_of(peer)
+            added = self._agent.add_remote_agent(address.metadata)
+            name = added.decode() if isinstance(added, bytes) else str(added)
+            if name != peer.sender:
+                self._agent.remove_remote_agent(name)
+                raise KvTransferError(f"the metadata of {peer.sender} is that of {name}")
+            remote = self._remotes[peer.sender] = _Remote(name, address)
+        remote.address.require_running(peer)
+        return remote
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> int:
         assert self._pool is not None
@@ -243,36 +228,49 @@ class NixlTransport:
 
     def _move(
         self,
-        operation: str,
+        operation: Operation,
         peer: PeerMetadata,
         remote_blocks: np.ndarray,
         local_blocks: np.ndarray,
         timeout: float,
     ) -> int:
+        size = self._block_bytes
+        with self._forgotten_if_it_fails(operation, peer):
+            self._transfer(operation, peer, remote_blocks, self._local, local_blocks, size, timeout)
+        return len(local_blocks) * size
+
+    @contextlib.contextmanager
+    def _forgotten_if_it_fails(self, operation: Operation, peer: PeerMetadata) -> Iterator[None]:
+        """Raises KvTransferError, or ReadTimeoutError; after the latter the peer is remembered."""
         try:
-            remote = self._remotes.get(peer.sender) or self._connect(peer)
-            remote.address.require_running(peer)
-            self._transfer(operation, peer, remote, remote_blocks, local_blocks, timeout)
+            yield
         except ReadTimeoutError:
             raise
         except Exception as error:  # the bindings raise a dozen unrelated types
             self.forget(peer)
             raise KvTransferError(f"{_DOING[operation]} {peer.sender} failed: {error}") from error
-        return len(local_blocks) * self._block_bytes
 
     def _transfer(
         self,
-        operation: str,
+        operation: Operation,
         peer: PeerMetadata,
-        remote: _Remote,
         remote_blocks: np.ndarray,
+        local: Any,
         local_blocks: np.ndarray,
+        block_bytes: int,
         timeout: float,
     ) -> None:
+        """`local`: the prepared list that `local_blocks` are in."""
+        remote = self._connected(peer)
+        if block_bytes not in remote.tables:
+            base = remote.address.base
+            remote.tables[block_bytes] = self._table(remote.agent, base, peer.num_blocks, block_bytes)
         # NIXL merges neighbours where both id lists grow by one.
         order = np.argsort(remote_blocks, kind="stable")
         local_ids, remote_ids = (blocks[order].astype(np.int32) for blocks in (local_blocks, remote_blocks))
-        handle = self._agent.make_prepped_xfer(operation, self._local, local_ids, remote.table, remote_ids)
+        handle = self._agent.make_prepped_xfer(
+            operation, local, local_ids, remote.tables[block_bytes], remote_ids
+        )
         state = self._agent.transfer(handle)
         deadline = time.monotonic() + timeout
         while state == "PROC":
@@ -280,10 +278,48 @@ class NixlTransport:
                 raise ReadTimeoutError(
                     f"{_DOING[operation]} {peer.sender} took longer than {timeout:.1f} s",
                     may_land_later=True,
-                    has_ended=LateNixlTransfer(self._agent, handle).has_ended,
+                    has_ended=_LateTransfer(self._agent, handle).has_ended,
                 )
             time.sleep(_POLL_SECONDS)
             state = self._agent.check_xfer_state(handle)
         handle.release()
         if state != "DONE":
             raise KvTransferError(f"NIXL {operation} ended in state {state}")
+
+    def _take_buffer(self, nbytes: int) -> _Buffer:
+        with self._lock:
+            for i, buffer in enumerate(self._free):
+                if buffer.memory.nbytes >= nbytes:
+                    return self._free.pop(i)
+        memory = huge_page_tensor((nbytes,), torch.uint8)
+        return _Buffer(memory, self._register(memory))
+
+    def _give_back(self, buffer: _Buffer) -> None:
+        with self._lock:
+            self._free.append(buffer)
+
+
+class _LateTransfer:
+    """One that took too long, and is not let go of: only its handle can tell when it has ended. Released while it is
+    under way, it would land all the same, at a time that nothing tells.
+    """
+
+    def __init__(self, agent: Any, handle: Any) -> None:
+        self._agent = agent
+        self._handle = handle
+        self._has_ended = False
+
+    def has_ended(self) -> bool:
+        """True once every byte is there. One that ended badly has not: some of it may still be on its way."""
+        # NIXL raises for a peer that is gone.
+        with contextlib.suppress(Exception):
+            if not self._has_ended and self._agent.check_xfer_state(self._handle) == "DONE":
+                self._has_ended = True
+                self._handle.release()
+        return self._has_ended
+
+
+def _release_all(remote: _Remote) -> None:
+    for table in remote.tables.values():
+        with contextlib.suppress(Exception):
+            table.release()

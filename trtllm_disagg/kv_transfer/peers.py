@@ -1,4 +1,7 @@
-"""What an engine keeps of its peers: their metadata, a thread for each, and transfers with them that are late."""
+"""What an engine keeps of its peers: their metadata, a thread for each, and transfers with them that are late.
+
+Transfers in all directions go by `Peers`: it aims them, and says how each has ended.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.access import PeerGoneError
-from trtllm_disagg.kv_transfer.base import KvTimeouts, KvTransport, PeerMetadata
+import numpy as np
+
+from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
+from trtllm_disagg.kv_transfer.access import PeerAuthentication, PeerGoneError
+from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, PeerMetadata, ReadTimeoutError
 from trtllm_disagg.kv_transfer.control import ControlClient
+from trtllm_disagg.kv_transfer.messages import FromDecode, FromPrefill
 
 log = logging.getLogger(__name__)
 
@@ -205,6 +211,106 @@ class DeathWatch:
             pass
         self._gone_since = None
         return False
+
+
+class Aim(NamedTuple):
+    """Blocks of a peer and blocks here that pair up: what a transport's `read` and `write` take, int32 ids."""
+
+    peer: PeerMetadata
+    remote: np.ndarray
+    local: np.ndarray
+
+
+class Outcome(NamedTuple):
+    """How a transfer has ended. With an error, part of it may still land in blocks that it writes into."""
+
+    error: DisaggError | None = None
+    late: LateTransfer | None = None
+
+
+SUCCESS = Outcome()
+
+
+class Peers:
+    """All that transfers share, in whatever direction. `aim`, `attempt` and `say` are for the peer's worker."""
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        layout: KvLayout,
+        *,
+        authentication: PeerAuthentication,
+        timeouts: KvTimeouts,
+        on_news: Callable[[], None],
+    ) -> None:
+        """`on_news` is called from other threads when `late.take_news` has something to say."""
+        self.transport = transport
+        self.layout = layout
+        self.timeouts = timeouts
+        self.client = ControlClient(authentication)
+        self.metadata = PeerMetadataCache(self.client, self._require_fits, timeouts.control)
+        self.workers = PeerWorkers()
+        self.late = LateTransfers(self.workers, on_news, timeouts.ask)
+
+    def aim(self, endpoint: str, name: str, remote: list[int], local: list[int]) -> Aim:
+        """`name`: of the engine that is meant. Raises HandoffRefusedError for KV that does not fit ours, or blocks that
+        the peer has not; KvTransferError when it cannot be asked.
+        """
+        metadata = self.metadata.of_sender(endpoint, name)
+        if max(remote, default=-1) >= metadata.num_blocks:
+            raise HandoffRefusedError(
+                f"the handoff names block {max(remote)}; the other engine has {metadata.num_blocks}"
+            )
+        return Aim(metadata, np.asarray(remote, np.int32), np.asarray(local, np.int32))
+
+    def attempt(self, endpoint: str, transfer: Callable[[], None]) -> Outcome:
+        """Never raises: the engine waits for the end of this transfer. After a failed one the next with this peer
+        starts afresh.
+        """
+        late = None
+        try:
+            transfer()
+            return SUCCESS
+        except ReadTimeoutError as timeout:
+            error: DisaggError = KvTransferError(str(timeout))
+            if timeout.may_land_later:
+                watch, has_ended = DeathWatch(self.client, endpoint, self.timeouts), timeout.has_ended
+                late = LateTransfer(endpoint, lambda: has_ended() or watch.is_dead())
+        except Exception as raised:
+            error = as_disagg_error(raised, endpoint)
+        if isinstance(error, KvTransferError):
+            metadata = self.metadata.drop(endpoint)
+            try:
+                if metadata is not None and late is None:
+                    self.transport.forget(metadata)
+            except Exception:
+                log.exception("cleaning up after a KV transfer with %s failed", endpoint)
+        return Outcome(error, late)
+
+    def say(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
+        """Its answer. Raises KvTransferError."""
+        return self.client.say(endpoint, message, self.timeouts.control)
+
+    def close(self) -> None:
+        self.late.close()
+        self.workers.close()
+        self.client.close()
+
+    def _require_fits(self, metadata: PeerMetadata) -> None:
+        self.layout.require_same(metadata.layout)
+        if metadata.transport != self.transport.name:
+            raise HandoffRefusedError(
+                f"the other engine moves KV by {metadata.transport}, this one by {self.transport.name}; "
+                "set the same cache_transceiver_config.backend on both"
+            )
+
+
+def as_disagg_error(error: Exception, endpoint: str) -> DisaggError:
+    """An unexpected one is logged, and ends the transfer like any other."""
+    if isinstance(error, DisaggError):
+        return error
+    log.error("a KV transfer with %s failed unexpectedly", endpoint, exc_info=error)
+    return KvTransferError(f"{type(error).__name__}: {error}")
 
 
 class ProgressThread:

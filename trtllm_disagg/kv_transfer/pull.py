@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import queue
 import socket
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
+from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer.access import PeerAuthentication
-from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, PeerMetadata, ReadTimeoutError
-from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer, LeaseTable, MessageHandlers
+from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, PeerMetadata
+from trtllm_disagg.kv_transfer.control import ControlServer, MessageHandlers
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
-from trtllm_disagg.kv_transfer.peers import (
-    DeathWatch,
-    LateTransfer,
-    PeerMetadataCache,
-    PeerWorkers,
-    ProgressThread,
-    taken,
-)
-
-log = logging.getLogger(__name__)
+from trtllm_disagg.kv_transfer.leases import LeaseTable
+from trtllm_disagg.kv_transfer.peers import SUCCESS, Outcome, Peers, ProgressThread, taken
 
 
 class KvSender:
@@ -95,19 +83,16 @@ class KvSender:
         self._control.close()
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
     """One request's blocks on their way here. `remote` and `local` pair up; equal lengths."""
 
-    request_id: int
     handle: KvHandle
     remote: list[int]
     local: list[int]
     bytes_moved: int = 0
-    error: DisaggError | None = None
-    #: The read may still write into `local`: those blocks are not to be used before that has ended.
-    late: LateTransfer | None = None
-    seconds: float = 0.0
+    #: A late read may still write into `local`: those blocks are not to be used before it has ended.
+    outcome: Outcome = SUCCESS
 
 
 class KvReceiver:
@@ -116,103 +101,43 @@ class KvReceiver:
     Each sender has a thread of its own, one pull at a time: one that stalls delays no other sender's pulls.
     """
 
-    def __init__(
-        self,
-        transport: KvTransport,
-        layout: KvLayout,
-        *,
-        authentication: PeerAuthentication,
-        timeouts: KvTimeouts,
-        on_finished: Callable[[], None],
-    ) -> None:
-        self._transport = transport
-        self._layout = layout
-        self._timeouts = timeouts
+    def __init__(self, peers: Peers, on_finished: Callable[[], None]) -> None:
+        self._peers = peers
         self._on_finished = on_finished
-        self.client = ControlClient(authentication)
-        self.metadata_cache = PeerMetadataCache(self.client, self._check, timeouts.control)
-        self.workers = PeerWorkers()
         self._finished: queue.SimpleQueue[Pull] = queue.SimpleQueue()
-        self.in_flight = 0
 
     def start(self, pull: Pull) -> None:
-        self.in_flight += 1
-        self.workers.submit(pull.handle.endpoint, self._run, pull)
+        self._peers.workers.submit(pull.handle.endpoint, self._run, pull)
 
     def release(self, handle: KvHandle) -> None:
         """Tell the sender that its blocks will not be read; best effort, its lease ends by itself."""
-        self.workers.submit(handle.endpoint, self._release, handle)
+        self._peers.workers.submit(handle.endpoint, self._release, handle)
 
     def take_finished(self) -> list[Pull]:
-        pulls = taken(self._finished)
-        self.in_flight -= len(pulls)
-        return pulls
+        return taken(self._finished)
 
-    def close(self) -> None:
-        self.workers.close()
-        self.client.close()
+    # -- on the sender's worker
 
     def _run(self, pull: Pull) -> None:
-        started = time.monotonic()
-        try:
-            self._pull(pull)
-        except ReadTimeoutError as error:
-            pull.late = self._late(pull.handle.endpoint, error) if error.may_land_later else None
-            pull.error = KvTransferError(str(error))
-        except DisaggError as error:
-            pull.error = error
-        except Exception as error:
-            log.exception("KV pull of request %d failed unexpectedly", pull.request_id)
-            pull.error = KvTransferError(f"{type(error).__name__}: {error}")
-        if isinstance(pull.error, KvTransferError):
-            self._lost_touch(pull)
-        pull.seconds = time.monotonic() - started
+        pull.outcome = self._peers.attempt(pull.handle.endpoint, lambda: self._pull(pull))
+        if isinstance(pull.outcome.error, KvTransferError):
+            self._release(pull.handle)  # should the sender be alive, its blocks are free again
         self._finished.put(pull)
         self._on_finished()
 
-    def _late(self, endpoint: str, error: ReadTimeoutError) -> LateTransfer:
-        sender = DeathWatch(self.client, endpoint, self._timeouts)
-        return LateTransfer(endpoint, lambda: error.has_ended() or sender.is_dead())
-
-    def _lost_touch(self, pull: Pull) -> None:
-        """The next pull starts afresh; should the sender be alive, its blocks are free again. Never raises: the engine
-        waits for the end of this pull.
-        """
-        try:
-            with contextlib.ExitStack() as in_any_case:
-                in_any_case.callback(self._release, pull.handle)
-                metadata = self.metadata_cache.drop(pull.handle.endpoint)
-                if metadata is not None and pull.late is None:
-                    self._transport.forget(metadata)
-        except Exception:
-            log.exception("cleaning up after the KV pull of request %d failed", pull.request_id)
-
     def _pull(self, pull: Pull) -> None:
-        handle, seconds = pull.handle, self._timeouts.control
-        metadata = self.metadata_cache.of_sender(handle.endpoint, handle.sender)
-        if handle.layout != self._layout.fingerprint():
+        handle, client, timeouts = pull.handle, self._peers.client, self._peers.timeouts
+        aim = self._peers.aim(handle.endpoint, handle.sender, pull.remote, pull.local)
+        if handle.layout != self._peers.layout.fingerprint():
             raise HandoffRefusedError("the handoff names another KV layout than its prefill worker has")
-        if max(pull.remote, default=-1) >= metadata.num_blocks:
-            raise HandoffRefusedError(
-                f"the handoff names block {max(pull.remote)}; its prefill worker has {metadata.num_blocks}"
-            )
         if pull.local:
-            _require_held(handle, self.client.begin(handle, seconds))
-            remote, local = np.asarray(pull.remote, np.int32), np.asarray(pull.local, np.int32)
-            pull.bytes_moved = self._transport.read(metadata, remote, local, self._timeouts.transfer)
-        _require_held(handle, self.client.confirm(handle, seconds))
-
-    def _check(self, metadata: PeerMetadata) -> None:
-        self._layout.require_same(metadata.layout)
-        if metadata.transport != self._transport.name:
-            raise HandoffRefusedError(
-                f"prefill sends KV by {metadata.transport}, decode reads by {self._transport.name}; "
-                "set the same cache_transceiver_config.backend on both"
-            )
+            _require_held(handle, client.begin(handle, timeouts.control))
+            pull.bytes_moved = self._peers.transport.read(*aim, timeouts.transfer)
+        _require_held(handle, client.confirm(handle, timeouts.control))
 
     def _release(self, handle: KvHandle) -> None:
         with contextlib.suppress(KvTransferError):
-            self.client.release(handle, self._timeouts.control)
+            self._peers.client.release(handle, self._peers.timeouts.control)
 
 
 def _require_held(handle: KvHandle, is_held: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -13,30 +12,19 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
-from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
-from trtllm_disagg.kv_transfer.base import KvTimeouts, KvTransport, PeerMetadata, ReadTimeoutError
-from trtllm_disagg.kv_transfer.control import ControlClient
-from trtllm_disagg.kv_transfer.handle import (
-    Failure,
-    Notice,
-    Offer,
-    StillOffered,
-    Watch,
-    Withdraw,
-    is_endpoint,
-)
-from trtllm_disagg.kv_transfer.peers import DeathWatch, LateTransfer, PeerMetadataCache, PeerWorkers, taken
-
-log = logging.getLogger(__name__)
+from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.base import KvTimeouts
+from trtllm_disagg.kv_transfer.endpoint import is_endpoint
+from trtllm_disagg.kv_transfer.messages import Failure, Notice, Offer, StillOffered, Watch, Withdraw
+from trtllm_disagg.kv_transfer.peers import SUCCESS, Aim, Outcome, Peers, taken
 
 _TIMEOUTS = KvTimeouts()
 _REMEMBERED = 4096
 _MAX_OFFERS = 4096
 #: Of one peer: more than its batch holds, and few enough that it takes several to fill the book.
 _MAX_OFFERS_OF_PEER = 1024
-_GIVEN_UP = "the decode worker has given up on this request"
+GIVEN_UP = "the decode worker has given up on this request"
 
 
 class Push:
@@ -233,107 +221,69 @@ class Move:
 
     push: Push
     what: Literal["read", "delivered", "stopped", "told", "broken"]
-    error: DisaggError | None = None
-    #: Own blocks that a read may still fill, and that read.
+    outcome: Outcome = SUCCESS
+    #: Own blocks that a late read may still fill.
     filled: tuple[int, ...] = ()
-    late: LateTransfer | None = None
 
 
 class KvPusher:
     """Each push's moves run in order, on its decode engine's worker, beside the engine's thread."""
 
-    def __init__(
-        self,
-        transport: KvTransport,
-        client: ControlClient,
-        workers: PeerWorkers,
-        *,
-        timeouts: KvTimeouts,
-        on_finished: Callable[[], None],
-    ) -> None:
-        self._transport = transport
-        self._client = client
-        self._workers = workers
-        self._timeouts = timeouts
+    def __init__(self, peers: Peers, on_finished: Callable[[], None]) -> None:
+        self._peers = peers
         self._on_finished = on_finished
         self._finished: queue.SimpleQueue[Move] = queue.SimpleQueue()
-        self.metadata_cache = PeerMetadataCache(client, self._check, timeouts.control)
         #: Writes that have ended. Used by tests and statistics.
         self.writes = 0
 
     def read(self, push: Push, first: int, local: list[int]) -> None:
         """Fetch decode's blocks from the `first` on into `local`."""
-        self._workers.submit(
-            push.offer.endpoint, self._run, push, lambda: self._read(push, first, local), local
-        )
+        self._submit(push, lambda: self._read(push, first, local), local)
 
     def write(self, push: Push, first: int, local: list[int]) -> None:
         """Put `local` into decode's blocks from the `first` on."""
-        self._workers.submit(push.offer.endpoint, self._run, push, lambda: self._write(push, first, local))
+        self._submit(push, lambda: self._write(push, first, local))
 
     def deliver(self, push: Push, notice: Notice) -> None:
         """After all writes. `bytes_moved` of the notice is filled in when they have ended."""
-        self._workers.submit(push.offer.endpoint, self._run, push, lambda: self._deliver(push, notice))
+        self._submit(push, lambda: self._deliver(push, notice))
 
     def fail(self, push: Push, reason: str) -> None:
         """No further move begins; decode is told, if it can be."""
         push.close()
-        self._workers.submit(push.offer.endpoint, self._tell, push, reason)
+        self._peers.workers.submit(push.offer.endpoint, self._tell, push, reason)
 
     def take_finished(self) -> list[Move]:
         return taken(self._finished)
 
+    def _submit(self, push: Push, move: Callable[[], None], filled: Sequence[int] = ()) -> None:
+        """`filled`: blocks of this engine that the move writes into."""
+        self._peers.workers.submit(push.offer.endpoint, self._run, push, move, tuple(filled))
+
     # -- on the decode engine's worker
 
-    def _run(self, push: Push, move: Callable[[], None], filled: Sequence[int] = ()) -> None:
-        """`filled`: blocks of this engine that the move writes into."""
-        late: ReadTimeoutError | None = None
+    def _run(self, push: Push, move: Callable[[], None], filled: tuple[int, ...]) -> None:
         with push.operation() as allowed:
-            if not allowed:
-                self._finish(Move(push, "broken", KvTransferError(_GIVEN_UP)))
-                return
-            try:
-                move()
-                return
-            except ReadTimeoutError as error:
-                reason: DisaggError = KvTransferError(str(error))
-                late = error if error.may_land_later else None
-            except DisaggError as error:
-                reason = error
-            except Exception as error:
-                log.exception("a KV push to %s failed unexpectedly", push.offer.decode)
-                reason = KvTransferError(f"{type(error).__name__}: {error}")
-            if late is not None and not filled:
-                push.never_stops()
-            push.close()
-        self._lost_touch(push, is_late=late is not None)
-        if late is not None and filled:
-            self._finish(Move(push, "broken", reason, tuple(filled), self._late(push, late)))
-        else:
-            self._finish(Move(push, "broken", reason))
-
-    def _late(self, push: Push, error: ReadTimeoutError) -> LateTransfer:
-        decode = DeathWatch(self._client, push.offer.endpoint, self._timeouts)
-        return LateTransfer(push.offer.endpoint, lambda: error.has_ended() or decode.is_dead())
-
-    def _lost_touch(self, push: Push, *, is_late: bool) -> None:
-        """The next push starts afresh. Never raises: the engine waits for the end of this move."""
-        metadata = self.metadata_cache.drop(push.offer.endpoint)
-        try:
-            if metadata is not None and not is_late:
-                self._transport.forget(metadata)
-        except Exception:
-            log.exception("cleaning up after a KV push to %s failed", push.offer.decode)
+            outcome = Outcome(KvTransferError(GIVEN_UP))
+            if allowed:
+                outcome = self._peers.attempt(push.offer.endpoint, move)
+                if outcome.error is None:
+                    return
+                if outcome.late is not None and not filled:
+                    push.never_stops()
+                push.close()
+        self._finish(Move(push, "broken", outcome, filled))
 
     def _read(self, push: Push, first: int, local: list[int]) -> None:
-        self._transport.read(*self._aim(push, first, local), self._timeouts.transfer)
+        self._peers.transport.read(*self._aim(push, first, local), self._peers.timeouts.transfer)
         # As with a lease: decode, which holds the blocks, says afterwards whether they were touched.
         if self._say(push, StillOffered(push.offer.ticket)) != b"held":
-            raise KvTransferError(_GIVEN_UP)
+            raise KvTransferError(GIVEN_UP)
         self._finish(Move(push, "read"))
 
     def _write(self, push: Push, first: int, local: list[int]) -> None:
-        push.bytes_moved += self._transport.write(*self._aim(push, first, local), self._timeouts.transfer)
+        aim = self._aim(push, first, local)
+        push.bytes_moved += self._peers.transport.write(*aim, self._peers.timeouts.transfer)
         self.writes += 1
 
     def _deliver(self, push: Push, notice: Notice) -> None:
@@ -343,7 +293,7 @@ class KvPusher:
         except KvTransferError:  # the connection may have been an old one
             answer = self._say(push, notice)
         if answer != b"taken":
-            raise KvTransferError(_GIVEN_UP)
+            raise KvTransferError(GIVEN_UP)
         push.close()
         self._finish(Move(push, "delivered"))
 
@@ -354,25 +304,12 @@ class KvPusher:
             self._say(push, Failure(push.offer.ticket, reason[:1000], push.stopped.is_set()))
         self._finish(Move(push, "told"))
 
-    def _aim(self, push: Push, first: int, local: list[int]) -> tuple[PeerMetadata, np.ndarray, np.ndarray]:
-        """The peer, its blocks, and those here."""
-        metadata = self.metadata_cache.of_sender(push.offer.endpoint, push.offer.decode)
-        remote = push.offer.blocks[first : first + len(local)]
-        if max(remote) >= metadata.num_blocks:
-            raise HandoffRefusedError(
-                f"the offer names block {max(remote)}; its decode worker has {metadata.num_blocks}"
-            )
-        return metadata, np.asarray(remote, np.int32), np.asarray(local, np.int32)
+    def _aim(self, push: Push, first: int, local: list[int]) -> Aim:
+        offer = push.offer
+        return self._peers.aim(offer.endpoint, offer.decode, offer.blocks[first : first + len(local)], local)
 
     def _say(self, push: Push, message: Notice | Failure | StillOffered) -> bytes:
-        return self._client.say(push.offer.endpoint, message, self._timeouts.control)
-
-    def _check(self, metadata: PeerMetadata) -> None:
-        if metadata.transport != self._transport.name:
-            raise HandoffRefusedError(
-                f"decode takes KV by {metadata.transport}, prefill writes by {self._transport.name}; "
-                "set the same cache_transceiver_config.backend on both"
-            )
+        return self._peers.say(push.offer.endpoint, message)
 
     def _finish(self, move: Move) -> None:
         self._finished.put(move)

@@ -7,7 +7,6 @@ known to be dead; a writer that says neither keeps them, and is asked again and 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +15,9 @@ import msgspec
 
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError, OverloadedError
 from trtllm_disagg.kv_transfer.access import PeerGoneError
-from trtllm_disagg.kv_transfer.base import KvTimeouts
-from trtllm_disagg.kv_transfer.control import ControlClient
-from trtllm_disagg.kv_transfer.handle import (
+from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.kv_transfer.messages import (
     MAX_OFFER_SECONDS,
-    UNREADABLE,
     Failure,
     Notice,
     Offer,
@@ -29,9 +26,7 @@ from trtllm_disagg.kv_transfer.handle import (
     Withdraw,
     new_ticket,
 )
-from trtllm_disagg.kv_transfer.peers import LateTransfer, LateTransfers, PeerMetadataCache, PeerWorkers
-
-log = logging.getLogger(__name__)
+from trtllm_disagg.kv_transfer.peers import LateTransfer, Peers, as_disagg_error
 
 _tickets = msgspec.msgpack.Decoder(list[bytes])
 
@@ -62,26 +57,16 @@ class PushReceiver:
         self,
         name: str,
         endpoint: str,
-        layout: bytes,
-        metadata_cache: PeerMetadataCache,
-        client: ControlClient,
-        workers: PeerWorkers,
-        late: LateTransfers,
+        peers: Peers,
         *,
-        timeouts: KvTimeouts,
         on_news: Callable[[], None],
         on_busy: Callable[[], None],
     ) -> None:
         """`on_busy`: a peer may write here from now on."""
-        self._late = late
-        self._timeouts = timeouts
-        self._on_busy = on_busy
         self._name = name
         self._endpoint = endpoint
-        self._layout = layout
-        self._peer_metadata = metadata_cache
-        self._client = client
-        self._workers = workers
+        self._peers = peers
+        self._on_busy = on_busy
         self._on_news = on_news
         self._lock = threading.Lock()
         self._waiting: dict[bytes, Expected] = {}
@@ -96,7 +81,7 @@ class PushReceiver:
         with self._lock:
             self._waiting[expected.ticket] = expected
         self._on_busy()
-        self._workers.submit(expected.endpoint, self._offer, expected)
+        self._peers.workers.submit(expected.endpoint, self._offer, expected)
 
     def give_up(self, expected: Expected) -> LateTransfer | None:
         """None when its blocks may be used again; else what may still be written into them."""
@@ -105,17 +90,17 @@ class PushReceiver:
             if expected.stopped:
                 return None
         late = LateTransfer(expected.endpoint, lambda: self._withdraw(expected))
-        self._late.add(late)
+        self._peers.late.add(late)
         return late
 
     def decline(self, endpoint: str, request: int) -> None:
         """Nothing will be offered for this request; best effort, prefill's wait ends by itself."""
-        self._workers.submit(endpoint, self._decline, endpoint, request)
+        self._peers.workers.submit(endpoint, self._decline, endpoint, request)
 
     @property
     def is_busy(self) -> bool:
         """A peer may write here."""
-        return bool(self._waiting or self._late)
+        return bool(self._waiting or self._peers.late)
 
     def close(self) -> None:
         self._closed.set()
@@ -154,28 +139,27 @@ class PushReceiver:
     def _offer(self, expected: Expected) -> None:
         if expected.ticket not in self._waiting:
             return
+        endpoint = expected.endpoint
         try:
-            expected.prefill = self._peer_metadata.of(expected.endpoint).sender
-            answer = self._client.say(expected.endpoint, self._offer_of(expected), self._timeouts.control)
+            answer = self._say_offer(expected)
             if answer == b"stranger":  # restarted since its metadata was loaded
-                self._peer_metadata.drop(expected.endpoint)
-                expected.prefill = self._peer_metadata.of(expected.endpoint).sender
-                answer = self._client.say(expected.endpoint, self._offer_of(expected), self._timeouts.control)
+                self._peers.metadata.drop(endpoint)
+                answer = self._say_offer(expected)
+        except Exception as raised:
+            error = as_disagg_error(raised, endpoint)
+            is_lost = isinstance(error, KvTransferError)
+            if is_lost:
+                self._peers.metadata.drop(endpoint)
+            # An offer may have been taken although its answer was lost.
+            may_be_taken = is_lost and expected.prefill and not isinstance(error, PeerGoneError)
+            self._leave(expected.ticket, error=error, stopped=not may_be_taken)
+        else:
             if answer != b"ok":
                 self._leave(expected.ticket, error=_refused(answer), stopped=True)
-        except PeerGoneError as error:
-            self._peer_metadata.drop(expected.endpoint)
-            self._leave(expected.ticket, error=error, stopped=True)
-        except KvTransferError as error:
-            self._peer_metadata.drop(expected.endpoint)
-            # The offer may have been taken although its answer was lost.
-            self._leave(expected.ticket, error=error, stopped=not expected.prefill)
-        except DisaggError as error:
-            self._leave(expected.ticket, error=error, stopped=True)
-        except Exception as error:
-            log.exception("offering blocks to %s failed unexpectedly", expected.endpoint)
-            reason = KvTransferError(f"{type(error).__name__}: {error}")
-            self._leave(expected.ticket, error=reason, stopped=not expected.prefill)
+
+    def _say_offer(self, expected: Expected) -> bytes:
+        expected.prefill = self._peers.metadata.of(expected.endpoint).sender
+        return self._peers.say(expected.endpoint, self._offer_of(expected))
 
     def _offer_of(self, expected: Expected) -> Offer:
         return Offer(
@@ -184,7 +168,7 @@ class PushReceiver:
             prefill=expected.prefill,
             decode=self._name,
             endpoint=self._endpoint,
-            layout=self._layout,
+            layout=self._peers.layout.fingerprint(),
             prompt=expected.prompt,
             blocks=expected.blocks,
             num_known=expected.num_known,
@@ -193,8 +177,8 @@ class PushReceiver:
 
     def _decline(self, endpoint: str, request: int) -> None:
         with contextlib.suppress(DisaggError):
-            prefill = self._peer_metadata.of(endpoint).sender
-            self._client.say(endpoint, Withdraw(prefill, request, new_ticket()), self._timeouts.control)
+            prefill = self._peers.metadata.of(endpoint).sender
+            self._peers.say(endpoint, Withdraw(prefill, request, new_ticket()))
 
     def _withdraw(self, expected: Expected) -> bool:
         """True once prefill cannot write any more."""
@@ -203,7 +187,7 @@ class PushReceiver:
             return True
         question = Withdraw(expected.prefill, expected.request, expected.ticket)
         try:
-            return self._client.say(expected.endpoint, question, self._timeouts.control) == b"stopped"
+            return self._peers.say(expected.endpoint, question) == b"stopped"
         except PeerGoneError:
             return True
         except KvTransferError:
@@ -212,7 +196,7 @@ class PushReceiver:
     # -- is the writer alive?
 
     def _watch_all(self) -> None:
-        while not self._closed.wait(self._timeouts.ask):
+        while not self._closed.wait(self._peers.timeouts.ask):
             with self._lock:
                 waiting = [e for e in self._waiting.values() if e.prefill]
             for endpoint, prefill in {(e.endpoint, e.prefill) for e in waiting}:
@@ -229,13 +213,11 @@ class PushReceiver:
 
         if key not in self._watching:
             self._watching.add(key)
-            self._workers.submit(endpoint, run)
+            self._peers.workers.submit(endpoint, run)
 
     def _watch(self, endpoint: str, prefill: str, tickets: list[bytes]) -> None:
         try:
-            lost = _tickets.decode(
-                self._client.say(endpoint, Watch(prefill, tickets), self._timeouts.control)
-            )
+            lost = _tickets.decode(self._peers.say(endpoint, Watch(prefill, tickets)))
             reason = f"prefill worker {prefill} ended this request without a word"
         except PeerGoneError:
             lost, reason = tickets, f"prefill worker {prefill} is gone"
@@ -244,7 +226,7 @@ class PushReceiver:
         for ticket in lost:
             self._leave(ticket, error=KvTransferError(reason), stopped=True)
         if lost:
-            self._peer_metadata.drop(endpoint)
+            self._peers.metadata.drop(endpoint)
 
 
 def _refused(answer: bytes) -> DisaggError:

@@ -19,7 +19,7 @@ import torch
 
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.access import TransferScope
-from trtllm_disagg.kv_transfer.base import PeerMetadata
+from trtllm_disagg.kv_transfer.base import PeerMetadata, common_runs
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
 from trtllm_disagg.kv_transfer.host import ProcessMark, own_mark
 
@@ -151,11 +151,3 @@ def _unmap_the_dead(mappings: dict[str, _Mapping]) -> None:
     """A restarted worker comes under another name; the memory of the old one would stay with us."""
     for sender in [s for s, mapping in mappings.items() if not mapping.address.process.is_running]:
         mappings.pop(sender).close()
-
-
-def common_runs(remote: np.ndarray, local: np.ndarray) -> list[tuple[int, int]]:
-    """(start, length) of stretches where both id lists grow by one: one copy each."""
-    breaks = np.flatnonzero((np.diff(remote) != 1) | (np.diff(local) != 1)) + 1
-    starts = np.concatenate(([0], breaks)) if len(remote) else np.empty(0, np.int64)
-    ends = np.concatenate((breaks, [len(remote)])) if len(remote) else starts
-    return [(int(start), int(end - start)) for start, end in zip(starts, ends, strict=True)]

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trtllm_disagg.kv_transfer.control import Lease, LeaseTable
+from trtllm_disagg.kv_transfer.leases import Lease, LeaseTable
 
 SECONDS = 10.0
 

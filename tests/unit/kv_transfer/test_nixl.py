@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.meeting import wait_until
+from tests.support.nixl_agents import ScriptedAgents
 from tests.support.pools import DIM, HEADS, LAYERS, NETWORK, ONE_HOST, SLOTS, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.base import ReadTimeoutError
@@ -24,60 +25,59 @@ from trtllm_disagg.kv_transfer.transports import create_transport
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[tuple[Pool, Pool]]:
-    pair = Pool("NIXL", 8, "sender"), Pool("NIXL", 8, "receiver")
-    yield pair
-    for pool in pair:
+def agents() -> ScriptedAgents:
+    return ScriptedAgents()
+
+
+@pytest.fixture(scope="module")
+def pools(agents: ScriptedAgents) -> Iterator[tuple[Pool, Pool]]:
+    sender, receiver = (
+        Pool("NIXL", 8, name, transport=NixlTransport(ONE_HOST, agents.make))
+        for name in ("sender", "receiver")
+    )
+    yield sender, receiver
+    for pool in (sender, receiver):
         pool.close()
 
 
-def nixl(pool: Pool) -> Any:
-    assert isinstance(pool.transport, NixlTransport)
-    return pool.transport
+@pytest.fixture(autouse=True)
+def unscripted(agents: ScriptedAgents) -> Iterator[None]:
+    yield
+    for agent in agents.values():
+        agent.state = agent.failure = None
 
 
 def test_a_read_without_end_times_out_and_says_that_it_may_land_later(
-    pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch
+    pools: tuple[Pool, Pool], agents: ScriptedAgents
 ) -> None:
     sender, receiver = pools
-    transfer = nixl(receiver)._agent.transfer
-
-    def hang(handle: Any) -> str:
-        transfer(handle)
-        return "PROC"
-
-    monkeypatch.setattr(nixl(receiver)._agent, "transfer", hang)
-    monkeypatch.setattr(nixl(receiver)._agent, "check_xfer_state", lambda _: "PROC")
+    agents["receiver"].state = "PROC"
     with pytest.raises(ReadTimeoutError, match=r"sender took longer than 0\.0 s") as timeout:
         receiver.read(sender.card, [0], [0], timeout=0.01)
     assert timeout.value.may_land_later
 
 
 def test_a_read_that_ends_badly_is_an_error_and_drops_the_peer(
-    pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch
+    pools: tuple[Pool, Pool], agents: ScriptedAgents
 ) -> None:
     sender, receiver = pools
+    agent = agents["receiver"]
     receiver.read(sender.card, [0], [0])
-    monkeypatch.setattr(nixl(receiver)._agent, "transfer", lambda _: "ERR")
+    agent.state = "ERR"
     with pytest.raises(KvTransferError, match="reading KV from sender failed"):
         receiver.read(sender.card, [0], [0])
-    assert nixl(receiver)._remotes == {}
+    agent.state, known = None, agent.num_added
+    receiver.read(sender.card, [0], [0])
+    assert agent.num_added == known + 1
 
 
-def test_a_peer_is_connected_once(pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_is_connected_once(pools: tuple[Pool, Pool], agents: ScriptedAgents) -> None:
     sender, receiver = pools
     receiver.transport.forget(sender.card)
-    added: list[bytes] = []
-    add = nixl(receiver)._agent.add_remote_agent
-
-    def count(metadata: bytes) -> Any:
-        added.append(metadata)
-        return add(metadata)
-
-    monkeypatch.setattr(nixl(receiver)._agent, "add_remote_agent", count)
+    known = agents["receiver"].num_added
     for _ in range(3):
         receiver.read(sender.card, [0], [0])
-    assert len(added) == 1
+    assert agents["receiver"].num_added == known + 1
 
 
 def test_a_card_with_the_metadata_of_another_agent_is_refused(pools: tuple[Pool, Pool]) -> None:
@@ -90,10 +90,10 @@ def test_a_card_with_the_metadata_of_another_agent_is_refused(pools: tuple[Pool,
 
 
 def test_a_peer_that_fails_while_it_connects_does_not_end_the_service(
-    pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch
+    pools: tuple[Pool, Pool], agents: ScriptedAgents
 ) -> None:
     sender, _ = pools
-    monkeypatch.setattr(nixl(sender)._agent, "get_new_notifs", lambda: 1 / 0)
+    agents["sender"].failure = ZeroDivisionError()
     sender.transport.progress()
 
 

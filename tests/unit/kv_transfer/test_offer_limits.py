@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from trtllm_disagg.kv_transfer.handle import MAX_OFFER_SECONDS, Offer, new_ticket
+from trtllm_disagg.kv_transfer.messages import MAX_OFFER_SECONDS, Offer, new_ticket
 from trtllm_disagg.kv_transfer.push import OfferBook
 
 LAYOUT = b"y" * 16

@@ -15,6 +15,7 @@ from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.access import SameUserAuthentication
 from trtllm_disagg.kv_transfer.base import KvTimeouts, PeerMetadata
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
+from trtllm_disagg.kv_transfer.peers import Peers
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender, Pull
 
 
@@ -61,6 +62,17 @@ def sender() -> Iterator[KvSender]:
 
 
 @pytest.fixture
+def peers() -> Peers:
+    return Peers(
+        NoBytes(),
+        LAYOUT,
+        authentication=SameUserAuthentication(),
+        timeouts=KvTimeouts(),
+        on_news=lambda: None,
+    )
+
+
+@pytest.fixture
 def stalled() -> Iterator[str]:
     """The endpoint of a process that takes connections and says nothing."""
     listener, endpoint = SameUserAuthentication().listen()
@@ -74,51 +86,38 @@ def handoff(sender: KvSender, request_id: int) -> KvHandle:
     )
 
 
-def test_a_stalled_sender_delays_no_other(sender: KvSender, stalled: str) -> None:
+def test_a_stalled_sender_delays_no_other(sender: KvSender, peers: Peers, stalled: str) -> None:
     finished = threading.Semaphore(0)
-    receiver = KvReceiver(
-        NoBytes(),
-        LAYOUT,
-        authentication=SameUserAuthentication(),
-        timeouts=KvTimeouts(),
-        on_finished=finished.release,
-    )
+    receiver = KvReceiver(peers, on_finished=finished.release)
     good = handoff(sender, 1)
     stuck = msgspec.structs.replace(good, endpoint=stalled)
     try:
-        receiver.start(Pull(request_id=1, handle=stuck, remote=[1], local=[1]))
-        receiver.start(Pull(request_id=2, handle=good, remote=[1], local=[1]))
+        receiver.start(Pull(handle=stuck, remote=[1], local=[1]))
+        receiver.start(Pull(handle=good, remote=[1], local=[1]))
 
         # Far sooner than the five seconds that a question may take.
         assert finished.acquire(timeout=3)
         (first,) = receiver.take_finished()
-        assert (first.request_id, first.error) == (2, None)
+        assert (first.handle, first.outcome.error) == (good, None)
         assert finished.acquire(timeout=30)
         (second,) = receiver.take_finished()
-        assert second.request_id == 1
-        assert isinstance(second.error, KvTransferError)
-        assert receiver.in_flight == 0
+        assert second.handle == stuck
+        assert isinstance(second.outcome.error, KvTransferError)
     finally:
-        receiver.close()
+        peers.close()
 
 
-def test_the_number_of_workers_is_bounded(sender: KvSender) -> None:
+def test_the_number_of_workers_is_bounded(sender: KvSender, peers: Peers) -> None:
     finished = threading.Semaphore(0)
-    receiver = KvReceiver(
-        NoBytes(),
-        LAYOUT,
-        authentication=SameUserAuthentication(),
-        timeouts=KvTimeouts(),
-        on_finished=finished.release,
-    )
+    receiver = KvReceiver(peers, on_finished=finished.release)
     before = threading.active_count()
     try:
         for port in range(1, 101):
             nowhere = msgspec.structs.replace(handoff(sender, port), endpoint=f"unix://@nowhere:{port}")
-            receiver.start(Pull(request_id=port, handle=nowhere, remote=[1], local=[1]))
+            receiver.start(Pull(handle=nowhere, remote=[1], local=[1]))
         for _ in range(100):
             assert finished.acquire(timeout=30)
         assert len(receiver.take_finished()) == 100
         assert threading.active_count() - before <= 64
     finally:
-        receiver.close()
+        peers.close()

@@ -12,7 +12,7 @@ from tests.support.hosts import write_key
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.kv_transfer import nixl as ucx
+from trtllm_disagg.kv_transfer import ucx
 from trtllm_disagg.kv_transfer.access import KEY_FILE_VARIABLE, Network, OneHost, choose_scope
 
 

@@ -15,7 +15,7 @@ from tests.support.cores import Core
 from tests.support.meeting import Duo
 from tests.unit.embedded.core.test_core_handoff import prompt
 from trtllm_disagg.kv_transfer.access import OneHost
-from trtllm_disagg.kv_transfer.shared_memory import common_runs
+from trtllm_disagg.kv_transfer.base import common_runs
 from trtllm_disagg.kv_transfer.transports import create_transport
 from trtllm_disagg.testing.fake_transport import FakeTransport
 
@@ -59,11 +59,11 @@ def test_a_hundred_requests_load_metadata_once_each_way(
     monkeypatch.setattr(nixl_agent, "add_remote_agent", add_and_count)
     for i in range(50):
         pull(duo, prompt(9, salt=i))
-    assert duo.decode.connector.receiver.metadata_cache.loads == 1
+    assert duo.decode.connector.peers.metadata.loads == 1
     for i in range(50):
         duo.generate(prompt(9, salt=50 + i), 1)
-    assert duo.decode.connector.receiver.metadata_cache.loads == 1, "the same serve both styles"
-    assert duo.prefill.connector.pusher.metadata_cache.loads == 1
+    assert duo.decode.connector.peers.metadata.loads == 1, "the same serve both styles"
+    assert duo.prefill.connector.peers.metadata.loads == 1
     assert len(agents) == 2, "one on each side"
 
 

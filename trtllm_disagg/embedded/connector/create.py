@@ -11,13 +11,14 @@ import torch
 
 from trtllm_disagg.embedded.connector.connector import (
     BlocksInTransfer,
+    BlocksReleased,
     KvConnector,
     KvEvent,
     NullKvConnector,
 )
 from trtllm_disagg.embedded.connector.incoming import IncomingReads, IncomingWrites
-from trtllm_disagg.embedded.connector.outgoing import Leases, OutgoingWrites
-from trtllm_disagg.embedded.ipc.messages import AddRequest, TokenOutput
+from trtllm_disagg.embedded.connector.outgoing import OutgoingWrites
+from trtllm_disagg.embedded.ipc.messages import AddRequest, MadeHandoff, TokenOutput
 from trtllm_disagg.embedded.model.sizing import PoolShape
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import scope_of
@@ -28,18 +29,10 @@ from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError
 from trtllm_disagg.kv_transfer.access import PeerAuthentication
 from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, StagingTransport, prompt_digest
 from trtllm_disagg.kv_transfer.control import MessageHandlers
-from trtllm_disagg.kv_transfer.handle import (
-    Failure,
-    KvHandle,
-    Notice,
-    Offer,
-    StillOffered,
-    Watch,
-    Withdraw,
-    decode_handle,
-)
+from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
 from trtllm_disagg.kv_transfer.host import new_memory
-from trtllm_disagg.kv_transfer.peers import LateTransfers
+from trtllm_disagg.kv_transfer.messages import Failure, Notice, Offer, StillOffered, Watch, Withdraw
+from trtllm_disagg.kv_transfer.peers import Peers
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender
 from trtllm_disagg.kv_transfer.push import KvPusher, OfferBook
 from trtllm_disagg.kv_transfer.push_receiver import PushReceiver
@@ -65,8 +58,7 @@ class TwoSidedConnector:
         """`wake` is called from other threads when `poll` has something to say. Not `takes_offers`: what prefill
         writes would have to be divided among several ranks.
         """
-        seconds = timeouts.transfer
-        fingerprint = layout.fingerprint()
+        seconds, size = timeouts.transfer, layout.tokens_per_block
         self._transport = transport
         self._layout = layout
         self._takes_offers = takes_offers
@@ -78,31 +70,20 @@ class TwoSidedConnector:
             timeouts=timeouts,
             on_lease_ended=wake,
         )
-        self.receiver = KvReceiver(
-            transport, layout, authentication=authentication, timeouts=timeouts, on_finished=wake
-        )
-        client, workers = self.receiver.client, self.receiver.workers
-        self._late = LateTransfers(workers, wake, timeouts.ask)
-        self.offers = OfferBook(self.sender.name, fingerprint, wake, timeouts=timeouts)
-        self.pusher = KvPusher(transport, client, workers, timeouts=timeouts, on_finished=wake)
+        name, endpoint = self.sender.name, self.sender.endpoint
+        self.peers = Peers(transport, layout, authentication=authentication, timeouts=timeouts, on_news=wake)
+        self.receiver = KvReceiver(self.peers, on_finished=wake)
+        self.offers = OfferBook(name, layout.fingerprint(), wake, timeouts=timeouts)
+        self.pusher = KvPusher(self.peers, on_finished=wake)
         self.push_receiver = PushReceiver(
-            self.sender.name,
-            self.endpoint,
-            fingerprint,
-            self.receiver.metadata_cache,
-            client,
-            workers,
-            self._late,
-            timeouts=timeouts,
-            on_news=wake,
-            on_busy=self.sender.progress_thread.expect_peer,
+            name, endpoint, self.peers, on_news=wake, on_busy=self.sender.progress_thread.expect_peer
         )
         self._blocks = BlocksInTransfer()
-        size = layout.tokens_per_block
-        self._reads = IncomingReads(self.receiver, self._late, self._blocks)
+        self._reads = IncomingReads(self.receiver, self.peers.late, self._blocks)
         self._incoming = IncomingWrites(self.push_receiver, self._blocks, size, seconds)
-        self._leases = Leases(self.sender)
-        self._outgoing = OutgoingWrites(self.offers, self.pusher, self._late, self._blocks, size, seconds)
+        self._outgoing = OutgoingWrites(
+            self.offers, self.pusher, self.peers.late, self._blocks, size, seconds
+        )
         self.sender.start(self._message_handlers(), lambda: self.push_receiver.is_busy)
         self.description = f"{transport.name} (leases and reads end after {seconds:g} s)"
         log.info(
@@ -157,7 +138,7 @@ class TwoSidedConnector:
         if sequence.rendezvous is not None:
             self._outgoing.hand_off(sequence, output)
             return False
-        output.handoff = self._leases.hand_off(sequence)
+        output.handoff = self._lease(sequence)
         return True
 
     def release(self, sequence: Sequence) -> list[int]:
@@ -176,12 +157,13 @@ class TwoSidedConnector:
         yield from self._reads.poll()
         yield from self._outgoing.poll()
         yield from self._incoming.poll()
-        for late in self._late.take_news():
+        for late in self.peers.late.take_news():
             if late.ended:
                 yield from self._blocks.free(late)
             else:
                 yield from self._blocks.quarantine(late, late.endpoint)
-        yield from self._leases.poll()
+        for lease in self.sender.leases.take_ended():
+            yield BlocksReleased(lease.blocks)
 
     def seconds_to_deadline(self) -> float | None:
         lease = self.sender.leases.next_deadline()
@@ -190,8 +172,7 @@ class TwoSidedConnector:
 
     def close(self) -> None:
         self.push_receiver.close()
-        self._late.close()
-        self.receiver.close()
+        self.peers.close()
         self.sender.close()
         self._transport.close()
 
@@ -204,6 +185,24 @@ class TwoSidedConnector:
             Failure: lambda message, _: self.push_receiver.failed(message),
             StillOffered: lambda message, _: self.push_receiver.still_offered(message),
         }
+
+    def _lease(self, sequence: Sequence) -> MadeHandoff:
+        """The prompt's blocks go to a lease."""
+        blocks, sequence.blocks = sequence.blocks, []
+        opaque_state = self.sender.lease(
+            sequence.request_id,
+            blocks,
+            prompt_digest=prompt_digest(sequence.tokens[: sequence.num_prompt], sequence.cache_salt),
+            num_tokens=sequence.num_prompt,
+            seed=sequence.seed,
+            cached_tokens=sequence.num_cached,
+        )
+        return MadeHandoff(
+            opaque_state=opaque_state,
+            first_gen_tokens=sequence.output,
+            ctx_request_id=sequence.request_id,
+            ctx_info_endpoint=self.endpoint,
+        )
 
     def _fitting_handle(self, request: AddRequest) -> KvHandle:
         """Raise HandoffRefusedError unless the handoff is of this prompt and fits this engine."""

@@ -27,30 +27,31 @@ class IncomingReads:
         self._receiver = receiver
         self._late = late
         self._blocks = blocks
-        self._reading: dict[int, Sequence] = {}
+        self._reading: dict[Pull, Sequence] = {}
 
     def start(self, sequence: Sequence) -> None:
         """Fetch the prompt's blocks, except the first ones, which are in this engine's prefix cache."""
         handle, num_known = sequence.handle, len(sequence.keys)
         assert handle is not None
-        self._reading[id(sequence)] = sequence
         local = sequence.blocks[num_known : len(handle.blocks)]
         sequence.timer.transfer_began()
-        pull = Pull(request_id=id(sequence), handle=handle, remote=handle.blocks[num_known:], local=local)
+        pull = Pull(handle=handle, remote=handle.blocks[num_known:], local=local)
+        self._reading[pull] = sequence
         self._receiver.start(pull)
 
     def poll(self) -> Iterator[KvEvent]:
         for pull in self._receiver.take_finished():
-            sequence = self._reading.pop(pull.request_id)
-            if pull.late is not None:
-                yield from self._blocks.quarantine(pull.late, pull.handle.sender, pull.local)
+            sequence = self._reading.pop(pull)
+            error, late = pull.outcome
+            if late is not None:
+                yield from self._blocks.quarantine(late, pull.handle.sender, pull.local)
                 sequence.blocks = [block for block in sequence.blocks if block not in set(pull.local)]
-                self._late.add(pull.late)
-            if pull.error is None and not sequence.aborted:
+                self._late.add(late)
+            if error is None and not sequence.aborted:
                 yield self._arrived(sequence, pull)
                 continue
-            if pull.error is not None and not sequence.aborted:
-                yield KvFailed(sequence.request_id, pull.error)
+            if error is not None and not sequence.aborted:
+                yield KvFailed(sequence.request_id, error)
             yield ReadEnded(sequence)
 
     def _arrived(self, sequence: Sequence, pull: Pull) -> KvArrived:

@@ -1,4 +1,4 @@
-"""The prefill side: finished prompts are leased to decode, or written into decode's blocks while they are computed."""
+"""GENERATION_FIRST, the prefill side: prompts are written into decode's blocks while they are computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from trtllm_disagg.embedded.connector.connector import (
     BlocksInTransfer,
-    BlocksReleased,
     HandedOff,
     KvEvent,
     KvFailed,
@@ -17,43 +16,11 @@ from trtllm_disagg.embedded.connector.connector import (
 )
 from trtllm_disagg.embedded.ipc.messages import MadeHandoff, TokenOutput
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
-from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
+from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer.base import prompt_digest
-from trtllm_disagg.kv_transfer.handle import Notice
+from trtllm_disagg.kv_transfer.messages import Notice
 from trtllm_disagg.kv_transfer.peers import LateTransfers
-from trtllm_disagg.kv_transfer.pull import KvSender
-from trtllm_disagg.kv_transfer.push import KvPusher, Move, OfferBook, Push
-
-_GIVEN_UP = "the decode worker has given up on this request"
-
-
-class Leases:
-    """CONTEXT_FIRST."""
-
-    def __init__(self, sender: KvSender) -> None:
-        self._sender = sender
-
-    def hand_off(self, sequence: Sequence) -> MadeHandoff:
-        """The prompt's blocks go to the lease."""
-        blocks, sequence.blocks = sequence.blocks, []
-        opaque_state = self._sender.lease(
-            sequence.request_id,
-            blocks,
-            prompt_digest=prompt_digest(sequence.tokens[: sequence.num_prompt], sequence.cache_salt),
-            num_tokens=sequence.num_prompt,
-            seed=sequence.seed,
-            cached_tokens=sequence.num_cached,
-        )
-        return MadeHandoff(
-            opaque_state=opaque_state,
-            first_gen_tokens=sequence.output,
-            ctx_request_id=sequence.request_id,
-            ctx_info_endpoint=self._sender.endpoint,
-        )
-
-    def poll(self) -> Iterator[KvEvent]:
-        for lease in self._sender.leases.take_ended():
-            yield BlocksReleased(lease.blocks)
+from trtllm_disagg.kv_transfer.push import GIVEN_UP, KvPusher, Move, OfferBook, Push
 
 
 @dataclass(slots=True)
@@ -64,8 +31,6 @@ class _Pushed:
 
 
 class OutgoingWrites:
-    """GENERATION_FIRST."""
-
     def __init__(
         self,
         offers: OfferBook,
@@ -166,7 +131,7 @@ class OutgoingWrites:
             for request in list(self._awaited):
                 yield from self._look_for_offer(request)
             for sequence in [s for s, pushed in self._pushed.items() if pushed.push.is_withdrawn]:
-                yield KvFailed(sequence.request_id, KvTransferError(_GIVEN_UP))
+                yield KvFailed(sequence.request_id, KvTransferError(GIVEN_UP))
         now = time.monotonic()
         for request in [request for request, (_, end) in self._awaited.items() if end <= now]:
             yield self._leave(request, f"no decode worker offered its blocks within {self._seconds:g} s")
@@ -178,7 +143,7 @@ class OutgoingWrites:
             sequence, _ = self._awaited.pop(request)
             yield from self._take_offer(sequence, push)
         elif self._offers.was_left(request):
-            yield self._leave(request, _GIVEN_UP)
+            yield self._leave(request, GIVEN_UP)
 
     def _leave(self, request: int, reason: str) -> KvFailed:
         sequence, _ = self._awaited.pop(request)
@@ -211,15 +176,16 @@ class OutgoingWrites:
             case "told":
                 self._offers.forget(move.push)
             case "broken":
-                yield from self._broken(move, move.error or KvTransferError("the push failed"))
+                yield from self._broken(move)
 
-    def _broken(self, move: Move, error: DisaggError) -> Iterator[KvEvent]:
+    def _broken(self, move: Move) -> Iterator[KvEvent]:
+        error, late = move.outcome
+        assert error is not None
         for sequence in self._sequences_of(move.push):
-            if move.late is not None:
-                filled = list(move.filled)
-                yield from self._blocks.quarantine(move.late, move.push.offer.decode, filled)
+            if late is not None and move.filled:
+                yield from self._blocks.quarantine(late, move.push.offer.decode, list(move.filled))
                 sequence.blocks = [block for block in sequence.blocks if block not in move.filled]
-                self._late.add(move.late)
+                self._late.add(late)
             yield KvFailed(sequence.request_id, error)
         if output := self._delivering.pop(move.push, None):
             self._pusher.fail(move.push, str(error))

@@ -80,8 +80,16 @@ def shards_of(peer: PeerMetadata) -> list[PeerMetadata]:
 class ShardReader:
     """Fills one rank's pool from a sender with the same number of ranks, or another one."""
 
-    def __init__(self, transport: StagingTransport, pool: torch.Tensor, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self,
+        transport: StagingTransport,
+        pool: torch.Tensor,
+        rank: int,
+        num_ranks: int,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
         self._transport = transport
+        self._staging_bytes = staging_bytes
         self._pool = pool
         self._rank, self._num_ranks = rank, num_ranks
 
@@ -121,7 +129,7 @@ class ShardReader:
         pool = _as_bytes(self._pool)
         _, rows, _, head_bytes = pool.shape
         block_bytes = rows * heads * head_bytes
-        at_once = max(1, STAGING_BYTES // block_bytes)
+        at_once = max(1, self._staging_bytes // block_bytes)
         for start in range(0, len(remote), at_once):
             chunk = slice(start, start + at_once)
             try:

@@ -16,7 +16,7 @@ from tests.support.meeting import Duo
 from tests.unit.embedded.core.test_core_handoff import prompt
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.control import ControlClient
-from trtllm_disagg.kv_transfer.handle import Notice
+from trtllm_disagg.kv_transfer.messages import Notice
 from trtllm_disagg.testing.fake_transport import FakeTransport, TakesTooLong, WaitsFor
 
 BLOCK = 32
@@ -144,7 +144,7 @@ def test_a_restarted_prefill_is_met_under_its_new_name(make_duo: MakeDuo) -> Non
     """What was known of the old one is dropped when another engine answers at its place."""
     duo = make_duo()
     duo.generate(prompt(40), 2)
-    cache = duo.decode.connector.receiver.metadata_cache
+    cache = duo.decode.connector.peers.metadata
     ((endpoint, current),) = cache.known.items()
 
     cache.known[endpoint] = msgspec.structs.replace(current, sender="an-earlier-one")

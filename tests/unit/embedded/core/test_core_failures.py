@@ -199,7 +199,7 @@ def test_a_request_that_does_not_fit_into_the_pool_that_is_left_is_refused(make_
         ({"kv_cache_config": {"max_tokens": 1024, "tokens_per_block": 16}}, "tokens_per_block: prefill 32, decode 16"),
         ({"seed": 1}, "model: prefill "),
         ({"dtype": "bfloat16"}, "dtype: prefill 'float32', decode 'bfloat16'"),
-        ({"backend": "NIXL"}, "prefill sends KV by SHARED_MEMORY, decode reads by NIXL"),
+        ({"backend": "NIXL"}, "the other engine moves KV by SHARED_MEMORY, this one by NIXL"),
     ],
     ids=["block size", "weights", "dtype", "transport"],
 )  # fmt: skip

@@ -17,8 +17,8 @@ from tests.support.cores import Answer, Core
 from tests.support.meeting import wait_until
 from trtllm_disagg.embedded.ipc.messages import MadeHandoff
 from trtllm_disagg.kv_transfer.base import KvTimeouts
-from trtllm_disagg.kv_transfer.control import LeaseTable
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
+from trtllm_disagg.kv_transfer.leases import LeaseTable
 from trtllm_disagg.testing.fake_transport import FakeTransport, Interrupted
 
 BLOCK = 32
@@ -167,7 +167,7 @@ def test_a_handle_with_another_prompt_is_refused_before_anything_is_read(prefill
         ({"num_tokens": 1}, "for 1 tokens"),
         ({"blocks": [0]}, "holds 1 blocks"),
         ({"blocks": [0, 1, 2, 3]}, "holds 4 blocks"),
-        ({"blocks": [0, 1, 1_000_000]}, "names block 1000000; its prefill worker has 32"),
+        ({"blocks": [0, 1, 1_000_000]}, "names block 1000000; the other engine has 32"),
         ({"layout": b"?" * 16, "blocks": [0]}, "another KV layout"),
         ({"endpoint": "http://127.0.0.1:1"}, "expected tcp://HOST:PORT or unix://"),
         ({"endpoint": "tcp://127.0.0.1:99999"}, "expected tcp://HOST:PORT or unix://"),

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.nixl_agents import ScriptedAgents
 from tests.support.pools import ONE_HOST
-from trtllm_disagg.embedded.tensor_parallel import relayout
 from trtllm_disagg.embedded.tensor_parallel.relayout import (
+    STAGING_BYTES,
     Shard,
     ShardReader,
     join_addresses,
@@ -50,13 +51,17 @@ def test_every_head_is_read_exactly_once(data: st.DataObject) -> None:
 class Engine:
     """The pools of one engine, all its ranks in this process."""
 
-    def __init__(self, backend: str, name: str, num_ranks: int, num_blocks: int) -> None:
+    def __init__(
+        self, backend: str, name: str, num_ranks: int, num_blocks: int, agents: ScriptedAgents | None
+    ) -> None:
         self.num_ranks = num_ranks
         self.transports: list[StagingTransport] = []
         self.pools: list[torch.Tensor] = []
         shards = []
         for rank in range(num_ranks):
-            transport = create_transport(backend, ONE_HOST)
+            transport: StagingTransport = (
+                NixlTransport(ONE_HOST, agents.make) if agents else create_transport(backend, ONE_HOST)
+            )
             shape = (num_blocks, LAYERS, 2, SLOTS, HEADS // num_ranks, DIM)
             self.pools.append(transport.allocate(shape, torch.float32, torch.device("cpu")))
             shards.append(Shard(f"{name}/{rank}", transport.serve(f"{name}/{rank}")))
@@ -75,8 +80,8 @@ class Engine:
         for pool, part in zip(self.pools, kv.chunk(self.num_ranks, dim=4), strict=True):
             pool.copy_(part)
 
-    def reader(self, rank: int) -> ShardReader:
-        return ShardReader(self.transports[rank], self.pools[rank], rank, self.num_ranks)
+    def reader(self, rank: int, staging_bytes: int = STAGING_BYTES) -> ShardReader:
+        return ShardReader(self.transports[rank], self.pools[rank], rank, self.num_ranks, staging_bytes)
 
     def close(self) -> None:
         self._closed.set()
@@ -91,8 +96,13 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engines(backend: str, theirs: int, ours: int) -> Iterator[tuple[Engine, Engine]]:
-    pair = Engine(backend, "prefill", theirs, THEIRS), Engine(backend, "decode", ours, OURS)
+def engines(
+    backend: str, theirs: int, ours: int, agents: ScriptedAgents | None = None
+) -> Iterator[tuple[Engine, Engine]]:
+    pair = (
+        Engine(backend, "prefill", theirs, THEIRS, agents),
+        Engine(backend, "decode", ours, OURS, agents),
+    )
     try:
         pair[0].fill(torch.randn(THEIRS, LAYERS, 2, SLOTS, HEADS, DIM))
         yield pair
@@ -107,16 +117,13 @@ def ids(blocks: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 1)])
-@pytest.mark.parametrize("staging", [relayout.STAGING_BYTES, 1], ids=["at once", "block by block"])
-def test_blocks_arrive_bit_for_bit(
-    backend: str, theirs: int, ours: int, staging: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relayout, "STAGING_BYTES", staging)
+@pytest.mark.parametrize("staging", [STAGING_BYTES, 1], ids=["at once", "block by block"])
+def test_blocks_arrive_bit_for_bit(backend: str, theirs: int, ours: int, staging: int) -> None:
     with engines(backend, theirs, ours) as (prefill, decode):
         before = decode.kv
         before[LOCAL] = prefill.kv[REMOTE]
         for rank in range(ours):
-            decode.reader(rank).read(prefill.card, ids(REMOTE), ids(LOCAL), 10.0)
+            decode.reader(rank, staging).read(prefill.card, ids(REMOTE), ids(LOCAL), 10.0)
         assert torch.equal(decode.kv, before), "the blocks as they are there, all others untouched"
 
 
@@ -137,21 +144,19 @@ def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused() -> None:
         reader.read(card, ids([0]), ids([0]), 1.0)
 
 
-def test_a_read_that_never_ends_may_not_land_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_never_ends_may_not_land_in_the_pool() -> None:
     """Its buffer is not used again; the blocks are free to be."""
-    with engines("NIXL", 1, 2) as (prefill, decode):
-        transport = decode.transports[0]
-        assert isinstance(transport, NixlTransport)
+    agents = ScriptedAgents()
+    with engines("NIXL", 1, 2, agents) as (prefill, decode):
+        agent = agents["decode/0"]
         decode.reader(0).read(prefill.card, ids([0]), ids([0]), 10.0)
-        with monkeypatch.context() as patch:
-            patch.setattr(transport._agent, "transfer", lambda _: "PROC")
-            patch.setattr(transport._agent, "check_xfer_state", lambda _: "PROC")
-            with pytest.raises(KvTransferError, match="took longer than") as caught:
-                decode.reader(0).read(prefill.card, ids([1]), ids([1]), 0.01)
+        agent.state = "PROC"
+        with pytest.raises(KvTransferError, match="took longer than") as caught:
+            decode.reader(0).read(prefill.card, ids([1]), ids([1]), 0.01)
         assert isinstance(caught.value.__cause__, ReadTimeoutError)
-        staging = transport._staging
-        assert staging is not None
-        (lost,) = staging._lost
+        agent.state = None
         decode.reader(0).read(prefill.card, ids([1]), ids([1]), 10.0)
-        assert all(buffer is not lost for buffer in staging._free)
+        pool, first, lost, last = agent.own_tables
+        assert first == lost, "a buffer is used again"
+        assert last not in (pool, lost)
         assert torch.equal(decode.pools[0][1], prefill.kv[1, :, :, :, : HEADS // 2])

@@ -1,0 +1,53 @@
+"""NIXL's own agents, with transfers that end as a test says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nixl_cu12._api import nixl_agent
+
+
+class ScriptedAgent(nixl_agent):  # type: ignore[misc]
+    """Moves the bytes as NIXL does, whatever it says of the transfer."""
+
+    def __init__(self, name: str, config: Any) -> None:
+        super().__init__(name, config)
+        #: What is said of every transfer; None: what is so.
+        self.state: str | None = None
+        #: Raised where the agent is given time.
+        self.failure: Exception | None = None
+        self.num_added = 0
+        #: Where each own list of blocks begins that a transfer was prepared with.
+        self.own_tables: list[int] = []
+
+    def transfer(self, handle: Any, *args: Any) -> Any:
+        state = super().transfer(handle, *args)
+        return self.state or state
+
+    def check_xfer_state(self, handle: Any) -> Any:
+        return self.state or super().check_xfer_state(handle)
+
+    def add_remote_agent(self, metadata: bytes) -> Any:
+        self.num_added += 1
+        return super().add_remote_agent(metadata)
+
+    def get_new_notifs(self, *args: Any) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        return super().get_new_notifs(*args)
+
+    def prep_xfer_dlist(self, agent_name: str, table: Any, *args: Any) -> Any:
+        if agent_name == "NIXL_INIT_AGENT":
+            self.own_tables.append(int(table[0][0]))
+        return super().prep_xfer_dlist(agent_name, table, *args)
+
+
+class ScriptedAgents(dict[str, ScriptedAgent]):
+    """By name. `make` is for a NixlTransport."""
+
+    def make(self, name: str, config: Any) -> ScriptedAgent:
+        self[name] = ScriptedAgent(name, config)
+        return self[name]
+
+    def __bool__(self) -> bool:
+        return True
