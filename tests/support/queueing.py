@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from tests.support.nats_server import NatsServer
@@ -13,7 +13,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import NoInstanceError
 from trtllm_disagg.handlers.remote import NoStage, StageClient, StageInstance
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.prefill_queue.broker import Broker
+from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
 from trtllm_disagg.prefill_queue.messages import Names
 from trtllm_disagg.prefill_queue.pull import Puller, Room
 from trtllm_disagg.prefill_queue.push import QueueClient
@@ -53,6 +53,12 @@ class Pushing:
     broker: Broker
     generate: Generate
     llm: LLM
+    listening: AsyncExitStack
+
+    async def close(self) -> None:
+        await self.watch.stop()
+        await self.listening.aclose()
+        await self.broker.close()
 
 
 @dataclass
@@ -81,6 +87,7 @@ class Queueing:
     strategy: str = "decode_first"
     namespace: str = field(default_factory=lambda: f"test-{next(_namespaces)}")
     kind: str = "kind"
+    limits: QueueLimits = field(default_factory=QueueLimits)
     pushers: list[Pushing] = field(default_factory=list)
     pullers: list[Pulling] = field(default_factory=list)
 
@@ -88,21 +95,24 @@ class Queueing:
     def names(self) -> Names:
         return Names.of(worker_config(self.namespace, Role.PREFILL, self.strategy), self.kind)
 
-    async def connect(self) -> Broker:
-        return await Broker.connect(self.server.url, self.names)
+    async def connect(self, kind: type[Broker] = Broker) -> Broker:
+        return await kind.connect(self.server.url, self.names, self.limits)
 
-    async def pusher(self, timeout: float = 20.0, stage: StageClient | None = None) -> Pushing:
+    async def pusher(
+        self, timeout: float = 20.0, stage: StageClient | None = None, broker: Broker | None = None
+    ) -> Pushing:
         """A worker of the strategy's first stage, with a queue timeout in seconds."""
-        broker = await self.connect()
+        broker = broker or await self.connect()
         client = QueueClient(broker, timeout)
-        await client.start()
+        listening = AsyncExitStack()
+        await listening.enter_async_context(client.listening())
         watch = DepthWatch(broker, client.waits)
         await watch.start()
         engine = recording_engine()
         role = Role(spec_of(self.strategy).entry_role or "decode")
         config = worker_config(self.namespace, role, self.strategy)
         generate = build_generate(config, engine, stage or NoWorkers(), prefills=client, waiting=watch)
-        self.pushers.append(Pushing(client, watch, broker, generate, engine.llm))
+        self.pushers.append(Pushing(client, watch, broker, generate, engine.llm, listening))
         return self.pushers[-1]
 
     async def puller(
@@ -118,7 +128,7 @@ class Queueing:
         config = worker_config(self.namespace, Role.PREFILL, self.strategy)
         generate = serve or build_generate(config, engine, NoStage())
         puller = Puller(broker, instance_id, Room(max_items, max_tokens), generate)
-        await puller.start()
+        puller.start()
         self.pullers.append(Pulling(puller, broker, instance_id, engine.llm))
         return self.pullers[-1]
 
@@ -126,8 +136,7 @@ class Queueing:
         for pulling in self.pullers:
             await pulling.die()
         for pushing in self.pushers:
-            await pushing.watch.stop()
-            await pushing.broker.close()
+            await pushing.close()
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The connection to NATS: the only module that knows its client. What it cannot do ends in an error of ours."""
+"""The connection to NATS: the only module that makes its client. What it cannot do ends in an error of ours."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
@@ -20,6 +21,40 @@ from nats.js.errors import APIError, BadRequestError, NotFoundError, ServiceUnav
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.errors import ConfigError, OverloadedError, QueueUnusableError
 from trtllm_disagg.prefill_queue.messages import CONSUMER, MAX_BYTES, NO, YES, Names
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_RECONNECT_SECONDS = 0.2
+#: A server that hangs is given up after two of these.
+_PING_SECONDS = 2
+#: No request waits so long: what is older is left of pushers that are gone, where no worker pulls.
+_MAX_AGE_SECONDS = 3600.0
+_MAX_ITEMS = 10_000
+_MAX_STREAM_BYTES = 256 << 20
+_NAME_IN_USE, _TOO_MANY = 10058, (10077, 10054, 10122)
+
+#: Of its client; a TimeoutError is an OSError.
+NATS_ERRORS = (nats.errors.Error, OSError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLimits:
+    """Seconds, and how often an item may change hands."""
+
+    #: To reach the server at the start.
+    connect: float = 3.0
+    #: For an answer of NATS, or of another worker.
+    reply: float = 2.0
+    #: A prefill worker that is silent about an item for longer has lost it.
+    ack: float = 3.0
+    #: Between two words of a prefill worker about an item that it is at.
+    beat: float = 1.0
+    #: An item that so many workers have lost is not given to another one.
+    claims: int = 3
+    #: An item that a worker must not run is offered again so often before it fails.
+    offers: int = 40
 
 
 class NatsClient(Client):
@@ -33,9 +68,6 @@ class NatsClient(Client):
         if wants_tls and not info.get("tls_required"):
             raise nats.errors.Error("this one offers no TLS")
         await super()._process_info(info, initial_connection=initial_connection)
-
-
-T = TypeVar("T")
 
 
 async def preserve_cancellation(answer: Awaitable[T]) -> T:
@@ -54,22 +86,16 @@ async def preserve_cancellation(answer: Awaitable[T]) -> T:
             raise asyncio.CancelledError
 
 
-log = logging.getLogger(__name__)
-
-#: Seconds: a prefill worker that is silent about an item for longer has lost it.
-ACK_SECONDS = 3.0
-_CONNECT_SECONDS = 3.0
-_REPLY_SECONDS = 2.0
-_RECONNECT_SECONDS = 0.2
-#: A server that hangs is given up after two of these.
-_PING_SECONDS = 2
-#: No request waits so long: what is older is left of pushers that are gone, where no worker pulls.
-_MAX_AGE_SECONDS = 3600.0
-_MAX_ITEMS = 10_000
-_MAX_STREAM_BYTES = 256 << 20
-_NAME_IN_USE, _TOO_MANY = 10058, (10077, 10054, 10122)
-
-_NATS_ERRORS = (nats.errors.Error, asyncio.TimeoutError, OSError)
+async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+    """Raises TimeoutError. NATS's client can lose a cancel and hang after it, so its end is not waited for."""
+    task = asyncio.create_task(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+        if not done:
+            raise TimeoutError
+        task.result()
+    finally:
+        task.cancel()
 
 
 class Reply(Enum):
@@ -84,10 +110,11 @@ class Reply(Enum):
 class Broker:
     """One connection of this worker, and the stream of its queue; its owner calls `close`."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, limits: QueueLimits, client: NatsClient) -> None:
         self.names = names
-        self._client = NatsClient()
-        self._stream = self._client.jetstream(timeout=_REPLY_SECONDS)
+        self.limits = limits
+        self._client = client
+        self._stream = self._client.jetstream(timeout=limits.reply)
         self._pulling: JetStreamContext.PullSubscription | None = None
         self._usable = asyncio.Event()
         self._on_lost: list[Callable[[str], None]] = []
@@ -96,14 +123,14 @@ class Broker:
         self._returning: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, servers: str, names: Names) -> Broker:
-        """Raises ConfigError when there is no such NATS server, or it has no JetStream."""
-        broker = cls(names)
+    async def connect(
+        cls, servers: str, names: Names, limits: QueueLimits | None = None, client: NatsClient | None = None
+    ) -> Self:
+        """`client`: instead of NATS's. Raises ConfigError when there is no such NATS server, or it has no JetStream."""
+        broker = cls(names, limits or QueueLimits(), client or NatsClient())
         try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                await broker._connect(servers.split(","))
-                await broker._make_stream()
-        except _NATS_ERRORS as error:
+            await _within(broker.limits.connect, broker._open(servers.split(",")))
+        except NATS_ERRORS as error:
             reason = _why_not(error, broker._client.last_error)
             await broker.close()
             raise ConfigError.bad_value(
@@ -129,8 +156,8 @@ class Broker:
         self._usable.clear()
         if self._returning is not None:
             self._returning.cancel()
-        with contextlib.suppress(*_NATS_ERRORS):
-            await self._client.close()
+        with contextlib.suppress(*NATS_ERRORS):
+            await _within(self.limits.reply, self._client.close())
 
     # -- the stream
 
@@ -141,21 +168,18 @@ class Broker:
                 f"a request of {len(data)} bytes does not fit the prefill queue: NATS takes "
                 f"{self._client.max_payload} (max_payload)"
             )
-        try:
-            ack = await preserve_cancellation(
-                self._stream.publish(self.names.items, data, timeout=_REPLY_SECONDS)
-            )
-        except APIError as error:
-            if error.err_code in _TOO_MANY:
-                raise OverloadedError("the prefill queue is full") from error
-            raise self._unavailable(error) from error
-        except _NATS_ERRORS as error:
-            raise self._unavailable(error) from error
+        with _unusable():
+            try:
+                ack = await preserve_cancellation(self._stream.publish(self.names.items, data))
+            except APIError as error:
+                if error.err_code in _TOO_MANY:
+                    raise OverloadedError("the prefill queue is full") from error
+                raise
         return ack.seq
 
     async def withdraw(self, sequence: int) -> None:
         """As far as possible; an item without a waiting request is skipped anyway."""
-        with contextlib.suppress(*_NATS_ERRORS):
+        with contextlib.suppress(*NATS_ERRORS):
             await preserve_cancellation(self._stream.delete_msg(self.names.stream, sequence))
 
     async def pull(self, seconds: float) -> Msg | None:
@@ -166,7 +190,7 @@ class Broker:
             (message,) = await preserve_cancellation(self._pulling.fetch(1, timeout=seconds))
         except TimeoutError:
             return None
-        except _NATS_ERRORS as error:
+        except NATS_ERRORS as error:
             log.warning("the prefill queue cannot be pulled from: %s", error)
             await asyncio.sleep(_RECONNECT_SECONDS)
             return None
@@ -175,17 +199,16 @@ class Broker:
 
     async def waiting(self) -> tuple[int, int]:
         """(items that no worker has been given yet, place of the oldest one). Raises QueueUnusableError."""
-        try:
-            consumer = await preserve_cancellation(
-                self._stream.consumer_info(self.names.stream, CONSUMER, timeout=_REPLY_SECONDS)
-            )
+        with _unusable():
+            try:
+                consumer = await preserve_cancellation(
+                    self._stream.consumer_info(self.names.stream, CONSUMER, timeout=self.limits.reply)
+                )
+            except NotFoundError:
+                await self._make_anew()
+                return 0, 1
             if consumer.created != self._born:
                 await self._make_anew()
-        except NotFoundError:
-            await self._make_anew()
-            return 0, 1
-        except _NATS_ERRORS as error:
-            raise self._unavailable(error) from error
         delivered = consumer.delivered.stream_seq if consumer.delivered is not None else 0
         return consumer.num_pending or 0, delivered + 1
 
@@ -195,33 +218,42 @@ class Broker:
             message = await preserve_cancellation(
                 self._stream.get_msg(self.names.stream, sequence, subject=self.names.items, next=True)
             )
-        except _NATS_ERRORS:
+        except NATS_ERRORS:
             return None
         return message.time.timestamp() if message.time is not None else None
 
     # -- plain messages
 
-    async def listen(self, subject: str, hear: Callable[[Msg], Awaitable[None]]) -> None:
-        await self._client.subscribe(subject, cb=hear)
-        await self._client.flush()
+    @contextlib.asynccontextmanager
+    async def listening(self, subject: str, hear: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
+        """What is asked or pushed inside comes after this. Raises QueueUnusableError."""
+        with _unusable():
+            subscription = await self._client.subscribe(subject, cb=hear)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(*NATS_ERRORS):
+                await subscription.unsubscribe()
 
     async def tell(self, subject: str, data: bytes) -> None:
         """Best effort."""
-        with contextlib.suppress(*_NATS_ERRORS):
+        with contextlib.suppress(*NATS_ERRORS):
             await self._client.publish(subject, data)
 
     async def ask(self, subject: str, data: bytes) -> Reply:
         try:
-            answer = await preserve_cancellation(self._client.request(subject, data, timeout=_REPLY_SECONDS))
+            answer = await preserve_cancellation(
+                self._client.request(subject, data, timeout=self.limits.reply)
+            )
         except nats.errors.NoRespondersError:
             return Reply.NO_RECEIVER
-        except _NATS_ERRORS:
+        except NATS_ERRORS:
             return Reply.NONE
         return {YES: Reply.YES, NO: Reply.NO}.get(answer.data, Reply.NONE)
 
     # -- the connection
 
-    async def _connect(self, servers: list[str]) -> None:
+    async def _open(self, servers: list[str]) -> None:
         await self._client.connect(
             servers=servers,
             name="trtllm-disagg",
@@ -235,6 +267,7 @@ class Broker:
             disconnected_cb=self._lost,
             reconnected_cb=self._back,
         )
+        await self._make_stream()
 
     async def _make_stream(self) -> None:
         """Idempotent. Each item is for one worker, and comes back when that one does not finish it."""
@@ -258,7 +291,7 @@ class Broker:
         consumer = api.ConsumerConfig(
             durable_name=CONSUMER,
             ack_policy=api.AckPolicy.EXPLICIT,
-            ack_wait=ACK_SECONDS,
+            ack_wait=self.limits.ack,
             max_deliver=-1,
             max_ack_pending=-1,
         )
@@ -267,10 +300,8 @@ class Broker:
     async def _make_anew(self) -> None:
         """The stream was deleted in NATS, with what waited in it. Raises QueueUnusableError."""
         log.warning("the prefill queue was deleted in NATS, and is made anew")
-        try:
+        with _unusable():
             await preserve_cancellation(self._make_stream())
-        except _NATS_ERRORS as error:
-            raise self._unavailable(error) from error
         self._tell_lost("it was deleted in NATS")
 
     async def _lost(self) -> None:
@@ -294,7 +325,7 @@ class Broker:
         while self._client.is_connected:
             try:
                 await preserve_cancellation(self._make_stream())
-            except _NATS_ERRORS as error:
+            except NATS_ERRORS as error:
                 log.warning("NATS is back, but has no stream yet: %s", error)
                 await asyncio.sleep(_RECONNECT_SECONDS)
                 continue
@@ -302,8 +333,16 @@ class Broker:
             self._usable.set()
             return
 
-    def _unavailable(self, error: BaseException) -> QueueUnusableError:
-        return QueueUnusableError(f"the prefill queue cannot be reached: {error or type(error).__name__}")
+
+@contextlib.contextmanager
+def _unusable() -> Iterator[None]:
+    """Raises QueueUnusableError for what NATS's client raises."""
+    try:
+        yield
+    except NATS_ERRORS as error:
+        raise QueueUnusableError(
+            f"the prefill queue cannot be reached: {error or type(error).__name__}"
+        ) from error
 
 
 async def _noted(error: Exception) -> None:

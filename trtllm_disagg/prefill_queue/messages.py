@@ -1,4 +1,4 @@
-"""What travels over NATS: MessagePack of the types below, bounded and validated where it arrives."""
+"""What travels over NATS: MessagePack of the types below, bounded and validated where it arrives; and its subjects."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ class Claim(_OfAttempt, frozen=True, tag=True):
     """May I? Answered with YES or NO."""
 
     worker: InstanceId
-    #: Where it hears of a cancel.
-    puller: Id
 
 
 class Beat(_OfAttempt, frozen=True, tag=True):
@@ -62,49 +60,32 @@ class Failed(_OfAttempt, frozen=True, tag=True):
     category: str
     message: Annotated[str, msgspec.Meta(max_length=MAX_ERROR_CHARS)]
 
+    def error(self) -> errors.DisaggError:
+        """What the prefill worker has raised; what has no known category is its engine's."""
+        return _BY_CATEGORY.get(self.category, errors.EngineError)(self.message)
+
 
 FromPuller = Claim | Beat | Answer | Failed
 
-
-class Cancel(msgspec.Struct, frozen=True):
-    """From the pusher to the prefill worker: no request waits any more."""
-
-    item: Id
-
-
 YES, NO = b"+", b"-"
 
-#: A worker that leaves, or drops a request with a client that is still there, counts as gone.
 _BY_CATEGORY: dict[str, type[errors.DisaggError]] = {
+    # A worker that leaves, or drops a request with a client that is still there, counts as gone.
     errors.WorkerLeavingError.category: errors.PeerUnavailableError,
     errors.RequestCancelledError.category: errors.PeerUnavailableError,
-    **{
-        kind.category: kind
-        for kind in (
-            errors.InvalidRequestError,
-            errors.OverloadedError,
-            errors.PeerUnavailableError,
-            errors.StageTimeoutError,
-            errors.EngineError,
-        )
-    },
+    errors.InvalidRequestError.category: errors.InvalidRequestError,
+    errors.OverloadedError.category: errors.OverloadedError,
+    errors.PeerUnavailableError.category: errors.PeerUnavailableError,
+    errors.StageTimeoutError.category: errors.StageTimeoutError,
 }
-
-
-def failure_of(said: Failed) -> errors.DisaggError:
-    """The error that the prefill worker has raised; what has no known category is its engine's."""
-    return _BY_CATEGORY.get(said.category, errors.EngineError)(said.message)
-
-
-_encoder = msgspec.msgpack.Encoder()
 
 
 class UnreadableError(ValueError):
     """Not one of ours, or a forgery."""
 
 
-def encode(message: Item | FromPuller | Cancel) -> bytes:
-    return _encoder.encode(message)
+def encode(message: Item | FromPuller) -> bytes:
+    return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes, kind: Any) -> Any:
@@ -152,9 +133,9 @@ class Names:
         """Where a pusher hears of its items."""
         return f"{self._root}.pusher.{pusher_id}"
 
-    def puller(self, puller_id: str) -> str:
-        """Where a prefill worker hears of cancels."""
-        return f"{self._root}.puller.{puller_id}"
+    def cancel(self, item_id: str) -> str:
+        """Where a prefill worker that is at an item hears that no request waits for it any more."""
+        return f"{self._root}.cancel.{item_id}"
 
     @property
     def _root(self) -> str:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import uuid
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing
 
-import nats.errors
 from nats.aio.msg import Msg
 
-from trtllm_disagg.errors import DisaggError, InvalidRequestError, PeerUnavailableError
-from trtllm_disagg.prefill_queue.broker import ACK_SECONDS, Broker, Reply, preserve_cancellation
+from trtllm_disagg.errors import DisaggError, InvalidRequestError, PeerUnavailableError, QueueUnusableError
+from trtllm_disagg.prefill_queue.broker import NATS_ERRORS, Broker, Reply, preserve_cancellation
 from trtllm_disagg.prefill_queue.messages import (
     MAX_ERROR_CHARS,
     Answer,
     Beat,
-    Cancel,
     Claim,
     Failed,
     FromPuller,
@@ -29,6 +26,13 @@ from trtllm_disagg.prefill_queue.messages import (
 )
 from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire import decode_request, encode_chunk
+
+log = logging.getLogger(__name__)
+
+#: Also how long a worker that is told to stop may still get an item; it gives that back at once.
+_PULL_SECONDS = 0.5
+#: An item that this worker must not run is offered again so soon.
+_OFFER_AGAIN_SECONDS = 0.05
 
 
 class Room:
@@ -82,15 +86,8 @@ class PulledContext:
     def stop(self) -> None:
         self._stopped.set()
 
-
-log = logging.getLogger(__name__)
-
-#: Also how long a worker that is told to stop may still get an item; it gives that back at once.
-_PULL_SECONDS = 0.5
-_BEAT_SECONDS = ACK_SECONDS / 3
-#: An item that this worker must not run is offered again so soon, and so often before it fails.
-_OFFER_AGAIN_SECONDS = 0.05
-MAX_OFFERS = 40
+    async def heard_cancel(self, message: Msg) -> None:
+        self.stop()
 
 
 class Puller:
@@ -99,18 +96,16 @@ class Puller:
     def __init__(self, broker: Broker, instance_id: int, room: Room, generate: Generate) -> None:
         """`generate` is asked for the errand "prefill"."""
         self._broker = broker
+        self._limits = broker.limits
         self._instance_id = instance_id
         self._room = room
         self._generate = generate
-        self._id = uuid.uuid4().hex
-        self._contexts: dict[str, PulledContext] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._is_asking = False
         self._loop: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        await self._broker.listen(self._broker.names.puller(self._id), self._hear)
+    def start(self) -> None:
         self._loop = asyncio.create_task(self._pull(), name="prefill-queue")
 
     def stop(self) -> None:
@@ -174,22 +169,26 @@ class Puller:
 
     async def _serve(self, message: Msg, item: Item) -> None:
         attempt = message.metadata.num_delivered
-        if self._instance_id in item.avoid and attempt < MAX_OFFERS:
+        may_be_offered_again = attempt < self._limits.offers
+        if self._instance_id in item.avoid and may_be_offered_again:
             await _settle(message.nak(_OFFER_AGAIN_SECONDS))
             return
-        pusher = self._broker.names.pusher(item.pusher)
-        claim = Claim(item.id, attempt, self._instance_id, self._id)
-        reply = await self._broker.ask(pusher, encode(claim))
-        if reply is Reply.NONE and attempt < MAX_OFFERS:
+        context = PulledContext(item.request_id)
+        try:
+            async with self._broker.listening(self._broker.names.cancel(item.id), context.heard_cancel):
+                reply = await self._tell(item, Claim(item.id, attempt, self._instance_id))
+                if reply is Reply.YES:
+                    async with self._said_to_go_on(message, item, attempt):
+                        await self._run(item, attempt, context)
+        except QueueUnusableError:
+            reply = Reply.NONE
+        if reply is Reply.NONE and may_be_offered_again:
             # The pusher may be busy, or NATS on its way back.
-            await _settle(message.nak(ACK_SECONDS))
-        elif reply is Reply.YES:
-            async with self._at_work(message, item, attempt) as context:
-                await self._run(item, attempt, context)
-            await _settle(message.ack())
-        else:
+            await _settle(message.nak(self._limits.ack))
+            return
+        if reply is not Reply.YES:
             log.info("request %s: its pusher does not wait for this prefill any more", item.request_id)
-            await _settle(message.ack())
+        await _settle(message.ack())
 
     async def _run(self, item: Item, attempt: int, context: PulledContext) -> None:
         """Gives the pusher an answer or an error; without a pusher that takes it, the KV is let go."""
@@ -239,37 +238,27 @@ class Puller:
         return await self._broker.ask(pusher, data)
 
     @contextlib.asynccontextmanager
-    async def _at_work(self, message: Msg, item: Item, attempt: int) -> AsyncIterator[PulledContext]:
-        """Inside, a cancel is heard, and both JetStream and the pusher hear that the prefill goes on."""
-        context = self._contexts[item.id] = PulledContext(item.request_id)
-        beating = asyncio.create_task(self._beat(message, item, attempt, context))
+    async def _said_to_go_on(self, message: Msg, item: Item, attempt: int) -> AsyncIterator[None]:
+        """Inside, both JetStream and the pusher hear that the prefill goes on."""
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(self._limits.beat)
+                await _settle(message.in_progress())
+                await self._broker.tell(
+                    self._broker.names.pusher(item.pusher), encode(Beat(item.id, attempt))
+                )
+
+        beating = asyncio.create_task(beat())
         try:
-            yield context
+            yield
         finally:
             beating.cancel()
-            if self._contexts.get(item.id) is context:
-                del self._contexts[item.id]
-
-    async def _beat(self, message: Msg, item: Item, attempt: int, context: PulledContext) -> None:
-        while self._contexts.get(item.id) is context:
-            await asyncio.sleep(_BEAT_SECONDS)
-            await _settle(message.in_progress())
-            await self._broker.tell(self._broker.names.pusher(item.pusher), encode(Beat(item.id, attempt)))
-
-    async def _hear(self, message: Msg) -> None:
-        try:
-            cancel: Cancel = decode(message.data, Cancel)
-        except UnreadableError as error:
-            log.warning("an unreadable cancel of a queued prefill: %s", error)
-            return
-        context = self._contexts.get(cancel.item)
-        if context is not None:
-            context.stop()
 
 
 async def _settle(saying: Awaitable[None]) -> None:
     """To JetStream, about an item. If that is lost, the item comes again, and its pusher knows what to do."""
-    with contextlib.suppress(nats.errors.Error, asyncio.TimeoutError, OSError):
+    with contextlib.suppress(*NATS_ERRORS):
         await preserve_cancellation(saying)
 
 

@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
@@ -28,61 +29,42 @@ from trtllm_disagg.prefill_queue.messages import (
     YES,
     Answer,
     Beat,
-    Cancel,
     Claim,
     FromPuller,
     Item,
     UnreadableError,
     decode,
     encode,
-    failure_of,
 )
 from trtllm_disagg.types import GenerateRequest, RequestContext, RequestTrace
 
-#: An item that so many workers have lost is not given to another one.
-MAX_CLAIMS = 3
-
-
-class Arrived:
-    """An answer that is not taken yet. Its sender keeps the duty to release the KV until it is."""
-
-    def __init__(self, chunk: dict[str, Any], reply: Callable[[bool], None]) -> None:
-        self._chunk = chunk
-        self._reply = reply
-        self._is_settled = False
-
-    def take(self) -> dict[str, Any]:
-        self._settle(True)
-        return self._chunk
-
-    def refuse(self) -> None:
-        """Idempotent; nothing happens after `take`."""
-        if not self._is_settled:
-            self._settle(False)
-
-    def _settle(self, taken: bool) -> None:
-        self._is_settled = True
-        self._reply(taken)
+log = logging.getLogger(__name__)
 
 
 class Pushed:
     """An item as its pusher sees it: which worker is at it, and what became of it.
 
-    `outcome` is what arrived, None when the client has left, or an error.
+    `outcome` is the answer, which is still to be taken, None when the client has left, or an error.
     """
 
-    def __init__(self, item: Item, timeout: float, on_claim: Callable[[Claim], None]) -> None:
+    def __init__(
+        self, item: Item, timeout: float, on_claim: Callable[[Claim], None], max_claims: int
+    ) -> None:
         """`timeout`: seconds for which no worker may be at it."""
         self.item = item
-        self.outcome: asyncio.Future[Arrived | None] = asyncio.get_running_loop().create_future()
+        self.outcome: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
         #: Its place in the stream, once it is there.
         self.sequence: int | None = None
         #: The latest worker that was let in.
         self.claim: Claim | None = None
+        #: A worker has answered, and needs to hear no more.
+        self.is_settled = False
         self._num_claims = 0
-        self._is_settled = False
+        self._max_claims = max_claims
         self._timeout = timeout
         self._on_claim = on_claim
+        #: To the answer. Until it is taken its sender keeps the duty to release the KV.
+        self._reply: Callable[[bool], None] = _no_reply
         self._timer = self._wait()
         self._began = time.monotonic()
 
@@ -96,11 +78,6 @@ class Pushed:
         """No worker has begun."""
         return self.claim is None and not self.outcome.done()
 
-    @property
-    def is_settled(self) -> bool:
-        """A worker has answered, and needs to hear no more."""
-        return self._is_settled
-
     def hear(self, said: FromPuller, reply: Callable[[bool], None]) -> None:
         """Only one attempt is listened to: the latest that was let in."""
         if self.outcome.done():
@@ -112,11 +89,18 @@ class Pushed:
         elif isinstance(said, Beat):
             self._wait_anew()
         elif isinstance(said, Answer):
-            self._is_settled = True
-            self.outcome.set_result(Arrived(said.chunk, reply))
+            self.is_settled, self._reply = True, reply
+            self.outcome.set_result(said.chunk)
         else:
-            self._is_settled = True
-            self.fail(failure_of(said), self.claim.worker)
+            self.is_settled = True
+            self.fail(said.error(), self.claim.worker)
+
+    def take(self) -> dict[str, Any]:
+        """The answer, and with it the duty to release its KV."""
+        chunk = self.outcome.result()
+        assert chunk is not None
+        self._reply_to_answer(True)
+        return chunk
 
     def fail(self, error: DisaggError, peer: int = QUEUE_ID) -> None:
         """`peer`: the instance to blame."""
@@ -130,20 +114,22 @@ class Pushed:
             self.outcome.set_result(None)
 
     def close(self) -> None:
-        """The outcome is not asked for any more."""
+        """The outcome is not asked for any more; an answer that was not taken is refused."""
         self._timer.cancel()
-        if not self.outcome.done():
-            self.outcome.cancel()
-        elif not self.outcome.cancelled() and self.outcome.exception() is None:
-            arrived = self.outcome.result()
-            if arrived is not None:
-                arrived.refuse()
+        if not self.outcome.cancel() and not self.outcome.cancelled():
+            self.outcome.exception()  # else asyncio would log it as never looked at
+        self._reply_to_answer(False)
+
+    def _reply_to_answer(self, is_taken: bool) -> None:
+        """Once."""
+        reply, self._reply = self._reply, _no_reply
+        reply(is_taken)
 
     def _let_in(self, claim: Claim) -> bool:
         if self.claim is not None and claim.attempt <= self.claim.attempt:
             return False
-        if self._num_claims == MAX_CLAIMS:
-            self.fail(PeerUnavailableError(f"{MAX_CLAIMS} prefill workers have lost this request"))
+        if self._num_claims == self._max_claims:
+            self.fail(PeerUnavailableError(f"{self._max_claims} prefill workers have lost this request"))
             return False
         self.claim = claim
         self._num_claims += 1
@@ -166,11 +152,12 @@ class Pushed:
         self.fail(StageTimeoutError(f"{what} within {self._timeout:g} s (--queue-timeout)"), peer)
 
 
-log = logging.getLogger(__name__)
+def _no_reply(is_taken: bool) -> None:
+    """No answer has come, or it has its reply."""
 
 
 class QueueClient:
-    """A StageClient. Each pick is an item of its own."""
+    """A StageClient. Each pick is an item of its own. Inside `listening` prefill workers can answer."""
 
     def __init__(self, broker: Broker, timeout: float) -> None:
         """`timeout`: seconds that an item may wait for a worker."""
@@ -180,8 +167,18 @@ class QueueClient:
         self._pushed: dict[str, Pushed] = {}
         broker.on_lost(self._lost)
 
-    async def start(self) -> None:
-        await self._broker.listen(self._broker.names.pusher(self._id), self._hear)
+    @property
+    def subject(self) -> str:
+        """Where it hears of its items."""
+        return self._broker.names.pusher(self._id)
+
+    @property
+    def items(self) -> list[Item]:
+        """What it has pushed and waits for."""
+        return [pushed.item for pushed in self._pushed.values()]
+
+    def listening(self) -> AbstractAsyncContextManager[None]:
+        return self._broker.listening(self.subject, self._hear)
 
     @property
     def num_waiting(self) -> int:
@@ -211,31 +208,30 @@ class QueueClient:
         """What a prefill worker answers. Raises a DisaggError with `peer`."""
         request_id = context.id() if context is not None else None
         item = Item(uuid.uuid4().hex, self._id, request_id, sorted(request.avoid), raw)
-        pushed = Pushed(item, self._timeout, partial(_note, request.trace, time.monotonic()))
+        on_claim = partial(_note, request.trace, time.monotonic())
+        pushed = Pushed(item, self._timeout, on_claim, self._broker.limits.claims)
         self._pushed[item.id] = pushed
         try:
             with _given_up_when_stopped(pushed, context):
                 pushed.sequence = await self._broker.push(encode(item))
-                arrived = await pushed.outcome
-            if arrived is not None:
+                answer = await pushed.outcome
+            if answer is not None:
                 # From here to the caller nothing can come between.
-                yield arrived.take()
+                yield pushed.take()
         except DisaggError as error:
             if error.peer is None:
                 error.peer = QUEUE_ID
             raise
         finally:
             del self._pushed[item.id]
-            is_settled = pushed.is_settled
             pushed.close()
-            if not is_settled:
+            if not pushed.is_settled:
                 in_background(self._call_off(pushed))
 
     async def _call_off(self, pushed: Pushed) -> None:
         """No request waits any more: the item leaves the queue, and a worker that is at it is told."""
         if pushed.claim is not None:
-            puller = self._broker.names.puller(pushed.claim.puller)
-            await self._broker.tell(puller, encode(Cancel(pushed.item.id)))
+            await self._broker.tell(self._broker.names.cancel(pushed.item.id), b"")
         elif pushed.sequence is not None:
             await self._broker.withdraw(pushed.sequence)
 

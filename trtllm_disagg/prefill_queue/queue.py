@@ -12,7 +12,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.metrics import QueueMetrics, expose
 from trtllm_disagg.errors import QueueUnusableError
 from trtllm_disagg.handlers.remote import StageClient
-from trtllm_disagg.prefill_queue.broker import Broker
+from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
 from trtllm_disagg.prefill_queue.messages import Names
 from trtllm_disagg.prefill_queue.pull import Puller, Room
 from trtllm_disagg.prefill_queue.push import QueueClient
@@ -129,9 +129,10 @@ class NatsPrefillQueue:
         self.client = QueueClient(broker, config.queue_timeout)
         self._watch = DepthWatch(broker, self.client.waits)
         self._puller: Puller | None = None
+        self._open = contextlib.AsyncExitStack()
 
     async def open(self) -> None:
-        await self.client.start()
+        await self._open.enter_async_context(self.client.listening())
         await self._watch.start()
 
     def depth(self) -> int:
@@ -142,7 +143,7 @@ class NatsPrefillQueue:
         if self._config.role is Role.PREFILL:
             room = Room(self._config.max_batch_size, self._config.max_num_tokens)
             self._puller = Puller(self._broker, instance_id, room, generate)
-            await self._puller.start()
+            self._puller.start()
 
     async def leave(self) -> None:
         if self._puller is not None:
@@ -156,15 +157,18 @@ class NatsPrefillQueue:
         await self._watch.stop()
         if self._puller is not None:
             await self._puller.close()
+        await self._open.aclose()
         await self._broker.close()
 
 
-async def open_prefill_queue(config: WorkerConfig, kind: str) -> PrefillQueue:
+async def open_prefill_queue(
+    config: WorkerConfig, kind: str, limits: QueueLimits | None = None
+) -> PrefillQueue:
     """That of all workers of this kind (`startup.kind_of`). Raises ConfigError when NATS is not there."""
     # A decode worker that is a second stage pushes after a switch.
     if config.prefill_dispatch == "direct" or not config.may_switch:
         return NoPrefillQueue()
-    broker = await Broker.connect(config.nats_server, Names.of(config, kind))
+    broker = await Broker.connect(config.nats_server, Names.of(config, kind), limits)
     queue = NatsPrefillQueue(config, broker)
     await queue.open()
     return queue

@@ -18,7 +18,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.prefill_queue import pull as pulling
+from trtllm_disagg.prefill_queue.broker import QueueLimits
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
@@ -132,10 +132,8 @@ async def test_a_request_goes_to_no_instance_that_has_failed_it(queue: Queueing)
     assert (len(failed.llm.results), len(other.llm.results)) == (0, 6)
 
 
-async def test_where_only_that_one_is_there_the_request_fails(
-    queue: Queueing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pulling, "MAX_OFFERS", 5)
+async def test_where_only_that_one_is_there_the_request_fails(queue: Queueing) -> None:
+    queue.limits = QueueLimits(offers=5)
     pushing = await queue.pusher()
     await queue.puller(1)
     with pytest.raises(PeerUnavailableError, match="no other prefill worker takes this request"):

@@ -15,8 +15,7 @@ from tests.support.nats_server import NatsServer
 from tests.support.queueing import Queueing, blocked, queueing
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.remote import PREFILL
-from trtllm_disagg.prefill_queue import broker
-from trtllm_disagg.prefill_queue import pull as pulling
+from trtllm_disagg.prefill_queue.broker import QueueLimits, Reply
 from trtllm_disagg.prefill_queue.messages import (
     MAX_BYTES,
     Answer,
@@ -27,18 +26,17 @@ from trtllm_disagg.prefill_queue.messages import (
     decode,
     encode,
 )
-from trtllm_disagg.prefill_queue.push import MAX_CLAIMS
 from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.wire import encode_request
 
 ACK_SECONDS = 0.6
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def queue(queue: Queueing) -> Queueing:
     """A dead worker is noticed five times as fast as in service."""
-    monkeypatch.setattr(broker, "ACK_SECONDS", ACK_SECONDS)
-    monkeypatch.setattr(pulling, "_BEAT_SECONDS", ACK_SECONDS / 3)
+    queue.limits = QueueLimits(ack=ACK_SECONDS, beat=ACK_SECONDS / 3)
+    return queue
 
 
 async def test_a_dead_workers_item_goes_to_another_one(queue: Queueing) -> None:
@@ -56,11 +54,9 @@ async def test_a_dead_workers_item_goes_to_another_one(queue: Queueing) -> None:
     assert asked.trace.facts["prefill_instance"] == "2"
 
 
-async def test_a_worker_slower_than_the_ack_wait_keeps_its_item(
-    queue: Queueing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_slower_than_the_ack_wait_keeps_its_item(queue: Queueing) -> None:
     # Several beats in each wait, also on a machine that is busy for half a second.
-    monkeypatch.setattr(broker, "ACK_SECONDS", 3 * ACK_SECONDS)
+    queue.limits = QueueLimits(ack=3 * ACK_SECONDS, beat=ACK_SECONDS / 3)
     pushing, slow, other = await queue.pusher(timeout=1.0), await queue.puller(1), await queue.puller(2)
     scripts = [blocked() for _ in range(2)]
     for puller, (script, _) in zip((slow, other), scripts, strict=True):
@@ -76,13 +72,11 @@ async def test_a_worker_slower_than_the_ack_wait_keeps_its_item(
     assert len(slow.llm.results) + len(other.llm.results) == 1
 
 
-async def test_a_worker_that_was_given_up_and_answers_late_lets_go(
-    queue: Queueing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_was_given_up_and_answers_late_lets_go(queue: Queueing) -> None:
+    queue.limits = QueueLimits(ack=ACK_SECONDS, beat=1000.0)
     pushing, slow = await queue.pusher(), await queue.puller(1)
     script, gate = blocked()
     slow.llm.scripts.append(script)
-    monkeypatch.setattr(pulling, "_BEAT_SECONDS", 1000.0)
     answer = asyncio.create_task(collect(pushing.generate, request(5)))
     await until(lambda: slow.llm.results)
     # It is not heard of; a second worker comes and does it all.
@@ -97,7 +91,7 @@ async def test_a_worker_that_was_given_up_and_answers_late_lets_go(
 async def test_an_item_that_kills_its_workers_is_not_given_to_all_of_them(queue: Queueing) -> None:
     pushing = await queue.pusher()
     answer = asyncio.create_task(collect(pushing.generate, request(5)))
-    for instance_id in range(MAX_CLAIMS):
+    for instance_id in range(queue.limits.claims):
         dying = await queue.puller(instance_id)
         dying.llm.scripts.append(blocked()[0])
         await until(lambda dying=dying: dying.llm.results)  # type: ignore[misc]
@@ -257,8 +251,7 @@ async def test_forged_words_to_a_pusher_harm_no_request(queue: Queueing, forged:
     pulling.llm.scripts.append(script)
     answer = asyncio.create_task(collect(pushing.generate, request(5)))
     await until(lambda: pulling.llm.results)
-    await pulling.broker.tell(queue.names.pusher(pushing.client._id), forged)
-    await pushing.broker.tell(queue.names.puller(pulling.puller._id), forged)
+    await pulling.broker.tell(pushing.client.subject, forged)
     gate.release()
     assert tokens_of(await answer) == expected_tokens(5)
 
@@ -269,16 +262,15 @@ async def test_an_answer_of_another_attempt_is_not_taken(queue: Queueing) -> Non
     pulling.llm.scripts.append(script)
     answer = asyncio.create_task(collect(pushing.generate, request(5)))
     await until(lambda: pulling.llm.results)
-    (item_id,) = pushing.client._pushed
-    subject = queue.names.pusher(pushing.client._id)
+    item_id = pushing.client.items[0].id
 
-    async def say(said: FromPuller) -> broker.Reply:
-        return await pulling.broker.ask(subject, encode(said))
+    async def say(said: FromPuller) -> Reply:
+        return await pulling.broker.ask(pushing.client.subject, encode(said))
 
-    no = broker.Reply.NO
+    no = Reply.NO
     assert await say(Answer(item_id, 7, {"token_ids": [1], "finish_reason": "stop"})) is no
     assert await say(Answer(uuid.uuid4().hex, 1, {"token_ids": [1]})) is no
-    assert await say(Claim(item_id, 1, 5, uuid.uuid4().hex)) is no, "that attempt has begun"
+    assert await say(Claim(item_id, 1, 5)) is no, "that attempt has begun"
     gate.release()
     assert tokens_of(await answer) == expected_tokens(5)
     assert await say(Answer(item_id, 1, {"token_ids": [1], "finish_reason": "stop"})) is no

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,10 +17,11 @@ from tests.support.queueing import Queueing, closing
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import QueueUnusableError
 from trtllm_disagg.pairing import Fingerprint, ModelIdentity, describe_worker, kind_of
-from trtllm_disagg.prefill_queue import broker
+from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
 from trtllm_disagg.prefill_queue.messages import CONSUMER, Answer, FromPuller, decode
-from trtllm_disagg.prefill_queue.push import QueueClient
 from trtllm_disagg.testing.recording import LLM
+
+Hear = Callable[[Msg], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -76,42 +77,51 @@ async def test_pulling_goes_on_after_a_deletion(queue: Queueing) -> None:
     assert len(pulling.llm.results) == 2
 
 
-async def test_an_answer_that_is_heard_late_is_still_good(
-    queue: Queueing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class HardOfHearing(Broker):
+    """`hear_answer` in place of hearing an answer of a prefill worker."""
+
+    hear_answer: Callable[[Hear, Msg], Awaitable[None]]
+
+    @asynccontextmanager
+    async def listening(self, subject: str, hear: Hear) -> AsyncIterator[None]:
+        async def hear_or_not(message: Msg) -> None:
+            if isinstance(decode(message.data, FromPuller), Answer):
+                await self.hear_answer(hear, message)
+            else:
+                await hear(message)
+
+        async with super().listening(subject, hear_or_not):
+            yield
+
+
+async def test_an_answer_that_is_heard_late_is_still_good(queue: Queueing) -> None:
     """Its pusher stood still for longer than its worker waits for a word. The handoff may be used by then."""
-    monkeypatch.setattr(broker, "_REPLY_SECONDS", 0.1)
-    hear = QueueClient._hear
 
-    async def late(self: QueueClient, message: Msg) -> None:
-        if isinstance(decode(message.data, FromPuller), Answer):
-            await asyncio.sleep(0.4)
-        await hear(self, message)
+    async def late(hear: Hear, message: Msg) -> None:
+        await asyncio.sleep(0.4)
+        await hear(message)
 
-    monkeypatch.setattr(QueueClient, "_hear", late)
-    pushing, pulling = await queue.pusher(), await queue.puller()
+    queue.limits = QueueLimits(reply=0.1)
+    broker = await HardOfHearing.connect(queue.server.url, queue.names, queue.limits)
+    broker.hear_answer = late
+    pushing, pulling = await queue.pusher(broker=broker), await queue.puller()
 
     assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
     assert len(pulling.llm.results) == 1
 
 
-async def test_a_handoff_is_let_go_when_its_pusher_dies_of_the_answer(
-    queue: Queueing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_handoff_is_let_go_when_its_pusher_dies_of_the_answer(queue: Queueing) -> None:
     """NATS has delivered it to a puller that is gone by the time that a word is due."""
-    monkeypatch.setattr(broker, "_REPLY_SECONDS", 0.2)
-    hear = QueueClient._hear
     ending: list[asyncio.Task[None]] = []
 
-    async def dies(self: QueueClient, message: Msg) -> None:
-        if isinstance(decode(message.data, FromPuller), Answer):
-            # A task of its own: closing a connection ends those that listen to it, and this is one.
-            ending.append(asyncio.create_task(pushing.broker.close()))
-        else:
-            await hear(self, message)
+    async def dies(hear: Hear, message: Msg) -> None:
+        # A task of its own: closing a connection ends those that listen to it, and this is one.
+        ending.append(asyncio.create_task(broker.close()))
 
-    monkeypatch.setattr(QueueClient, "_hear", dies)
-    pushing, _ = await queue.pusher(), await queue.puller()
+    queue.limits = QueueLimits(reply=0.2)
+    broker = await HardOfHearing.connect(queue.server.url, queue.names, queue.limits)
+    broker.hear_answer = dies
+    pushing, _ = await queue.pusher(broker=broker), await queue.puller()
     asked = asyncio.create_task(collect(pushing.generate, request(5)))
 
     await until(lambda: ending)
@@ -162,11 +172,9 @@ async def test_deployments_of_another_kind_take_nothing_from_each_other(queue: Q
         assert asked.trace.facts["prefill_instance"] == "a"
 
 
-async def test_the_age_is_known_for_what_a_worker_waits_for_itself(
-    queue: Queueing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_age_is_known_for_what_a_worker_waits_for_itself(queue: Queueing) -> None:
     """A puller that has asked for an item may hang; to JetStream it is not waiting any more then."""
-    monkeypatch.setattr(broker, "ACK_SECONDS", 0.8)
+    queue.limits = QueueLimits(ack=0.8)
     pushing = await queue.pusher()
     hung = await queue.connect()
     asking = asyncio.create_task(hung.pull(5.0))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,8 @@ from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.errors import (
     ConfigError,
 )
-from trtllm_disagg.prefill_queue import NoPrefillQueue, broker, open_prefill_queue
+from trtllm_disagg.prefill_queue import NoPrefillQueue, open_prefill_queue
+from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
 from trtllm_disagg.prefill_queue.messages import Names
 from trtllm_disagg.strategies import switchable
 
@@ -55,10 +59,7 @@ def test_the_queue_of_prefill_workers_elsewhere() -> None:
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("strategy", switchable())
-async def test_a_worker_that_may_push_after_a_switch_opens_it(
-    role: Role, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(broker, "_CONNECT_SECONDS", 0.1)
+async def test_a_worker_that_may_push_after_a_switch_opens_it(role: Role, strategy: str) -> None:
     config = WorkerConfig(
         model="m",
         role=role,
@@ -67,22 +68,42 @@ async def test_a_worker_that_may_push_after_a_switch_opens_it(
         nats_server="nats://127.0.0.1:1",
     )
     with pytest.raises(ConfigError, match="--nats-server"):
-        await open_prefill_queue(config, "kind")
+        await open_prefill_queue(config, "kind", QueueLimits(connect=0.1))
 
 
-async def test_no_nats_server_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker, "_CONNECT_SECONDS", 0.3)
+async def test_no_nats_server_is_said_before_anything_is_built() -> None:
     config = WorkerConfig(
         model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server="nats://me:secret@127.0.0.1:1"
     )
     with pytest.raises(ConfigError) as raised:
-        await open_prefill_queue(config, "kind")
+        await open_prefill_queue(config, "kind", QueueLimits(connect=0.3))
     said = str(raised.value)
     assert said.startswith(
         "--nats-server: 'nats://***@127.0.0.1:1' is not allowed; expected nats://host:port"
     )
     assert "secret" not in said
     assert "JetStream" in said
+
+
+class HangingClient(NatsClient):
+    """As NATS's after a TLS handshake that failed at a bad moment: a cancel is lost, and it waits for ever."""
+
+    async def connect(self, *args: Any, **options: Any) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_client_that_hangs_is_given_up_in_time() -> None:
+    names = Names.of(WorkerConfig(model="m", role=Role.PREFILL), "kind")
+    async with asyncio.timeout(5):
+        with pytest.raises(ConfigError, match="no answer"):
+            await Broker.connect(
+                "nats://127.0.0.1:1", names, QueueLimits(connect=0.1, reply=0.1), HangingClient()
+            )
 
 
 async def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
@@ -113,7 +134,7 @@ async def test_tls_is_spoken_or_nothing(
     tmp_path: Path, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that offers none gets neither a password nor a prompt."""
-    monkeypatch.setattr(broker, "_CONNECT_SECONDS", 0.7)
+    limits = QueueLimits(connect=2.0)
     secured = ("--tls", "--tlscert", str(certificate[0]), "--tlskey", str(certificate[1]))
     for name, flags in (("plain", ()), ("secured", secured)):
         server = NatsServer(tmp_path / name, flags=flags)
@@ -122,10 +143,10 @@ async def test_tls_is_spoken_or_nothing(
         config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=url)
         try:
             with pytest.raises(ConfigError, match="TLS" if name == "plain" else "certificate verify failed"):
-                await open_prefill_queue(config, "kind")
+                await open_prefill_queue(config, "kind", limits)
             if name == "secured":
                 monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-                await (await open_prefill_queue(config, "kind")).aclose()
+                await (await open_prefill_queue(config, "kind", limits)).aclose()
         finally:
             server.kill()
 
