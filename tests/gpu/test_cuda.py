@@ -11,7 +11,7 @@ import torch
 from tests.conftest import Checkpoints
 from tests.gpu.conftest import MakeCore
 from trtllm_disagg.embedded.ipc.messages import SamplingSpec
-from trtllm_disagg.embedded.model.model_loader import FAMILIES
+from trtllm_disagg.embedded.params.model_config import FAMILIES
 from trtllm_disagg.errors import ConfigError
 
 NEW_TOKENS = 12

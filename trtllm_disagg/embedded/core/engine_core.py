@@ -113,7 +113,7 @@ class EngineCore:
         return Ready(
             num_blocks=self.blocks.num_blocks,
             tokens_per_block=self.blocks.tokens_per_block,
-            vocab_size=self.shape.vocab_size,
+            vocab_size=self.shape.config.vocab_size,
             max_seq_len=self.max_seq_len,
             transport=self.connector.description,
             end_ids=self.shape.end_ids,

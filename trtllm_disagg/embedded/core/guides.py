@@ -28,4 +28,4 @@ def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
     from trtllm_disagg.embedded.guided_decoding.guides import Guides, read_guide_tokenizer
 
     tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
-    return Guides(tokenizer, shape.vocab_size, shape.end_ids)
+    return Guides(tokenizer, shape.config.vocab_size, shape.end_ids)

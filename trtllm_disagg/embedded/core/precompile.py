@@ -57,7 +57,9 @@ def precompile(dtype: str, cpu: CpuFeatures) -> None:
         shape = read_shape(directory, dtype)
         plan = choose_forward(directory, EmbeddedConfig(), shape, torch.device("cpu"), cpu)
         pool = KvPool(torch.zeros(_BLOCKS, 1, 2, _TOKENS_PER_BLOCK, 1, _WIDTH, dtype=shape.dtype))
-        forward = plan.make_forward(load_model(directory, shape, plan.kind), pool, shape.max_positions)
+        forward = plan.make_forward(
+            load_model(directory, shape, plan.kind), pool, shape.config.max_position_embeddings
+        )
         runner = ModelRunner(forward, pool, plan.ops)
         warm_up(runner, directory, _BLOCKS, _TOKENS_PER_BLOCK)
         runner.close()

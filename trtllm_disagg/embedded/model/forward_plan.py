@@ -16,14 +16,16 @@ from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.experts import pack_experts
 from trtllm_disagg.embedded.model.layer_ops import LayerOps, TorchOps
-from trtllm_disagg.embedded.model.model_loader import ForwardKind, ModelShape, is_plain
+from trtllm_disagg.embedded.model.model_loader import ForwardKind, ModelShape
 from trtllm_disagg.embedded.model.model_runner import Forward, HfForward
 from trtllm_disagg.embedded.model.pack import Pack, convert_rest, pack_linears
 from trtllm_disagg.embedded.model.plain_forward import PlainForward
+from trtllm_disagg.embedded.model.plain_model import supports, take_apart
 from trtllm_disagg.embedded.model.sizing import available_bytes
 from trtllm_disagg.embedded.model.tiled_linear import TiledLinear
 from trtllm_disagg.embedded.params.checkpoint import count_weights
 from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig, LlmArgs
+from trtllm_disagg.embedded.params.model_config import ModelConfig
 from trtllm_disagg.errors import ConfigError
 
 #: Of the memory that is available, for float32 copies of bfloat16 weights.
@@ -33,6 +35,7 @@ _KEY = "embedded.weights"
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
+    config: ModelConfig
     #: The lean forward, or transformers' modules.
     kind: ForwardKind
     #: Of all numbers between the weights, the KV pool and the logits.
@@ -63,7 +66,10 @@ class ForwardPlan:
         if self.pack is None:
             return HfForward(model.to(pool.kv.device), pool)
         if self.kind == "plain":
-            return PlainForward(model, pool, max_positions, self.dtype, self.pack, self.ops, reporter)
+            self.ops.prepare(pool, self.dtype)
+            kv_heads = pool.kv.shape[-2]
+            plain = take_apart(model, self.config, max_positions, kv_heads, self.pack, reporter)
+            return PlainForward(plain, pool, self.dtype, self.ops)
         pack_experts(model, self.pack, self.ops)
         pack_linears(model, self.pack)
         convert_rest(model, self.dtype)
@@ -77,12 +83,13 @@ def choose_forward(
     ConfigError for embedded.weights that the model does not have.
     """
     if device.type == "cuda":
-        return ForwardPlan("modules", shape.dtype)
+        return ForwardPlan(shape.config, "modules", shape.dtype)
     if config.weights == "bfloat16" and shape.dtype != torch.bfloat16:
         raise ConfigError.bad_value(_KEY, config.weights, "auto or float32, for a float32 model")
     products = _choose_products(directory, config, shape, cpu)
-    is_lean = config.forward == "auto" and is_plain(directory)
+    is_lean = config.forward == "auto" and supports(shape.config)
     return ForwardPlan(
+        shape.config,
         "plain" if is_lean else "modules",
         products.dtype,
         products.pack,

@@ -10,19 +10,10 @@ from typing import Any, Literal
 import torch
 
 from trtllm_disagg.embedded.model import attention
-from trtllm_disagg.embedded.model.plain_model import read_plain, read_plain_config, supports
+from trtllm_disagg.embedded.model.plain_model import read_plain
 from trtllm_disagg.embedded.params.checkpoint import check_checkpoint, fingerprint, read_json, shown
-from trtllm_disagg.embedded.params.model_config import FAMILIES, check_activation, check_config, end_ids
+from trtllm_disagg.embedded.params.model_config import ModelConfig, end_ids, read_config
 from trtllm_disagg.errors import ConfigError
-
-__all__ = [
-    "FAMILIES",
-    "ForwardKind",
-    "ModelShape",
-    "is_plain",
-    "load_model",
-    "read_shape",
-]
 
 #: The lean forward, or transformers' modules.
 ForwardKind = Literal["plain", "modules"]
@@ -33,11 +24,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class ModelShape:
     """What the engine needs to know about a model."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
+    config: ModelConfig
     end_ids: list[int]
     #: Of the weights as they are read, and of the KV pool, whatever is computed in.
     dtype: torch.dtype
@@ -47,30 +34,15 @@ class ModelShape:
 
 def read_shape(directory: Path, dtype: str) -> ModelShape:
     """Raises ConfigError for what cannot be served, before anything big is loaded."""
-    file = directory / "config.json"
-    raw = read_json(file)
-    check_config(file, raw)
-    config = _read_config(directory)
-    check_activation(file, getattr(config, "hidden_act", None) or "silu")
-    if hasattr(config, "num_experts_per_tok") and config.hidden_act not in ("silu", "swish"):
-        raise ConfigError.bad_value(f"{file} hidden_act", config.hidden_act, "silu, for experts")
+    config = read_config(directory)
     check_checkpoint(directory, config, any_dtype=dtype != "auto")
+    raw = read_json(directory / "config.json")
     return ModelShape(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
-        # Some families have a default of their own.
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
+        config=config,
         end_ids=_end_ids(directory, raw),
         dtype=_dtype(raw, dtype),
         fingerprint=fingerprint(directory),
     )
-
-
-def is_plain(directory: Path) -> bool:
-    """Is there a leaner forward than transformers' modules?"""
-    return supports(_read_config(directory))
 
 
 def load_model(directory: Path, shape: ModelShape, kind: ForwardKind) -> Any:
@@ -78,7 +50,7 @@ def load_model(directory: Path, shape: ModelShape, kind: ForwardKind) -> Any:
     checkpoint.
     """
     try:
-        if kind == "plain" and (plain := read_plain(directory, _read_config(directory), shape.dtype)):
+        if kind == "plain" and (plain := read_plain(directory, shape.config, shape.dtype)):
             return plain
         return _load_with_transformers(directory, shape)
     except ConfigError:
@@ -136,16 +108,3 @@ def _dtype(config: dict[str, Any], wanted: str) -> torch.dtype:
         allowed = f"{expected}, to which the weights are converted: config.json says {said!r}"
         raise ConfigError.bad_value("dtype", wanted, allowed)
     raise ConfigError.bad_value("dtype", name, f"auto or {expected}")
-
-
-def _read_config(directory: Path) -> Any:
-    """transformers' own reading, which knows each family's defaults, unless nothing is left to those."""
-    if plain := read_plain_config(read_json(directory / "config.json")):
-        return plain
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # its complaints are of many kinds
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model: {directory}/config.json is not a configuration: {reason}") from error

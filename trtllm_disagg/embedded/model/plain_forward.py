@@ -6,37 +6,22 @@ one, a step in which every row decodes is one compiled call (fused_decode.py). O
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
-from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.attention import StepLayout
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
-from trtllm_disagg.embedded.model.pack import Pack
-from trtllm_disagg.embedded.model.plain_model import PlainLayer, take_apart
+from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
 
 
 class PlainForward:
-    def __init__(
-        self,
-        model: Any,
-        pool: KvPool,
-        max_positions: int,
-        dtype: torch.dtype,
-        pack: Pack,
-        ops: LayerOps,
-        reporter: Reporter | None = None,
-    ) -> None:
-        """Takes `model` apart: it cannot be used afterwards. Computes in `dtype`, as the products of `pack` do."""
-        ops.prepare(pool, dtype)
-        kv_heads, head_dim = pool.kv.shape[-2:]
-        self._model = take_apart(model, max_positions, kv_heads, head_dim, pack, reporter)
+    def __init__(self, model: PlainModel, pool: KvPool, dtype: torch.dtype, ops: LayerOps) -> None:
+        """Computes in `dtype`, as the products of `model` do."""
+        self._model = model
         self._dtype = dtype
         self._ops = ops
-        self._decode = ops.fused_decode(self._model, pool, dtype)
+        self._decode = ops.fused_decode(model, pool, dtype)
 
     def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
         """Logits of the rows in `layout.last`: (sampling rows, vocabulary). Valid until the next step."""

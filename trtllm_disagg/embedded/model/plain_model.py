@@ -1,13 +1,17 @@
-"""A plain decoder's weights, taken out of its tree of modules, packed, the originals let go."""
+"""A plain decoder's weights: read into a tree of modules, taken out of it, packed, the originals let go.
+
+transformers' own loader is right for every model, and imports a thousand modules first: 80 MB and over a second of
+every engine's start, for a model that is taken apart at once. So `read_plain` reads the safetensors files itself; what
+does not look as expected there is left to transformers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from safetensors import safe_open
@@ -16,15 +20,14 @@ from torch import nn
 from trtllm_disagg.activity import LOADING, NullReporter, Reporter
 from trtllm_disagg.embedded.model.pack import Pack, packed
 from trtllm_disagg.embedded.params.checkpoint import EMBEDDING, HEAD, Shape, expected_weights, weight_places
-from trtllm_disagg.embedded.params.model_config import is_static, rope_tables
+from trtllm_disagg.embedded.params.model_config import PLAIN_FAMILIES, ModelConfig
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _NO_NORM = np.empty(0, np.float32)
 
 
-def supports(config: Any) -> bool:
-    """`config` is transformers' configuration of the model."""
-    return config.model_type in FAMILIES and config.hidden_act == "silu" and is_static(config)
+def supports(config: ModelConfig) -> bool:
+    """Is there a leaner forward than transformers' modules?"""
+    return config.model_type in PLAIN_FAMILIES and config.hidden_act == "silu" and config.has_static_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,16 @@ class PlainModel:
 
 
 def take_apart(
-    model: Any, max_positions: int, kv_heads: int, head_dim: int, pack: Pack, reporter: Reporter | None = None
+    model: Any,
+    config: ModelConfig,
+    max_positions: int,
+    kv_heads: int,
+    pack: Pack,
+    reporter: Reporter | None = None,
 ) -> PlainModel:
-    """`model` is transformers' or plain_model.py's; it cannot be used afterwards. `kv_heads` are this rank's."""
+    """`model` is transformers' or `read_plain`'s; it cannot be used afterwards. `kv_heads` are this rank's."""
     reporter = reporter or NullReporter()
-    config, decoder = model.config, model.model
+    decoder, head_dim = model.model, config.head_dim
     cos, sin = rope_tables(config, max_positions, head_dim)
     layers: list[PlainLayer] = []
     for i in range(len(decoder.layers)):
@@ -83,6 +91,26 @@ def take_apart(
     )
 
 
+def rope_tables(config: ModelConfig, count: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of rotary positions, as transformers computes them: (positions, dim / 2) float32 each, for
+    `count` positions; the rotation's second half has the same ones.
+    """
+    frequencies, scaling = _frequencies(config, dim)
+    angles = torch.arange(count)[:, None].float() * frequencies.float()
+    return (angles.cos() * scaling).numpy(), (angles.sin() * scaling).numpy()
+
+
+def _frequencies(config: ModelConfig, dim: int) -> tuple[torch.Tensor, float]:
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") == "default":
+        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
+    # Here, as it brings the rest of transformers along.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config.source)
+    return frequencies, float(scaling)
+
+
 def _take(layer: Any, head_dim: int, window: int | None, pack: Pack) -> PlainLayer:
     attention, mlp = layer.self_attn, layer.mlp
     has_norms = hasattr(attention, "q_norm")
@@ -100,13 +128,13 @@ def _take(layer: Any, head_dim: int, window: int | None, pack: Pack) -> PlainLay
     )
 
 
-def _window(config: Any, layer: int) -> int | None:
+def _window(config: ModelConfig, layer: int) -> int | None:
     """Mistral has one window for all layers, the Qwens for some, Llama none."""
     match config.model_type:
         case "mistral":
-            return config.sliding_window  # type: ignore[no-any-return]
+            return config.sliding_window
         case "qwen2" | "qwen3" if config.layer_types[layer] == "sliding_attention":
-            return config.sliding_window  # type: ignore[no-any-return]
+            return config.sliding_window
         case _:
             return None
 
@@ -128,126 +156,17 @@ def _weights(norm: nn.Module) -> np.ndarray:
     return weight.detach().to(torch.float32, copy=True).numpy()
 
 
-# A plain decoder's config.json, read without transformers.
-#
-# Its configuration classes import all of its modelling code: 80 MB and over a second of every engine's start. Only a
-# file that leaves nothing to a family's defaults, and says nothing unknown, is read here; transformers reads the
-# others, and says what is wrong with them.
-
-
-Size = Annotated[int, msgspec.Meta(ge=1)]
-
-#: Keys that change nothing about the numbers of a forward.
-_WITHOUT_EFFECT = {
-    "architectures",
-    "attention_dropout",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "initializer_range",
-    "max_window_layers",
-    "pad_token_id",
-    "pretraining_tp",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
-#: Families with a head_dim and a sliding_window when they are not mentioned.
-_MUST_SAY = {"qwen3": ("head_dim",), "mistral": ("sliding_window",)}
-
-
-@dataclass(frozen=True, slots=True)
-class PlainConfig:
-    """The attributes of transformers' configuration that the engine asks for."""
-
-    model_type: str
-    hidden_act: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    attention_bias: bool
-    mlp_bias: bool
-    tie_word_embeddings: bool
-    sliding_window: int | None
-    layer_types: list[str]
-    rope_parameters: dict[str, Any]
-
-
-class _Rope(msgspec.Struct, forbid_unknown_fields=True):
-    rope_theta: float
-    rope_type: Literal["default"] = "default"
-
-
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
-    hidden_act: Literal["silu"]
-    vocab_size: Size
-    hidden_size: Size
-    intermediate_size: Size
-    num_hidden_layers: Size
-    num_attention_heads: Size
-    num_key_value_heads: Size
-    max_position_embeddings: Size
-    rms_norm_eps: float
-    head_dim: Size | None = None
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    tie_word_embeddings: bool = False
-    sliding_window: Size | None = None
-    #: Of the Qwens: a window for some layers.
-    use_sliding_window: bool = False
-    layer_types: list[Literal["full_attention"]] | None = None
-    rope_parameters: _Rope | None = None
-    #: Before transformers 5.
-    rope_theta: float | None = None
-    rope_scaling: None = None
-
-
-def read_plain_config(raw: dict[str, Any]) -> PlainConfig | None:
-    """`raw` is the content of config.json. None: transformers has to read it."""
-    try:
-        file = msgspec.convert({key: raw[key] for key in raw if key not in _WITHOUT_EFFECT}, _File)
-    except msgspec.ValidationError:
-        return None
-    theta = file.rope_parameters.rope_theta if file.rope_parameters else file.rope_theta
-    unsaid = [key for key in _MUST_SAY.get(file.model_type, ()) if key not in raw]
-    if theta is None or unsaid or file.use_sliding_window:
-        return None
-    same = {field.name: getattr(file, field.name) for field in fields(PlainConfig)}
-    return PlainConfig(
-        **same
-        | {
-            "head_dim": file.head_dim or file.hidden_size // file.num_attention_heads,
-            "sliding_window": file.sliding_window if file.model_type == "mistral" else None,
-            "layer_types": ["full_attention"] * file.num_hidden_layers,
-            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        }
-    )
-
-
-# A plain decoder's weights straight from its safetensors files.
-#
-# transformers' own loader is right for every model, and imports a thousand modules first: 80 MB and over a second of
-# every engine's start, for a model that is taken apart at once. What does not look as expected here is left to it.
-
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def read_plain(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module | None:
+def read_plain(directory: Path, config: ModelConfig, dtype: torch.dtype) -> nn.Module | None:
     """A tree of modules with the names that transformers' model has: matrices are nn.Linear, the rest holds its
     weight. Numbers that are of `dtype` already stay in the mapped file until they are copied.
 
-    None unless the files hold every expected weight, in its expected shape and unquantised.
+    None unless the files hold every expected weight, in its expected shape and a plain dtype.
     """
     places, expected = weight_places(directory), expected_weights(config)
-    if getattr(config, "quantization_config", None) is not None or not places.keys() >= expected.keys():
+    if not places.keys() >= expected.keys():
         return None
     weights = {}
     for name, weight in _read(directory, places, expected):
@@ -256,7 +175,7 @@ def read_plain(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module | 
         weights[name] = weight.to(dtype)
     if config.tie_word_embeddings:
         weights[f"{HEAD}.weight"] = weights[f"{EMBEDDING}.weight"]
-    return _tree(weights, config)
+    return _tree(weights)
 
 
 def _read(
@@ -270,9 +189,8 @@ def _read(
                     yield name, tensors.get_tensor(name)
 
 
-def _tree(weights: dict[str, torch.Tensor], config: Any) -> nn.Module:
+def _tree(weights: dict[str, torch.Tensor]) -> nn.Module:
     root = nn.Module()
-    root.config = config
     for name, weight in weights.items():
         path, _, kind = name.rpartition(".")
         if kind == "weight":

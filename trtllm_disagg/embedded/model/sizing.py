@@ -27,12 +27,12 @@ def choose_device(wanted: str, num_ranks: int = 1) -> torch.device:
 def max_seq_len(args: LlmArgs, shape: ModelShape) -> int:
     """Tokens of prompt and answer together."""
     if args.max_seq_len is None:
-        return shape.max_positions
-    if args.max_seq_len > shape.max_positions:
+        return shape.config.max_position_embeddings
+    if args.max_seq_len > shape.config.max_position_embeddings:
         raise ConfigError.bad_value(
             "max_seq_len",
             args.max_seq_len,
-            f"at most the model's max_position_embeddings {shape.max_positions}",
+            f"at most the model's max_position_embeddings {shape.config.max_position_embeddings}",
         )
     return args.max_seq_len
 
@@ -88,7 +88,13 @@ def _default_tokens(args: LlmArgs, shape: ModelShape, device: torch.device) -> i
 
 
 def _token_bytes(shape: ModelShape) -> int:
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    return (
+        2
+        * shape.config.num_hidden_layers
+        * shape.config.num_key_value_heads
+        * shape.config.head_dim
+        * shape.dtype.itemsize
+    )
 
 
 def _free_bytes(args: LlmArgs, device: torch.device) -> int:
@@ -118,8 +124,15 @@ def new_pool(
     shape: ModelShape, num_blocks: int, tokens_per_block: int, device: torch.device, num_ranks: int = 1
 ) -> PoolShape:
     """Each rank's pool has as many blocks, with its part of the KV heads."""
-    heads = shape.num_kv_heads // num_ranks
-    dimensions = (num_blocks, shape.num_layers, 2, tokens_per_block, heads, shape.head_dim)
+    heads = shape.config.num_key_value_heads // num_ranks
+    dimensions = (
+        num_blocks,
+        shape.config.num_hidden_layers,
+        2,
+        tokens_per_block,
+        heads,
+        shape.config.head_dim,
+    )
     return PoolShape(dimensions, shape.dtype, device)
 
 
@@ -127,10 +140,10 @@ def kv_layout(shape: ModelShape, tokens_per_block: int) -> KvLayout:
     """What another engine's pool must have in common with this one's."""
     return KvLayout(
         model=shape.fingerprint,
-        num_layers=shape.num_layers,
+        num_layers=shape.config.num_hidden_layers,
         tokens_per_block=tokens_per_block,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        num_kv_heads=shape.config.num_key_value_heads,
+        head_dim=shape.config.head_dim,
         dtype=str(shape.dtype).removeprefix("torch."),
     )
 

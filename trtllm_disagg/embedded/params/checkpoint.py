@@ -1,4 +1,7 @@
-"""Is a checkpoint directory whole? Read from file names, sizes and headers, before anything big is loaded."""
+"""Is a checkpoint directory whole? Read from file names, sizes and headers, before anything big is loaded: transformers
+would give random numbers to a weight that is missing, and ignore one that is too many, such as the bias that
+config.json does not mention.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,12 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.errors import ConfigError
 
-# The weights of the model that config.json describes, as published checkpoints name them, and whether they are there.
-#
-# Asked of the files' headers, before anything is loaded: transformers would give random numbers to a weight that is
-# missing, and ignore one that is too many, such as the bias that config.json does not mention.
-
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded.params.model_config import ModelConfig
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
@@ -39,7 +39,7 @@ _QUANTISED = {
 Shape = tuple[int, ...]
 
 
-def expected_weights(config: Any) -> dict[str, Shape]:
+def expected_weights(config: ModelConfig) -> dict[str, Shape]:
     """Every weight of the model that `config` describes, and its shape."""
     hidden = config.hidden_size
     expected: dict[str, Shape] = {
@@ -55,7 +55,7 @@ def expected_weights(config: Any) -> dict[str, Shape]:
     return expected
 
 
-def check_weights(directory: Path, config: Any, found: Mapping[str, Shape]) -> None:
+def check_weights(directory: Path, config: ModelConfig, found: Mapping[str, Shape]) -> None:
     """`found`: what the files hold. Raises ConfigError for what is missing, too many, or of another shape."""
     named = found.keys()
     if quantised := sorted(name for name in named if name.rpartition(".")[2] in _QUANTISED):
@@ -87,10 +87,10 @@ def check_weights(directory: Path, config: Any, found: Mapping[str, Shape]) -> N
             )
 
 
-def _attention(config: Any) -> Iterator[tuple[str, Shape]]:
-    hidden, head = config.hidden_size, _head_dim(config)
+def _attention(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    hidden, head = config.hidden_size, config.head_dim
     query, key = config.num_attention_heads * head, config.num_key_value_heads * head
-    output_bias = bool(getattr(config, "attention_bias", False))
+    output_bias = config.attention_bias
     qkv_bias = config.model_type == "qwen2" or output_bias
     yield from _linear("self_attn.q_proj", query, hidden, qkv_bias)
     yield from _linear("self_attn.k_proj", key, hidden, qkv_bias)
@@ -106,15 +106,15 @@ def _attention(config: Any) -> Iterator[tuple[str, Shape]]:
             yield f"self_attn.{norm}.weight", (head,)
 
 
-def _feed_forward(config: Any) -> Iterator[tuple[str, Shape]]:
+def _feed_forward(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     hidden, inner = config.hidden_size, config.intermediate_size
-    bias = bool(getattr(config, "mlp_bias", False))
+    bias = config.mlp_bias
     yield from _linear("mlp.gate_proj", inner, hidden, bias)
     yield from _linear("mlp.up_proj", inner, hidden, bias)
     yield from _linear("mlp.down_proj", hidden, inner, bias)
 
 
-def _experts(config: Any) -> Iterator[tuple[str, Shape]]:
+def _experts(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     hidden = config.hidden_size
     if config.model_type == "mixtral":
         part, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
@@ -129,7 +129,7 @@ def _experts(config: Any) -> Iterator[tuple[str, Shape]]:
         yield f"{part}.experts.{i}.{down}.weight", (hidden, inner)
 
 
-def _has_experts(config: Any, layer: int) -> bool:
+def _has_experts(config: ModelConfig, layer: int) -> bool:
     match config.model_type:
         case "mixtral":
             return True
@@ -145,16 +145,12 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[st
         yield f"{name}.bias", (rows,)
 
 
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
 def _without_experts(weights: Mapping[str, Shape]) -> dict[str, Shape]:
     parts = (".mlp.", ".block_sparse_moe.")
     return {name: shape for name, shape in weights.items() if not any(part in name for part in parts)}
 
 
-def _is_harmless(name: str, config: Any) -> bool:
+def _is_harmless(name: str, config: ModelConfig) -> bool:
     """Another copy of the embedding, or numbers that are computed."""
     return name.endswith(_COMPUTED) or (name == f"{HEAD}.weight" and config.tie_word_embeddings)
 
@@ -175,10 +171,10 @@ _MAX_HEADER_BYTES = 100_000_000
 _DTYPES = ("F32", "BF16", "F16", "F64")
 
 
-def check_checkpoint(directory: Path, config: Any, *, any_dtype: bool) -> None:
-    """`config` is transformers' configuration of the model, or what has its attributes. Raises ConfigError for missing
-    or truncated files, for weights that are not those of `config`, of another kind than plain floats, or of several
-    dtypes unless `any_dtype`, and for a tokenizer that knows tokens which the model does not.
+def check_checkpoint(directory: Path, config: ModelConfig, *, any_dtype: bool) -> None:
+    """Raises ConfigError for missing or truncated files, for weights that are not those of `config`, of another kind
+    than plain floats, or of several dtypes unless `any_dtype`, and for a tokenizer that knows tokens which the model
+    does not.
     """
     _check_shards(directory)
     found = _weights(directory)

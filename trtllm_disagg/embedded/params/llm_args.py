@@ -1,6 +1,7 @@
 """The arguments of LLM(...) with TensorRT-LLM's names and defaults.
 
-An unknown name is refused, like there. What the embedded engine does not do: supported_args.py.
+An unknown name is refused, like there. `Served` and `NO_EFFECT` mark what the embedded engine does not do with an
+argument (supported_args.py).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import logging
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -21,14 +22,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
+from trtllm_disagg.embedded.params.supported_args import NO_EFFECT, Served
 from trtllm_disagg.kv_transfer.transports import embedded_only_backends
 
-# The arguments of LLM(...) about KV: its cache, its events, its way to other engines.
-#
-# Names and defaults are TensorRT-LLM's.
+log = logging.getLogger(__name__)
 
-
+#: The options of a feature that only TensorRT-LLM has: carried, never looked into.
+Opaque = dict[str, Any] | None
+NotServed = Annotated[Opaque, Served(None)]
+#: -1 is what no value becomes.
+MoeRanks = Annotated[int | None, Served(-1, 1, expected="1")]
 #: The embedded engine has more (kv_transfer/transports.py).
 TENSORRT_LLM_BACKENDS = ("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI")
 #: That a queue can be told to hold.
@@ -42,7 +45,7 @@ class StrictModel(BaseModel):
 class KVEventsConfig(StrictModel):
     """Events pushed over ZeroMQ by the engine itself, instead of polled."""
 
-    enable_kv_cache_events: bool = False
+    enable_kv_cache_events: Annotated[bool, Served(False, expected="false")] = False
     publisher: Literal["null", "zmq"] | None = None
     endpoint: str = Field(default="tcp://*:5557", min_length=1)
     replay_endpoint: str | None = Field(default=None, min_length=1)
@@ -53,37 +56,43 @@ class KVEventsConfig(StrictModel):
 
 
 class BlockReuseConfig(StrictModel):
-    policy: Literal["all_reusable", "per_request", "per_conversation"] = "all_reusable"
+    policy: Annotated[
+        Literal["all_reusable", "per_request", "per_conversation"],
+        Served("all_reusable", expected="all_reusable"),
+    ] = "all_reusable"
     max_num_turns: PositiveInt = 1
 
 
 class KvCacheConfig(StrictModel):
     enable_block_reuse: bool = True
     max_tokens: PositiveInt | None = None
-    max_attention_window: list[int] | None = Field(default=None, min_length=1)
-    sink_token_length: int | None = None
+    max_attention_window: Annotated[list[int] | None, Served(None)] = Field(default=None, min_length=1)
+    sink_token_length: Annotated[int | None, NO_EFFECT] = None
     free_gpu_memory_fraction: float | None = Field(default=0.9, ge=0, le=1)
-    host_cache_size: NonNegativeInt | None = None
-    disk_cache_size: NonNegativeInt | None = None
+    host_cache_size: Annotated[NonNegativeInt | None, Served(None, 0, expected="0")] = None
+    disk_cache_size: Annotated[NonNegativeInt | None, Served(None, 0, expected="0")] = None
     disk_cache_path: str | None = None
-    cross_kv_cache_fraction: float | None = Field(default=None, ge=0, le=1)
-    secondary_offload_min_priority: int | None = None
+    cross_kv_cache_fraction: Annotated[float | None, Served(None)] = Field(default=None, ge=0, le=1)
+    secondary_offload_min_priority: Annotated[int | None, NO_EFFECT] = None
     event_buffer_max_size: int = Field(default=0, ge=0, le=MOST_RECORDS)
-    attention_dp_events_gather_period_ms: int = 5
+    attention_dp_events_gather_period_ms: Annotated[int, NO_EFFECT] = 5
     kv_events_config: KVEventsConfig | None = None
     enable_partial_reuse: bool = True
     copy_on_partial_reuse: bool = True
-    use_uvm: bool = False
+    use_uvm: Annotated[bool, NO_EFFECT] = False
     max_gpu_total_bytes: NonNegativeInt = 0
     iteration_stats_interval: PositiveInt = 1
     dtype: str = "auto"
     tokens_per_block: PositiveInt = 32
-    use_kv_cache_manager_v2: bool | Literal["auto"] = "auto"
-    kv_cache_event_hash_algo: Literal["auto", "v1_block_key", "v2_sha256", "v2_sha256_64"] = "auto"
+    use_kv_cache_manager_v2: Annotated[bool | Literal["auto"], NO_EFFECT] = "auto"
+    kv_cache_event_hash_algo: Annotated[
+        Literal["auto", "v1_block_key", "v2_sha256", "v2_sha256_64"],
+        Served("auto", "v1_block_key", expected="auto or v1_block_key"),
+    ] = "auto"
     block_reuse_config: BlockReuseConfig = Field(default_factory=BlockReuseConfig)
-    pool_ratio: list[float] | None = None
-    avg_seq_len: PositiveInt | None = None
-    mamba_state_config: dict[str, Any] | None = None
+    pool_ratio: Annotated[list[float] | None, NO_EFFECT] = None
+    avg_seq_len: Annotated[PositiveInt | None, NO_EFFECT] = None
+    mamba_state_config: Annotated[Opaque, NO_EFFECT] = None
     max_util_for_resume: float = Field(default=0.95, gt=0, le=1)
 
     @field_validator("tokens_per_block")
@@ -103,13 +112,14 @@ class CacheTransceiverConfig(StrictModel):
     """Without a backend, KV never leaves the engine."""
 
     backend: str | None = None
-    transceiver_runtime: Literal["CPP", "PYTHON", "auto"] | None = "auto"
-    max_tokens_in_buffer: int | None = None
+    transceiver_runtime: Annotated[Literal["CPP", "PYTHON", "auto"] | None, NO_EFFECT] = "auto"
+    max_tokens_in_buffer: Annotated[int | None, NO_EFFECT] = None
     kv_transfer_timeout_ms: PositiveInt | None = 60_000
     kv_transfer_sender_future_timeout_ms: PositiveInt | None = 1000
     kv_transfer_poll_interval_ms: PositiveInt | None = 5000
-    kv_cache_bounce_size_mb: NonNegativeInt = 0
-    enable_pipelined_transfer: bool = False
+    kv_cache_bounce_size_mb: Annotated[NonNegativeInt, NO_EFFECT] = 0
+    #: With schedule_style GENERATION_FIRST finished chunks always travel at once.
+    enable_pipelined_transfer: Annotated[bool, NO_EFFECT] = False
 
     @field_validator("backend")
     @classmethod
@@ -127,29 +137,6 @@ class CacheTransceiverConfig(StrictModel):
         if self.transceiver_runtime == "PYTHON" and self.kv_transfer_timeout_ms is None:
             raise ValueError("transceiver_runtime PYTHON needs a finite kv_transfer_timeout_ms")
         return self
-
-
-__all__ = [
-    "BaseLlmArgs",
-    "BlockReuseConfig",
-    "CacheTransceiverConfig",
-    "CapacitySchedulerPolicy",
-    "ContextChunkingPolicy",
-    "CudaGraphConfig",
-    "DynamicBatchConfig",
-    "EmbeddedConfig",
-    "KVEventsConfig",
-    "KvCacheConfig",
-    "LlmArgs",
-    "LoadFormat",
-    "SchedulerConfig",
-    "refuse_unsupported",
-]
-
-log = logging.getLogger(__name__)
-
-#: The options of a feature that only TensorRT-LLM has: carried, never looked into.
-Opaque = dict[str, Any] | None
 
 
 class CapacitySchedulerPolicy(StrEnum):
@@ -172,9 +159,11 @@ class LoadFormat(Enum):
 
 
 class DynamicBatchConfig(StrictModel):
-    enable_batch_size_tuning: bool = True
-    enable_max_num_tokens_tuning: bool = False
-    dynamic_batch_moving_average_window: int = 128
+    """Dynamo always passes one, with its defaults."""
+
+    enable_batch_size_tuning: Annotated[bool, NO_EFFECT] = True
+    enable_max_num_tokens_tuning: Annotated[bool, NO_EFFECT] = False
+    dynamic_batch_moving_average_window: Annotated[int, NO_EFFECT] = 128
 
 
 class SchedulerConfig(StrictModel):
@@ -182,8 +171,8 @@ class SchedulerConfig(StrictModel):
     context_chunking_policy: ContextChunkingPolicy | None = None
     dynamic_batch_config: DynamicBatchConfig | None = None
     waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
-    use_python_scheduler: bool = False
-    enable_prefix_aware_scheduling: bool = True
+    use_python_scheduler: Annotated[bool, NO_EFFECT] = False
+    enable_prefix_aware_scheduling: Annotated[bool, NO_EFFECT] = True
 
 
 class CudaGraphConfig(StrictModel):
@@ -224,64 +213,69 @@ class BaseLlmArgs(StrictModel):
     model: str | Path
     tokenizer: Any = None
     tokenizer_mode: Literal["auto", "slow"] = "auto"
-    custom_tokenizer: str | None = None
+    custom_tokenizer: Annotated[str | None, Served(None)] = None
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     dtype: str = "auto"
     revision: str | None = None
     tokenizer_revision: str | None = None
-    model_kwargs: Opaque = None
-    load_format: LoadFormat = LoadFormat.AUTO
+    model_kwargs: NotServed = None
+    load_format: Annotated[LoadFormat, Served("AUTO", expected="auto")] = LoadFormat.AUTO
 
     tensor_parallel_size: PositiveInt = 1
-    pipeline_parallel_size: PositiveInt = 1
-    context_parallel_size: PositiveInt = 1
-    gpus_per_node: PositiveInt | None = None
-    moe_cluster_parallel_size: int | None = Field(default=None, validate_default=True)
-    moe_tensor_parallel_size: int | None = Field(default=None, validate_default=True)
-    moe_expert_parallel_size: int | None = Field(default=None, validate_default=True)
-    enable_attention_dp: bool = False
-    enable_lm_head_tp_in_adp: bool = False
-    pp_partition: list[int] | None = None
-    cp_config: Opaque = None
+    pipeline_parallel_size: Annotated[PositiveInt, Served(1, expected="1 (not yet more)")] = 1
+    context_parallel_size: Annotated[PositiveInt, Served(1, expected="1 (not yet more)")] = 1
+    gpus_per_node: Annotated[PositiveInt | None, NO_EFFECT] = None
+    moe_cluster_parallel_size: MoeRanks = Field(default=None, validate_default=True)
+    moe_tensor_parallel_size: MoeRanks = Field(default=None, validate_default=True)
+    moe_expert_parallel_size: MoeRanks = Field(default=None, validate_default=True)
+    enable_attention_dp: Annotated[bool, NO_EFFECT] = False
+    enable_lm_head_tp_in_adp: Annotated[bool, NO_EFFECT] = False
+    pp_partition: Annotated[list[int] | None, NO_EFFECT] = None
+    cp_config: NotServed = None
 
-    enable_lora: bool = False
-    lora_config: Opaque = None
-    peft_cache_config: Opaque = None
-    speculative_config: Opaque = None
-    sparse_attention_config: Opaque = None
-    kv_cache_compression_config: Opaque = None
+    enable_lora: Annotated[bool, Served(False, expected="false")] = False
+    lora_config: NotServed = None
+    peft_cache_config: NotServed = None
+    speculative_config: NotServed = None
+    sparse_attention_config: NotServed = None
+    kv_cache_compression_config: NotServed = None
 
     kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
     scheduler_config: SchedulerConfig = Field(default_factory=SchedulerConfig)
     cache_transceiver_config: CacheTransceiverConfig | None = None
     enable_chunked_prefill: bool = False
     max_batch_size: PositiveInt = 2048
-    max_input_len: PositiveInt = 1024
+    max_input_len: Annotated[PositiveInt, NO_EFFECT] = 1024
     max_seq_len: PositiveInt | None = None
-    max_beam_width: PositiveInt = 1
+    max_beam_width: Annotated[PositiveInt, Served(1, expected="1")] = 1
     max_num_tokens: PositiveInt = 8192
 
-    guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = None
-    batched_logits_processor: Any = None
-    gather_generation_logits: bool = False
-    post_processor_hook: str | None = None
-    num_postprocess_workers: NonNegativeInt = 0
-    num_serve_frontends: PositiveInt = 1
+    guided_decoding_backend: Annotated[
+        Literal["xgrammar", "llguidance"] | None, Served(None, "llguidance", expected="llguidance")
+    ] = None
+    batched_logits_processor: Annotated[Any, Served(None)] = None
+    gather_generation_logits: Annotated[bool, Served(False, expected="false")] = False
+    post_processor_hook: Annotated[str | None, Served(None)] = None
+    num_postprocess_workers: Annotated[NonNegativeInt, NO_EFFECT] = 0
+    num_serve_frontends: Annotated[PositiveInt, NO_EFFECT] = 1
     reasoning_parser: str | None = None
 
-    iter_stats_max_iterations: int | None = Field(default=None, ge=-1)
-    request_stats_max_iterations: int | None = Field(default=None, ge=-1)
+    iter_stats_max_iterations: Annotated[int | None, NO_EFFECT] = Field(default=None, ge=-1)
+    request_stats_max_iterations: Annotated[int | None, NO_EFFECT] = Field(default=None, ge=-1)
     return_perf_metrics: bool = False
-    perf_metrics_output_dir: str | None = None
-    perf_metrics_max_requests: NonNegativeInt = 0
-    prometheus_metrics_config: Opaque = None
-    otlp_traces_endpoint: str | None = None
-    telemetry_config: Opaque = None
+    #: A server's; `request_perf_metrics` has a request's measurements.
+    perf_metrics_output_dir: Annotated[str | None, NO_EFFECT] = None
+    perf_metrics_max_requests: Annotated[NonNegativeInt, NO_EFFECT] = 0
+    prometheus_metrics_config: Annotated[Opaque, NO_EFFECT] = None
+    otlp_traces_endpoint: Annotated[str | None, NO_EFFECT] = None
+    telemetry_config: Annotated[Opaque, NO_EFFECT] = None
 
     backend: Literal["pytorch"] | None = None
-    orchestrator_type: Literal["rpc", "ray"] | None = None
-    env_overrides: dict[str, str] | None = None
+    orchestrator_type: Annotated[Literal["rpc", "ray"] | None, Served(None)] = None
+    env_overrides: Annotated[
+        dict[str, str] | None, Served(None, {}, expected="no value; set the variables for the worker itself")
+    ] = None
 
     @field_validator("max_batch_size", "max_input_len", "max_beam_width", "max_num_tokens", mode="before")
     @classmethod
@@ -312,31 +306,31 @@ class BaseLlmArgs(StrictModel):
 class LlmArgs(BaseLlmArgs):
     """The arguments of the PyTorch backend: the ones that LLM(...) takes."""
 
-    generation_config: Literal["trtllm", "auto"] = "trtllm"
+    generation_config: Annotated[Literal["trtllm", "auto"], Served("trtllm", expected="trtllm")] = "trtllm"
     enable_iter_perf_stats: bool = False
     enable_iter_req_stats: bool = False
     max_stats_len: int = Field(default=1000, ge=-1, le=MOST_RECORDS)
     print_iter_log: bool = False
     stream_interval: PositiveInt = 1
-    batch_wait_timeout_ms: float = Field(default=0, ge=0)
-    batch_wait_timeout_iters: NonNegativeInt = 0
-    batch_wait_max_tokens_ratio: float = Field(default=0, ge=0, le=1)
-    disable_overlap_scheduler: bool = False
-    enable_early_first_token_response: bool = False
+    batch_wait_timeout_ms: Annotated[float, NO_EFFECT] = Field(default=0, ge=0)
+    batch_wait_timeout_iters: Annotated[NonNegativeInt, NO_EFFECT] = 0
+    batch_wait_max_tokens_ratio: Annotated[float, NO_EFFECT] = Field(default=0, ge=0, le=1)
+    disable_overlap_scheduler: Annotated[bool, NO_EFFECT] = False
+    enable_early_first_token_response: Annotated[bool, NO_EFFECT] = False
 
-    attn_backend: str = "TRTLLM"
-    cuda_graph_config: CudaGraphConfig | None = Field(default_factory=CudaGraphConfig)
-    moe_config: Opaque = None
-    nvfp4_gemm_config: Opaque = None
-    attention_dp_config: Opaque = None
-    torch_compile_config: Opaque = None
-    allreduce_strategy: str | None = "AUTO"
-    enable_autotuner: bool = True
-    garbage_collection_gen0_threshold: int = 20_000
+    attn_backend: Annotated[str, NO_EFFECT] = "TRTLLM"
+    cuda_graph_config: Annotated[CudaGraphConfig | None, NO_EFFECT] = Field(default_factory=CudaGraphConfig)
+    moe_config: Annotated[Opaque, NO_EFFECT] = None
+    nvfp4_gemm_config: Annotated[Opaque, NO_EFFECT] = None
+    attention_dp_config: Annotated[Opaque, NO_EFFECT] = None
+    torch_compile_config: Annotated[Opaque, NO_EFFECT] = None
+    allreduce_strategy: Annotated[str | None, NO_EFFECT] = "AUTO"
+    enable_autotuner: Annotated[bool, NO_EFFECT] = True
+    garbage_collection_gen0_threshold: Annotated[int, NO_EFFECT] = 20_000
 
-    kv_connector_config: Any = None
-    sleep_config: Any = None
-    dwdp_config: Opaque = None
+    kv_connector_config: Annotated[Any, Served(None)] = None
+    sleep_config: Annotated[Any, Served(None)] = None
+    dwdp_config: NotServed = None
 
     embedded: EmbeddedConfig = Field(default_factory=EmbeddedConfig)
 

@@ -1,52 +1,24 @@
-"""Does config.json describe a model that the engine can serve? Asked of what it says, before anything is built from it.
+"""config.json: does it describe a model that the engine can serve, and what does it say?
 
-transformers fills in what a file leaves out, and takes numbers that no model has. A wrong model would be served.
+transformers fills in what a file leaves out, and takes numbers that no model has. A wrong model would be served, so
+the file is checked before anything is built from it.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
-import torch
+import msgspec
 
+from trtllm_disagg.embedded.params.checkpoint import read_json
 from trtllm_disagg.errors import ConfigError
-
-# Cosines and sines of rotary positions, as transformers' rotary embeddings compute them.
-
-
-#: Frequencies that do not depend on how long the sequence has become.
-STATIC_KINDS = ("default", "linear", "llama3", "yarn")
-
-
-def is_static(config: Any) -> bool:
-    """Can all positions be computed ahead? `config` is transformers' configuration of the model."""
-    rope = config.rope_parameters
-    return rope.get("rope_type", "default") in STATIC_KINDS and rope.get("partial_rotary_factor", 1.0) == 1.0
-
-
-def rope_tables(config: Any, count: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """(positions, dim / 2) float32 each, for `count` positions; the rotation's second half has the same ones."""
-    frequencies, scaling = _frequencies(config, dim)
-    angles = torch.arange(count)[:, None].float() * frequencies.float()
-    return (angles.cos() * scaling).numpy(), (angles.sin() * scaling).numpy()
-
-
-def _frequencies(config: Any, dim: int) -> tuple[torch.Tensor, float]:
-    rope = config.rope_parameters
-    if rope.get("rope_type", "default") == "default":
-        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
-    # Here, as it brings the rest of transformers along (plain_model.py).
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-    return frequencies, float(scaling)
-
 
 #: Families with outputs tested against transformers' own generate (test_families.py).
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "qwen3_moe", "mixtral")
+#: Rotary frequencies that do not depend on how long the sequence has become.
+STATIC_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 #: What every checkpoint says, and the most that is believed. Far above any model, far below what breaks something.
 _SIZES = {
     "hidden_size": 1 << 20,
@@ -68,7 +40,7 @@ _MORE_SIZES = {
 }
 #: `dynamic` is `default` up to max_position_embeddings, where this engine ends. `longrope` turns positions of one
 #: request by how long another one in the batch is.
-_ROPE_KINDS = (*STATIC_KINDS, "dynamic")
+_ROPE_KINDS = (*STATIC_ROPE_KINDS, "dynamic")
 _ROPE_NUMBERS = (
     "attention_factor",
     "beta_fast",
@@ -80,6 +52,75 @@ _ROPE_NUMBERS = (
     "rope_theta",
 )
 _QUANTISED = "no value: the embedded engine serves float32, bfloat16 and float16 weights, not quantised ones"
+
+
+Size = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the engine asks of a model's configuration, under transformers' names."""
+
+    model_type: str
+    hidden_act: str
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    max_position_embeddings: Size
+    rms_norm_eps: float
+    head_dim: int = 0
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    sliding_window: Size | None = None
+    layer_types: list[str] = []
+    rope_parameters: dict[str, Any] = {}
+    #: Of mixtures: Qwen's names, then Mixtral's.
+    num_experts: int = 0
+    moe_intermediate_size: int = 0
+    mlp_only_layers: list[int] = []
+    decoder_sparse_step: int = 1
+    num_local_experts: int = 0
+    #: transformers' own, where that has read it: some rotations are computed there.
+    source: Any = None
+
+    @classmethod
+    def of(cls, source: Any) -> ModelConfig:
+        """`source` is transformers' configuration of the model, which knows each family's defaults."""
+        found = {name: getattr(source, name, None) for name in cls.__struct_fields__}
+        given = {name: value for name, value in found.items() if value is not None}
+        given.setdefault("hidden_act", "silu")
+        given.setdefault("head_dim", source.hidden_size // source.num_attention_heads)
+        return cls(**given | {"source": source})
+
+    @property
+    def has_static_rope(self) -> bool:
+        """Can all rotary positions be computed ahead?"""
+        rope = self.rope_parameters
+        return (
+            rope.get("rope_type", "default") in STATIC_ROPE_KINDS
+            and rope.get("partial_rotary_factor", 1.0) == 1.0
+        )
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Raises ConfigError for what no model has, and for what the engine does not serve."""
+    file = directory / "config.json"
+    raw = read_json(file)
+    check_config(file, raw)
+    config = read_plain_config(raw) or _read_with_transformers(directory)
+    if config.hidden_act not in ("silu", "swish"):
+        from transformers.activations import ACT2FN
+
+        if config.hidden_act not in ACT2FN:
+            raise ConfigError.bad_value(
+                f"{file} hidden_act", config.hidden_act, f"one of {', '.join(sorted(ACT2FN))}"
+            )
+        if config.num_experts or config.num_local_experts:
+            raise ConfigError.bad_value(f"{file} hidden_act", config.hidden_act, "silu, for experts")
+    return config
 
 
 def check_config(file: Path, raw: dict[str, Any]) -> None:
@@ -107,16 +148,6 @@ def check_config(file: Path, raw: dict[str, Any]) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         _check_rope(file, key, raw.get(key))
     _check_counts(file, raw)
-
-
-def check_activation(file: Path, name: str) -> None:
-    """Raises ConfigError for an activation that transformers does not know."""
-    if name in ("silu", "swish"):
-        return
-    from transformers.activations import ACT2FN
-
-    if name not in ACT2FN:
-        raise ConfigError.bad_value(f"{file} hidden_act", name, f"one of {', '.join(sorted(ACT2FN))}")
 
 
 def end_ids(file: Path, found: object, vocab_size: int) -> list[int]:
@@ -171,3 +202,68 @@ def _is_size(value: object, most: int) -> bool:
 
 def _is_positive(value: object) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
+
+
+# transformers' configuration classes import all of its modelling code: 80 MB and over a second of every engine's start.
+# So a file that leaves nothing to a family's defaults, and says nothing unknown, is read without it.
+
+PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+#: Keys that change nothing about the numbers of a forward.
+_WITHOUT_EFFECT = {
+    "architectures",
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "max_window_layers",
+    "pad_token_id",
+    "pretraining_tp",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+#: Families with a head_dim and a sliding_window when they are not mentioned.
+_MUST_SAY = {"qwen3": ("head_dim",), "mistral": ("sliding_window",)}
+#: What such a file may say of its rotation before and since transformers 5, and of windows when it has none.
+_READ_BESIDE = {"rope_parameters", "rope_scaling", "rope_theta", "use_sliding_window"}
+
+
+def read_plain_config(raw: dict[str, Any]) -> ModelConfig | None:
+    """`raw` is the content of config.json. None: transformers has to read it."""
+    rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta")}
+    family, layer_types = raw.get("model_type"), raw.get("layer_types") or ()
+    if (
+        family not in PLAIN_FAMILIES
+        or raw.get("hidden_act") != "silu"
+        or rope.keys() - {"rope_type", "rope_theta"}
+        or rope.get("rope_type", "default") != "default"
+        or rope.get("rope_theta") is None
+        or raw.get("rope_scaling") is not None
+        or raw.get("use_sliding_window")
+        or any(kind != "full_attention" for kind in layer_types)
+        or any(key not in raw for key in _MUST_SAY.get(family, ()))
+    ):
+        return None
+    said = {key: value for key, value in raw.items() if key not in _WITHOUT_EFFECT | _READ_BESIDE}
+    try:
+        config = msgspec.convert({k: v for k, v in said.items() if v is not None}, ModelConfig)
+    except msgspec.ValidationError:
+        return None
+    return msgspec.structs.replace(
+        config,
+        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        sliding_window=config.sliding_window if family == "mistral" else None,
+        layer_types=["full_attention"] * config.num_hidden_layers,
+        rope_parameters={"rope_type": "default", "rope_theta": float(rope["rope_theta"])},
+    )
+
+
+def _read_with_transformers(directory: Path) -> ModelConfig:
+    from transformers import AutoConfig
+
+    try:
+        return ModelConfig.of(AutoConfig.from_pretrained(directory, local_files_only=True))
+    except Exception as error:  # its complaints are of many kinds
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model: {directory}/config.json is not a configuration: {reason}") from error

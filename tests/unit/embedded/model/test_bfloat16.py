@@ -21,7 +21,7 @@ from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.unit.embedded.model.test_exactness import PROMPTS, Logits, MakeCore, Recorder, recorder
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.model.model_loader import FAMILIES
+from trtllm_disagg.embedded.params.model_config import FAMILIES
 from trtllm_disagg.errors import ConfigError
 
 __all__ = ["recorder"]

@@ -12,7 +12,7 @@ from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from trtllm_disagg.embedded.core import engine_core as core_module
 from trtllm_disagg.embedded.model import sampler
-from trtllm_disagg.embedded.model.model_loader import FAMILIES
+from trtllm_disagg.embedded.params.model_config import FAMILIES
 
 NEW_TOKENS = 10
 STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]

@@ -13,9 +13,8 @@ from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from trtllm_disagg.embedded.core import engine_core as core_module
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
-from trtllm_disagg.embedded.model import plain_model
 from trtllm_disagg.embedded.model.forward_plan import ForwardPlan
-from trtllm_disagg.embedded.model.model_loader import FAMILIES
+from trtllm_disagg.embedded.params.model_config import FAMILIES, PLAIN_FAMILIES, read_config
 
 #: 1: nothing but the last token; 32: one whole tile and block; 130: over five tiles, and over Mistral's window of 40.
 LENGTHS = (1, 2, 31, 32, 33, 65, 130)
@@ -72,7 +71,7 @@ FORWARDS = {
 @pytest.fixture(scope="module", params=FORWARDS)
 def engine(request: pytest.FixtureRequest, family: str, checkpoints: Checkpoints) -> Iterator[Core]:
     forward, cpu = FORWARDS[request.param]
-    if forward == "auto" and family not in plain_model.FAMILIES:
+    if forward == "auto" and family not in PLAIN_FAMILIES:
         pytest.skip("transformers' modules are the only forward that it has")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(core_module, "this_cpu", lambda: cpu)
@@ -109,7 +108,7 @@ def test_the_path_that_cuda_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Simulated on the CPU: transformers' modules as they are, and torch's attention for decode rows too."""
-    plan = ForwardPlan("modules", torch.float32)
+    plan = ForwardPlan(read_config(checkpoints(family)), "modules", torch.float32)
     monkeypatch.setattr(core_module, "choose_forward", lambda *told: plan)
     core = Core(checkpoints(family), max_num_tokens=64, enable_chunked_prefill=True)
     ids = {length: core.add(prompt(length), NEW_TOKENS) for length in LENGTHS}

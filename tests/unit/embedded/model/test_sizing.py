@@ -36,7 +36,7 @@ def test_a_small_model_takes_no_more_than_32_sequences_need(shape: ModelShape) -
 
 def test_little_memory_makes_a_small_pool(shape: ModelShape) -> None:
     # A token of this model takes 2 KiB, so this is room for a few thousand of them on any machine.
-    assert 0 < blocks(shape, free_gpu_memory_fraction=1e-4) < 32 * shape.max_positions // 16
+    assert 0 < blocks(shape, free_gpu_memory_fraction=1e-4) < 32 * shape.config.max_position_embeddings // 16
 
 
 def test_a_pool_without_a_block_is_refused(shape: ModelShape) -> None:
@@ -63,6 +63,8 @@ def test_a_stated_size_that_the_machine_has_no_memory_for_is_refused(
 def test_on_cuda_it_is_a_share_of_the_memory_of_the_device(
     shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
+    token_bytes = (
+        2 * shape.config.num_hidden_layers * shape.config.num_key_value_heads * shape.config.head_dim * 4
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4096 * token_bytes, 1 << 40))
     assert blocks(shape, device="cuda", free_gpu_memory_fraction=0.5) == 2048 // 16

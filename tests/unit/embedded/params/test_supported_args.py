@@ -76,10 +76,10 @@ def test_what_is_built_passes(values: dict[str, Any]) -> None:
 
 
 def test_the_kv_pool_may_be_told_the_dtype_of_the_model() -> None:
-    args = llm_args(kv_cache_config={"dtype": "bfloat16"})
-    assert refuse_unsupported(args, model_dtype="bfloat16") == []
+    kv_config = {"dtype": "bfloat16"}
+    assert refuse_unsupported(llm_args(dtype="bfloat16", kv_cache_config=kv_config)) == []
     with pytest.raises(ConfigError, match="auto or float32"):
-        refuse_unsupported(args, model_dtype="float32")
+        refuse_unsupported(llm_args(dtype="float32", kv_cache_config=kv_config))
 
 
 def test_tuning_for_gpus_is_named_but_harmless() -> None:
@@ -92,12 +92,12 @@ def test_tuning_for_gpus_is_named_but_harmless() -> None:
         scheduler_config={"dynamic_batch_config": {"enable_batch_size_tuning": False}},
     )
     assert refuse_unsupported(args) == [
-        "disable_overlap_scheduler",
-        "cuda_graph_config",
-        "moe_config",
         "kv_cache_config.use_uvm",
         "scheduler_config.dynamic_batch_config.enable_batch_size_tuning",
         "cache_transceiver_config.max_tokens_in_buffer",
+        "disable_overlap_scheduler",
+        "cuda_graph_config",
+        "moe_config",
     ]
 
 

@@ -14,7 +14,7 @@ import torch
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.support.ranks import BACKENDS, NEW_TOKENS, PROMPTS, Answers, Logits, record_all
-from trtllm_disagg.embedded.model.model_loader import FAMILIES
+from trtllm_disagg.embedded.params.model_config import FAMILIES
 
 KINDS = [*(f"{family}-auto" for family in FAMILIES), "qwen3-transformers"]
 MPIEXEC = str(Path(sysconfig.get_path("scripts")) / "mpiexec")
