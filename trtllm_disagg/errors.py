@@ -115,3 +115,9 @@ class RequestCancelledError(DisaggError):
 
 class EngineError(DisaggError):
     """The engine failed while it was running a request."""
+
+
+def named(kind: str, message: str) -> DisaggError | None:
+    """The error of this class name, as another process of the same engine raised it; None when it is none of these."""
+    found = globals().get(kind)
+    return found(message) if isinstance(found, type) and issubclass(found, DisaggError) else None

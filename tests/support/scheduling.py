@@ -13,8 +13,7 @@ from trtllm_disagg.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
 from trtllm_disagg.embedded.kv_cache.memory import LocalKvMemory
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.embedded.scheduler.create import create_blocks, create_scheduler
-from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
 

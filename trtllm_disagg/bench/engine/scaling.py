@@ -105,7 +105,7 @@ def costs_per_block(pool: int) -> tuple[float, float]:
 def _stage_seconds(pool: int) -> list[float]:
     """The median request's time in each of _STAGES."""
     events = KvEventLog(100_000, 4096)
-    blocks = BlockManager(pool, TOKENS_PER_BLOCK, enable_reuse=True, enable_partial_reuse=True, events=events)
+    blocks = BlockManager(pool, TOKENS_PER_BLOCK, enable_reuse=True, events=events)
     prompts = pool // _KNOWN_BLOCKS
     for prompt in range(prompts):
         held = blocks.allocate(_KNOWN_BLOCKS)

@@ -31,13 +31,17 @@ from trtllm_disagg.embedded.tensor_parallel.launch import require_divides, serve
 from trtllm_disagg.errors import DisaggError
 from trtllm_disagg.model_directory import model_directory
 
-# `LLM.generate`: one prompt or many, each with arguments of its own when they come as a list.
+log = logging.getLogger(__name__)
+
+DEFAULT_REQUEST_PRIORITY = 0.5
 
 
 def generate_all(
     start: Callable[..., RequestOutput], inputs: Any, use_tqdm: bool, arguments: dict[str, Any]
 ) -> Any:
-    """`start` takes one prompt and its arguments. One result for one prompt, a list for a list of prompts.
+    """`LLM.generate`: one prompt or many, each with arguments of its own when they come as a list.
+
+    `start` takes one prompt and its arguments. One result for one prompt, a list for a list of prompts.
 
     Raises ValueError when a list of arguments is not as long as that of the prompts, and what `start` and the
     requests raise; then none of the others goes on.
@@ -68,11 +72,6 @@ def _one_by_one(arguments: dict[str, Any], count: int) -> Iterator[dict[str, Any
             raise ValueError(f"{name}: {len(value)} of them for {count} prompts")
     for i in range(count):
         yield {name: value[i] if isinstance(value, list) else value for name, value in arguments.items()}
-
-
-log = logging.getLogger(__name__)
-
-DEFAULT_REQUEST_PRIORITY = 0.5
 
 
 class LLM:

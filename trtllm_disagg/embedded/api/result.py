@@ -13,9 +13,6 @@ from trtllm_disagg.embedded.api.perf_metrics import RequestPerfMetrics, metrics_
 from trtllm_disagg.embedded.ipc.messages import MadeHandoff, TokenOutput
 from trtllm_disagg.embedded.params.disaggregated_params import DisaggregatedParams
 
-# The text of a growing answer, at a cost per token that does not depend on how long it has become.
-
-
 Decode = Callable[[list[int]], str]
 
 #: Tokens that stay open. A token has at least one byte and a UTF-8 character at most four, so what comes later does
@@ -36,7 +33,9 @@ def decoder(tokenizer: Any, *, skip_special_tokens: bool) -> Decode:
 
 
 class GrowingText:
-    """`update` is `decode` of all tokens, for token lists of which each continues the one before.
+    """The text of a growing answer, at a cost per token that does not depend on how long it has become.
+
+    `update` is `decode` of all tokens, for token lists of which each continues the one before.
 
     Only the last few tokens are decoded: behind `_settled` tokens of known text, and with some of those in
     front, since a token's text may depend on its neighbours.

@@ -53,11 +53,10 @@ class RunningRequests:
             self._results.pop(output.request_id, None)
 
 
-# Records from the engine's receiver thread to the caller that polls for them: events, statistics.
-
-
 class Feed:
-    """Bounded; the oldest records are dropped. One asyncio reader at a time waits without polling."""
+    """Records from the engine's receiver thread to the caller that polls for them: events, statistics. Bounded; the
+    oldest records are dropped. One asyncio reader at a time waits without polling.
+    """
 
     def __init__(self, max_size: int | None) -> None:
         self._records: deque[dict[str, Any]] = deque(maxlen=max_size)

@@ -187,7 +187,6 @@ class CoreClient:
 
 def _start_error(report: Failed) -> Exception:
     """The core's own exception where it is one of ours, else an EngineError that names it."""
-    kind = getattr(errors, report.kind, None)
-    if isinstance(kind, type) and issubclass(kind, errors.DisaggError):
-        return kind(report.message)
-    return errors.EngineError(f"the engine cannot start: {report.kind}: {report.message}")
+    return errors.named(report.kind, report.message) or errors.EngineError(
+        f"the engine cannot start: {report.kind}: {report.message}"
+    )

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trtllm_disagg.activity import LOADING, NullReporter, Reporter
 from trtllm_disagg.embedded.connector.connector import (
@@ -21,18 +22,23 @@ from trtllm_disagg.embedded.connector.connector import (
     ReadEnded,
 )
 from trtllm_disagg.embedded.connector.create import create_connector
-from trtllm_disagg.embedded.core.guides import create_guides
 from trtllm_disagg.embedded.core.outputs import Outbox, of_token
-from trtllm_disagg.embedded.core.warmup import warm_up
-from trtllm_disagg.embedded.cpu_kernels.compiling import compiling_told
+from trtllm_disagg.embedded.core.precompile import warm_up
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.ipc.messages import AddRequest, LogprobEntry, Ready, StepReport, TokenOutput
+from trtllm_disagg.embedded.ipc.messages import (
+    AddRequest,
+    LogprobEntry,
+    Ready,
+    SamplingSpec,
+    StepReport,
+    TokenOutput,
+)
 from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
 from trtllm_disagg.embedded.kv_cache.memory import KvPool, LocalKvMemory
 from trtllm_disagg.embedded.model.attention import TILE
+from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.model.forward_plan import choose_forward
-from trtllm_disagg.embedded.model.model_loader import load_model, read_shape
-from trtllm_disagg.embedded.model.model_runner import ModelRunner
+from trtllm_disagg.embedded.model.model_loader import ModelShape, load_model, read_shape
 from trtllm_disagg.embedded.model.sampler import sample
 from trtllm_disagg.embedded.model.sizing import (
     choose_device,
@@ -43,13 +49,15 @@ from trtllm_disagg.embedded.model.sizing import (
 )
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.scheduler.capacity import require_room
-from trtllm_disagg.embedded.scheduler.create import create_blocks, create_scheduler
-from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status, judge
 from trtllm_disagg.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.embedded.tensor_parallel.team import SingleRank, Team
-from trtllm_disagg.errors import DisaggError, EngineError
+from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError
 from trtllm_disagg.kv_transfer.base import KvTimeouts, StagingTransport
+
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded.guided_decoding.guides import Guides
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +104,7 @@ class EngineCore:
         )
         self.scheduler = create_scheduler(args, self.blocks, team.memory(LocalKvMemory(kv)), TILE)
         pool = KvPool(kv)
-        with compiling_told(reporter, compiles=this_cpu().compiles):
+        with plan.ops.compiling_told(reporter):
             forward = plan.make_forward(model, pool, self.max_seq_len, reporter)
             self._runner = team.broadcasting(ModelRunner(forward, pool, plan.ops))
             reporter.tell("warming up")
@@ -321,3 +329,21 @@ class EngineCore:
     def _require_fits(self, sequence: Sequence) -> None:
         usable = self.blocks.num_blocks - self.blocks.num_quarantined
         require_room(sequence, self._max_prompt, usable, self.blocks.tokens_per_block)
+
+
+class NoGuides:
+    """guided_decoding_backend is not set."""
+
+    def start(self, sampling: SamplingSpec) -> None:
+        if sampling.grammar is not None:
+            raise InvalidRequestError("guided decoding needs guided_decoding_backend, which is not set")
+
+
+def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
+    """What guiding needs is imported only where an engine guides."""
+    if args.guided_decoding_backend is None:
+        return NoGuides()
+    from trtllm_disagg.embedded.guided_decoding.guides import Guides, read_guide_tokenizer
+
+    tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
+    return Guides(tokenizer, shape.config.vocab_size, shape.end_ids)

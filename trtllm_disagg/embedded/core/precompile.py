@@ -1,6 +1,7 @@
-"""`python -m trtllm_disagg.embedded.core.precompile [DTYPE ...]`: compile the kernels before the first engine starts.
+"""What comes before the first request: steps that warm an engine up, and kernels that are compiled on their own.
 
-By a model of one layer with no sense in it: what is compiled depends on the types of numbers only.
+`python -m trtllm_disagg.embedded.core.precompile [DTYPE ...]` compiles them before the first engine starts, by a model
+of one layer with no sense in it: what is compiled depends on the types of numbers only.
 """
 
 from __future__ import annotations
@@ -9,22 +10,29 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from trtllm_disagg.embedded.core.warmup import warm_up
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
+from trtllm_disagg.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.model.forward_plan import choose_forward
 from trtllm_disagg.embedded.model.model_loader import load_model, read_shape
-from trtllm_disagg.embedded.model.model_runner import ModelRunner
 from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig
+from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.scheduler.sequence import Sequence
+from trtllm_disagg.embedded.tensor_parallel.team import Runner
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.steadily import steadily
 
 DTYPES = ("float32", "bfloat16")
+
+#: A prompt of one token, and one more token.
+_POSITIONS = 2
 
 _WIDTH, _BLOCKS, _TOKENS_PER_BLOCK = 64, 4, 32
 _CONFIG = {
@@ -46,6 +54,37 @@ _CONFIG = {
     "eos_token_id": 1,
 }
 _MATRICES = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+
+
+def warm_up(runner: Runner, model: Path, num_blocks: int, tokens_per_block: int) -> None:
+    """A prefill, a decode, and both in one step, in blocks that are free yet. They prove that the weights give numbers,
+    and have every kernel compiled and loaded (seconds once on a machine, a tenth of one later) before a request waits
+    for it. Raises ConfigError for a model that gives something else than finite numbers.
+    """
+    each = -(-_POSITIONS // tokens_per_block)
+    first, second = (_sequence(range(i * each, (i + 1) * each)) for i in range(2))
+    steps = [[first], [first], [first, second]] if num_blocks >= 2 * each else [[first]]
+    for sequences in steps:
+        logits = runner.run([Row.of(sequence, 1) for sequence in sequences])
+        if not torch.isfinite(logits).all():
+            raise ConfigError(
+                f"model: {model} gives logits that are not finite numbers; its weights are damaged, or too large for "
+                'its dtype (try --override-engine-args \'{"dtype": "float32"}\')'
+            )
+        first.tokens, first.num_computed = [0, 0], 1
+
+
+def _sequence(blocks: range) -> Sequence:
+    return Sequence(
+        request_id=0,
+        index=0,
+        request_type="context_and_generation",
+        tokens=[0],
+        num_prompt=1,
+        sampling=SamplingSpec(max_tokens=_POSITIONS),
+        seed=0,
+        blocks=list(blocks),
+    )
 
 
 def precompile(dtype: str, cpu: CpuFeatures) -> None:
@@ -75,7 +114,7 @@ def _write_model(directory: Path, dtype: str) -> None:
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
 
 
-def main(dtypes: Sequence[str]) -> int:
+def main(dtypes: Seq[str]) -> int:
     """Every dtype in a process of its own, at the same time. Exit status 0: all is there."""
     if not this_cpu().compiles:
         return 0

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -34,9 +34,6 @@ from trtllm_disagg.embedded.ipc.messages import (
 )
 from trtllm_disagg.embedded.tensor_parallel.group import leave, own_rank, use_cpus
 from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("trtllm_disagg.embedded")
 

@@ -6,16 +6,18 @@ Compiled code contains the code of what it calls. So it is kept for one version 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from numba.core import event
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
+from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.cpu_kernels.kernel_cache import CompileLocks, KernelCache
-from trtllm_disagg.embedded.cpu_kernels.kernel_folder import kernel_folder
+from trtllm_disagg.embedded.cpu_kernels.kernel_cache import CompileLocks, KernelCache, kernel_folder
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -71,3 +73,20 @@ def compile_unless_taken(kernel: Any, *arguments: Any) -> bool:
     """
     is_compiled: bool = kernel.compile_unless_taken(*arguments)
     return is_compiled
+
+
+@contextmanager
+def compiling_told(reporter: Reporter) -> Iterator[None]:
+    """Inside the block the reporter tells of every kernel that numba compiles, and does not only load: that takes
+    seconds, once on a machine.
+    """
+
+    class Told(event.Listener):  # type: ignore[misc]
+        def on_start(self, event: Any) -> None:
+            reporter.tell("compiling kernels (once)")
+
+        def on_end(self, event: Any) -> None:
+            """The next step tells what comes next."""
+
+    with event.install_listener("numba:compile", Told()):
+        yield

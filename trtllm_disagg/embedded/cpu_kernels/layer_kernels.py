@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numba import types
 from numba.extending import overload
 
@@ -18,6 +19,14 @@ from trtllm_disagg.embedded.cpu_kernels.compiled import compiled
 from trtllm_disagg.embedded.cpu_kernels.llvm_ir import exp, fma, sum_of_squares
 
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory; bfloat16 as uint16, which is how the kernels know it."""
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    array: np.ndarray = tensor.numpy()
+    return array
 
 
 def load(value: Any) -> Any:

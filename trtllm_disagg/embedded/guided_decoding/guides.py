@@ -7,13 +7,12 @@ of one choice, wherever they were sampled.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
@@ -22,11 +21,20 @@ from trtllm_disagg.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.embedded.params.checkpoint import read_json
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 
-# What guided decoding needs to know of a model's tokenizer, read without transformers where that is safe.
+_SILENT = 0
+#: Else an error carries the parser's state.
+_LIMITS = LLParserLimits(verbose_errors=False)
+#: llguidance's words that a caller cannot know.
+_SENTENCES = {
+    "NoExtensionBias": "no token can begin an answer; is a rule of the grammar defined by itself alone?"
+}
+_CACHED_GRAMMARS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class GuideTokenizer:
+    """What guided decoding needs to know of a model's tokenizer."""
+
     #: The content of a tokenizer.json.
     text: str
     #: How many tokens it knows, added ones too.
@@ -86,22 +94,12 @@ def _of(tokenizer: Tokenizer, end: int | None) -> GuideTokenizer:
     return GuideTokenizer(tokenizer.to_str(), tokenizer.get_vocab_size(with_added_tokens=True), end)
 
 
-# Grammars, compiled by llguidance for one model's tokens. Needs no torch.
-
-
-_SILENT = 0
-#: Else an error carries the parser's state.
-_LIMITS = LLParserLimits(verbose_errors=False)
-#: llguidance's words that a caller cannot know.
-_SENTENCES = {
-    "NoExtensionBias": "no token can begin an answer; is a rule of the grammar defined by itself alone?"
-}
-
-
 class Matchers:
-    def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
+    """Grammars, compiled by llguidance for one model's tokens."""
+
+    def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         """Raises ConfigError for a tokenizer that cannot guide."""
-        known: Sequence[int | None] = end_ids or [tokenizer.eos_token_id]
+        known: Seq[int | None] = end_ids or [tokenizer.eos_token_id]
         # A tokenizer may know more tokens than the model.
         self.end_ids = [token for token in known if token is not None and token < vocab_size]
         if not self.end_ids:
@@ -127,9 +125,6 @@ def sentence(error: str) -> str:
     """What llguidance says, for a caller."""
     first = error.strip().partition("\n")[0]
     return _SENTENCES.get(first, first)
-
-
-_CACHED_GRAMMARS = 256
 
 
 class Guide:
@@ -177,13 +172,13 @@ class Vocabulary:
         self.tokens = tokens
         self.end_ids = tuple(end_ids)
         self._size = vocab_size
-        self._words = numpy.zeros(-(-tokens.vocab_size // 32), dtype=numpy.uint32)
+        self._words = np.zeros(-(-tokens.vocab_size // 32), dtype=np.uint32)
 
     def barred_by(self, matcher: LLMatcher) -> torch.Tensor:
         matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        allowed = self._words.view(numpy.uint8)
-        barred = numpy.unpackbits(~allowed, count=self._size, bitorder="little")
-        return torch.from_numpy(barred.view(numpy.bool_))
+        allowed = self._words.view(np.uint8)
+        barred = np.unpackbits(~allowed, count=self._size, bitorder="little")
+        return torch.from_numpy(barred.view(np.bool_))
 
 
 class Guides:

@@ -142,14 +142,12 @@ class Link(Generic[T]):
                     return
 
 
-# Sockets between processes of one user on one host that leave no file behind, however those processes end.
-#
-# Their names are in the kernel only, where every user of the host can see them, so both sides look at the user of the
-# other.
-
-
 def listen() -> tuple[socket.socket, str]:
-    """A socket for `accept`, and its address for `connect`."""
+    """A socket for `accept`, and its address for `connect`, between processes of one user on this host.
+
+    It leaves no file behind, however those processes end: its name is in the kernel only, where every user of the host
+    can see it, so both sides look at the user of the other.
+    """
     address = f"trtllm-disagg-{os.getpid()}-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{address}")

@@ -8,23 +8,47 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
+import msgspec
 import torch
+
+from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager
+from trtllm_disagg.embedded.params.llm_args import KvCacheConfig
+
+
+class CopyStart(msgspec.Struct, tag="copy_start"):
+    """The first `num_tokens` of a block into another one."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+class Save(msgspec.Struct, tag="save"):
+    """Put a copy of these blocks aside under a number."""
+
+    slot: int
+    blocks: list[int]
+
+
+class Restore(msgspec.Struct, tag="restore"):
+    """What was saved, from its block number `first` on, into as many of these blocks as there are saved."""
+
+    slot: int
+    first: int
+    blocks: list[int]
+
+
+class Drop(msgspec.Struct, tag="drop"):
+    """What was saved is not needed any more."""
+
+    slot: int
+
+
+KvCommand = CopyStart | Save | Restore | Drop
 
 
 class KvMemory(Protocol):
-    def copy_start(self, source: int, target: int, num_tokens: int) -> None:
-        """The first `num_tokens` of a block into another one."""
-        ...
-
-    def save(self, slot: int, blocks: Seq[int]) -> None:
-        """Put a copy of these blocks aside under a number."""
-        ...
-
-    def restore(self, slot: int, first: int, blocks: Seq[int]) -> None:
-        """What was saved, from its block number `first` on, into as many of these blocks as there are saved."""
-        ...
-
-    def drop(self, slot: int) -> None: ...
+    def apply(self, command: KvCommand) -> None: ...
 
 
 class LocalKvMemory:
@@ -35,20 +59,17 @@ class LocalKvMemory:
         self._saved: dict[int, torch.Tensor] = {}
 
     @torch.inference_mode()
-    def copy_start(self, source: int, target: int, num_tokens: int) -> None:
-        self._kv[target, :, :, :num_tokens] = self._kv[source, :, :, :num_tokens]
-
-    @torch.inference_mode()
-    def save(self, slot: int, blocks: Seq[int]) -> None:
-        self._saved[slot] = self._kv.index_select(0, self._index(blocks)).cpu()
-
-    @torch.inference_mode()
-    def restore(self, slot: int, first: int, blocks: Seq[int]) -> None:
-        saved = self._saved[slot][first : first + len(blocks)].to(self._kv.device)
-        self._kv.index_copy_(0, self._index(blocks[: len(saved)]), saved)
-
-    def drop(self, slot: int) -> None:
-        del self._saved[slot]
+    def apply(self, command: KvCommand) -> None:
+        match command:
+            case CopyStart(source, target, num_tokens):
+                self._kv[target, :, :, :num_tokens] = self._kv[source, :, :, :num_tokens]
+            case Save(slot, blocks):
+                self._saved[slot] = self._kv.index_select(0, self._index(blocks)).cpu()
+            case Restore(slot, first, blocks):
+                saved = self._saved[slot][first : first + len(blocks)].to(self._kv.device)
+                self._kv.index_copy_(0, self._index(blocks[: len(saved)]), saved)
+            case Drop(slot):
+                del self._saved[slot]
 
     def _index(self, blocks: Seq[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.long, device=self._kv.device)
@@ -79,7 +100,7 @@ class SwapSpace:
         if self.num_used + len(used) > self._max_blocks or not used:
             return None
         slot, self._next = self._next, self._next + 1
-        self._memory.save(slot, used)
+        self._memory.apply(Save(slot, list(used)))
         self._sizes[slot] = len(used)
         return Saved(slot, num_tokens)
 
@@ -87,18 +108,16 @@ class SwapSpace:
         """Into a sequence's blocks, but for the first `num_known`, which hold it already."""
         missing = blocks[num_known : self._sizes[saved.slot]]
         if missing:
-            self._memory.restore(saved.slot, num_known, missing)
+            self._memory.apply(Restore(saved.slot, num_known, list(missing)))
 
     def drop(self, saved: Saved) -> None:
-        self._memory.drop(saved.slot)
+        self._memory.apply(Drop(saved.slot))
         del self._sizes[saved.slot]
 
 
-# The KV memory of an engine: paged, a block of all layers in one piece.
-
-
 class KvPool:
-    """`kv[block, layer, k|v, slot, head, dim]`, so that a block moves to another engine as one range of bytes.
+    """The KV memory of an engine: `kv[block, layer, k|v, slot, head, dim]`, so that a block moves to another engine as
+    one range of bytes.
 
     Seen as `rows` (rows, head, dim), a token's *place* is the row of its key in the first layer; `key_row` and
     `value_row` say how far behind that its key and value of a layer are.
@@ -124,3 +143,58 @@ class KvPool:
         first = blocks * self._parts_per_block + 2 * layer
         keys, values = (self._parts.index_select(0, first + kind).flatten(0, 1) for kind in (0, 1))
         return keys, values
+
+
+class PartialReuse(Protocol):
+    """Reuse of a block of which only the first tokens are wanted (kv_cache_config.enable_partial_reuse)."""
+
+    def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
+        """`count` blocks, and for how many of `tokens`, which come after the block of key `parent`, the first of
+        them holds the KV already.
+        """
+
+
+class WholeBlocksOnly:
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+
+    def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
+        return self._blocks.allocate(count), 0
+
+
+class CopyFound:
+    """The block stays as it is, and stays known; its start is copied."""
+
+    def __init__(self, blocks: BlockManager, memory: KvMemory) -> None:
+        self._blocks = blocks
+        self._memory = memory
+
+    def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
+        found = self._blocks.match_start(parent, tokens, salt)
+        if found is None:
+            return self._blocks.allocate(count), 0
+        # It was useful just now, so it is evicted last; and even then its content is still there.
+        self._blocks.touch(found.block)
+        fresh = self._blocks.allocate(count)
+        self._memory.apply(CopyStart(found.block, fresh[0], found.num_tokens))
+        return fresh, found.num_tokens
+
+
+class TakeOver:
+    """No copy (copy_on_partial_reuse: false): a block that no other sequence needs is written on from there."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+
+    def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
+        found = self._blocks.match_start(parent, tokens, salt)
+        if found is None or not self._blocks.is_spare(found.block):
+            return self._blocks.allocate(count), 0
+        self._blocks.take_over(found.block)
+        return [found.block, *self._blocks.allocate(count - 1)], found.num_tokens
+
+
+def create_partial_reuse(config: KvCacheConfig, blocks: BlockManager, memory: KvMemory) -> PartialReuse:
+    if not (config.enable_block_reuse and config.enable_partial_reuse):
+        return WholeBlocksOnly(blocks)
+    return CopyFound(blocks, memory) if config.copy_on_partial_reuse else TakeOver(blocks)

@@ -16,44 +16,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
-from trtllm_disagg.embedded.model.row import ForwardRow
 
 if TYPE_CHECKING:
-    from trtllm_disagg.embedded.model.decode_rows import DecodeRows
-
-
-# Attention with scores bounded by a soft-cap (Gemma 2), which torch's own attention does not know.
-
-
-def capped_attention(
-    softcap: float,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *,
-    scale: float,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """`scaled_dot_product_attention` with scores softcap * tanh(score / softcap).
-
-    query (1, heads, queries, dim), key and value (1, kv heads, keys, dim), attn_mask (queries, keys), 0 where a
-    query may look and else minus infinity -> (1, heads, queries, dim). Head h looks at KV head h // (heads / kv heads).
-    """
-    _, num_heads, num_queries, dim = query.shape
-    kv_heads, num_keys = key.shape[1], key.shape[2]
-    grouped = query.reshape(kv_heads, -1, dim)
-    scores = (grouped @ key[0].transpose(1, 2)).float() * (scale / softcap)
-    scores = scores.tanh_().mul_(softcap).view(num_heads, num_queries, num_keys)
-    if attn_mask is not None:
-        scores += attn_mask
-    weights = scores.softmax(-1).to(value.dtype).view(kv_heads, -1, num_keys)
-    return (weights @ value[0]).view(1, num_heads, num_queries, dim)
+    from trtllm_disagg.embedded.model.compiled_ops import DecodeRows
 
 
 NAME = "trtllm_disagg_paged"
@@ -62,6 +33,41 @@ TILE = 32
 #: What transformers passes along besides what we use; anything else might change the answer, so it raises.
 _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "is_causal", "cache_position"}
 _HARMLESS |= {"output_router_logits"}
+
+
+class ForwardRow(msgspec.Struct, array_like=True):
+    """A run of tokens of one sequence, in a step. Rows that decode come first."""
+
+    #: The tokens to compute, at the positions from `num_computed` on; the KV of those before is in `blocks`.
+    tokens: list[int]
+    num_computed: int
+    #: Of the pool, in the order of the positions; at least as many as this step reads and writes.
+    blocks: list[int]
+    #: Whether these are tokens of the prompt: attention then runs in tiles.
+    in_prefill: bool
+    #: Whether the logits of the last token are wanted.
+    samples: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """Attention of one layer, whatever the tokens."""
+
+    layer: int
+    scale: float
+    #: Of positions, the query's own included. None: all before it.
+    window: int | None = None
+    #: Scores are bounded by it. None: they are not.
+    softcap: float | None = None
+
+    def kernel(self) -> Callable[..., torch.Tensor]:
+        if self.softcap is None:
+            return partial(scaled_dot_product_attention, scale=self.scale)
+        return partial(capped_attention, self.softcap, scale=self.scale)
 
 
 @dataclass(slots=True)
@@ -125,76 +131,47 @@ class StepLayout:
         return [span.last_tile if span.is_prefill else span for span in self._spans if span.samples]
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
+        self, how: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """query (tokens, heads, dim), key and value (tokens, kv heads, dim) -> (tokens, heads, dim)."""
-        self.pool.rows.index_copy_(0, self.places + self.pool.key_row(layer), key.to(self.pool.kv.dtype))
-        values = value.to(self.pool.kv.dtype)
-        self.pool.rows.index_copy_(0, self.places + self.pool.value_row(layer), values)
-        return self.attend_stored(layer, query, scale, window, softcap)
+        pool = self.pool
+        pool.rows.index_copy_(0, self.places + pool.key_row(how.layer), key.to(pool.kv.dtype))
+        pool.rows.index_copy_(0, self.places + pool.value_row(how.layer), value.to(pool.kv.dtype))
+        return self.attend_stored(how, query)
 
     def attend_stored(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
-        *,
-        last_only: bool = False,
+        self, how: LayerAttention, query: torch.Tensor, *, last_only: bool = False
     ) -> torch.Tensor:
         """The same, when the tokens' K and V are in the pool already. With `last_only`, rows of tokens that are not in
         `last` are undefined.
         """
         out = torch.empty_like(query)
         if self.decode is not None:
-            count = self.decode.count
-            self.decode.attend(layer, query[:count], out[:count], scale, window, softcap)
-        attention = scaled_dot_product_attention if softcap is None else partial(capped_attention, softcap)
+            self.decode.attend(how, query[: self.decode.count], out[: self.decode.count])
         for span in self._last_tiles if last_only else self._spans:
             if span.is_prefill:
-                self._attend_prefill(attention, span, layer, query, out, scale, window)
+                self._attend_prefill(how, span, query, out)
             elif self.decode is None:
-                self._attend_decode(attention, span, layer, query, out, scale, window)
+                self._attend_decode(how, span, query, out)
         return out
 
     def _attend_decode(
-        self,
-        attention: Callable[..., torch.Tensor],
-        span: _Span,
-        layer: int,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        scale: float,
-        window: int | None,
+        self, how: LayerAttention, span: _Span, query: torch.Tensor, out: torch.Tensor
     ) -> None:
         """One query: the heads of a KV group become the query length, so that K and V are not repeated."""
-        begin = max(0, span.context - window) if window else 0
+        begin = max(0, span.context - how.window) if how.window else 0
         k, v = (
-            run[begin : span.context].to(query.dtype) for run in self.pool.keys_and_values(layer, span.blocks)
+            run[begin : span.context].to(query.dtype)
+            for run in self.pool.keys_and_values(how.layer, span.blocks)
         )
         num_heads, dim = query.shape[1], query.shape[2]
         kv_heads = k.shape[1]
         grouped = query[span.start].view(1, kv_heads, num_heads // kv_heads, dim)
-        attended = attention(grouped, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale)
+        attended = how.kernel()(grouped, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
         out[span.start] = attended.view(num_heads, dim)
 
     def _attend_prefill(
-        self,
-        attention: Callable[..., torch.Tensor],
-        span: _Span,
-        layer: int,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        scale: float,
-        window: int | None,
+        self, how: LayerAttention, span: _Span, query: torch.Tensor, out: torch.Tensor
     ) -> None:
         rows = slice(span.start, span.start + span.num_queries)
         begin = span.context - span.num_queries
@@ -204,10 +181,11 @@ class StepLayout:
         queries, answers = _heads_first(asked), _heads_first(attended)
         keys, values = (
             _heads_first(_whole_tiles(run[: span.context].to(query.dtype)))
-            for run in self.pool.keys_and_values(layer, span.blocks)
+            for run in self.pool.keys_and_values(how.layer, span.blocks)
         )
         grouped = queries.shape[1] != keys.shape[1]
-        mask = self._mask(window or 0, query.dtype)
+        attention, window = how.kernel(), how.window or 0
+        mask = self._mask(window, query.dtype)
         for at in range(0, len(asked), TILE):
             tile_start = begin - before + at
             end = tile_start + TILE
@@ -218,7 +196,6 @@ class StepLayout:
                 keys[:, :, first:end],
                 values[:, :, first:end],
                 attn_mask=mask[:, mask.shape[1] - (end - first) :],
-                scale=scale,
                 enable_gqa=grouped,
             )
         if attended.shape[0] != span.num_queries:
@@ -289,12 +266,37 @@ def paged_attention(
     layer = module.layer_idx
     assert isinstance(layer, int)
     out = paged.attend(
-        layer,
+        LayerAttention(
+            layer, query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap
+        ),
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scaling if scaling is not None else query.shape[-1] ** -0.5,
-        sliding_window,
-        softcap,
     )
     return out[None], None
+
+
+def capped_attention(
+    softcap: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    scale: float,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` with scores bounded by a soft-cap (Gemma 2): softcap * tanh(score / softcap).
+
+    query (1, heads, queries, dim), key and value (1, kv heads, keys, dim), attn_mask (queries, keys), 0 where a
+    query may look and else minus infinity -> (1, heads, queries, dim). Head h looks at KV head h // (heads / kv heads).
+    """
+    _, num_heads, num_queries, dim = query.shape
+    kv_heads, num_keys = key.shape[1], key.shape[2]
+    grouped = query.reshape(kv_heads, -1, dim)
+    scores = (grouped @ key[0].transpose(1, 2)).float() * (scale / softcap)
+    scores = scores.tanh_().mul_(softcap).view(num_heads, num_queries, num_keys)
+    if attn_mask is not None:
+        scores += attn_mask
+    weights = scores.softmax(-1).to(value.dtype).view(kv_heads, -1, num_keys)
+    return (weights @ value[0]).view(1, num_heads, num_queries, dim)

@@ -3,21 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
+from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded.cpu_kernels import attention_kernels, layer_kernels
-from trtllm_disagg.embedded.cpu_kernels.views import as_array
+from trtllm_disagg.embedded.cpu_kernels.compiled import compiling_told
+from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
-from trtllm_disagg.embedded.model.attention import StepLayout
-from trtllm_disagg.embedded.model.decode_rows import DecodeRows
+from trtllm_disagg.embedded.model.attention import ForwardRow, LayerAttention, StepLayout
 from trtllm_disagg.embedded.model.fused_decode import FusedDecode
 from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
-from trtllm_disagg.embedded.model.row import ForwardRow
+
+
+class DecodeRows:
+    """The leading rows of a step that decode: where their blocks begin in the pool, and lengths, for every layer. Their
+    attention is one kernel call.
+    """
+
+    def __init__(self, rows: Seq[ForwardRow], pool: KvPool) -> None:
+        self.count = len(rows)
+        self._pool = pool
+        size = pool.tokens_per_block
+        self._contexts = np.array([row.num_computed + 1 for row in rows], np.int64)
+        lengths = -(-self._contexts // size)
+        self.tables = np.zeros((len(rows), int(lengths.max())), np.int64)
+        for table, row, length in zip(self.tables, rows, lengths, strict=True):
+            table[:length] = row.blocks[:length]
+        self.tables *= pool.rows_per_block
+        #: (rows,) int64: where each row's token stands in its sequence, and its place in the pool.
+        self.positions = self._contexts - 1
+        self.places = self.tables[np.arange(self.count), self.positions // size] + self.positions % size
+        self._starts: dict[int, np.ndarray] = {}
+        self._longest = int(self._contexts.max())
+        self._scores = np.empty((0, 0), np.float32)
+
+    @classmethod
+    def of(cls, rows: Seq[ForwardRow], pool: KvPool) -> DecodeRows | None:
+        """None when no row decodes. The scheduler puts decode rows first."""
+        decode = [row for row in rows if not row.in_prefill]
+        return cls(decode, pool) if decode else None
+
+    def attend(self, how: LayerAttention, query: torch.Tensor, out: torch.Tensor) -> None:
+        """query and out (rows, heads, dim)."""
+        if self._scores.shape[0] < query.shape[1]:
+            self._scores = np.empty((query.shape[1], self._longest), np.float32)
+        attention_kernels.attend_rows(
+            as_array(query),
+            as_array(self._pool.rows),
+            self._pool.key_row(how.layer),
+            self._pool.tokens_per_block,
+            self.tables,
+            self._contexts,
+            self._starts_for(how.window or 0),
+            np.float32(how.scale),
+            np.float32(how.softcap or 0.0),
+            self._scores,
+            as_array(out),
+        )
+
+    def _starts_for(self, window: int) -> np.ndarray:
+        """The first position that each row sees."""
+        if window not in self._starts:
+            seen = np.maximum(self._contexts - window, 0) if window else np.zeros_like(self._contexts)
+            self._starts[window] = seen
+        return self._starts[window]
 
 
 class CompiledOps:
+    def compiling_told(self, reporter: Reporter) -> AbstractContextManager[None]:
+        return compiling_told(reporter)
+
     def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
         query = as_array(torch.zeros(1, 1, 1, dtype=dtype))
         attention_kernels.compile_heads_ahead(query, as_array(pool.rows))

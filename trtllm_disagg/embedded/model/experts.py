@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
-from trtllm_disagg.embedded.model.pack import Pack
+from trtllm_disagg.embedded.model.pack import Pack, linear_over
 
 
 class PackedRouter(nn.Module):
@@ -21,7 +21,7 @@ class PackedRouter(nn.Module):
 
     def __init__(self, router: Any, pack: Pack) -> None:
         super().__init__()
-        self._logits = pack(_linear(router.weight))
+        self._logits = pack(linear_over(router.weight))
         self._top_k: int = router.top_k
         #: Qwen3 says whether the weights of the chosen sum to one; Mixtral's always do.
         self._normalise: bool = getattr(router, "norm_topk_prob", True)
@@ -39,9 +39,9 @@ class PackedExperts(nn.Module):
         """Takes the weights of `experts`: it cannot be used afterwards."""
         super().__init__()
         self._ops = ops
-        self._gate_up = [pack(_linear(weight)) for weight in experts.gate_up_proj]
+        self._gate_up = [pack(linear_over(weight)) for weight in experts.gate_up_proj]
         del experts.gate_up_proj
-        self._down = [pack(_linear(weight)) for weight in experts.down_proj]
+        self._down = [pack(linear_over(weight)) for weight in experts.down_proj]
         del experts.down_proj
         #: With several ranks, each has some columns of both products.
         self._gather: Callable[[torch.Tensor], torch.Tensor] = getattr(experts, "gather_columns", _as_it_is)
@@ -83,9 +83,3 @@ def pack_experts(module: nn.Module, pack: Pack, ops: LayerOps) -> None:
 
 def _as_it_is(columns: torch.Tensor) -> torch.Tensor:
     return columns
-
-
-def _linear(weight: torch.Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return linear

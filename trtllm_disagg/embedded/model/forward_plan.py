@@ -15,14 +15,12 @@ from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.experts import pack_experts
+from trtllm_disagg.embedded.model.forward import Forward, HfForward, PlainForward
 from trtllm_disagg.embedded.model.layer_ops import LayerOps, TorchOps
 from trtllm_disagg.embedded.model.model_loader import ForwardKind, ModelShape
-from trtllm_disagg.embedded.model.model_runner import Forward, HfForward
-from trtllm_disagg.embedded.model.pack import Pack, convert_rest, pack_linears
-from trtllm_disagg.embedded.model.plain_forward import PlainForward
+from trtllm_disagg.embedded.model.pack import Pack, TiledLinear, convert_rest, pack_linears
 from trtllm_disagg.embedded.model.plain_model import supports, take_apart
 from trtllm_disagg.embedded.model.sizing import available_bytes
-from trtllm_disagg.embedded.model.tiled_linear import TiledLinear
 from trtllm_disagg.embedded.params.checkpoint import count_weights
 from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig, LlmArgs
 from trtllm_disagg.embedded.params.model_config import ModelConfig

@@ -23,7 +23,7 @@ from trtllm_disagg.embedded.cpu_kernels.decode_step import (
     Weights,
 )
 from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL
-from trtllm_disagg.embedded.cpu_kernels.views import as_array
+from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.attention import StepLayout
 from trtllm_disagg.embedded.model.linear import MOST_ROWS, PackedLinear, Panels
@@ -139,8 +139,8 @@ def _weights(model: PlainModel, products: list[list[PackedLinear]]) -> Weights:
         eps=model.eps,
         cos=model.cos,
         sin=model.sin,
-        scale=np.array([layer.scale for layer in layers], np.float32),
-        window=np.array([layer.window or 0 for layer in layers], np.int64),
+        scale=np.array([layer.attention.scale for layer in layers], np.float32),
+        window=np.array([layer.attention.window or 0 for layer in layers], np.int64),
     )
 
 

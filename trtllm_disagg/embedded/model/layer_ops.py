@@ -1,23 +1,24 @@
 """What lies between the products of a layer, in two implementations: compiled kernels, and torch alone.
 
-A forward (plain_forward.py) and a mixture of experts (experts.py) call it by one interface. Each row's numbers depend
+A forward (forward.py) and a mixture of experts (experts.py) call it by one interface. Each row's numbers depend
 on that row only. Shapes: R rows, n hidden, D of a head, Hq query and H KV heads; norms' weights are float32 arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
-from trtllm_disagg.embedded.model.attention import StepLayout
-from trtllm_disagg.embedded.model.row import ForwardRow
+from trtllm_disagg.embedded.model.attention import ForwardRow, StepLayout
 
 if TYPE_CHECKING:
-    from trtllm_disagg.embedded.model.decode_rows import DecodeRows
+    from trtllm_disagg.embedded.model.compiled_ops import DecodeRows
     from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
 
 
@@ -33,6 +34,9 @@ class FusedStep(Protocol):
 
 
 class LayerOps(Protocol):
+    def compiling_told(self, reporter: Reporter) -> AbstractContextManager[None]:
+        """Inside it the reporter tells of kernels that are compiled."""
+
     def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
         """Called before the weights are read."""
 
@@ -68,6 +72,9 @@ class LayerOps(Protocol):
 
 class TorchOps:
     """From and to float32."""
+
+    def compiling_told(self, reporter: Reporter) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
         """torch is ready."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL, multiply
-from trtllm_disagg.embedded.cpu_kernels.views import as_array
+from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
 
 #: oneDNN has been seen to sum over all inputs at once, or over these many at a time.
 _BLOCKS = (512, 1024)

@@ -18,7 +18,8 @@ from safetensors import safe_open
 from torch import nn
 
 from trtllm_disagg.activity import LOADING, NullReporter, Reporter
-from trtllm_disagg.embedded.model.pack import Pack, packed
+from trtllm_disagg.embedded.model.attention import LayerAttention
+from trtllm_disagg.embedded.model.pack import Pack, linear_over, packed
 from trtllm_disagg.embedded.params.checkpoint import EMBEDDING, HEAD, Shape, expected_weights, weight_places
 from trtllm_disagg.embedded.params.model_config import PLAIN_FAMILIES, ModelConfig
 
@@ -41,8 +42,7 @@ class PlainLayer:
     post_norm: np.ndarray
     gate_up: nn.Module
     down: nn.Module
-    scale: float
-    window: int | None
+    attention: LayerAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ def take_apart(
     for i in range(len(decoder.layers)):
         # Weights that stayed in their mapped file are read here.
         reporter.tell(LOADING, percent=100 * i // len(decoder.layers))
-        layers.append(_take(decoder.layers[i], head_dim, _window(config, i), pack))
+        how = LayerAttention(i, head_dim**-0.5, _window(config, i))
+        layers.append(_take(decoder.layers[i], how, pack))
         # At no time are there two copies of more than one layer.
         decoder.layers[i] = nn.Identity()
     return PlainModel(
@@ -111,7 +112,7 @@ def _frequencies(config: ModelConfig, dim: int) -> tuple[torch.Tensor, float]:
     return frequencies, float(scaling)
 
 
-def _take(layer: Any, head_dim: int, window: int | None, pack: Pack) -> PlainLayer:
+def _take(layer: Any, how: LayerAttention, pack: Pack) -> PlainLayer:
     attention, mlp = layer.self_attn, layer.mlp
     has_norms = hasattr(attention, "q_norm")
     return PlainLayer(
@@ -123,8 +124,7 @@ def _take(layer: Any, head_dim: int, window: int | None, pack: Pack) -> PlainLay
         post_norm=_weights(layer.post_attention_layernorm),
         gate_up=_joined((mlp.gate_proj, mlp.up_proj), pack),
         down=packed(mlp.down_proj, pack),
-        scale=head_dim**-0.5,
-        window=window,
+        attention=how,
     )
 
 
@@ -142,12 +142,9 @@ def _window(config: ModelConfig, layer: int) -> int | None:
 def _joined(linears: Iterable[nn.Linear], pack: Pack) -> nn.Module:
     """Several products with the same input as one."""
     parts = list(linears)
+    biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
     weight = torch.cat([part.weight.detach() for part in parts])
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=parts[0].bias is not None, device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
-    if parts[0].bias is not None:
-        joined.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
-    return pack(joined)
+    return pack(linear_over(weight, torch.cat(biases) if biases else None))
 
 
 def _weights(norm: nn.Module) -> np.ndarray:
@@ -196,7 +193,7 @@ def _tree(weights: dict[str, torch.Tensor]) -> nn.Module:
         if kind == "weight":
             is_matrix = weight.dim() == 2 and path != EMBEDDING
             bias = weights.get(f"{path}.bias")
-            _place(root, path, _linear(weight, bias) if is_matrix else _holder(weight))
+            _place(root, path, linear_over(weight, bias) if is_matrix else _holder(weight))
     return root
 
 
@@ -213,11 +210,3 @@ def _holder(weight: torch.Tensor) -> nn.Module:
     module = nn.Module()
     module.weight = nn.Parameter(weight, requires_grad=False)
     return module
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear

@@ -23,39 +23,20 @@ if TYPE_CHECKING:
 class SampledSequence(Protocol):
     """What a draw depends on besides the logits."""
 
-    @property
-    def sampling(self) -> SamplingSpec: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def index(self) -> int:
-        """Which choice of its request."""
-        ...
-
-    @property
-    def guide(self) -> Guide | None:
-        """The grammar's state, where there is one."""
-        ...
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and output."""
-        ...
+    sampling: SamplingSpec
+    seed: int
+    #: Which choice of its request.
+    index: int
+    #: The grammar's state, where there is one.
+    guide: Guide | None
+    #: Prompt and output.
+    tokens: list[int]
 
     @property
     def num_output(self) -> int: ...
 
     @property
     def output(self) -> list[int]: ...
-
-
-# One token out of a row of scores: temperature, top-k, top-p, min-p, then the inverse of the running sum at u.
-#
-# Sorting a large vocabulary costs more than a step of a small model, so nothing is sorted that need not be: top-k
-# and top-p become a lowest score that is kept, min-p is one comparison, and the draw runs over the vocabulary in its
-# own order. Every number is a function of its own row alone.
 
 
 _KEY = struct.Struct("<QIQ")
@@ -76,7 +57,13 @@ def uniform(seed: int, index: int, position: int) -> float:
 
 
 def draw(scores: torch.Tensor, sequences: Seq[SampledSequence]) -> list[int]:
-    """`scores` is (rows, vocabulary), float32; one token for each row."""
+    """One token out of each row of `scores` (rows, vocabulary), float32: temperature, top-k, top-p, min-p, then the
+    inverse of the running sum at u.
+
+    Sorting a large vocabulary costs more than a step of a small model, so nothing is sorted that need not be: top-k
+    and top-p become a lowest score that is kept, min-p is one comparison, and the draw runs over the vocabulary in its
+    own order. Every number is a function of its own row alone.
+    """
     count = len(sequences) if scores.is_cuda else max(1, _AT_A_TIME // scores.shape[1])
     return [
         token

@@ -53,6 +53,26 @@ _ROPE_NUMBERS = (
 )
 _QUANTISED = "no value: the embedded engine serves float32, bfloat16 and float16 weights, not quantised ones"
 
+PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+#: Keys that change nothing about the numbers of a forward.
+_WITHOUT_EFFECT = {
+    "architectures",
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "max_window_layers",
+    "pad_token_id",
+    "pretraining_tp",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+#: Families with a head_dim and a sliding_window when they are not mentioned.
+_MUST_SAY = {"qwen3": ("head_dim",), "mistral": ("sliding_window",)}
+#: What such a file may say of its rotation before and since transformers 5, and of windows when it has none.
+_READ_BESIDE = {"rope_parameters", "rope_scaling", "rope_theta", "use_sliding_window"}
 
 Size = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -204,33 +224,12 @@ def _is_positive(value: object) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
 
 
-# transformers' configuration classes import all of its modelling code: 80 MB and over a second of every engine's start.
-# So a file that leaves nothing to a family's defaults, and says nothing unknown, is read without it.
-
-PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-#: Keys that change nothing about the numbers of a forward.
-_WITHOUT_EFFECT = {
-    "architectures",
-    "attention_dropout",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "initializer_range",
-    "max_window_layers",
-    "pad_token_id",
-    "pretraining_tp",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
-#: Families with a head_dim and a sliding_window when they are not mentioned.
-_MUST_SAY = {"qwen3": ("head_dim",), "mistral": ("sliding_window",)}
-#: What such a file may say of its rotation before and since transformers 5, and of windows when it has none.
-_READ_BESIDE = {"rope_parameters", "rope_scaling", "rope_theta", "use_sliding_window"}
-
-
 def read_plain_config(raw: dict[str, Any]) -> ModelConfig | None:
-    """`raw` is the content of config.json. None: transformers has to read it."""
+    """`raw` is the content of config.json. None: transformers has to read it.
+
+    Its configuration classes import all of its modelling code: 80 MB and over a second of every engine's start. So a
+    file that leaves nothing to a family's defaults, and says nothing unknown, is read without it.
+    """
     rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta")}
     family, layer_types = raw.get("model_type"), raw.get("layer_types") or ()
     if (

@@ -156,9 +156,6 @@ def _check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
             )
 
 
-# SchedulingParams as TensorRT-LLM's LLM API has it.
-
-
 @dataclass(slots=True, kw_only=True)
 class SchedulingParams:
     """Attention data parallelism has one rank here, so there is nothing to choose."""

@@ -15,8 +15,7 @@ from typing import Protocol
 
 from trtllm_disagg.embedded.ipc.messages import Admission
 from trtllm_disagg.embedded.kv_cache.block_manager import ROOT, BlockManager
-from trtllm_disagg.embedded.kv_cache.memory import SwapSpace
-from trtllm_disagg.embedded.kv_cache.partial_reuse import PartialReuse
+from trtllm_disagg.embedded.kv_cache.memory import PartialReuse, SwapSpace
 from trtllm_disagg.embedded.params.llm_args import CapacitySchedulerPolicy, LlmArgs
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
 from trtllm_disagg.errors import InvalidRequestError
@@ -27,21 +26,17 @@ _BY_AGE = attrgetter("admission_number")
 class Capacity(Protocol):
     def admits(self, num_active: int) -> bool:
         """Whether a sequence may start while so many are active."""
-        ...
 
     def tokens_to_start(self, sequence: Sequence) -> int:
         """It starts when it has blocks for so many tokens."""
-        ...
 
     def headroom(self, sequence: Sequence, running: Seq[Sequence]) -> int:
         """Blocks that its start must leave to the others."""
-        ...
 
     def grow(self, running: Seq[Sequence], pause: Callable[[Sequence], None]) -> None:
         """Afterwards every sequence that decodes in this step has a block for it, or is paused. `pause` frees blocks
         and takes the sequence out of `running`.
         """
-        ...
 
 
 class GuaranteedNoEvict:
@@ -129,9 +124,6 @@ def require_room(sequence: Sequence, max_prompt: int, num_blocks: int, tokens_pe
         )
 
 
-# The blocks of one sequence: what it takes to let it run, and how it gives them up without losing its tokens.
-
-
 @dataclass(slots=True)
 class Plan:
     """How a sequence gets its blocks."""
@@ -144,6 +136,8 @@ class Plan:
 
 
 class Reservations:
+    """The blocks of one sequence: what it takes to let it run, and how it gives them up without losing its tokens."""
+
     def __init__(self, blocks: BlockManager, partial: PartialReuse, swap: SwapSpace) -> None:
         self._blocks = blocks
         self._partial = partial

@@ -7,7 +7,7 @@ FORCE_CHUNK hand out. No prompt overtakes one that waits for room, so none waits
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -18,24 +18,37 @@ from trtllm_disagg.embedded.scheduler.sequence import Sequence
 class Chunking(Protocol):
     def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
         """Tokens of this step for each of `prompts`, in order; together at most `budget`."""
-        ...
 
 
-class FirstComeFirstServed:
+class _OneByOne(ABC):
+    """Each prompt takes of the budget what the earlier ones left over, up to the first that gets nothing."""
+
+    def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
+        shares = [0] * len(prompts)
+        for i, sequence in enumerate(prompts):
+            shares[i] = self._cut(sequence, budget)
+            if not shares[i]:
+                break
+            budget -= shares[i]
+        return shares
+
+    @abstractmethod
+    def _cut(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of this prompt for this step, at most `budget`."""
+
+
+class FirstComeFirstServed(_OneByOne):
     """The first prompt takes all that it can use, then the next one."""
 
     def __init__(self, alignment: int) -> None:
         self._alignment = alignment
-
-    def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
-        return _one_by_one(prompts, budget, self._cut)
 
     def _cut(self, sequence: Sequence, budget: int) -> int:
         left = _left(sequence)
         return left if left <= budget else _aligned(sequence, budget, self._alignment)
 
 
-class WholePrompts:
+class WholePrompts(FirstComeFirstServed):
     """No chunks: a prompt runs in one step, or waits for an emptier one.
 
     Only a prompt with KV from another engine can be longer than any step. If that KV is lost to preemption,
@@ -43,27 +56,19 @@ class WholePrompts:
     """
 
     def __init__(self, max_num_tokens: int, alignment: int) -> None:
+        super().__init__(alignment)
         self._max_num_tokens = max_num_tokens
-        self._alignment = alignment
-
-    def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
-        return _one_by_one(prompts, budget, self._cut)
 
     def _cut(self, sequence: Sequence, budget: int) -> int:
-        left = _left(sequence)
-        if left <= budget:
-            return left
-        return _aligned(sequence, budget, self._alignment) if left > self._max_num_tokens else 0
+        must_wait = budget < _left(sequence) <= self._max_num_tokens
+        return 0 if must_wait else super()._cut(sequence, budget)
 
 
-class ForceChunk:
+class ForceChunk(_OneByOne):
     """One unit for each prompt, even where more would fit: the shortest steps, so the steadiest decoding."""
 
     def __init__(self, unit: int) -> None:
         self._unit = unit
-
-    def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
-        return _one_by_one(prompts, budget, self._cut)
 
     def _cut(self, sequence: Sequence, budget: int) -> int:
         tokens = _unit(sequence, 0, self._unit)
@@ -103,17 +108,6 @@ def create_chunking(args: LlmArgs, alignment: int) -> Chunking:
             return ForceChunk(alignment)
         case _:
             return FirstComeFirstServed(alignment)
-
-
-def _one_by_one(prompts: Seq[Sequence], budget: int, cut: Callable[[Sequence, int], int]) -> list[int]:
-    """`cut` for each with what the earlier ones left over, up to the first that gets nothing."""
-    shares = [0] * len(prompts)
-    for i, sequence in enumerate(prompts):
-        shares[i] = cut(sequence, budget)
-        if not shares[i]:
-            break
-        budget -= shares[i]
-    return shares
 
 
 def _left(sequence: Sequence) -> int:

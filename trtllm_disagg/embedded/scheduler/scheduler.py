@@ -12,29 +12,40 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trtllm_disagg.embedded.scheduler.capacity import Capacity, Plan, Reservations
-from trtllm_disagg.embedded.scheduler.chunking import Chunking
+from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager, KvEventLog
+from trtllm_disagg.embedded.kv_cache.memory import KvMemory, SwapSpace, create_partial_reuse
+from trtllm_disagg.embedded.model.attention import ForwardRow
+from trtllm_disagg.embedded.params.llm_args import KvCacheConfig, LlmArgs
+from trtllm_disagg.embedded.scheduler.capacity import Capacity, Plan, Reservations, create_capacity
+from trtllm_disagg.embedded.scheduler.chunking import Chunking, create_chunking
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
+from trtllm_disagg.errors import ConfigError
+
+#: Of the pool, what may be put aside when `embedded.swap_tokens` does not say.
+_DEFAULT_SWAP = 1 / 4
 
 
-class Row:
-    """`num_tokens` of this sequence go through the model in this step: a `model.row.ForwardRow`.
+class Row(ForwardRow):
+    """Some tokens of this sequence go through the model in this step.
 
     What it says is as it was when the step was scheduled, also after the step.
     """
 
-    __slots__ = ("blocks", "in_prefill", "num_computed", "num_tokens", "samples", "sequence", "tokens")
+    sequence: Sequence
 
-    def __init__(self, sequence: Sequence, num_tokens: int) -> None:
+    @classmethod
+    def of(cls, sequence: Sequence, num_tokens: int) -> Row:
         begin = sequence.num_computed
-        self.sequence = sequence
-        self.num_tokens = num_tokens
-        self.num_computed = begin
-        self.tokens = sequence.tokens[begin : begin + num_tokens]
-        self.blocks = sequence.blocks
-        self.in_prefill = begin < sequence.num_prompt
-        #: Only a row that reaches the end of the known tokens yields a token; a partial prefill does not.
-        self.samples = begin + num_tokens == len(sequence.tokens)
+        end = begin + num_tokens
+        return cls(
+            sequence.tokens[begin:end],
+            begin,
+            sequence.blocks,
+            begin < sequence.num_prompt,
+            # Only a row that reaches the end of the known tokens yields a token; a partial prefill does not.
+            end == len(sequence.tokens),
+            sequence,
+        )
 
 
 @dataclass(slots=True)
@@ -126,10 +137,10 @@ class Scheduler:
 
     def schedule(self) -> list[Row]:
         self._capacity.grow(self.running, self._pause)
-        rows = [Row(s, 1) for s in self.running if not s.in_prefill]
+        rows = [Row.of(s, 1) for s in self.running if not s.in_prefill]
         prompts = [s for s in self.running if s.in_prefill]
         shares = self._chunking.share(prompts, self._max_num_tokens - len(rows))
-        return rows + [Row(s, tokens) for s, tokens in zip(prompts, shares, strict=True) if tokens]
+        return rows + [Row.of(s, tokens) for s, tokens in zip(prompts, shares, strict=True) if tokens]
 
     def finish(self, sequence: Sequence) -> None:
         """It is done, whatever it was doing; its blocks stay with the caller."""
@@ -175,3 +186,38 @@ class Scheduler:
         self._reservations.give_up(sequence)
         sequence.status = Status.PAUSED
         bisect.insort(self.paused, sequence, key=lambda s: s.admission_number)
+
+
+def create_blocks(config: KvCacheConfig, num_blocks: int, events: KvEventLog) -> BlockManager:
+    return BlockManager(
+        num_blocks,
+        config.tokens_per_block,
+        enable_reuse=config.enable_block_reuse,
+        events=events,
+    )
+
+
+def create_scheduler(args: LlmArgs, blocks: BlockManager, memory: KvMemory, alignment: int) -> Scheduler:
+    """Every policy that the arguments of LLM(...) ask for is chosen here, once.
+
+    `alignment`: where a prefill chunk may end, in tokens from the prompt's start. Raises ConfigError when a step
+    is shorter than that.
+    """
+    if args.max_num_tokens < alignment:
+        raise ConfigError.bad_value("max_num_tokens", args.max_num_tokens, f"at least {alignment}")
+    size = blocks.tokens_per_block
+    swap = SwapSpace(memory, _swap_blocks(args, blocks), size)
+    partial = create_partial_reuse(args.kv_cache_config, blocks, memory)
+    return Scheduler(
+        Reservations(blocks, partial, swap),
+        create_capacity(args, blocks),
+        create_chunking(args, alignment),
+        max_batch_size=args.max_batch_size,
+        max_num_tokens=args.max_num_tokens,
+        by_priority=args.scheduler_config.waiting_queue_policy == "priority",
+    )
+
+
+def _swap_blocks(args: LlmArgs, blocks: BlockManager) -> int:
+    tokens = args.embedded.swap_tokens
+    return int(blocks.num_blocks * _DEFAULT_SWAP) if tokens is None else tokens // blocks.tokens_per_block

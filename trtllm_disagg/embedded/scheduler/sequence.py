@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from trtllm_disagg.embedded.guided_decoding.guides import Guide
 
 
-# How long the stages of one choice take and what its KV costs, for requests with `return_perf_metrics`.
-
-
 class NullRequestTimer:
     """For requests that are not measured."""
 
@@ -50,6 +47,8 @@ class NullRequestTimer:
 
 
 class RequestTimer(NullRequestTimer):
+    """How long the stages of one choice take and what its KV costs, for requests with `return_perf_metrics`."""
+
     def __init__(self, arrived: float) -> None:
         """`arrived`: by the monotonic clock."""
         self._measured = Measured(arrived)
@@ -216,11 +215,10 @@ class Sequence:
         return self.num_prompt + self.sampling.max_tokens - 1
 
 
-# Does the token that was just appended end the answer, and does the client get to see it?
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """Does the token that was just appended end the answer, and does the client get to see it?"""
+
     emit: bool = True
     #: Earlier tokens to take back: the start of a stop word that is complete only now.
     trim: int = 0

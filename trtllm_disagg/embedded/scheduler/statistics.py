@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,13 @@ from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.scheduler.scheduler import Counts, Row, Scheduler
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
 
-# Statistics of each request in each step, in TensorRT-LLM's format (`requestStats`).
+log = logging.getLogger(__name__)
 
 
 def request_stats(rows: Seq[Row], scheduler: Scheduler) -> list[dict[str, Any]]:
-    """After a step of these rows: of those first, which may have ended in it, then of all others. One a choice."""
+    """Of each request (`requestStats`), after a step of these rows: of those first, which may have ended in it, then of
+    all others. One a choice.
+    """
     ran = [row.sequence for row in rows]
     others = [sequence for sequence in scheduler.unfinished() if sequence not in set(ran)]
     return [_of(sequence, True) for sequence in ran] + [_of(sequence, False) for sequence in others]
@@ -63,9 +66,6 @@ def _transfer(sequence: Sequence) -> dict[str, Any] | None:
     return {"kvCacheTransferMS": seconds * 1000, "kvCacheSize": measured.transfer_bytes}
 
 
-log = logging.getLogger(__name__)
-
-
 class IterationStats:
     def __init__(self, args: LlmArgs) -> None:
         self._enabled = args.enable_iter_perf_stats
@@ -81,25 +81,25 @@ class IterationStats:
         self._process = psutil.Process()
         self._counts = Counts()
         self._iteration = 0
-        self._prefill_tokens = 0
-        self._decode_tokens = 0
-        self._pulls = 0
-        self._pulled_bytes = 0
-        self._saved_bytes = 0
-        self._pushes = 0
-        self._pushed_bytes = 0
+        #: Since the start, by name in the statistics.
+        self._totals = Counter(
+            dict.fromkeys(
+                (
+                    *("prefillTokens", "decodeTokens", "kvPulls", "kvBytesPulled", "kvBytesSaved"),
+                    *("kvPushes", "kvBytesPushed"),
+                ),
+                0,
+            )
+        )
         self._held: tuple[int, ...] = ()
 
     def received(self, bytes_moved: int, bytes_saved: int) -> None:
         """A prompt's KV has come from another engine; saved are the blocks that were here already."""
-        self._pulls += 1
-        self._pulled_bytes += bytes_moved
-        self._saved_bytes += bytes_saved
+        self._totals.update(kvPulls=1, kvBytesPulled=bytes_moved, kvBytesSaved=bytes_saved)
 
     def pushed(self, bytes_moved: int) -> None:
         """A prompt's KV was written to another engine."""
-        self._pushes += 1
-        self._pushed_bytes += bytes_moved
+        self._totals.update(kvPushes=1, kvBytesPushed=bytes_moved)
 
     def of_step(
         self,
@@ -128,8 +128,7 @@ class IterationStats:
             )
         if not self._enabled:
             return []
-        self._prefill_tokens += context_tokens
-        self._decode_tokens += len(rows) - len(context)
+        self._totals.update(prefillTokens=context_tokens, decodeTokens=len(rows) - len(context))
         reused, missed = blocks.reused_blocks, blocks.missed_blocks
         counts, before = replace(scheduler.counts), self._counts
         self._counts = counts
@@ -183,14 +182,6 @@ class IterationStats:
                 **({"requestStats": request_stats(rows, scheduler)} if self._tells_requests else {}),
                 # Ours: finished prefills with KV that waits for a decode, and running totals.
                 "numHandoffsHeld": num_handoffs,
-                "totals": {
-                    "prefillTokens": self._prefill_tokens,
-                    "decodeTokens": self._decode_tokens,
-                    "kvPulls": self._pulls,
-                    "kvBytesPulled": self._pulled_bytes,
-                    "kvBytesSaved": self._saved_bytes,
-                    "kvPushes": self._pushes,
-                    "kvBytesPushed": self._pushed_bytes,
-                },
+                "totals": dict(self._totals),
             }
         ]

@@ -7,18 +7,27 @@ import logging
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
+import torch
 
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.kv_cache.memory import CopyStart, Drop, KvPool, LocalKvMemory, Restore, Save
+from trtllm_disagg.embedded.model.forward import ModelRunner
+from trtllm_disagg.embedded.model.forward_plan import choose_forward
+from trtllm_disagg.embedded.model.model_loader import load_model, read_shape
+from trtllm_disagg.embedded.model.sizing import PoolShape, choose_device, max_seq_len, new_pool
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.params.supported_args import scope_of
 from trtllm_disagg.embedded.tensor_parallel.channel import Peer, watch
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup, join_as_follower, leave, use_cpus
 from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB
-from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Build, Built, RankCommand, Stop
-
-if TYPE_CHECKING:
-    from trtllm_disagg.embedded.tensor_parallel.shard import ShardOfEngine
-    from trtllm_disagg.embedded.tensor_parallel.transfers import TransferService
+from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Build, Built, RankCommand, Step, Stop
+from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
+from trtllm_disagg.embedded.tensor_parallel.transfers import TransferService
+from trtllm_disagg.kv_transfer.host import new_memory
+from trtllm_disagg.kv_transfer.transports import create_transport, is_needed
 
 log = logging.getLogger("trtllm_disagg.embedded")
 
@@ -41,13 +50,11 @@ def main() -> int:
 
 def follow(group: RankGroup, leader: Peer) -> int:
     """One engine, from Build to Stop. The exit status."""
-    from trtllm_disagg.embedded.tensor_parallel.transfers import TransferService
-
     transfers = TransferService(leader.transfers)
     try:
         build = leader.commands.receive(_commands)
         assert isinstance(build, Build)
-        shard = _build(build, group, transfers)
+        shard = build_shard(build, group, transfers)
     except EOFError:
         return 1
     except Exception as error:
@@ -84,10 +91,45 @@ def _wait_for_end(leader: Peer) -> None:
         leader.commands.receive(_commands)
 
 
-def _build(build: Build, group: RankGroup, transfers: TransferService) -> ShardOfEngine:
-    from trtllm_disagg.embedded.params.llm_args import LlmArgs
-    from trtllm_disagg.embedded.tensor_parallel.shard import build_shard
+class ShardOfEngine:
+    """Does what rank 0 does, in the same order."""
 
+    def __init__(self, runner: ModelRunner, memory: LocalKvMemory) -> None:
+        self._runner = runner
+        self._memory = memory
+
+    def execute(self, command: RankCommand) -> None:
+        match command:
+            case Step():
+                self._runner.run(command.rows)
+            case CopyStart() | Save() | Restore() | Drop():
+                self._memory.apply(command)
+
+
+def build_shard(build: Build, group: RankGroup, transfers: TransferService) -> ShardOfEngine:
+    """As the engine core builds its own. Raises ConfigError like it."""
     args = LlmArgs.model_validate(build.args)
     use_cpus(args, group.rank)
-    return build_shard(args, build.num_blocks, group, transfers)
+    device = choose_device(args.embedded.device, group.size)
+    shape = read_shape(Path(args.model), args.dtype)
+    plan = choose_forward(Path(args.model), args.embedded, shape, device, this_cpu())
+    model = load_model(Path(args.model), shape, plan.kind)
+    shard_model(model, group)
+    size = args.kv_cache_config.tokens_per_block
+    wanted = new_pool(shape, build.num_blocks, size, device, group.size)
+    kv = _allocate(args, wanted, group, transfers)
+    pool = KvPool(kv)
+    forward = plan.make_forward(model, pool, max_seq_len(args, shape))
+    return ShardOfEngine(ModelRunner(forward, pool, plan.ops), LocalKvMemory(kv))
+
+
+def _allocate(args: LlmArgs, wanted: PoolShape, group: RankGroup, transfers: TransferService) -> torch.Tensor:
+    """The pool, in memory that the transport can serve when there is one."""
+    config = args.cache_transceiver_config
+    if config is None or config.backend is None:
+        return new_memory(wanted.shape, wanted.dtype, wanted.device)
+    scope = scope_of(args)
+    transport = create_transport(config.backend, scope, needs_cma=is_needed(scope, wanted.device.type))
+    pool = transport.allocate(wanted.shape, wanted.dtype, wanted.device)
+    transfers.start(transport, pool, group.rank, group.size)
+    return pool

@@ -21,6 +21,15 @@ from trtllm_disagg.embedded.ipc.link import listen
 from trtllm_disagg.embedded.tensor_parallel.channel import Peer, accept, connect
 from trtllm_disagg.errors import ConfigError
 
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded.params.llm_args import LlmArgs
+
+_JOIN_SECONDS = 60.0
+_GRACE_SECONDS = 3.0
+_ADDRESS_BYTES = 256
+#: All ranks are on one host: mpich opens no port. NIXL reads the same variable, later, for transfers.
+_MPI_TRANSPORTS = "self,sm"
+
 
 class RankGroup:
     """Every method is collective: all ranks call it, with tensors of the same shape."""
@@ -74,20 +83,6 @@ def _byte_type() -> Any:
     from mpi4py import MPI
 
     return MPI.BYTE
-
-
-# From a process that mpich has started to a rank with its peers: MPI, then the sockets.
-
-
-if TYPE_CHECKING:
-    from trtllm_disagg.embedded.params.llm_args import LlmArgs
-
-
-_JOIN_SECONDS = 60.0
-_GRACE_SECONDS = 3.0
-_ADDRESS_BYTES = 256
-#: All ranks are on one host: mpich opens no port. NIXL reads the same variable, later, for transfers.
-_MPI_TRANSPORTS = "self,sm"
 
 
 def own_rank() -> int:
@@ -187,8 +182,6 @@ def _deadline(on_late: Callable[[], None]) -> Iterator[None]:
 
 def use_cpus(args: LlmArgs, rank: int) -> None:
     """Threads and processors of this rank; each gets its share of the processors when there are enough."""
-    import torch
-
     torch.set_num_threads(args.embedded.num_threads)
     if (cpus := args.embedded.cpu_affinity) is not None:
         os.sched_setaffinity(0, cpus[rank :: args.tensor_parallel_size] or cpus)

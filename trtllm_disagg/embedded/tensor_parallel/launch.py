@@ -24,9 +24,6 @@ from trtllm_disagg.embedded.params.checkpoint import read_json
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.interpreter import python
 
-# Can this model be divided among so many ranks? Asked before anything is built; nothing heavy is imported.
-
-
 KEY = "tensor_parallel_size"
 #: Numbers of config.json that every rank gets an equal part of, and what they count.
 _DIVIDED = {
@@ -37,23 +34,6 @@ _DIVIDED = {
     "moe_intermediate_size": "feed-forward dimensions of an expert",
     "shared_expert_intermediate_size": "feed-forward dimensions of the shared expert",
 }
-
-
-def require_divides(directory: Path, size: int) -> None:
-    """Raise ConfigError when the model's heads or dimensions cannot be shared out evenly among `size` ranks, or
-    when there is no model.
-    """
-    if not (directory / "config.json").is_file():
-        raise ConfigError.bad_value("model", str(directory), "a directory with a config.json")
-    config = read_json(directory / "config.json")
-    for key, noun in _DIVIDED.items():
-        count = config.get(key)
-        if isinstance(count, int) and count % size:
-            raise ConfigError.bad_value(
-                KEY, size, f"a divisor of the model's {count} {noun} (config.json {key})"
-            )
-
-
 _CORE = ("-m", "trtllm_disagg.embedded.core.process")
 #: An argument of the core: the ranks were started by an MPI launcher, and each has its own LLM object.
 IN_JOB = "--in-job"
@@ -68,6 +48,24 @@ _MPIEXEC_OPTIONS = (
     *("-disable-auto-cleanup", "-launcher", "fork", "-rmk", "user"),
     *("-localhost", "127.0.0.1", "-iface", "lo"),
 )
+#: A process that goes on within this time has done no harm.
+_PATIENCE_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+
+
+def require_divides(directory: Path, size: int) -> None:
+    """Asked before anything is built; nothing heavy is imported. Raises ConfigError when the heads or dimensions of the
+    model cannot be shared out evenly among `size` ranks, or when there is no model.
+    """
+    if not (directory / "config.json").is_file():
+        raise ConfigError.bad_value("model", str(directory), "a directory with a config.json")
+    config = read_json(directory / "config.json")
+    for key, noun in _DIVIDED.items():
+        count = config.get(key)
+        if isinstance(count, int) and count % size:
+            raise ConfigError.bad_value(
+                KEY, size, f"a divisor of the model's {count} {noun} (config.json {key})"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +187,10 @@ def _mpiexec() -> Path:
     return Path(sysconfig.get_path("scripts")) / "mpiexec"
 
 
-# Ranks that were stopped (SIGSTOP, a frozen container): not dead, but the others would wait for them for ever.
-
-
-#: A process that goes on within this time has done no harm.
-_PATIENCE_SECONDS = 5.0
-_LOOK_SECONDS = 1.0
-
-
 class RankWatch:
-    """Asked from time to time by the worker, which outlives all ranks."""
+    """Ranks that were stopped (SIGSTOP, a frozen container): not dead, but the others would wait for them for ever.
+    Asked from time to time by the worker, which outlives all ranks.
+    """
 
     def __init__(self, pids: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
         """Of all ranks, rank 0 first. An engine of one rank keeps only its own requests waiting."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trtllm_disagg.embedded.model.pack import linear_over
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup
 from trtllm_disagg.embedded.tensor_parallel.launch import KEY
 from trtllm_disagg.errors import ConfigError
@@ -79,12 +80,8 @@ def _shard_linear(path: str, linear: nn.Linear, group: RankGroup) -> nn.Module:
 def _part(linear: nn.Linear, group: RankGroup) -> nn.Linear:
     """Some of the outputs. A copy: a view would keep the whole alive."""
     rows = group.part(linear.out_features)
-    weight = linear.weight.detach()[rows].clone()
-    part = nn.Linear(linear.in_features, len(weight), bias=linear.bias is not None, device="meta")
-    part.weight = nn.Parameter(weight, requires_grad=False)
-    if linear.bias is not None:
-        part.bias = nn.Parameter(linear.bias.detach()[rows].clone(), requires_grad=False)
-    return part
+    bias = None if linear.bias is None else linear.bias[rows].clone()
+    return linear_over(linear.weight[rows].clone(), bias)
 
 
 def _shard_experts(experts: Any, group: RankGroup) -> None:

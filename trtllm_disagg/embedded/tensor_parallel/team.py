@@ -15,23 +15,13 @@ import msgspec
 import torch
 
 from trtllm_disagg import errors
-from trtllm_disagg.embedded.kv_cache.memory import KvMemory
-from trtllm_disagg.embedded.model.model_runner import ModelRunner
-from trtllm_disagg.embedded.model.row import ForwardRow
+from trtllm_disagg.embedded.kv_cache.memory import KvCommand, KvMemory
+from trtllm_disagg.embedded.model.attention import ForwardRow
+from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.params.llm_args import LlmArgs, core_args
 from trtllm_disagg.embedded.tensor_parallel.channel import Peer, RankLostError, watch
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup, join_as_leader
-from trtllm_disagg.embedded.tensor_parallel.messages import (
-    Broken,
-    Build,
-    CopyStart,
-    Drop,
-    Reply,
-    Restore,
-    Save,
-    Stop,
-    step_of,
-)
+from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Build, Reply, Stop, step_of
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
 
 log = logging.getLogger(__name__)
@@ -43,7 +33,6 @@ _last_words = msgspec.msgpack.Decoder(Broken)
 class Runner(Protocol):
     def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
         """Logits (sampling rows, vocabulary). Valid until the next call."""
-        ...
 
     def close(self) -> None: ...
 
@@ -162,21 +151,9 @@ class BroadcastingKvMemory:
         self._memory = memory
         self._team = team
 
-    def copy_start(self, source: int, target: int, num_tokens: int) -> None:
-        self._team._tell(CopyStart(source, target, num_tokens))
-        self._memory.copy_start(source, target, num_tokens)
-
-    def save(self, slot: int, blocks: Seq[int]) -> None:
-        self._team._tell(Save(slot, list(blocks)))
-        self._memory.save(slot, blocks)
-
-    def restore(self, slot: int, first: int, blocks: Seq[int]) -> None:
-        self._team._tell(Restore(slot, first, list(blocks)))
-        self._memory.restore(slot, first, blocks)
-
-    def drop(self, slot: int) -> None:
-        self._team._tell(Drop(slot))
-        self._memory.drop(slot)
+    def apply(self, command: KvCommand) -> None:
+        self._team._tell(command)
+        self._memory.apply(command)
 
 
 def open_team(args: LlmArgs, on_lost: Callable[[str], None]) -> SingleRank | Team:
@@ -192,7 +169,6 @@ def _death_of(peer: Peer) -> str:
 
 
 def _error_of(peer: Peer, reply: Broken) -> errors.DisaggError:
-    kind = getattr(errors, reply.kind, None)
-    if isinstance(kind, type) and issubclass(kind, errors.DisaggError):
-        return kind(reply.message)
-    return RankLostError(f"rank {peer.rank} of the engine: {reply.kind}: {reply.message}")
+    return errors.named(reply.kind, reply.message) or RankLostError(
+        f"rank {peer.rank} of the engine: {reply.kind}: {reply.message}"
+    )

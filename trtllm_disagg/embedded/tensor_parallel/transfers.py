@@ -171,10 +171,7 @@ def _require(done: Done) -> Done:
         return done
     if done.kind == ReadTimeoutError.__name__:
         raise ReadTimeoutError(done.error, may_land_later=done.may_land_later)
-    kind = getattr(errors, done.kind, None)
-    if isinstance(kind, type) and issubclass(kind, DisaggError):
-        raise kind(done.error)
-    raise KvTransferError(f"{done.kind}: {done.error}")
+    raise errors.named(done.kind, done.error) or KvTransferError(f"{done.kind}: {done.error}")
 
 
 class _Helper:

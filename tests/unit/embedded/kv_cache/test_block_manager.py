@@ -49,9 +49,7 @@ class Simulation:
 
     def __init__(self) -> None:
         self.log = KvEventLog(10_000, 64)
-        self.blocks = BlockManager(
-            NUM_BLOCKS, SIZE, enable_reuse=True, enable_partial_reuse=True, events=self.log
-        )
+        self.blocks = BlockManager(NUM_BLOCKS, SIZE, enable_reuse=True, events=self.log)
         self.replay = Replay()
         self.holders: list[Holder] = []
         self.quarantined = 0

@@ -23,7 +23,7 @@ def store(blocks: BlockManager, tokens: Sequence[int]) -> list[int]:
 
 
 def test_the_known_block_that_shares_most_of_the_start_is_found_below_its_parent_only() -> None:
-    blocks = BlockManager(8, 4, enable_reuse=True, enable_partial_reuse=True, events=KvEventLog(0, 64))
+    blocks = BlockManager(8, 4, enable_reuse=True, events=KvEventLog(0, 64))
     first, second = (blocks.allocate(2) for _ in range(2))
     blocks.commit([1, 2, 3, 4, 5, 6, 7, 8], first, [], b"")
     blocks.commit([1, 2, 3, 4, 5, 6, 9, 9], second, [], b"")
@@ -37,7 +37,7 @@ def test_the_known_block_that_shares_most_of_the_start_is_found_below_its_parent
 
 def test_a_block_that_is_taken_over_is_not_known_any_more() -> None:
     log = KvEventLog(100, 64)
-    blocks = BlockManager(4, 2, enable_reuse=True, enable_partial_reuse=True, events=log)
+    blocks = BlockManager(4, 2, enable_reuse=True, events=log)
     held = store(blocks, [1, 2, 3, 4])
     parent, leaf = held
     assert not blocks.is_spare(leaf), "in use"
@@ -69,9 +69,7 @@ def test_what_a_request_costs_does_not_depend_on_the_size_of_the_pool() -> None:
 
 
 def lines_run_by_a_request(num_blocks: int) -> int:
-    blocks = BlockManager(
-        num_blocks, 4, enable_reuse=True, enable_partial_reuse=True, events=KvEventLog(0, 64)
-    )
+    blocks = BlockManager(num_blocks, 4, enable_reuse=True, events=KvEventLog(0, 64))
     for i in range(num_blocks // 2):
         blocks.release(store_in_fours(blocks, [9, i >> 8, i & 255, 7] * 2))
     prompt = [9, 0, 3, 7, 9, 0, 3, 7, 9, 9, 9, 9]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_disagg.embedded.kv_cache.block_manager import Found, NoPartialIndex, PartialIndex
+from trtllm_disagg.embedded.kv_cache.block_manager import Found, PartialIndex
 
 SIZE = 4
 PARENTS = [b"one", b"two"]
@@ -56,22 +56,13 @@ def test_a_removed_block_leaves_nothing_behind() -> None:
         index.add(b"p", tokens, block)
     for block in range(4):
         index.remove(block)
-    assert index._roots == {}
+    assert index._below == {}
     assert index._place_of == {}
 
 
-def test_a_fork_that_is_left_with_one_way_is_closed() -> None:
+def test_a_shared_start_is_found_after_a_block_beside_it_has_gone() -> None:
     index = PartialIndex()
     index.add(b"p", [1, 2, 3, 4], 0)
     index.add(b"p", [1, 2, 9, 9], 1)
     index.remove(1)
-    ((label, leaf),) = index._roots[b"p"].edges.values()
-    assert (label, leaf.block) == ((1, 2, 3, 4), 0)
     assert index.longest(b"p", [1, 2, 9]) == Found(0, 2)
-
-
-def test_without_partial_reuse_nothing_is_found() -> None:
-    index = NoPartialIndex()
-    index.add(b"p", [1, 2, 3, 4], 0)
-    assert index.longest(b"p", [1, 2, 3]) is None
-    assert not index.has_children(b"p")

@@ -16,8 +16,7 @@ from trtllm_disagg.embedded.model.experts import (
     pack_experts,
 )
 from trtllm_disagg.embedded.model.layer_ops import LayerOps, TorchOps
-from trtllm_disagg.embedded.model.pack import Pack
-from trtllm_disagg.embedded.model.tiled_linear import TiledLinear
+from trtllm_disagg.embedded.model.pack import Pack, TiledLinear
 
 HIDDEN, NUM_EXPERTS = 64, 8
 

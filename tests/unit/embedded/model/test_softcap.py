@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trtllm_disagg.embedded.cpu_kernels import attention_kernels as attend_kernels
-from trtllm_disagg.embedded.cpu_kernels.views import as_array
+from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.attention import capped_attention
 

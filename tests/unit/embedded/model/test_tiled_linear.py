@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.model.tiled_linear import TILE, TiledLinear
+from trtllm_disagg.embedded.model.pack import TILE, TiledLinear
 
 SHAPES = [(64, 192), (192, 64), (64, 258), (100, 17), (512, 1536), (3, 2)]
 

@@ -17,12 +17,13 @@ import torch
 from tests.unit.embedded.tensor_parallel.test_sharding import ThreadCommunicator
 from trtllm_disagg.embedded.ipc.link import listen
 from trtllm_disagg.embedded.ipc.messages import AddRequest, SamplingSpec
-from trtllm_disagg.embedded.model.model_runner import ModelRunner
+from trtllm_disagg.embedded.model.attention import ForwardRow
+from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.scheduler.scheduler import Row
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.embedded.tensor_parallel.channel import Channel, Peer, RankLostError, accept, connect
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup
-from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Built, RankCommand, Step, StepRow, Stop
+from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Built, RankCommand, Step, Stop
 from trtllm_disagg.embedded.tensor_parallel.team import Team
 from trtllm_disagg.errors import ConfigError, EngineError
 
@@ -78,7 +79,7 @@ def row() -> Row:
     request = AddRequest(1, list(range(20, 29)), SamplingSpec(max_tokens=4), "context_and_generation")
     sequence = Sequence.from_request(request, 0, None)
     sequence.num_computed, sequence.blocks = 4, [7, 3]
-    return Row(sequence, 5)
+    return Row.of(sequence, 5)
 
 
 def test_a_step_says_what_a_forward_needs_and_no_more(pair: Pair) -> None:
@@ -86,7 +87,7 @@ def test_a_step_says_what_a_forward_needs_and_no_more(pair: Pair) -> None:
     led = pair.team.broadcasting(Runner(lambda: torch.ones(1)))
     assert led.run([row()]).tolist() == [1.0]
     command = pair.leader.commands.receive(_commands)
-    assert command == Step([StepRow([24, 25, 26, 27, 28], 4, [7], True, True)])
+    assert command == Step([ForwardRow([24, 25, 26, 27, 28], 4, [7], True, True)])
     assert command.rows[0].num_tokens == 5
     assert command.rows[0].num_computed == 4
 

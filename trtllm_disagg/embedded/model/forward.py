@@ -1,21 +1,79 @@
-"""A lean forward for the plain decoder families on the CPU: four matrix products a layer, one operation between each.
-
-Same numbers as transformers' own modules (test_families.py), at a fraction of their operations. Where `LayerOps` has
-one, a step in which every row decodes is one compiled call (fused_decode.py). Other families: `model_runner.py`.
-"""
+"""Runs the rows of a step through the model: one fused forward for decode rows and prefill chunks alike."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
-from trtllm_disagg.embedded.model.attention import StepLayout
+from trtllm_disagg.embedded.model.attention import ForwardRow, StepLayout
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
 
 
+class Forward(Protocol):
+    """A model. It knows nothing of requests, phases or disaggregation."""
+
+    def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
+        """Logits of the rows in `layout.last`: (sampling rows, vocabulary). Valid until the next call."""
+
+    def close(self) -> None: ...
+
+
+class ModelRunner:
+    def __init__(self, forward: Forward, pool: KvPool, ops: LayerOps) -> None:
+        self._forward = forward
+        self._pool = pool
+        self._ops = ops
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self._pool.tokens_per_block
+
+    @torch.inference_mode()
+    def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
+        """Logits (sampling rows, vocabulary): one row for each of `rows` that samples, in their order."""
+        tokens = [token for row in rows for token in row.tokens]
+        return self._forward(tokens, StepLayout(rows, self._pool, self._ops.decode_rows(rows, self._pool)))
+
+    def close(self) -> None:
+        self._forward.close()
+
+
+class HfForward:
+    """Any decoder of transformers, its modules unmodified, over our attention."""
+
+    def __init__(self, model: Any, pool: KvPool) -> None:
+        self._model = model
+        self._device = pool.kv.device
+
+    def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
+        """Logits of the rows in `layout.last`: (sampling rows, vocabulary)."""
+        output = self._model(
+            input_ids=torch.tensor([tokens], device=self._device),
+            position_ids=layout.positions,
+            use_cache=False,
+            # transformers keeps just these positions for the head; softcaps and the like stay theirs.
+            logits_to_keep=layout.last,
+            paged=layout,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def close(self) -> None:
+        """Nothing runs beside it."""
+
+
 class PlainForward:
+    """Of a plain decoder family on the CPU: four matrix products a layer, one operation between each.
+
+    Same numbers as transformers' own modules (test_families.py), at a fraction of their operations. Where `LayerOps`
+    has one, a step in which every row decodes is one compiled call (fused_decode.py).
+    """
+
     def __init__(self, model: PlainModel, pool: KvPool, dtype: torch.dtype, ops: LayerOps) -> None:
         """Computes in `dtype`, as the products of `model` do."""
         self._model = model
@@ -35,7 +93,7 @@ class PlainForward:
             is_last = i == len(layers) - 1
             # (tokens, hidden) -> (tokens, heads * dim)
             query = self._ops.rotate_and_store(layer.qkv(hidden), layout, i, layer, model)
-            attended = layout.attend_stored(i, query, layer.scale, layer.window, last_only=is_last)
+            attended = layout.attend_stored(layer.attention, query, last_only=is_last)
             attended = attended.view(len(tokens), -1)
             if is_last:
                 # Only these rows are sampled from.
