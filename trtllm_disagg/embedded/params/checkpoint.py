@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
 from trtllm_disagg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -269,6 +267,9 @@ def _weights(directory: Path) -> dict[str, dict[str, Any]]:
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
     """Tensor name -> dtype, shape. Raises ConfigError when the file is not all there."""
+    # Here, as a worker that runs TensorRT-LLM asks for the fingerprint only, and needs no safetensors.
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, "np") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
