@@ -15,7 +15,7 @@ from trtllm_disagg.embedded.core.engine_core import NoGuides
 from trtllm_disagg.embedded.guided_decoding.grammar import grammar_of
 from trtllm_disagg.embedded.guided_decoding.guides import Guide
 from trtllm_disagg.embedded.ipc.messages import SamplingSpec
-from trtllm_disagg.embedded.params.sampling_params import GuidedDecodingParams
+from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams
 
 PROMPT = [5 + i % 11 for i in range(40)]
 

@@ -14,11 +14,6 @@ from trtllm_disagg.embedded.api.result import (
     RequestError,
     RequestOutput,
 )
-from trtllm_disagg.embedded.params.disaggregated_params import (
-    DisaggregatedParams,
-    DisaggScheduleStyle,
-    get_global_disagg_request_id,
-)
 from trtllm_disagg.embedded.params.llm_args import (
     CacheTransceiverConfig,
     CapacitySchedulerPolicy,
@@ -30,10 +25,13 @@ from trtllm_disagg.embedded.params.llm_args import (
     LoadFormat,
     SchedulerConfig,
 )
-from trtllm_disagg.embedded.params.sampling_params import (
+from trtllm_disagg.embedded.params.request_params import (
+    DisaggregatedParams,
+    DisaggScheduleStyle,
     GuidedDecodingParams,
     SamplingParams,
     SchedulingParams,
+    get_global_disagg_request_id,
 )
 
 __all__ = [

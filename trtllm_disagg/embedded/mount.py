@@ -83,7 +83,7 @@ _SOURCES = tuple(
     for part in (
         "",
         ".params.llm_args",
-        ".params.disaggregated_params",
+        ".params.request_params",
         ".api.request",
         ".api.perf_metrics",
         ".api.mounted_names",

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from trtllm_disagg.embedded.params.disaggregated_params import get_global_disagg_request_id
+from trtllm_disagg.embedded.params.request_params import get_global_disagg_request_id
 
 
 class RequestError(RuntimeError):

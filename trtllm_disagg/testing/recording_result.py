@@ -13,8 +13,11 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from trtllm_disagg.embedded.api.result import CompletionOutput, Logprob
-from trtllm_disagg.embedded.params.disaggregated_params import DisaggregatedParams, DisaggScheduleStyle
-from trtllm_disagg.embedded.params.sampling_params import SamplingParams
+from trtllm_disagg.embedded.params.request_params import (
+    DisaggregatedParams,
+    DisaggScheduleStyle,
+    SamplingParams,
+)
 from trtllm_disagg.testing.hard_edges import HardEdges, KvHolder, Meeting, RequestError
 
 #: Never made by `scripted_token`; put it into a script to end an answer.

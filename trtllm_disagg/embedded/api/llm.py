@@ -23,9 +23,8 @@ from trtllm_disagg.embedded.api.streams import Feed, RunningRequests
 from trtllm_disagg.embedded.core.client import CoreClient
 from trtllm_disagg.embedded.guided_decoding.trials import GrammarTrials, TrialStart
 from trtllm_disagg.embedded.ipc.messages import AbortRequest, AddRequest, StepReport, TokenOutput
-from trtllm_disagg.embedded.params.disaggregated_params import DisaggregatedParams
 from trtllm_disagg.embedded.params.llm_args import LlmArgs, as_plain, core_args
-from trtllm_disagg.embedded.params.sampling_params import SamplingParams, SchedulingParams
+from trtllm_disagg.embedded.params.request_params import DisaggregatedParams, SamplingParams, SchedulingParams
 from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
 from trtllm_disagg.embedded.tensor_parallel.launch import require_divides, serve_other_ranks
 from trtllm_disagg.errors import DisaggError

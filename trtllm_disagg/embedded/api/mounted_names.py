@@ -30,7 +30,7 @@ class ConversationParams:
 
 
 class LogitsProcessor(ABC):
-    """Clients derive from it at import. A request that brings one is refused (sampling_params.py)."""
+    """Clients derive from it at import. A request that brings one is refused (request_params.py)."""
 
     @abstractmethod
     def __call__(

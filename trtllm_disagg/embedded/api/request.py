@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtllm_disagg.embedded.ipc.messages import LogprobEntry, Ready, ReceivedHandoff, Rendezvous, SamplingSpec
-from trtllm_disagg.embedded.params.disaggregated_params import DisaggregatedParams, DisaggScheduleStyle
-from trtllm_disagg.embedded.params.sampling_params import SamplingParams, validate_sampling_params
+from trtllm_disagg.embedded.params.request_params import (
+    DisaggregatedParams,
+    DisaggScheduleStyle,
+    SamplingParams,
+    validate_sampling_params,
+)
 from trtllm_disagg.kv_transfer.endpoint import EXPECTED, is_endpoint
 
 Tokenize = Callable[[str], list[int]]

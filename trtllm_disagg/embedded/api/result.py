@@ -11,7 +11,7 @@ from typing import Any
 
 from trtllm_disagg.embedded.api.perf_metrics import RequestPerfMetrics, metrics_dict, request_perf_metrics
 from trtllm_disagg.embedded.ipc.messages import MadeHandoff, TokenOutput
-from trtllm_disagg.embedded.params.disaggregated_params import DisaggregatedParams
+from trtllm_disagg.embedded.params.request_params import DisaggregatedParams
 
 Decode = Callable[[list[int]], str]
 

@@ -24,6 +24,7 @@ import msgspec
 from trtllm_disagg.activity import reporter_of
 from trtllm_disagg.embedded.ipc.link import Link, connect
 from trtllm_disagg.embedded.ipc.messages import (
+    AbortRequest,
     AddRequest,
     Command,
     Failed,
@@ -148,8 +149,10 @@ class CoreProcess:
                 match command:
                     case Shutdown():
                         return
-                    case _:
-                        _apply(core, command)
+                    case AddRequest():
+                        core.add(command)
+                    case AbortRequest(request_id):
+                        core.abort(request_id)
             with watch:
                 report: StepReport = core.step()
             if report.outputs or report.events or report.stats or report.num_active != self._num_active:
@@ -175,13 +178,6 @@ class CoreProcess:
         except EOFError:
             self._poll.unregister(self._link)  # the thread that watches the parent ends this process
             return []
-
-
-def _apply(core: Any, command: Command) -> None:
-    if isinstance(command, AddRequest):
-        core.add(command)
-    else:
-        core.abort(command.request_id)  # type: ignore[union-attr]
 
 
 def _exit_with_parent(process: CoreProcess) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import llguidance
 from llguidance import LLMatcher, StructTag
 
-from trtllm_disagg.embedded.params.sampling_params import GuidedDecodingParams
+from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams
 
 _CACHED_CHECKS = 256
 #: llguidance looks ahead for text that nothing else can replace, which has no end where a rule has none: `/a+/ start`.

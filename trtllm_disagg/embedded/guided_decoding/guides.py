@@ -95,21 +95,23 @@ def _of(tokenizer: Tokenizer, end: int | None) -> GuideTokenizer:
 
 
 class Matchers:
-    """Grammars, compiled by llguidance for one model's tokens."""
+    """Grammars, compiled by llguidance for one model's tokens, and what they bar in a row of its logits."""
 
     def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         """Raises ConfigError for a tokenizer that cannot guide."""
         known: Seq[int | None] = end_ids or [tokenizer.eos_token_id]
         # A tokenizer may know more tokens than the model.
-        self.end_ids = [token for token in known if token is not None and token < vocab_size]
+        self.end_ids = tuple(token for token in known if token is not None and token < vocab_size)
         if not self.end_ids:
             raise ConfigError("guided_decoding_backend: neither the model nor its tokenizer has an end token")
         try:
             self.tokens = LLTokenizer(
-                tokenizer.text, n_vocab=max(vocab_size, tokenizer.size), eos_token=self.end_ids
+                tokenizer.text, n_vocab=max(vocab_size, tokenizer.size), eos_token=list(self.end_ids)
             )
         except ValueError as error:
             raise ConfigError(f"guided_decoding_backend: the tokenizer cannot guide: {error}") from error
+        self._size = vocab_size
+        self._words = np.zeros(-(-self.tokens.vocab_size // 32), dtype=np.uint32)
 
     def compile(self, grammar: str) -> LLMatcher:
         """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
@@ -119,6 +121,13 @@ class Matchers:
         if matcher.is_error():
             raise InvalidRequestError(f"guided decoding: {sentence(matcher.get_error())}")
         return matcher
+
+    def barred_by(self, matcher: LLMatcher) -> torch.Tensor:
+        """(vocabulary) bool: True for what its grammar does not let come next."""
+        matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        allowed = self._words.view(np.uint8)
+        barred = np.unpackbits(~allowed, count=self._size, bitorder="little")
+        return torch.from_numpy(barred.view(np.bool_))
 
 
 def sentence(error: str) -> str:
@@ -130,17 +139,17 @@ def sentence(error: str) -> str:
 class Guide:
     """`barred` (vocabulary) is True for each token that must not come next."""
 
-    def __init__(self, matcher: LLMatcher, vocab: Vocabulary, enders: Seq[int]) -> None:
+    def __init__(self, matcher: LLMatcher, matchers: Matchers, enders: Seq[int]) -> None:
         """`enders` end the answer, and so are allowed exactly when the grammar is complete."""
         self._matcher = matcher
-        self._vocab = vocab
-        self.enders = tuple(enders) or vocab.end_ids
+        self._matchers = matchers
+        self.enders = tuple(enders) or matchers.end_ids
         self._refresh()
 
     @property
     def end_ids(self) -> tuple[int, ...]:
         """The model's own: nothing can follow one of these, even when the request wants to see them."""
-        return self._vocab.end_ids
+        return self._matchers.end_ids
 
     def advance(self, token: int) -> None:
         """Raises InvalidRequestError for a token that was barred, and when the grammar gets out of hand."""
@@ -149,10 +158,10 @@ class Guide:
         self._refresh()
 
     def _refresh(self) -> None:
-        barred = self._vocab.barred_by(self._matcher)
+        barred = self._matchers.barred_by(self._matcher)
         if self._matcher.is_error():
             raise InvalidRequestError(f"guided decoding: {self._reason()}")
-        barred[self._vocab.end_ids,] = True
+        barred[self._matchers.end_ids,] = True
         #: Nothing but an end can follow.
         self.exhausted = bool(barred.all())
         if self._matcher.is_accepting():
@@ -165,28 +174,11 @@ class Guide:
         return sentence(self._matcher.get_error())
 
 
-class Vocabulary:
-    """The tokens as llguidance sees them, and the model's row of logits."""
-
-    def __init__(self, tokens: LLTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
-        self.tokens = tokens
-        self.end_ids = tuple(end_ids)
-        self._size = vocab_size
-        self._words = np.zeros(-(-tokens.vocab_size // 32), dtype=np.uint32)
-
-    def barred_by(self, matcher: LLMatcher) -> torch.Tensor:
-        matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        allowed = self._words.view(np.uint8)
-        barred = np.unpackbits(~allowed, count=self._size, bitorder="little")
-        return torch.from_numpy(barred.view(np.bool_))
-
-
 class Guides:
     def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         """Raises ConfigError for a tokenizer that cannot guide."""
-        matchers = Matchers(tokenizer, vocab_size, end_ids)
-        self._vocab = Vocabulary(matchers.tokens, vocab_size, matchers.end_ids)
-        self._compiled = functools.lru_cache(maxsize=_CACHED_GRAMMARS)(matchers.compile)
+        self._matchers = Matchers(tokenizer, vocab_size, end_ids)
+        self._compiled = functools.lru_cache(maxsize=_CACHED_GRAMMARS)(self._matchers.compile)
 
     def start(self, sampling: SamplingSpec) -> Guide | None:
         """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
@@ -195,4 +187,4 @@ class Guides:
         shown = sampling.include_stop
         stops = () if shown else tuple(word[0] for word in sampling.stop_words if len(word) == 1)
         matcher = self._compiled(sampling.grammar).deep_copy()
-        return Guide(matcher, self._vocab, tuple(dict.fromkeys(sampling.end_ids + stops)))
+        return Guide(matcher, self._matchers, tuple(dict.fromkeys(sampling.end_ids + stops)))

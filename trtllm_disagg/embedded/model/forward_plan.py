@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +14,10 @@ from torch import nn
 from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
-from trtllm_disagg.embedded.model.experts import pack_experts
 from trtllm_disagg.embedded.model.forward import Forward, HfForward, PlainForward
 from trtllm_disagg.embedded.model.layer_ops import LayerOps, TorchOps
 from trtllm_disagg.embedded.model.model_loader import ForwardKind, ModelShape
-from trtllm_disagg.embedded.model.pack import Pack, TiledLinear, convert_rest, pack_linears
+from trtllm_disagg.embedded.model.pack import Pack, TiledLinear, convert_rest, pack_experts, pack_linears
 from trtllm_disagg.embedded.model.plain_model import supports, take_apart
 from trtllm_disagg.embedded.model.sizing import available_bytes
 from trtllm_disagg.embedded.params.checkpoint import count_weights
@@ -84,17 +83,16 @@ def choose_forward(
         return ForwardPlan(shape.config, "modules", shape.dtype)
     if config.weights == "bfloat16" and shape.dtype != torch.bfloat16:
         raise ConfigError.bad_value(_KEY, config.weights, "auto or float32, for a float32 model")
-    products = _choose_products(directory, config, shape, cpu)
     is_lean = config.forward == "auto" and supports(shape.config)
-    return ForwardPlan(
+    plan = ForwardPlan(
         shape.config,
         "plain" if is_lean else "modules",
-        products.dtype,
-        products.pack,
-        _compiled_ops() if cpu.compiles else TorchOps(),
-        products.weights,
-        (f"CPU level {cpu} ({SETTING} can lower it)", *products.remarks),
+        torch.float32,
+        ops=_compiled_ops() if cpu.compiles else TorchOps(),
+        weights="float32",
+        remarks=(f"CPU level {cpu} ({SETTING} can lower it)",),
     )
+    return _with_products(plan, directory, config, shape, cpu)
 
 
 def _compiled_ops() -> LayerOps:
@@ -104,32 +102,23 @@ def _compiled_ops() -> LayerOps:
     return CompiledOps()
 
 
-@dataclass(frozen=True, slots=True)
-class _Products:
-    dtype: torch.dtype
-    pack: Pack
-    weights: Literal["float32", "bfloat16"]
-    remarks: tuple[str, ...] = ()
-
-
-def _choose_products(
-    directory: Path, config: EmbeddedConfig, shape: ModelShape, cpu: CpuFeatures
-) -> _Products:
+def _with_products(
+    plan: ForwardPlan, directory: Path, config: EmbeddedConfig, shape: ModelShape, cpu: CpuFeatures
+) -> ForwardPlan:
     library = _packed_linear() if cpu.compiles else None
-    is_slow = ("torch's own products, which are slower",) if cpu.compiles and library is None else ()
-    in_float32 = TiledLinear if library is None else partial(library, dtype=torch.float32)
-    if shape.dtype == torch.float32:
-        return _Products(torch.float32, in_float32, "float32", is_slow)
-    if library is not None and cpu.has_bfloat16 and config.weights != "float32":
-        return _Products(torch.bfloat16, library, "bfloat16")
-    said = "a bfloat16 model, computed in float32"
-    if config.weights == "bfloat16" or (config.weights == "auto" and not _has_room(directory)):
-        remark = f"{said}; its weights stay bfloat16, which makes every step slower ({_KEY})"
-        kept = partial(TiledLinear, kept=torch.bfloat16)
-        return _Products(torch.float32, kept, "bfloat16", (remark,))
-    return _Products(
-        torch.float32, in_float32, "float32", (f"{said}, its weights take twice their size", *is_slow)
-    )
+    if shape.dtype == torch.bfloat16:
+        if library is not None and cpu.has_bfloat16 and config.weights != "float32":
+            return replace(plan, dtype=torch.bfloat16, pack=library, weights="bfloat16")
+        said = "a bfloat16 model, computed in float32"
+        if config.weights == "bfloat16" or (config.weights == "auto" and not _has_room(directory)):
+            remark = f"{said}; its weights stay bfloat16, which makes every step slower ({_KEY})"
+            kept = partial(TiledLinear, kept=torch.bfloat16)
+            return replace(plan, pack=kept, weights="bfloat16", remarks=(*plan.remarks, remark))
+        plan = replace(plan, remarks=(*plan.remarks, f"{said}, its weights take twice their size"))
+    if library is not None:
+        return replace(plan, pack=partial(library, dtype=torch.float32))
+    is_slow = ("torch's own products, which are slower",) if cpu.compiles else ()
+    return replace(plan, pack=TiledLinear, remarks=(*plan.remarks, *is_slow))
 
 
 def _has_room(directory: Path) -> bool:

@@ -1,6 +1,6 @@
 """What lies between the products of a layer, in two implementations: compiled kernels, and torch alone.
 
-A forward (forward.py) and a mixture of experts (experts.py) call it by one interface. Each row's numbers depend
+A forward (forward.py) and a mixture of experts (pack.py) call it by one interface. Each row's numbers depend
 on that row only. Shapes: R rows, n hidden, D of a head, Hq query and H KV heads; norms' weights are float32 arrays.
 """
 

@@ -132,6 +132,8 @@ class IterationStats:
         reused, missed = blocks.reused_blocks, blocks.missed_blocks
         counts, before = replace(scheduler.counts), self._counts
         self._counts = counts
+        queued_prompts = [s.num_prompt for s in scheduler.waiting if not s.is_generation_only]
+        queued_handoffs = [s.num_prompt for s in scheduler.waiting if s.is_generation_only]
         return [
             {
                 "timestamp": time.strftime("%m-%d-%Y %H:%M:%S"),
@@ -167,16 +169,11 @@ class IterationStats:
                     "microBatchId": 0,
                     "avgNumDecodedTokensPerIter": 1.0,
                     "numCtxKvTokens": sum(r.sequence.num_computed for r in context),
-                    "numGenKvTokens": sum(r.sequence.num_computed for r in rows)
-                    - sum(r.sequence.num_computed for r in context),
-                    "numQueuedContextRequests": sum(not s.is_generation_only for s in scheduler.waiting),
-                    "numQueuedCtxTokens": sum(
-                        s.num_prompt for s in scheduler.waiting if not s.is_generation_only
-                    ),
-                    "numQueuedGenRequests": sum(s.is_generation_only for s in scheduler.waiting),
-                    "numQueuedGenKvTokens": sum(
-                        s.num_prompt for s in scheduler.waiting if s.is_generation_only
-                    ),
+                    "numGenKvTokens": sum(r.sequence.num_computed for r in rows if not r.in_prefill),
+                    "numQueuedContextRequests": len(queued_prompts),
+                    "numQueuedCtxTokens": sum(queued_prompts),
+                    "numQueuedGenRequests": len(queued_handoffs),
+                    "numQueuedGenKvTokens": sum(queued_handoffs),
                     "numPausedKvTokens": sum(len(s.tokens) for s in paused),
                 },
                 **({"requestStats": request_stats(rows, scheduler)} if self._tells_requests else {}),

@@ -1,4 +1,5 @@
-"""Sockets between rank 0 and the others, on one host: for steps, for KV transfers, and to tell which ranks are alive.
+"""Between rank 0 and the others, on one host: sockets for steps, for KV transfers, and to tell which ranks are alive;
+and what rank 0 says on the first ones, as msgpack.
 
 A rank that waits in an MPI collective for one that has died would wait for ever. So every rank has a thread that
 sleeps on the last one, and ends the process when it closes.
@@ -12,11 +13,14 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any, TypeVar
 
 import msgspec
 
 from trtllm_disagg.embedded.ipc import link as local_socket
+from trtllm_disagg.embedded.kv_cache.memory import KvCommand
+from trtllm_disagg.embedded.model.attention import ForwardRow
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.framing import framed, receive_exactly, receive_frame
 
@@ -84,3 +88,51 @@ def watch(peer: Peer, decoder: msgspec.msgpack.Decoder[T], on_end: Callable[[T |
 
 class RankLostError(EngineError):
     """A rank died, or cannot go on; without it no rank can."""
+
+
+class Build(msgspec.Struct, tag="build"):
+    """Load your part of the model, and make room for this many blocks."""
+
+    args: dict[str, Any]
+    num_blocks: int
+
+
+class Step(msgspec.Struct, tag="step"):
+    rows: list[ForwardRow]
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    pass
+
+
+RankCommand = Build | Step | KvCommand | Stop
+
+
+class Built(msgspec.Struct, tag="built"):
+    pass
+
+
+class Broken(msgspec.Struct, tag="broken"):
+    """This rank cannot go on."""
+
+    kind: str
+    message: str
+
+
+Reply = Built | Broken
+
+
+def step_of(rows: Seq[ForwardRow], tokens_per_block: int) -> Step:
+    """With as many blocks of each row as the step reads and writes."""
+    return Step(
+        [
+            ForwardRow(
+                row.tokens,
+                row.num_computed,
+                row.blocks[: -(-(row.num_computed + row.num_tokens) // tokens_per_block)],
+                row.in_prefill,
+                row.samples,
+            )
+            for row in rows
+        ]
+    )

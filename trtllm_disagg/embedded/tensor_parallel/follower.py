@@ -20,10 +20,18 @@ from trtllm_disagg.embedded.model.model_loader import load_model, read_shape
 from trtllm_disagg.embedded.model.sizing import PoolShape, choose_device, max_seq_len, new_pool
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import scope_of
-from trtllm_disagg.embedded.tensor_parallel.channel import Peer, watch
+from trtllm_disagg.embedded.tensor_parallel.channel import (
+    Broken,
+    Build,
+    Built,
+    Peer,
+    RankCommand,
+    Step,
+    Stop,
+    watch,
+)
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup, join_as_follower, leave, use_cpus
 from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB
-from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Build, Built, RankCommand, Step, Stop
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
 from trtllm_disagg.embedded.tensor_parallel.transfers import TransferService
 from trtllm_disagg.kv_transfer.host import new_memory

@@ -2,7 +2,7 @@
 
 Every matrix is cut along its output, never along the sum: what a rank computes is, bit for bit, its columns of
 what one process would compute. So the inputs of `o_proj` and `down_proj`, which are spread over the ranks, are
-gathered before the product, and its columns afterwards (decision 8). So are those of every expert (experts.py).
+gathered before the product, and its columns afterwards (decision 8). So are those of every expert (pack.py).
 """
 
 from __future__ import annotations

@@ -19,9 +19,17 @@ from trtllm_disagg.embedded.kv_cache.memory import KvCommand, KvMemory
 from trtllm_disagg.embedded.model.attention import ForwardRow
 from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.params.llm_args import LlmArgs, core_args
-from trtllm_disagg.embedded.tensor_parallel.channel import Peer, RankLostError, watch
+from trtllm_disagg.embedded.tensor_parallel.channel import (
+    Broken,
+    Build,
+    Peer,
+    RankLostError,
+    Reply,
+    Stop,
+    step_of,
+    watch,
+)
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup, join_as_leader
-from trtllm_disagg.embedded.tensor_parallel.messages import Broken, Build, Reply, Stop, step_of
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
 
 log = logging.getLogger(__name__)

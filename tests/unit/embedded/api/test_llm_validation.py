@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tests.conftest import Checkpoints
 from tests.support.models import VOCAB
 from trtllm_disagg.embedded import LLM, DisaggregatedParams, SamplingParams
-from trtllm_disagg.embedded.params.disaggregated_params import MIN_GLOBAL_ID, get_global_disagg_request_id
+from trtllm_disagg.embedded.params.request_params import MIN_GLOBAL_ID, get_global_disagg_request_id
 from trtllm_disagg.errors import ConfigError
 
 MAX_SEQ_LEN, MAX_NUM_TOKENS = 512, 96

@@ -17,7 +17,7 @@ from trtllm_disagg.embedded import LLM, RequestError, SamplingParams
 from trtllm_disagg.embedded.guided_decoding.grammar import grammar_of
 from trtllm_disagg.embedded.guided_decoding.trials import GrammarTrials, TrialStart
 from trtllm_disagg.embedded.ipc.messages import AddRequest, SamplingSpec
-from trtllm_disagg.embedded.params.sampling_params import GuidedDecodingParams
+from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError
 from trtllm_disagg.interpreter import python
 

@@ -25,7 +25,7 @@ from tests.support.guiding import (
 )
 from tests.support.models import EOS
 from trtllm_disagg.embedded.ipc.messages import SamplingSpec
-from trtllm_disagg.embedded.params.sampling_params import GuidedDecodingParams
+from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams
 
 OTHER = [200 - i % 13 for i in range(70)]
 SCHEMA = {

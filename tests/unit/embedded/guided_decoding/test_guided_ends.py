@@ -25,7 +25,7 @@ from tests.support.guiding import (
 )
 from tests.support.models import EOS
 from trtllm_disagg.embedded.guided_decoding.guides import Guides, GuideTokenizer, read_guide_tokenizer
-from trtllm_disagg.embedded.params.sampling_params import GuidedDecodingParams
+from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 
 

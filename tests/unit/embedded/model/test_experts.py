@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.model.experts import (
+from trtllm_disagg.embedded.model.layer_ops import LayerOps, TorchOps
+from trtllm_disagg.embedded.model.pack import (
+    Pack,
     PackedExperts,
     PackedRouter,
+    TiledLinear,
     pack_experts,
 )
-from trtllm_disagg.embedded.model.layer_ops import LayerOps, TorchOps
-from trtllm_disagg.embedded.model.pack import Pack, TiledLinear
 
 HIDDEN, NUM_EXPERTS = 64, 8
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.model.experts import pack_experts
 from trtllm_disagg.embedded.model.layer_ops import TorchOps
-from trtllm_disagg.embedded.model.pack import TiledLinear
+from trtllm_disagg.embedded.model.pack import TiledLinear, pack_experts
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
 from trtllm_disagg.errors import ConfigError
