@@ -13,7 +13,7 @@ from dynamo.llm import exceptions as dynamo_errors
 
 from tests.support.handling import raw_request, until
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
-from trtllm_disagg.dynamo_runtime.push import BUFFERED
+from trtllm_disagg.dynamo_runtime.push import BUFFERED, WAITING
 from trtllm_disagg.errors import OverloadedError
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
@@ -131,3 +131,44 @@ async def test_a_client_that_does_not_read_holds_up_no_other_answer(number: int)
         is_read.set()
         await pushing
     assert unread.tokens == list(range(number))
+
+
+async def test_a_client_that_does_not_read_stops_its_answers_source() -> None:
+    """Of an answer without an end the worker keeps a bounded number of chunks."""
+    is_read = threading.Event()
+    made = 0
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        nonlocal made
+        while made < BUFFERED + 10 * WAITING:
+            made += 1
+            yield TokenChunk([made])
+
+    sender = Sender(lambda sent: sent < BUFFERED or is_read.wait(60))
+    pushing = asyncio.create_task(push(generate, sender))
+    try:
+        await until(lambda: made > BUFFERED + WAITING)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert made <= BUFFERED + WAITING + 2
+    finally:
+        is_read.set()
+        await pushing
+    assert sender.tokens == list(range(1, BUFFERED + 10 * WAITING + 1))
+
+
+@pytest.mark.parametrize("sent", [BUFFERED + 1, BUFFERED + 3 * WAITING])
+async def test_an_answer_that_is_cancelled_leaves_no_thread(sent: int) -> None:
+    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        for token in range(sent):
+            yield TokenChunk([token])
+        await asyncio.Event().wait()
+
+    sender = Sender()
+    pushing = asyncio.create_task(push(generate, sender))
+    await until(lambda: len(sender.sent) == sent)
+    pushing.cancel()
+    with pytest.raises((asyncio.CancelledError, dynamo_errors.DynamoException)):
+        await pushing
+    await until(lambda: all(thread.name != "send" for thread in threading.enumerate()))
+    assert not sender.is_closed
