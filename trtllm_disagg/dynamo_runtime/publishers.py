@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -14,63 +13,16 @@ from dynamo.llm import KvEventPublisher, WorkerMetricsPublisher
 
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics, expose
+from trtllm_disagg.dynamo_runtime.polling import (
+    EVENTS_TIMEOUT,
+    STATS_TIMEOUT,
+    NullPublisher,
+    PollingPublisher,
+    Publisher,
+)
 from trtllm_disagg.handlers.services import Policy
 
 log = logging.getLogger(__name__)
-
-#: TensorRT-LLM answers at once when it has nothing.
-_PAUSE_SECONDS = 0.01
-_PAUSE_AFTER_ERROR_SECONDS = 1.0
-
-
-class Publisher(Protocol):
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-
-class NullPublisher:
-    """Publishing is off."""
-
-    async def start(self) -> None:
-        """Nothing to start."""
-
-    async def stop(self) -> None:
-        """Nothing to stop."""
-
-
-class PollingPublisher(ABC):
-    """Polls from start to stop. A poll that fails is logged; the next one is tried all the same."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._task: asyncio.Task[None] | None = None
-
-    @abstractmethod
-    async def poll(self) -> None:
-        """Fetch what the engine has, and pass it on."""
-
-    async def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=self._name)
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-    async def _run(self) -> None:
-        while True:
-            pause = _PAUSE_SECONDS
-            try:
-                await self.poll()
-            except Exception:
-                log.exception("%s: publishing failed", self._name)
-                pause = _PAUSE_AFTER_ERROR_SECONDS
-            await asyncio.sleep(pause)
-
-
-_WAIT_SECONDS = 2.0
 
 
 class LoadSink(Protocol):
@@ -86,7 +38,8 @@ class StatsSink(Protocol):
 
 
 class StatsForwarder(PollingPublisher):
-    """The engine's statistics to the router's load and to this worker's /metrics; the only reader of that stream.
+    """The engine's statistics to the router's load and to this worker's /metrics; the only reader of that stream:
+    TensorRT-LLM has one queue for all that ask.
 
     Needs enable_iter_perf_stats. Of what came together, the router gets the newest and the metrics all.
     """
@@ -102,9 +55,13 @@ class StatsForwarder(PollingPublisher):
         self._load.publish(None, kv_used_blocks=0)
         await super().start()
 
-    async def poll(self) -> None:
+    def records(self) -> AsyncIterator[dict[str, Any]]:
+        stats: AsyncIterator[dict[str, Any]] = self._llm.get_stats_async(timeout=STATS_TIMEOUT)
+        return stats
+
+    def publish(self, records: list[dict[str, Any]]) -> None:
         newest: dict[int | None, int] = {}
-        async for stat in self._llm.get_stats_async(timeout=_WAIT_SECONDS):
+        for stat in records:
             self._metrics.update(stat)
             used = (stat.get("kvCacheStats") or {}).get("usedNumBlocks", 0)
             newest[stat.get("attentionDpRank")] = used
@@ -152,9 +109,17 @@ class KvEventForwarder(PollingPublisher):
         self._next_event_id: dict[int | None, int] = {}
         self._window = 0
 
-    async def poll(self) -> None:
-        async for event in self._llm.get_kv_cache_events_async(timeout=_WAIT_SECONDS):
-            self.forward(event)
+    def records(self) -> AsyncIterator[dict[str, Any]]:
+        events: AsyncIterator[dict[str, Any]] = self._llm.get_kv_cache_events_async(timeout=EVENTS_TIMEOUT)
+        return events
+
+    def publish(self, records: list[dict[str, Any]]) -> None:
+        for event in records:
+            try:
+                self.forward(event)
+            except Exception:
+                # The router's view is wrong without it, but wronger still without those behind it.
+                log.exception("%s: an event of the engine cannot be published: %s", self._name, event)
 
     def forward(self, event: dict[str, Any]) -> None:
         """One event of TensorRT-LLM's format."""
@@ -213,6 +178,20 @@ class KvEventForwarder(PollingPublisher):
         self._next_event_id[rank] = event_id + 1
 
 
+class OnLoop:
+    """A sink that belongs to the event loop that serves requests, for a publisher in another thread."""
+
+    def __init__(self, sink: EventSink, loop: asyncio.AbstractEventLoop) -> None:
+        self._sink = sink
+        self._loop = loop
+
+    def publish_stored(self, *args: Any, **keywords: Any) -> None:
+        self._loop.call_soon_threadsafe(partial(self._sink.publish_stored, *args, **keywords))
+
+    def publish_removed(self, block_hashes: list[int]) -> None:
+        self._loop.call_soon_threadsafe(self._sink.publish_removed, block_hashes)
+
+
 def signed(block_hash: int | str) -> int:
     """The engine's unsigned 64 bits, or the start of its SHA-256 in hexadecimal, as a signed number."""
     number = int(block_hash[:16], 16) if isinstance(block_hash, str) else block_hash
@@ -229,11 +208,14 @@ async def create_publishers(
     listened_at = [(endpoint, config.publish_kv_events), (peer_endpoint, config.tells_peers)]
     for each in (each for each, is_listened_at in listened_at if is_listened_at):
         sinks.append(KvEventPublisher(each, kv_block_size=block_size, enable_local_indexer=True))
+    loop = asyncio.get_running_loop()
     if config.reads_kv_events:
-        sinks.append(policy.cached)
-    events: Publisher = (
-        KvEventForwarder(llm, sinks, block_size, on_gap=policy.cached.clear) if sinks else NullPublisher()
-    )
+        sinks.append(OnLoop(policy.cached, loop))
+
+    def forget() -> None:
+        loop.call_soon_threadsafe(policy.cached.clear)
+
+    events: Publisher = KvEventForwarder(llm, sinks, block_size, on_gap=forget) if sinks else NullPublisher()
     stats: Publisher = NullPublisher()
     if config.publish_metrics:
         load, metrics = WorkerMetricsPublisher(), EngineMetrics(policy.counts, policy.queued)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.handling import until
-from trtllm_disagg.dynamo_runtime.publishers import NullPublisher, StatsForwarder
+from trtllm_disagg.dynamo_runtime.polling import NullPublisher
+from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
 from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.testing.sinks import RecordingLoadSink, RecordingStatsSink
 
@@ -32,7 +33,7 @@ async def test_the_router_gets_the_newest_and_the_metrics_get_all() -> None:
     assert published.load.loads == [(None, 5)]
     assert published.metrics.stats == [stat(3), stat(5)]
     assert published.llm.stats == []
-    assert published.llm.calls_of("get_stats_async") == [{"timeout": 2.0}]
+    assert published.llm.calls_of("get_stats_async") == [{"timeout": 0.01}]
 
 
 async def test_every_rank_has_its_own_load() -> None:
