@@ -13,6 +13,11 @@ from trtllm_disagg.types import RequestContext
 _running: set[asyncio.Task[None]] = set()
 
 
+def num_in_background() -> int:
+    """Work of `in_background` that has not ended."""
+    return len(_running)
+
+
 def in_background(work: Coroutine[Any, Any, None]) -> None:
     """Work for a request that goes on after its answer has ended."""
     task = asyncio.create_task(work)
@@ -36,6 +41,7 @@ class AbortGuard:
         self._allowed = not deferred
         self._wanted = False
         self._done = False
+        self._has_failed = False
 
     def abort(self) -> None:
         self._wanted = True
@@ -44,6 +50,15 @@ class AbortGuard:
     def may_abort(self) -> None:
         self._allowed = True
         self._abort_if_due()
+
+    def failed(self) -> None:
+        """The engine has raised: TensorRT-LLM's result does not say `finished` then, and to read on waits for ever."""
+        self._has_failed = True
+
+    @property
+    def is_over(self) -> bool:
+        """There is nothing to abort."""
+        return self._has_failed or bool(self._result.finished)
 
     @property
     def is_waiting(self) -> bool:
@@ -61,6 +76,13 @@ async def abort_when_stopped(
 ) -> AsyncIterator[AbortGuard]:
     """A context that is stopped aborts the result; so does leaving the body before the result is done."""
     guard = AbortGuard(result, deferred=deferred)
+    async with guarded(guard, result, context):
+        yield guard
+
+
+@contextlib.asynccontextmanager
+async def guarded(guard: AbortGuard, result: Any, context: RequestContext) -> AsyncIterator[None]:
+    """The same by a guard that its caller has."""
 
     async def watch() -> None:
         await context.async_killed_or_stopped()
@@ -68,10 +90,10 @@ async def abort_when_stopped(
 
     watcher = asyncio.create_task(watch())
     try:
-        yield guard
+        yield
     finally:
         watcher.cancel()
-        if not result.finished:
+        if not guard.is_over:
             guard.abort()
             if guard.is_waiting:
                 in_background(_read_on(result, guard))

@@ -79,7 +79,7 @@ def bare_prefill(prefill: PrefillPhase, protocol: HandoffProtocol = DYNAMO) -> G
             delivered = not context.is_stopped()
         finally:
             if delivered:
-                handoff.taken()
+                handoff.passed_on()
             handoff.release()
 
     return generate

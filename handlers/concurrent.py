@@ -17,8 +17,7 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     RequestCancelledError,
 )
-from trtllm_disagg.handlers.cancellation import abort_when_stopped
-from trtllm_disagg.handlers.local import OutputCursor, request_errors
+from trtllm_disagg.handlers.local import OutputCursor, finished
 from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol
@@ -52,15 +51,14 @@ class LocalPush:
         self._engine = engine
         self._protocol = protocol
         self._endpoint = _reachable(engine.ctx_info_endpoint, "this engine")
+        self._rank = engine.ctx_dp_rank
 
     async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
-        return self._protocol.meeting(self._engine.rendezvous(self._endpoint)), self
+        return self._protocol.meeting(self._engine.rendezvous(self._endpoint, self._rank)), self
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
         result = self._engine.start_prefill(request)
-        async with abort_when_stopped(result, context):
-            with request_errors(self._engine):
-                await result.aresult()
+        await finished(self._engine, result, context)
         chunk = OutputCursor(len(request.token_ids)).advance(result)
         if chunk is None or chunk.finish_reason == "cancelled":
             if context.is_stopped():
@@ -82,7 +80,8 @@ class RemotePush:
         instance = await self._client.pick(request)
         described = await instance.describe()
         endpoint = _reachable(described.get("ctx_info_endpoint"), "the prefill worker's engine")
-        return self._protocol.meeting(self._engine.rendezvous(endpoint)), partial(self._call, instance)
+        rendezvous = self._engine.rendezvous(endpoint, described.get("ctx_dp_rank"))
+        return self._protocol.meeting(rendezvous), partial(self._call, instance)
 
     async def _call(self, instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
         async with aclosing(instance.call(self._protocol.encode(request, PREFILL), context)) as answers:
@@ -100,7 +99,7 @@ def bare_push(push: LocalPush) -> Generate:
     return generate
 
 
-def _reachable(endpoint: list[str] | None, engine: str) -> list[str]:
+def _reachable(endpoint: str | None, engine: str) -> str:
     if not endpoint:
         raise ConfigError(
             f"{engine} says no ctx_info_endpoint, which --schedule-style generation_first needs"

@@ -78,6 +78,24 @@ class CachedPrefix:
         return (packed[at : at + width] for at in range(0, len(packed) - width + 1, width))
 
 
+class CachedPrefixes:
+    """One for each rank of attention DP; what one of them drops, the others may keep."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._ranks = [CachedPrefix(block_size)]
+
+    def of_rank(self, rank: int) -> CachedPrefix:
+        while len(self._ranks) <= rank:
+            self._ranks.append(CachedPrefix(self._block_size))
+        return self._ranks[rank]
+
+    def num_cached(self, tokens: Sequence[int], salt: str | None = None, rank: int | None = None) -> int:
+        """On the rank that the request runs on; where the engine has yet to choose one, on the best of them."""
+        chosen = self._ranks if rank is None or rank >= len(self._ranks) else [self._ranks[rank]]
+        return max(each.num_cached(tokens, salt) for each in chosen)
+
+
 class QueueDepth(Protocol):
     def depth(self) -> int:
         """Requests that wait for the other stage, beyond those that it works on. Never waits itself."""
@@ -97,7 +115,7 @@ class Always:
 
 class ByRule:
     def __init__(
-        self, kind: type[Rule], cached: CachedPrefix, queue: QueueDepth, thresholds: Live[Thresholds]
+        self, kind: type[Rule], cached: CachedPrefixes, queue: QueueDepth, thresholds: Live[Thresholds]
     ) -> None:
         self._kind = kind
         self._cached = cached
@@ -107,14 +125,14 @@ class ByRule:
     def decide(self, request: GenerateRequest) -> Decision:
         """The request trace has what the decision is based on."""
         num_prompt = len(request.token_ids)
-        num_cached = self._cached.num_cached(request.token_ids, request.cache_salt)
+        num_cached = self._cached.num_cached(request.token_ids, request.cache_salt, request.dp_rank)
         facts = Facts(num_prompt, num_prompt - num_cached, self._queue.depth())
         request.trace.facts |= {"uncached": facts.uncached, "queue_depth": facts.depth}
         return self._thresholds.value.rule(self._kind).decide(facts)
 
 
 def create_decider(
-    name: str, cached: CachedPrefix, queue: QueueDepth, thresholds: Live[Thresholds]
+    name: str, cached: CachedPrefixes, queue: QueueDepth, thresholds: Live[Thresholds]
 ) -> Decider:
     return Always() if name == ALWAYS else ByRule(DECIDERS[name], cached, queue, thresholds)
 

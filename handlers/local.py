@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from trtllm_disagg.capabilities import RELEASES_HANDOFFS
 from trtllm_disagg.engine import Engine
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
-    InvalidRequestError,
-    KvTransferError,
-    PeerUnavailableError,
     RequestCancelledError,
     StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.cancellation import abort_when_stopped, in_background
+from trtllm_disagg.handlers.cancellation import AbortGuard, abort_when_stopped, guarded, in_background
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handlers.trace import record_transfer
 from trtllm_disagg.types import (
@@ -93,10 +92,21 @@ class OutputCursor:
         return chosen, top
 
 
-async def newest_states(result: Any, on_output: Callable[[], None]) -> AsyncGenerator[Any, None]:
+#: Inside, the task is cancelled when what it waits for is gone.
+AwaitedBy = Callable[[asyncio.Future[Any]], AbstractContextManager[None]]
+
+
+def _as_long_as_it_takes(reading: asyncio.Future[Any]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+async def newest_states(
+    result: Any, on_output: Callable[[], None], awaited_by: AwaitedBy = _as_long_as_it_takes
+) -> AsyncGenerator[Any, None]:
     """Reads an engine's output as fast as it comes, however slow the way to the client is: `result` (a RequestOutput,
     cumulative) when it has grown: once for all that came while the caller was busy. What
-    comes alone never waits. Raises what iterating the result raises, behind the last state.
+    comes alone never waits. Raises what iterating the result raises, behind the last state, and CancelledError when
+    `awaited_by` has ended it.
 
     `on_output` is called for each output of the engine, also while the caller is busy.
     """
@@ -112,12 +122,13 @@ async def newest_states(result: Any, on_output: Callable[[], None]) -> AsyncGene
 
     reader = asyncio.create_task(read(), name="read-ahead")
     try:
-        has_ended = False
-        while not has_ended:
-            await news.wait()
-            news.clear()
-            has_ended = reader.done()
-            yield result
+        with awaited_by(reader):
+            has_ended = False
+            while not has_ended:
+                await news.wait()
+                news.clear()
+                has_ended = reader.done()
+                yield result
         await reader
     finally:
         reader.cancel()
@@ -128,41 +139,105 @@ async def newest_states(result: Any, on_output: Callable[[], None]) -> AsyncGene
 class LocalPrefill:
     """context_only: the prompt's KV, and the first token."""
 
-    def __init__(self, engine: Engine, *, sees_callers_max_tokens: bool = True) -> None:
-        """Dynamo's router calls prefill with max_tokens 1; that says nothing about what the caller wants."""
+    def __init__(
+        self,
+        engine: Engine,
+        drain: Callable[[GenerateRequest], None] = lambda request: None,
+        *,
+        sees_callers_max_tokens: bool = True,
+    ) -> None:
+        """`drain` has a decode worker fetch a handoff that no decode takes, for an engine that cannot release it.
+        Dynamo's router calls prefill with max_tokens 1; that says nothing about what the caller wants.
+        """
         self._engine = engine
+        self._drain = None if RELEASES_HANDOFFS in engine.capabilities else drain
         self._sees_callers_max_tokens = sees_callers_max_tokens
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
+        if self._is_all(request):
+            return await self._whole(request, context)
         result = self._engine.start_prefill(request)
-        async with abort_when_stopped(result, context) as guard:
-            with request_errors(self._engine):
-                await result.aresult()
-        handoff: Handoff | None = None
+        guard = AbortGuard(result, deferred=False)
         try:
+            await finished(self._engine, result, context, guard)
             if context.is_stopped():
                 raise RequestCancelledError("the client left during prefill")
-            handoff = self._handoff(request, result)
-        finally:
-            if handoff is None or handoff.is_final:
-                guard.abort()  # no decode will fetch the KV
-        return handoff
+        except BaseException:
+            if result.finished:  # meanwhile
+                self._let_go(request, result, guard)
+            raise
+        return self._handoff(request, context, result)
 
-    def _handoff(self, request: GenerateRequest, result: Any) -> Handoff:
+    def _is_all(self, request: GenerateRequest) -> bool:
+        """The first token is the answer: KV that was kept for a decode would wait for none."""
+        is_the_only_one = self._sees_callers_max_tokens and request.stop.max_tokens == 1
+        return is_the_only_one and not request.decode_follows
+
+    async def _whole(self, request: GenerateRequest, context: RequestContext) -> Handoff:
+        result = self._engine.start_both(request, streaming=False)
+        await finished(self._engine, result, context)
+        if context.is_stopped():
+            raise RequestCancelledError("the client left during prefill")
+        chunk = self._first(request, result)
+        if chunk.finish_reason in _ENDS_OF_EVERY_PREFILL:
+            chunk = msgspec.structs.replace(chunk, finish_reason="length")
+        return Handoff(chunk, None)
+
+    def _first(self, request: GenerateRequest, result: Any) -> TokenChunk:
         chunk = OutputCursor(len(request.token_ids)).advance(result)
         if chunk is None or chunk.finish_reason == "cancelled":
             raise EngineError("the engine ended the prefill without a token")
-        if chunk.finish_reason not in _ENDS_OF_EVERY_PREFILL:
-            return Handoff(chunk, None)
-        if self._sees_callers_max_tokens and request.stop.max_tokens == 1 and not request.decode_follows:
-            return Handoff(msgspec.structs.replace(chunk, finish_reason="length"), None)
+        return chunk
+
+    def _handoff(self, request: GenerateRequest, context: RequestContext, result: Any) -> Handoff:
+        try:
+            chunk = self._first(request, result)
+            if chunk.finish_reason not in _ENDS_OF_EVERY_PREFILL:
+                if self._drain is None:
+                    result.abort()
+                return Handoff(chunk, None)
+            passed = self._result(chunk, result)
+        except BaseException:
+            result.abort()
+            raise
+        handoff = Handoff(chunk.without_end(), passed, _ended=self._engine.handoffs.hold())
+        handoff.on_release(lambda: self._release(request, context, result, handoff))
+        return handoff
+
+    def _result(self, chunk: TokenChunk, result: Any) -> PrefillResult:
         params = result.outputs[0].disaggregated_params
         encoded = encode_disaggregated_params(params) if params is not None else {}
         if not names_a_sender(encoded):
             raise EngineError("the engine finished the prefill without disaggregated_params")
         usage = chunk.completion_usage
-        details = usage.prompt_tokens_details if usage is not None else None
-        return Handoff(chunk.without_end(), PrefillResult(encoded, details), result.abort)
+        return PrefillResult(encoded, usage.prompt_tokens_details if usage is not None else None)
+
+    def _release(
+        self, request: GenerateRequest, context: RequestContext, result: Any, handoff: Handoff
+    ) -> None:
+        if self._drain is None:
+            result.abort()
+        elif not (handoff.is_asked_for and context.is_stopped()):
+            # A decode worker whose client has left fetches before it stops; to fetch twice is an error of its engine.
+            self._drain(request.with_handoff(handoff))
+
+    def _let_go(self, request: GenerateRequest, result: Any, guard: AbortGuard) -> None:
+        """Of a prefill that has ended, and that no answer speaks of."""
+        if self._drain is None:
+            guard.abort()
+            return
+        with contextlib.suppress(DisaggError):  # there is nothing to fetch
+            passed = self._result(self._first(request, result), result)
+            self._drain(replace(request, prefill_result=passed))
+
+
+async def finished(
+    engine: Engine, result: Any, context: RequestContext, guard: AbortGuard | None = None
+) -> None:
+    """Wait for the end of a request; a client that leaves ends it, by `guard`."""
+    guard = guard or AbortGuard(result, deferred=False)
+    async with guarded(guard, result, context), engine_errors(engine, guard):
+        await engine.finished(result)
 
 
 #: context_only ends like this after its one token; it says nothing about the answer.
@@ -236,37 +311,34 @@ async def _stream(
 ) -> AsyncGenerator[TokenChunk, None]:
     """`start` asks the engine once a chunk is wanted; `finished` hears of the result before its end leaves."""
     result = start()
-    async with abort_when_stopped(result, context, deferred=deferred_abort) as guard:
-        with request_errors(engine):
-            async with aclosing(newest_states(result, guard.may_abort)) as states:
-                async for state in states:
-                    chunk = cursor.advance(state)
-                    if chunk is not None:
-                        if chunk.finish_reason is not None:
-                            finished(result)
-                        yield chunk
+    async with (
+        abort_when_stopped(result, context, deferred=deferred_abort) as guard,
+        engine_errors(engine, guard),
+        aclosing(newest_states(result, guard.may_abort, engine.awaited_by)) as states,
+    ):
+        async for state in states:
+            chunk = cursor.advance(state)
+            if chunk is not None:
+                if chunk.finish_reason is not None:
+                    finished(result)
+                yield chunk
 
 
-@contextlib.contextmanager
-def request_errors(engine: Engine) -> Iterator[None]:
-    """The engine's per-request error -> ours, by category."""
+@contextlib.asynccontextmanager
+async def engine_errors(engine: Engine, guard: AbortGuard) -> AsyncIterator[None]:
+    """What the engine raises -> ours. `guard` hears of it: there is nothing left to abort."""
     try:
         yield
-    except engine.request_error as error:
-        if not engine.is_healthy:
-            raise WorkerLeavingError(str(error)) from error
-        raise _translate(error) from error
-
-
-#: DisaggError.category, as the embedded engine reports it. TensorRT-LLM's errors have none: EngineError.
-_BY_CATEGORY: dict[str, type[DisaggError]] = {
-    InvalidRequestError.category: InvalidRequestError,
-    PeerUnavailableError.category: KvTransferError,
-}
-
-
-def _translate(error: BaseException) -> DisaggError:
-    return _BY_CATEGORY.get(getattr(error, "category", ""), EngineError)(str(error))
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if engine.death is None or (task is not None and task.cancelling()):
+            raise
+        raise WorkerLeavingError(f"the engine is dead: {engine.death}") from None
+    except DisaggError:
+        raise
+    except Exception as error:
+        guard.failed()
+        raise await engine.failure(error) from error
 
 
 def prefill_within(seconds: float, prefill: PrefillPhase) -> PrefillPhase:

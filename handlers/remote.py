@@ -143,6 +143,7 @@ class RemoteDecode:
         has_ended = False
         instance = await self._client.pick(request)
         request.trace.facts["decode_instance"] = f"{instance.instance_id:x}"
+        handoff.is_asked_for = True
         async with aclosing(instance.call(self._protocol.encode(request, DECODE), context)) as answers:
             async for raw in answers:
                 # It answers, so it has the KV.

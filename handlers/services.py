@@ -17,7 +17,7 @@ from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, stream_timeouts_of
 from trtllm_disagg.handlers.concurrent import LocalPush, bare_push
-from trtllm_disagg.handlers.decide import Auto, CachedPrefix, QueueDepth, conditional, create_decider
+from trtllm_disagg.handlers.decide import Auto, CachedPrefixes, QueueDepth, conditional, create_decider
 from trtllm_disagg.handlers.fallback import (
     FallbackStep,
     Replays,
@@ -28,7 +28,7 @@ from trtllm_disagg.handlers.fallback import (
     with_fallback,
 )
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
-from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.handlers.remote import RemoteDrain, StageClient
 from trtllm_disagg.handlers.route import Choice, relayed
 from trtllm_disagg.handlers.select import RequireConsumers
 from trtllm_disagg.handlers.trace import RequestCounts
@@ -47,14 +47,14 @@ class Policy:
 
     strategy: Live[str]
     thresholds: Live[Thresholds]
-    cached: CachedPrefix
+    cached: CachedPrefixes
     counts: RequestCounts = field(default_factory=RequestCounts)
     queued: Queued = field(default_factory=Queued)
 
     @classmethod
     def of(cls, config: WorkerConfig, block_size: int) -> Policy:
         """Raises ConfigError when the policy file is wrong."""
-        policy = cls(Live(config.strategy), Live(Thresholds.of(config)), CachedPrefix(block_size))
+        policy = cls(Live(config.strategy), Live(Thresholds.of(config)), CachedPrefixes(block_size))
         if config.policy_file is not None:
             policy.set_thresholds(read_policy_file(Path(config.policy_file)), config.policy_file)
         return policy
@@ -225,7 +225,8 @@ def served(parts: Parts, whole: Generate) -> Generate:
 def _prefill(parts: Parts) -> Generate:
     if parts.pushes:
         return bare_push(LocalPush(parts.engine, parts.protocol))
-    return bare_prefill(LocalPrefill(parts.engine), parts.protocol)
+    drain = RemoteDrain(parts.stage, parts.protocol)
+    return bare_prefill(LocalPrefill(parts.engine, drain), parts.protocol)
 
 
 def _decode(parts: Parts) -> Generate:

@@ -14,6 +14,7 @@
     ├── StageTimeoutError       504  a stage took too long
     ├── RequestCancelledError   499  the client left
     └── EngineError             500  the engine failed this request
+        └── EngineLostError          no request's: the worker ends because its engine is dead, or does not end
 
 `category` is the word under which an error crosses the wire between two workers (`runtime.py` maps it to and
 from Dynamo's exceptions), `status` the HTTP status that the client sees.
@@ -115,6 +116,10 @@ class RequestCancelledError(DisaggError):
 
 class EngineError(DisaggError):
     """The engine failed while it was running a request."""
+
+
+class EngineLostError(EngineError):
+    """The engine is dead or does not end. Its threads may keep the process from ending by itself."""
 
 
 def named(kind: str, message: str) -> DisaggError | None:

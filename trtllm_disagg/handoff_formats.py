@@ -116,10 +116,8 @@ _KEYS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
 def keys_of(rendezvous: Rendezvous) -> dict[str, Any]:
-    """Raise ConfigError for an engine that is not met at one endpoint."""
-    place = (
-        split_endpoint(rendezvous.ctx_info_endpoint[0]) if len(rendezvous.ctx_info_endpoint) == 1 else None
-    )
+    """Raise ConfigError for an engine that is not met at a host and a port."""
+    place = split_endpoint(str(rendezvous.ctx_info_endpoint))
     if place is None:
         raise ConfigError(
             "--handoff-protocol bootstrap names one host and port, and the prefill engine is met at "
@@ -141,7 +139,7 @@ def room_in(wire: WireRequest) -> Rendezvous | None:
     endpoint = join_endpoint(given["bootstrap_host"], given["bootstrap_port"])
     if split_endpoint(endpoint) is None:
         raise HandoffRefusedError(f"request: bootstrap_host {given['bootstrap_host']!r} is no host")
-    return Rendezvous(given["bootstrap_room"], [endpoint])
+    return Rendezvous(given["bootstrap_room"], endpoint)
 
 
 #: An error at one of these paths is a bad handoff, whatever else the request asks for.

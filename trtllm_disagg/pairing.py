@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -217,14 +217,21 @@ def describe_worker(
             "schedule_style": config.schedule_style.value,
             "handoff_protocol": config.handoff_protocol,
             "prefill_dispatch": config.prefill_dispatch,
-            "ctx_info_endpoint": [],
+            "ctx_info_endpoint": None,
+            "ctx_dp_rank": None,
         }
     )
 
 
-def with_engine(me: dict[str, Any], block_size: int, ctx_info_endpoint: Sequence[str]) -> dict[str, Any]:
-    """The description `me`, with what only the running engine knows: tokens per block, and its addresses."""
-    return me | {"block_size": block_size, "ctx_info_endpoint": list(ctx_info_endpoint)}
+def with_engine(
+    me: dict[str, Any], block_size: int, ctx_info_endpoint: str | None, ctx_dp_rank: int | None = None
+) -> dict[str, Any]:
+    """The description `me`, with what only the running engine knows: tokens per block, and where it is met."""
+    return me | {
+        "block_size": block_size,
+        "ctx_info_endpoint": ctx_info_endpoint,
+        "ctx_dp_rank": ctx_dp_rank,
+    }
 
 
 def kind_of(me: Description) -> str:

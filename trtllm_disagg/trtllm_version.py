@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 from trtllm_disagg.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:\.?rc(\d+))?(?:\.post(\d+))?(?:[.+].*)?")
 #: Of a version that is no release candidate: it comes after all of them.
@@ -44,8 +48,32 @@ NEWEST_KNOWN = TrtllmVersion.parse("1.3.0rc29")
 #: From here on `get_global_disagg_request_id` takes a node and a process, and a context server may overlap its steps
 #: (PR 10755).
 OLDEST_SERVED = TrtllmVersion.parse("1.3.0rc22")
+#: From here on there are `disagg_request_id` and the names that a worker imports; older ones are refused by name. Up to
+#: rc21 the worker's handoff ids come of the function's one argument.
+OLDEST_TAKEN = TrtllmVersion.parse("1.3.0rc5")
 #: `kv_transfer_timeout_ms` is 60 s by default, where 1.2 had none.
 TRANSFERS_END_BY_DEFAULT = TrtllmVersion.parse("1.3.0rc22")
+
+
+def require_taken(module: Any) -> None:
+    """Raises ConfigError for a `tensorrt_llm` that is too old. One that does not say its version, or says no release's,
+    is a build of the user's own, and taken.
+    """
+    said = str(getattr(module, "__version__", ""))
+    if _VERSION.fullmatch(said) is None:
+        return
+    version = TrtllmVersion.parse(said)
+    if version < OLDEST_TAKEN:
+        raise ConfigError.bad_value(
+            "--engine",
+            f"tensorrt_llm {version}",
+            f"tensorrt_llm {OLDEST_TAKEN} or newer ({NEWEST_KNOWN} is what ai-dynamo 1.6.1 comes with): older ones "
+            "have no disagg_request_id, and refuse context_only requests under the overlap scheduler",
+        )
+    if version < OLDEST_SERVED:
+        log.warning(
+            "TensorRT-LLM %s is older than %s, the oldest that doctor accepts", version, OLDEST_SERVED
+        )
 
 
 def installed_version() -> str | None:

@@ -85,11 +85,20 @@ class KvTransferParams(msgspec.Struct, frozen=True):
     remote_cached_tokens: Number63 | None = None
 
 
-class Rendezvous(msgspec.Struct, frozen=True):
+class Rendezvous(msgspec.Struct, frozen=True, omit_defaults=True):
     """By what the two phases of a request find each other when both are dispatched at once."""
 
     disagg_request_id: int
-    ctx_info_endpoint: list[str]
+    #: One endpoint; until 0.2.0 a list of one.
+    ctx_info_endpoint: str | list[str]
+    #: None: decode asks all ranks of attention DP.
+    ctx_dp_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ctx_info_endpoint, list):
+            if len(self.ctx_info_endpoint) != 1:
+                raise ValueError(f"ctx_info_endpoint: {len(self.ctx_info_endpoint)} endpoints; expected one")
+            msgspec.structs.force_setattr(self, "ctx_info_endpoint", self.ctx_info_endpoint[0])
 
 
 class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -162,6 +171,8 @@ class GenerateRequest:
     phase_request: PhaseRequest | None = None
     #: By role, the instance of the other stage that the caller wants.
     pins: dict[str, int | None] = field(default_factory=dict)
+    #: The rank of attention DP that a router has chosen on this worker.
+    dp_rank: int | None = None
     #: A decode comes after this prefill, whatever `stop.max_tokens` says.
     decode_follows: bool = False
     #: Instances that failed this request already.
@@ -224,6 +235,10 @@ class Handoff:
     result: PrefillResult | None
     #: Lets the prefill side's KV go when no decode will fetch it; never waits.
     _release: Callable[[], None] | None = field(default=None)
+    #: Tells the prefill side that its KV is read by no worker any more.
+    _ended: Callable[[], None] | None = field(default=None)
+    #: A decode worker was called with it: it may have begun to fetch the KV.
+    is_asked_for: bool = False
 
     @property
     def is_final(self) -> bool:
@@ -242,17 +257,28 @@ class Handoff:
         )
 
     def taken(self) -> None:
-        """Decode has the KV, or has taken over the duty to fetch or release it."""
+        """Decode has the KV."""
+        self._release = None
+        self._end()
+
+    def passed_on(self) -> None:
+        """Another worker has the duty to fetch or release the KV, which is still here."""
         self._release = None
 
     def on_release(self, release: Callable[[], None]) -> None:
         self._release = release
 
     def release(self) -> None:
-        """Idempotent; nothing happens after `taken`."""
+        """Idempotent; nothing happens after `taken` or `passed_on`."""
         release, self._release = self._release, None
         if release is not None:
             release()
+            self._end()
+
+    def _end(self) -> None:
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended()
 
 
 class RequestContext(Protocol):

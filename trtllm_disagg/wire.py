@@ -89,6 +89,7 @@ def decode_request(raw: dict[str, Any], longest_prompt: float = math.inf) -> Gen
     refused before anything looks at them.
     """
     _require_length(raw, longest_prompt)
+    require_text(raw)
     raw = _with_token_list(raw)
     try:
         wire = msgspec.convert(raw, WireRequest)
@@ -111,10 +112,50 @@ def decode_request(raw: dict[str, Any], longest_prompt: float = math.inf) -> Gen
         rendezvous=given.rendezvous,
         phase_request=wire.errand,
         pins={"prefill": routing.prefill_worker_id, "decode": routing.decode_worker_id},
+        # What another worker sends on was chosen for that one's engine.
+        dp_rank=routing.dp_rank if wire.errand is None else None,
         decode_follows=given.decode_follows,
     )
     _require_servable(request)
     return request
+
+
+#: What Dynamo's frontend adds to a request with images, audio or video in it.
+_MEDIA_KEYS = (
+    "multi_modal_data",
+    "multi_modal_uuids",
+    "mm_processor_kwargs",
+    "multimodal_embedding_handles",
+    "multi_modal_embeddings",
+)
+
+
+def require_text(raw: Any) -> None:
+    """Raises InvalidRequestError for a request with media: its token ids alone would be answered as if it were text."""
+    if not isinstance(raw, dict):
+        return
+    named = next((key for key in _MEDIA_KEYS if raw.get(key)), None) or _media_in_messages(raw)
+    if named is not None:
+        raise InvalidRequestError(
+            f"{named}: this worker serves text; expected a request without images, audio or video"
+        )
+
+
+def _media_in_messages(raw: dict[str, Any]) -> str | None:
+    """Where the messages, which the frontend passes on beside their tokens, have a part that is no text."""
+    extra = raw.get("extra_args")
+    messages = extra.get("messages") if isinstance(extra, dict) else None
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind.startswith(_MEDIA_PARTS):
+                return f"extra_args.messages: {kind}"
+    return None
+
+
+#: `image_url`, `input_audio`, `video_url` and the like, as OpenAI's API has them.
+_MEDIA_PARTS = ("image", "input_image", "audio", "input_audio", "video", "input_video")
 
 
 def _require_length(raw: Any, longest: float) -> None:

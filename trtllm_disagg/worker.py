@@ -24,8 +24,9 @@ from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
 from trtllm_disagg.dynamo_runtime.worker_endpoint import require_system_port
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.engine import Engine, load_api, serve_as_rank
+from trtllm_disagg.engine_health import EngineHealth, close
 from trtllm_disagg.engines import resolve_engine
-from trtllm_disagg.errors import EngineError
+from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.departure import Departure
 from trtllm_disagg.handlers.remote import NoStage, StageClient
@@ -58,7 +59,6 @@ from trtllm_disagg.trtllm_version import installed_version
 
 log = logging.getLogger(__name__)
 
-_HEALTH_SECONDS = 1.0
 _LOAD_SECONDS = 1.0
 
 
@@ -90,10 +90,14 @@ async def run_worker(config: WorkerConfig) -> None:
         reporter.tell("starting the engine")
         engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
         try:
-            me = with_engine(me, _capacity(config, engine)[0], engine.ctx_info_endpoint)
+            for missing in engine.capabilities.missing():
+                log.info("the engine cannot %s", missing)
+            me = with_engine(me, _capacity(config, engine)[0], engine.ctx_info_endpoint, engine.ctx_dp_rank)
             await _serve(config, me, engine, runtime, queue, checks, verifier, reporter)
         finally:
-            engine.close()
+            has_ended = await close(engine)
+        if not has_ended:
+            raise EngineLostError("the engine does not end")
 
 
 def _resolve(config: WorkerConfig) -> tuple[WorkerConfig, dict[str, Any]]:
@@ -144,7 +148,12 @@ async def _serve(
         stage = CompatibilityFilter(others, partial(require_callable, me))
     policy = Policy.of(config, block_size)
     model = ServedModel(
-        block_size, num_blocks, config.max_batch_size, config.max_num_tokens, engine.max_seq_len
+        block_size,
+        num_blocks,
+        config.max_batch_size,
+        config.max_num_tokens,
+        engine.max_seq_len,
+        engine.num_ranks,
     )
     registration = Registration(runtime, model, tells_peers=config.tells_peers)
     state = StageState(config, me, policy, stage, registration, verifier)
@@ -153,7 +162,7 @@ async def _serve(
     generate = with_request_log(generate, _part(config), policy.counts, departure)
     generate = state.counting(generate)
     generate = Admission(policy.thresholds, policy.queued).admitting(generate)
-    publishers = await create_publishers(config, runtime.front, runtime.peer, engine.llm, block_size, policy)
+    publishers = await create_publishers(config, runtime.front, runtime.peer, engine, block_size, policy)
     for publisher in publishers:
         await publisher.start()
 
@@ -174,6 +183,7 @@ async def _serve(
                 lambda: state.describe() | checks.described(),
                 state.handle_command,
                 engine.longest_prompt,
+                engine.probe,
             )
             await _serve_and(register(), serving, runtime)
     finally:
@@ -276,17 +286,11 @@ async def _watching(
 @contextlib.asynccontextmanager
 async def _leave_when_dead(engine: Engine, leaving: Leaving) -> AsyncIterator[None]:
     """Ends serving when the engine is gone, and says so; a worker without an engine must not look alive."""
-
-    async def watch() -> None:
-        while engine.is_healthy:  # noqa: ASYNC110 - engines offer no event for this either
-            await asyncio.sleep(_HEALTH_SECONDS)
-        log.error("the engine is dead: this worker stops")
-        leaving.leave("its engine died")
-
-    watcher = asyncio.create_task(watch(), name="engine-health")
+    health = EngineHealth(engine, lambda reason: leaving.leave("its engine died"))
+    health.start()
     try:
         yield
     finally:
-        watcher.cancel()
-    if not engine.is_healthy:
-        raise EngineError("the engine died while serving")
+        health.stop()
+    if engine.death is not None:
+        raise EngineLostError(f"the engine died while serving: {engine.death}")

@@ -13,7 +13,7 @@ from trtllm_disagg.config.args import add_worker_arguments, config_from_namespac
 from trtllm_disagg.config.dotted_flags import with_dotted_flags
 from trtllm_disagg.config.dynamo_flags import RUNTIME_VARIABLES
 from trtllm_disagg.deployment.limits import look_at, needs_of_worker
-from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, EngineLostError
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.watchdog import watch_over_this_process
 
@@ -49,6 +49,11 @@ def run(namespace: argparse.Namespace) -> int:
     except ConfigError:
         status.value = 2
         raise
+    except EngineLostError as error:
+        # Python would wait for the engine's threads before any exit handler runs.
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        status.end()
+        raise
     except KeyboardInterrupt:
         status.value = 130
         raise
@@ -65,11 +70,15 @@ class ExitStatus:
 
     def __init__(self) -> None:
         self.value = 1
-        atexit.register(self._end)
+        atexit.register(self._end_unless_in_a_job)
 
-    def _end(self) -> None:
-        if "mpi4py.MPI" in sys.modules:
-            return  # the other processes of its job wait for the end of MPI, which comes later
+    def _end_unless_in_a_job(self) -> None:
+        if "mpi4py.MPI" not in sys.modules:
+            self.end()
+        # Else the other processes of its job wait for the end of MPI, which comes later.
+
+    def end(self) -> None:
+        """At once."""
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

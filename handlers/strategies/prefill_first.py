@@ -18,8 +18,8 @@ def build(parts: Parts) -> Generate:
 
 def _prefill(parts: Parts) -> PrefillPhase:
     """Here, or by the queue on whichever prefill worker has room, this one among them."""
-    here = prefill_within(parts.prefill_timeout, LocalPrefill(parts.engine))
+    drain = RemoteDrain(parts.stage, parts.protocol)
+    here = prefill_within(parts.prefill_timeout, LocalPrefill(parts.engine, drain))
     if parts.prefills is None:
         return here
-    drain = RemoteDrain(parts.stage, parts.protocol)
     return queued(RemotePrefill(parts.prefills, drain, parts.protocol), here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Iterator
 from types import ModuleType
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.conftest import Checkpoints
+from tests.support.loop_lag import loop_never_stands_still
 from tests.support.nats_server import NatsServer, nats_server
 from tests.support.queueing import Queueing, queueing
 from trtllm_disagg.embedded import LLM as EmbeddedLLM
@@ -31,6 +33,16 @@ async def no_leaks() -> AsyncIterator[None]:
     LLM.forget_instances()
     assert left == set()
     assert kept == 0
+
+
+@pytest.fixture
+async def the_loop_goes_on(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """No call keeps the event loop of an asynchronous test waiting; that of another one does not run."""
+    if not inspect.iscoroutinefunction(request.function):
+        yield
+        return
+    async with loop_never_stands_still():
+        yield
 
 
 @pytest.fixture

@@ -85,11 +85,10 @@ def test_stop_conditions(stop_conditions: dict[str, Any], fields: dict[str, Any]
     assert {name: getattr(params, name) for name in fields} == fields
 
 
-def test_a_prompt_that_fills_the_context_still_asks_for_a_token() -> None:
-    engine = recording_engine()
-    engine.max_seq_len = 2
-    engine.start_both(request(max_tokens=None))
-    assert engine.llm.calls_of("generate_async")[0]["sampling_params"].max_tokens == 1
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    engine = recording_engine(max_seq_len=len(PROMPT))
+    with pytest.raises(InvalidRequestError, match="max_seq_len 3 leaves room for at most 2"):
+        engine.start_both(request(max_tokens=None))
 
 
 @pytest.mark.parametrize(
@@ -206,21 +205,6 @@ def test_health() -> None:
     assert Engine(engine._api, object(), 8).is_healthy
 
 
-@pytest.mark.parametrize(
-    ("stats", "idle"),
-    [
-        ([], True),
-        ([{"numActiveRequests": 1, "numQueuedRequests": 0}], False),
-        ([{"numActiveRequests": 0, "numQueuedRequests": 2}], False),
-        ([{"numActiveRequests": 3}, {"numActiveRequests": 0, "numQueuedRequests": 0}], True),
-    ],
-)
-async def test_idle_by_statistics(stats: list[dict[str, Any]], idle: bool) -> None:
-    engine = recording_engine(enable_iter_perf_stats=True)
-    engine.llm.stats = stats
-    assert await engine.is_idle() is idle
-
-
 async def test_idle_as_the_embedded_engine_tells_it() -> None:
     engine = recording_engine(recording={})
     assert await engine.is_idle()
@@ -230,15 +214,9 @@ async def test_idle_as_the_embedded_engine_tells_it() -> None:
     assert await engine.is_idle()
 
 
-@pytest.mark.parametrize(
-    ("config", "longest"), [({"max_position_embeddings": 640}, 640), ({}, 2048), (None, 2048)]
-)
-def test_the_context_is_the_models_unless_it_is_set(
-    tmp_path: Path, config: dict[str, int] | None, longest: int
-) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    assert recording_engine(model=str(tmp_path), max_seq_len=None).max_seq_len == longest
+def test_a_length_that_the_engine_does_not_tell_is_not_guessed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 640}))
+    assert recording_engine(model=str(tmp_path), max_seq_len=None).max_seq_len is None
     assert recording_engine(model=str(tmp_path), max_seq_len=99).max_seq_len == 99
 
 

@@ -65,7 +65,8 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "precision": "",
         "source": "org/model",
         "weights": "ab",
-        "ctx_info_endpoint": [],
+        "ctx_info_endpoint": None,
+        "ctx_dp_rank": None,
     }
 
 

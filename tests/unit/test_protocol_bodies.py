@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.errors import ConfigError, HandoffRefusedError
 from trtllm_disagg.handlers.remote import DECODE, PREFILL
 from trtllm_disagg.handoff_formats import result_of
 from trtllm_disagg.handoff_protocols import PROTOCOLS, BootstrapProtocol, choose_protocol
@@ -216,10 +216,17 @@ def test_an_ipv6_host_has_no_brackets_in_a_body() -> None:
     assert decode_request(sent).rendezvous == Rendezvous(5, ["tcp://[::1]:80"])
 
 
-@pytest.mark.parametrize("endpoints", [[], ["tcp://a:1", "tcp://b:2"], ["ipc:///x"], ["tcp://a:0"]])
-def test_a_meeting_that_bootstrap_has_no_words_for(endpoints: list[str]) -> None:
+@pytest.mark.parametrize("endpoint", ["ipc:///x", "tcp://a:0"])
+def test_a_meeting_that_bootstrap_has_no_words_for(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="--handoff-protocol bootstrap names one host and port"):
-        BootstrapProtocol().meeting(Rendezvous(5, endpoints))
+        BootstrapProtocol().meeting(Rendezvous(5, endpoint))
+
+
+@pytest.mark.parametrize("endpoints", [[], ["tcp://a:1", "tcp://b:2"]])
+def test_engines_meet_at_one_endpoint(endpoints: list[str]) -> None:
+    meeting = {"disagg_request_id": 5, "ctx_info_endpoint": endpoints}
+    with pytest.raises(HandoffRefusedError, match="expected one"):
+        decode_request({"token_ids": [1], "rendezvous": meeting})
 
 
 def test_two_phase_has_no_meetings() -> None:

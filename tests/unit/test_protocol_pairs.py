@@ -104,7 +104,8 @@ async def test_two_phase_tells_where_the_kv_is(engines: dict[Role, Engine], orde
     (call,) = client.calls
     told = call.request if order == "prefill_first" else call.answers[0]
     params = told["kv_transfer_params"]
-    (endpoint,) = engines[Role.PREFILL].ctx_info_endpoint
+    endpoint = engines[Role.PREFILL].ctx_info_endpoint
+    assert endpoint is not None
     assert join_endpoint(params["remote_host"], params["remote_port"]) == endpoint
     assert params["remote_engine_id"]
     # 150 tokens in blocks of 32.
@@ -132,7 +133,8 @@ async def test_bootstrap_meets_in_a_new_room_at_the_prefill_engine(
     for _ in range(2):
         await collect(generate, asked())
     one, other = client.requests
-    (endpoint,) = engines[Role.PREFILL].ctx_info_endpoint
+    endpoint = engines[Role.PREFILL].ctx_info_endpoint
+    assert endpoint is not None
     assert join_endpoint(one["bootstrap_host"], one["bootstrap_port"]) == endpoint
     assert one["bootstrap_room"] != other["bootstrap_room"]
     assert "rendezvous" not in one

@@ -22,7 +22,8 @@ from tests.support.handling import (
 )
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.publishers import KvEventForwarder, StatsForwarder
+from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder, StatsForwarder
+from trtllm_disagg.embedded.params.request_params import SchedulingParams
 from trtllm_disagg.engine import Engine, LlmApi, load_api
 from trtllm_disagg.engines import resolve_engine
 from trtllm_disagg.handlers.services import build_generate
@@ -34,7 +35,7 @@ from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import Generate
 from trtllm_disagg.wire import decode_request
 
-pytestmark = pytest.mark.usefixtures("tensorrt_llm")
+pytestmark = pytest.mark.usefixtures("tensorrt_llm", "the_loop_goes_on")
 
 CONFIGS = Path(__file__).parents[2] / "engine_configs"
 MODELS = ["llama-3.1-8b", "qwen3"]
@@ -96,6 +97,7 @@ def test_every_name_comes_from_where_tensorrt_llm_keeps_it() -> None:
         logprob=recording.Logprob,
         request_error=recording.RequestError,
         new_disagg_request_id=recording.get_global_disagg_request_id,
+        scheduling_params=SchedulingParams,
     )
 
 
@@ -269,7 +271,8 @@ async def test_kv_events_are_an_async_iterable() -> None:
     data = {"type": "stored", "parent_hash": None, "blocks": blocks}
     engine.llm.kv_cache_events = [{"event_id": 0, "window_size": 16384, "data": data}]
     sink = RecordingEventSink()
-    publisher = KvEventForwarder(engine.llm, [sink], engine.llm.get_kv_cache_capacity()["tokensPerBlock"])
+    block_size = engine.llm.get_kv_cache_capacity()["tokensPerBlock"]
+    publisher = KvEventForwarder(engine.llm, [EventsOfRank([sink], block_size)])
     await publisher.start()
     await until(lambda: sink.events)
     await publisher.stop()

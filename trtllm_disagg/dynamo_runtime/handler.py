@@ -20,12 +20,23 @@ from trtllm_disagg.wire import decode_request, encode_chunk
 
 log = logging.getLogger(__name__)
 
-#: A request with this key asks for the worker's description. Dynamo's health probes send it, so they cost no tokens.
+#: A request with this key asks for the worker's description.
 DESCRIBE = "trtllm_disagg.describe"
+#: Dynamo's health probes send a request with this key. It costs one token: an engine that says that it lives may be
+#: stuck.
+PROBE = "trtllm_disagg.probe"
 
 
 #: What a worker does with a control command, however little it looks like one. Raises a DisaggError.
 HandleCommand = Callable[[Any], Awaitable[dict[str, Any]]]
+
+
+#: Raises a DisaggError when the engine does no work.
+Probe = Callable[[], Awaitable[None]]
+
+
+async def answers_by_itself() -> None:
+    """For a handler without an engine."""
 
 
 async def refuse_control(raw: Any) -> dict[str, Any]:
@@ -37,6 +48,7 @@ def as_dynamo_handler(
     describe: Callable[[], dict[str, Any]],
     handle_command: HandleCommand = refuse_control,
     longest_prompt: float = math.inf,
+    probe: Probe = answers_by_itself,
     *,
     pushes: bool = False,
 ) -> Callable[..., Any]:
@@ -50,6 +62,10 @@ def as_dynamo_handler(
             yield describe()
             return
         try:
+            if PROBE in request:
+                await probe()
+                yield describe()
+                return
             if is_control(request):
                 yield await handle_command(request[CONTROL])
                 return

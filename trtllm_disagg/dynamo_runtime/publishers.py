@@ -20,6 +20,7 @@ from trtllm_disagg.dynamo_runtime.polling import (
     PollingPublisher,
     Publisher,
 )
+from trtllm_disagg.engine import Engine
 from trtllm_disagg.handlers.services import Policy
 
 log = logging.getLogger(__name__)
@@ -44,15 +45,17 @@ class StatsForwarder(PollingPublisher):
     Needs enable_iter_perf_stats. Of what came together, the router gets the newest and the metrics all.
     """
 
-    def __init__(self, llm: Any, load: LoadSink, metrics: StatsSink) -> None:
+    def __init__(self, llm: Any, load: LoadSink, *sinks: StatsSink, num_ranks: int = 1) -> None:
         super().__init__("engine-stats")
         self._llm = llm
         self._load = load
-        self._metrics = metrics
+        self._sinks = sinks
+        self._ranks: Sequence[int | None] = range(num_ranks) if num_ranks > 1 else (None,)
 
     async def start(self) -> None:
         # The engine has no statistics before its first step, but the router asks.
-        self._load.publish(None, kv_used_blocks=0)
+        for rank in self._ranks:
+            self._load.publish(rank, kv_used_blocks=0)
         await super().start()
 
     def records(self) -> AsyncIterator[dict[str, Any]]:
@@ -62,7 +65,8 @@ class StatsForwarder(PollingPublisher):
     def publish(self, records: list[dict[str, Any]]) -> None:
         newest: dict[int | None, int] = {}
         for stat in records:
-            self._metrics.update(stat)
+            for sink in self._sinks:
+                sink.update(stat)
             used = (stat.get("kvCacheStats") or {}).get("usedNumBlocks", 0)
             newest[stat.get("attentionDpRank")] = used
         for rank, used in newest.items():
@@ -86,28 +90,14 @@ class EventSink(Protocol):
 
 
 class KvEventForwarder(PollingPublisher):
-    """The engine's KV cache events to the router's index.
-
-    Only whole blocks are published: the router cannot place a request on a part of one.
+    """The engine's KV cache events to the router's index: those of each rank of attention DP to that rank's sinks,
+    since each rank has a cache of its own.
     """
 
-    def __init__(
-        self,
-        llm: Any,
-        sinks: Sequence[EventSink],
-        block_size: int,
-        on_gap: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`on_gap` is told when events were lost."""
+    def __init__(self, llm: Any, ranks: Sequence[EventsOfRank]) -> None:
         super().__init__("kv-events")
-        self._on_gap = on_gap
         self._llm = llm
-        self._sinks = sinks
-        self._block_size = block_size
-        #: Blocks that the router was not told about, so that it is not told of their end either.
-        self._unknown: set[int | str] = set()
-        self._next_event_id: dict[int | None, int] = {}
-        self._window = 0
+        self._ranks = ranks
 
     def records(self) -> AsyncIterator[dict[str, Any]]:
         events: AsyncIterator[dict[str, Any]] = self._llm.get_kv_cache_events_async(timeout=EVENTS_TIMEOUT)
@@ -116,10 +106,29 @@ class KvEventForwarder(PollingPublisher):
     def publish(self, records: list[dict[str, Any]]) -> None:
         for event in records:
             try:
-                self.forward(event)
+                self._ranks[event.get("attention_dp_rank") or 0].forward(event)
             except Exception:
                 # The router's view is wrong without it, but wronger still without those behind it.
                 log.exception("%s: an event of the engine cannot be published: %s", self._name, event)
+
+
+class EventsOfRank:
+    """Only whole blocks are published: the router cannot place a request on a part of one."""
+
+    def __init__(
+        self,
+        sinks: Sequence[EventSink],
+        block_size: int,
+        on_gap: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_gap` is told when events were lost."""
+        self._on_gap = on_gap
+        self._sinks = sinks
+        self._block_size = block_size
+        #: Blocks that the router was not told about, so that it is not told of their end either.
+        self._unknown: set[int | str] = set()
+        self._next_event_id: int | None = None
+        self._window = 0
 
     def forward(self, event: dict[str, Any]) -> None:
         """One event of TensorRT-LLM's format."""
@@ -163,10 +172,10 @@ class KvEventForwarder(PollingPublisher):
         return window == self._window
 
     def _note_gaps(self, event: dict[str, Any]) -> None:
-        event_id, rank = event.get("event_id"), event.get("attention_dp_rank")
+        event_id = event.get("event_id")
         if event_id is None:
             return
-        due = self._next_event_id.get(rank, event_id)
+        due = event_id if self._next_event_id is None else self._next_event_id
         if event_id != due:
             log.warning(
                 "KV event %d came where %d was due: the router's view of this cache is stale; raise "
@@ -175,7 +184,7 @@ class KvEventForwarder(PollingPublisher):
                 due,
             )
             self._on_gap()
-        self._next_event_id[rank] = event_id + 1
+        self._next_event_id = event_id + 1
 
 
 class OnLoop:
@@ -199,27 +208,36 @@ def signed(block_hash: int | str) -> int:
 
 
 async def create_publishers(
-    config: WorkerConfig, endpoint: Any, peer_endpoint: Any, llm: Any, block_size: int, policy: Policy
+    config: WorkerConfig, endpoint: Any, peer_endpoint: Any, engine: Engine, block_size: int, policy: Policy
 ) -> list[Publisher]:
     """One for cache events and one for statistics; null ones where the flags say so. `endpoint` is where frontends find
     this worker, `peer_endpoint` where workers do.
     """
-    sinks: list[EventSink] = []
     listened_at = [(endpoint, config.publish_kv_events), (peer_endpoint, config.tells_peers)]
-    for each in (each for each, is_listened_at in listened_at if is_listened_at):
-        sinks.append(KvEventPublisher(each, kv_block_size=block_size, enable_local_indexer=True))
+    listeners = [each for each, is_listened_at in listened_at if is_listened_at]
     loop = asyncio.get_running_loop()
-    if config.reads_kv_events:
-        sinks.append(OnLoop(policy.cached, loop))
 
-    def forget() -> None:
-        loop.call_soon_threadsafe(policy.cached.clear)
+    def of_rank(rank: int) -> EventsOfRank:
+        sinks: list[EventSink] = [
+            KvEventPublisher(each, kv_block_size=block_size, dp_rank=rank, enable_local_indexer=True)
+            for each in listeners
+        ]
+        cached = policy.cached.of_rank(rank)
+        if config.reads_kv_events:
+            sinks.append(OnLoop(cached, loop))
 
-    events: Publisher = KvEventForwarder(llm, sinks, block_size, on_gap=forget) if sinks else NullPublisher()
+        def forget() -> None:
+            loop.call_soon_threadsafe(cached.clear)
+
+        return EventsOfRank(sinks, block_size, on_gap=forget)
+
+    events: Publisher = NullPublisher()
+    if listeners or config.reads_kv_events:
+        events = KvEventForwarder(engine.llm, [of_rank(rank) for rank in range(engine.num_ranks)])
     stats: Publisher = NullPublisher()
     if config.publish_metrics:
         load, metrics = WorkerMetricsPublisher(), EngineMetrics(policy.counts, policy.queued)
         await load.create_endpoint(endpoint)
         expose(metrics, endpoint, config)
-        stats = StatsForwarder(llm, load, metrics)
+        stats = StatsForwarder(engine.llm, load, metrics, engine.handoffs, num_ranks=engine.num_ranks)
     return [events, stats]

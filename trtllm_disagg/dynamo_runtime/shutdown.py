@@ -17,6 +17,7 @@ from typing import Protocol
 from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
 
 from trtllm_disagg.engine import Engine
+from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.departure import Departure
 
 log = logging.getLogger(__name__)
@@ -87,9 +88,11 @@ class Leaving:
                 await self._all_quiet()
         except TimeoutError:
             log.warning(
-                "%d requests still run after %g s: they are handed back to their frontends",
+                "%d requests still run after %g s: they are handed back to their frontends; the KV of %d handoffs may "
+                "still be read",
                 self._departure.num_running,
                 self._drain_seconds,
+                self._engine.handoffs.count(),
             )
         except Exception as error:
             log.warning("whether all is quiet cannot be told: %s", error)
@@ -98,8 +101,11 @@ class Leaving:
         """No request runs or is relayed, and no KV is held for another worker, so that none is read from a dead one."""
         await self._queue.drained()
         await self._departure.none_runs()
-        while self._engine.is_healthy and not await self._engine.is_idle():  # noqa: ASYNC110
+        while self._engine.death is None and not await self._is_quiet():  # noqa: ASYNC110
             await asyncio.sleep(_POLL_SECONDS)
+
+    async def _is_quiet(self) -> bool:
+        return num_in_background() == 0 and await self._engine.is_idle()
 
 
 _FREEZE_POLL_SECONDS = 1.0

@@ -26,7 +26,13 @@ from trtllm_disagg.commands import DescribedInstance
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised
 from trtllm_disagg.dynamo_runtime.discovery import KvOverlaps, described, list_instances
-from trtllm_disagg.dynamo_runtime.handler import DESCRIBE, HandleCommand, as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.handler import (
+    PROBE,
+    HandleCommand,
+    Probe,
+    answers_by_itself,
+    as_dynamo_handler,
+)
 from trtllm_disagg.dynamo_runtime.stage_client import DynamoDirectory
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.settings import endpoint_of, parse_endpoint_id
@@ -43,7 +49,10 @@ class ServedModel:
     num_blocks: int
     max_batch_size: int
     max_num_tokens: int
-    max_seq_len: int
+    #: None: the frontend reads the model's own.
+    max_seq_len: int | None
+    #: Ranks of attention DP, each with a cache of its own.
+    num_ranks: int = 1
 
 
 _SYSTEM_PORT, _SYSTEM_HOST = "DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST"
@@ -170,7 +179,9 @@ class Runtime:
         card.total_kv_blocks = model.num_blocks
         card.max_num_seqs = model.max_batch_size
         card.max_num_batched_tokens = model.max_num_tokens
-        card.context_length = model.max_seq_len
+        if model.max_seq_len is not None:
+            card.context_length = model.max_seq_len
+        card.data_parallel_size = model.num_ranks
         card.kv_event_publishing_enabled = tells_events
         card.enable_local_indexer = True
         self._advertised.put_on(card)
@@ -207,13 +218,16 @@ class Runtime:
         describe: Callable[[], dict[str, Any]],
         handle_command: HandleCommand,
         longest_prompt: float = math.inf,
+        probe: Probe = answers_by_itself,
     ) -> None:
         """Answer requests until the runtime is shut down. `describe` answers the question of the other stage,
         `handle_command` the control commands.
         """
         # The tokens that a prefill worker streams come from a decode worker, and one worker put them together.
         pushes = self._config.role is Role.PREFILL
-        self._handler = as_dynamo_handler(generate, describe, handle_command, longest_prompt, pushes=pushes)
+        self._handler = as_dynamo_handler(
+            generate, describe, handle_command, longest_prompt, probe, pushes=pushes
+        )
         if self._config.may_switch:
             await self._list(self._config.peer_endpoint_id, self.peer)
         else:
@@ -244,7 +258,7 @@ class Runtime:
                 self._handler,
                 graceful_shutdown=True,
                 metrics_labels=[("model", self._config.model_name)],
-                health_check_payload={DESCRIBE: True},
+                health_check_payload={PROBE: True},
             )
         )
 

@@ -25,6 +25,7 @@ from trtllm_disagg.embedded import (
     LlmArgs,
     Logprob,
     SamplingParams,
+    SchedulingParams,
     get_global_disagg_request_id,
 )
 from trtllm_disagg.embedded import LLM as EmbeddedLLM
@@ -54,6 +55,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "SchedulingParams",
     "Script",
     "get_global_disagg_request_id",
 ]
@@ -184,6 +186,11 @@ class LLM:
     def held_contexts(self) -> int:
         """Prefills of this engine with KV that no decode has fetched, and no timeout freed."""
         return self._kv.held_by(self)
+
+    @property
+    def releases_handoffs(self) -> bool:
+        """As the embedded engine says it; TensorRT-LLM has no such name."""
+        return not self._edges.keeps_kv_of_ended_requests
 
     @property
     def num_active_requests(self) -> int:

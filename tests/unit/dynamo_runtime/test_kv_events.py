@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.handling import until
-from trtllm_disagg.dynamo_runtime.publishers import KvEventForwarder, signed
+from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder, signed
 from trtllm_disagg.handlers.decide import CachedPrefix
 from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.testing.sinks import RecordingEventSink, Removed, Stored
@@ -42,9 +42,7 @@ def removed(*hashes: int | str, **event: Any) -> dict[str, Any]:
 
 def forwarded(*events: dict[str, Any]) -> list[Stored | Removed]:
     sink = RecordingEventSink()
-    forwarder = KvEventForwarder(None, [sink], BLOCK)
-    for event in events:
-        forwarder.forward(event)
+    KvEventForwarder(None, [EventsOfRank([sink], BLOCK) for _ in range(2)]).publish(list(events))
     return sink.events
 
 
@@ -163,7 +161,7 @@ def llm_with(*events: dict[str, Any]) -> LLM:
 async def test_events_are_polled_from_start_to_stop() -> None:
     sink = RecordingEventSink()
     llm = llm_with(stored(block(1, [1, 2, 3, 4])))
-    publisher = KvEventForwarder(llm, [sink], BLOCK)
+    publisher = KvEventForwarder(llm, [EventsOfRank([sink], BLOCK)])
     await publisher.stop()
     await publisher.start()
     await until(lambda: sink.events)
@@ -180,7 +178,7 @@ async def test_an_event_that_makes_no_sense_does_not_end_publishing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sink = RecordingEventSink()
-    publisher = KvEventForwarder(llm_with({"data": {}}, removed(5)), [sink], BLOCK)
+    publisher = KvEventForwarder(llm_with({"data": {}}, removed(5)), [EventsOfRank([sink], BLOCK)])
     await publisher.start()
     await until(lambda: sink.events)
     await publisher.stop()
@@ -194,7 +192,7 @@ async def test_stopping_in_the_middle_of_a_wait_takes_no_time() -> None:
             await asyncio.sleep(60)
             yield {}
 
-    publisher = KvEventForwarder(Silent(), [RecordingEventSink()], BLOCK)
+    publisher = KvEventForwarder(Silent(), [EventsOfRank([RecordingEventSink()], BLOCK)])
     await publisher.start()
     await asyncio.sleep(0)
     async with asyncio.timeout(20):
@@ -203,7 +201,7 @@ async def test_stopping_in_the_middle_of_a_wait_takes_no_time() -> None:
 
 def test_after_lost_events_nothing_is_taken_for_cached() -> None:
     index = CachedPrefix(BLOCK)
-    forwarder = KvEventForwarder(None, [index], BLOCK, on_gap=index.clear)
+    forwarder = EventsOfRank([index], BLOCK, on_gap=index.clear)
     forwarder.forward(stored(block(1, [10, 11, 12, 13]), event_id=1))
     assert len(index) == 1
     forwarder.forward(stored(block(2, [14, 15, 16, 17]), event_id=5))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
-from trtllm_disagg.dynamo_runtime.publishers import KvEventForwarder
+from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank
 from trtllm_disagg.handlers.decide import CachedPrefix
 
 BLOCK = 2
@@ -73,7 +73,7 @@ def test_it_knows_what_the_engine_knows(checkpoints: Checkpoints) -> None:
     kv = {"max_tokens": 12 * SIZE, "event_buffer_max_size": 10_000, "enable_partial_reuse": False}
     core = Core(checkpoints(), kv_cache_config=kv)
     index = CachedPrefix(SIZE)
-    forwarder = KvEventForwarder(None, [index], SIZE)
+    forwarder = EventsOfRank([index], SIZE)
     told = 0
     stems = [[7 + stem] * (3 * SIZE) for stem in range(4)]
     try:

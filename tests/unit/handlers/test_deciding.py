@@ -14,7 +14,7 @@ from tests.support.handling import ORDERS, collect, request, tokens_of, until
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.handlers.decide import CachedPrefix, Decider, create_decider
+from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, create_decider
 from trtllm_disagg.handlers.services import Policy, watch_policy_file
 from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.types import GenerateRequest
@@ -36,20 +36,21 @@ def thresholds(**values: Any) -> Thresholds:
     return Thresholds.of(WorkerConfig(model="m", role=Role.DECODE)).changed(values, "test")
 
 
-def decider(name: str, depth: int = 0, cached: CachedPrefix | None = None, **values: Any) -> Decider:
-    return create_decider(name, cached or CachedPrefix(BLOCK), Queue(depth), Live(thresholds(**values)))
+def decider(name: str, depth: int = 0, cached: CachedPrefixes | None = None, **values: Any) -> Decider:
+    return create_decider(name, cached or CachedPrefixes(BLOCK), Queue(depth), Live(thresholds(**values)))
 
 
 def prompt(count: int) -> GenerateRequest:
     return request(token_ids=list(range(1, count + 1)))
 
 
-def holding(count: int, salt: str | None = None) -> CachedPrefix:
+def holding(count: int, salt: str | None = None) -> CachedPrefixes:
     """The start of `prompt`."""
-    cached = CachedPrefix(BLOCK)
+    cached = CachedPrefixes(BLOCK)
     num_blocks = count // BLOCK
     tokens = list(range(1, num_blocks * BLOCK + 1))
-    cached.publish_stored(tokens, [BLOCK] * num_blocks, list(range(num_blocks)), None, cache_salt=salt)
+    hashes = list(range(num_blocks))
+    cached.of_rank(0).publish_stored(tokens, [BLOCK] * num_blocks, hashes, None, cache_salt=salt)
     return cached
 
 

@@ -103,7 +103,8 @@ async def test_one_token_never_reaches_decode(order: str) -> None:
     assert chunk.completion_usage is not None
     assert chunk.completion_usage.completion_tokens == 1
     assert pair.decode.results == []
-    assert pair.prefill.results[0].aborts == [1]
+    (call,) = pair.prefill.calls_of("generate_async")
+    assert "disaggregated_params" not in call, "KV would be kept for a decode"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

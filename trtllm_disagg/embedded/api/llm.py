@@ -128,6 +128,11 @@ class LLM:
 
     # -- what clients call
 
+    #: `abort` of a finished context_only request lets its KV go (embedded engine only).
+    releases_handoffs = True
+    #: A RequestError has a `category` (embedded engine only).
+    names_errors = True
+
     @property
     def num_active_requests(self) -> int:
         """As of the last step: requests that wait or run, and prompts with KV held (embedded engine only)."""
