@@ -118,8 +118,9 @@ class Broker:
         self._pulling: JetStreamContext.PullSubscription | None = None
         self._usable = asyncio.Event()
         self._on_lost: list[Callable[[str], None]] = []
-        #: When the queue was made, by NATS's clock: another time is another queue.
+        #: When the queue was made, by NATS's clock: a later time is another queue.
         self._born: datetime | None = None
+        self._num_made = 0
         self._returning: asyncio.Task[None] | None = None
 
     @classmethod
@@ -199,16 +200,21 @@ class Broker:
 
     async def waiting(self) -> tuple[int, int]:
         """(items that no worker has been given yet, place of the oldest one). Raises QueueUnusableError."""
+        if not self.is_usable:
+            raise QueueUnusableError("the prefill queue cannot be reached: NATS is gone")
+        num_made = self._num_made
         with _unusable():
             try:
                 consumer = await preserve_cancellation(
                     self._stream.consumer_info(self.names.stream, CONSUMER, timeout=self.limits.reply)
                 )
             except NotFoundError:
+                consumer = None
+        if consumer is None or self._is_another(consumer):
+            # After NATS was gone `_return` makes the queue, and may have overtaken this answer.
+            if self.is_usable and self._num_made == num_made:
                 await self._make_anew()
-                return 0, 1
-            if consumer.created != self._born:
-                await self._make_anew()
+            return 0, 1
         delivered = consumer.delivered.stream_seq if consumer.delivered is not None else 0
         return consumer.num_pending or 0, delivered + 1
 
@@ -296,6 +302,15 @@ class Broker:
             max_ack_pending=-1,
         )
         self._born = (await self._stream.add_consumer(self.names.stream, consumer)).created
+        self._num_made += 1
+
+    def _is_another(self, consumer: api.ConsumerInfo) -> bool:
+        """Than the one of this connection. An older one is not: a server that starts may answer before it has restored
+        what it had, and then has that.
+        """
+        if consumer.created is None or self._born is None:
+            return consumer.created != self._born
+        return consumer.created > self._born
 
     async def _make_anew(self) -> None:
         """The stream was deleted in NATS, with what waited in it. Raises QueueUnusableError."""

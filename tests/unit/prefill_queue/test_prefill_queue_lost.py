@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import nats
 import pytest
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
+from nats.js.api import ConsumerConfig, ConsumerInfo
+from nats.js.errors import NotFoundError
 
 from tests.support.handling import collect, expected_tokens, request, tokens_of, until
 from tests.support.queueing import Queueing, closing
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import QueueUnusableError
 from trtllm_disagg.pairing import Fingerprint, ModelIdentity, describe_worker, kind_of
-from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
+from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
 from trtllm_disagg.prefill_queue.messages import CONSUMER, Answer, FromPuller, decode
 from trtllm_disagg.testing.recording import LLM
 
@@ -189,3 +192,73 @@ async def test_the_age_is_known_for_what_a_worker_waits_for_itself(queue: Queuei
     assert tokens_of(await answer) == expected_tokens(5)
     assert (pushing.watch.depth(), pushing.watch.age()) == (0, 0.0)
     await hung.close()
+
+
+class LateAnswers(NatsClient):
+    """A question about the consumer is answered when `gate` opens: it is not there, or was made at another time."""
+
+    def __init__(self, answer: Callable[[], ConsumerInfo]) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.asked = asyncio.Event()
+        self._answer = answer
+
+    def jetstream(self, *args: Any, **kwargs: Any) -> JetStreamContext:
+        stream = super().jetstream(*args, **kwargs)
+
+        async def consumer_info(*args: Any, **kwargs: Any) -> ConsumerInfo:
+            self.asked.set()
+            await self.gate.wait()
+            return self._answer()
+
+        stream.consumer_info = consumer_info  # type: ignore[method-assign]
+        return stream
+
+
+def not_there() -> ConsumerInfo:
+    raise NotFoundError
+
+
+def of_another_time(year: int = 2101) -> ConsumerInfo:
+    return ConsumerInfo(
+        name=CONSUMER, stream_name="", config=ConsumerConfig(), created=datetime(year, 1, 1, tzinfo=UTC)
+    )
+
+
+@pytest.mark.parametrize("answer", [not_there, of_another_time])
+async def test_an_answer_from_before_nats_was_gone_loses_no_request(
+    queue: Queueing, answer: Callable[[], ConsumerInfo]
+) -> None:
+    client = LateAnswers(answer)
+    broker = await Broker.connect(queue.server.url, queue.names, client=client)
+    lost: list[str] = []
+    try:
+        waiting = asyncio.create_task(broker.waiting())
+        await client.asked.wait()
+        await asyncio.to_thread(queue.server.kill)
+        await until(lambda: not broker.is_usable)
+        with pytest.raises(QueueUnusableError):
+            await broker.waiting()
+        await asyncio.to_thread(queue.server.start)
+        async with asyncio.timeout(30):
+            await broker.wait_until_usable()
+        broker.on_lost(lost.append)
+        client.gate.set()
+        assert await waiting == (0, 1)
+        assert lost == []
+    finally:
+        await broker.close()
+
+
+async def test_a_consumer_that_nats_has_restored_is_the_same_queue(queue: Queueing) -> None:
+    """A server that starts may make it anew, say so, and then restore the older one."""
+    client = LateAnswers(lambda: of_another_time(2001))
+    broker = await Broker.connect(queue.server.url, queue.names, client=client)
+    lost: list[str] = []
+    broker.on_lost(lost.append)
+    client.gate.set()
+    try:
+        assert await broker.waiting() == (0, 1)
+        assert lost == []
+    finally:
+        await broker.close()
