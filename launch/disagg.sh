@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Frontend, one prefill and one decode worker on this machine, by the scripts of the single roles. All end together.
 # `trtllm-disagg up` does the same with a live status, more workers and logs in files.
-# Machine:  two GPUs (or more, as the engine configs say), or two CPU cores and 4 GB of memory with ENGINE=embedded
+# Machine:  two GPUs (more, as the engine configs say, by PREFILL_ and DECODE_CUDA_VISIBLE_DEVICES=0,1,...), or two CPU cores and 4 GB of memory with ENGINE=embedded
 #           and a small model.
 # Launch:   MODEL=path/to/model launch/disagg.sh prefill_first|decode_first|auto|router
 #           Prints `ready http://HOST:PORT model=NAME strategy=S`: after seconds for a small model, minutes for a large
@@ -11,6 +11,11 @@
 : "${PREFILL_SYSTEM_PORT:=8081}" "${DECODE_SYSTEM_PORT:=8082}"
 : "${STARTUP_TIMEOUT:=300}" # seconds
 : "${STOP_TIMEOUT:=20}"     # seconds for requests in flight to end
+# One GPU each, unless the user has given them out. The embedded engine sees all of them.
+if [[ ${ENGINE:-tensorrt_llm} == tensorrt_llm && -z ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    : "${PREFILL_CUDA_VISIBLE_DEVICES:=0}" "${DECODE_CUDA_VISIBLE_DEVICES:=1}"
+    export PREFILL_CUDA_VISIBLE_DEVICES DECODE_CUDA_VISIBLE_DEVICES
+fi
 [[ -n ${DYN_FILE_KV:-} ]] || DYN_FILE_KV=$(mktemp -d) own_discovery=$DYN_FILE_KV
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/lib.sh"

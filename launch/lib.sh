@@ -12,7 +12,8 @@ set -euo pipefail
 : "${HTTP_HOST:=127.0.0.1}"   # where clients reach the frontend; 0.0.0.0 for other machines
 : "${HTTP_PORT:=8000}"
 : "${PYTHON:=python3}"
-# Also read: DYN_SYSTEM_PORT, a worker's port for health and metrics, at most 32767 and one for each worker of a machine;
+# Also read: PREFILL_CUDA_VISIBLE_DEVICES, DECODE_CUDA_VISIBLE_DEVICES and AGG_CUDA_VISIBLE_DEVICES, the GPUs of a worker of
+# that role (CUDA_VISIBLE_DEVICES when unset); DYN_SYSTEM_PORT, a worker's port for health and metrics, at most 32767 and one for each worker of a machine;
 # and, for several machines, the same on all of them: DYN_DISCOVERY_BACKEND=etcd ETCD_ENDPOINTS=http://HOST:2379, and a copy
 # of one TRTLLM_DISAGG_ADMIN_KEY_FILE, with which `trtllm-disagg switch` and `set` prove that they may.
 export DYN_DISCOVERY_BACKEND="${DYN_DISCOVERY_BACKEND:-file}"
@@ -61,6 +62,8 @@ require_model() {
 # exec_worker ROLE SYSTEM_PORT [ARG...]: becomes a worker.
 exec_worker() {
     local role=$1 routed_roles=$1
+    local devices="${1^^}_CUDA_VISIBLE_DEVICES"
+    [[ -z ${!devices:-} ]] || export CUDA_VISIBLE_DEVICES="${!devices}"
     export DYN_SYSTEM_PORT="${DYN_SYSTEM_PORT:-$2}"
     shift 2
     require_model

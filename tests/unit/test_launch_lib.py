@@ -27,6 +27,7 @@ def note(file, text):
         out.write(text + "\\n")
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 note("started", " ".join([role, *sys.argv[1:3], os.environ.get("TRTLLM_DISAGG_ADMIN_KEY_FILE", "")]))
+note("devices", role + ":" + os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 signal.sigwait([signal.SIGTERM])
 note("stopped", role)
 """
@@ -48,7 +49,9 @@ class Scripts:
             "XDG_STATE_HOME": str(self._directory / "state"),
         }
         inherited = {
-            name: value for name, value in os.environ.items() if name != "TRTLLM_DISAGG_ADMIN_KEY_FILE"
+            name: value
+            for name, value in os.environ.items()
+            if name != "TRTLLM_DISAGG_ADMIN_KEY_FILE" and not name.endswith("CUDA_VISIBLE_DEVICES")
         }
         process = subprocess.Popen(
             [str(ROOT / "launch" / script), *args], env=inherited | environment | variables
@@ -128,3 +131,25 @@ def test_a_key_of_the_user_is_taken_and_none_is_made(scripts: Scripts) -> None:
 def test_where_no_key_can_be_made_the_worker_starts_without(scripts: Scripts) -> None:
     scripts.start("agg.sh", XDG_STATE_HOME="/proc/none")
     assert scripts.lines("started", 1)[0].split()[3:] == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "prefill", "decode"),
+    [
+        ({}, "0", "1"),
+        ({"PREFILL_CUDA_VISIBLE_DEVICES": "0,1", "DECODE_CUDA_VISIBLE_DEVICES": "2"}, "0,1", "2"),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, "4,5", "4,5"),
+        ({"ENGINE": "embedded"}, "all", "all"),
+    ],
+    ids=["by default", "by role", "for all", "embedded"],
+)
+def test_each_worker_has_the_gpus_of_its_role(
+    scripts: Scripts, variables: dict[str, str], prefill: str, decode: str
+) -> None:
+    scripts.start("disagg.sh", "decode_first", **variables)
+    frontend = variables.get("CUDA_VISIBLE_DEVICES", "all")
+    assert set(scripts.lines("devices", 3)) == {
+        f"prefill:{prefill}",
+        f"decode:{decode}",
+        f"frontend:{frontend}",
+    }

@@ -32,6 +32,7 @@ from trtllm_disagg.deployment.limits import free_system_ports
 from trtllm_disagg.deployment.plan import (
     ProcessSpec,
     Role,
+    devices_of,
     queue_flags,
     shared_env,
     worker_spec,
@@ -244,10 +245,12 @@ class Scaler:
         ]
         env, ports = shared_env(config, os.environ), free_system_ports(len(names))
         services = list(queue_flags(process.spec for process in self.supervisor.processes))
-        return [
-            worker_spec(config, role, index, env, port, services)
-            for (role, index), port in zip(names, ports, strict=True)
-        ]
+        specs: list[ProcessSpec] = []
+        for (role, index), port in zip(names, ports, strict=True):
+            there = (process.spec for process in self.supervisor.processes if process.stays)
+            devices = config.gpus.environment(role, devices_of([*there, *specs]))
+            specs.append(worker_spec(config, role, index, env | devices, port, services))
+        return specs
 
     async def _add_all(self, specs: Iterable[ProcessSpec], say: Say) -> None:
         """Side by side. When one does not come up, the others are waited for, and stay."""

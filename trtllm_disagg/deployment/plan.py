@@ -10,6 +10,7 @@ from typing import Literal
 from trtllm_disagg.activity import ACTIVITY_VARIABLE
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, check_value, flag_of
 from trtllm_disagg.deployment.brokers import STORE_DIR, broker_env, nats_server_argv
+from trtllm_disagg.deployment.gpus import NO_GPUS, VARIABLE, Gpus
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.interpreter import SAFE_PATH, python
 from trtllm_disagg.keys import KEY_FILE
@@ -18,6 +19,9 @@ from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
 Role = Literal["nats", "frontend", "agg", "prefill", "decode"]
 #: The grace period before a worker drains, and its end after that, on a busy machine.
 BEYOND_DRAIN_SECONDS = 15.0
+#: Kernels that are compiled for the first time, on a busy machine, take minutes; weights of hundreds of gigabytes, and
+#: TensorRT-LLM's warm-up, a good part of an hour.
+STARTUP_SECONDS, GPU_STARTUP_SECONDS = 300.0, 3600.0
 LOOPBACK = "127.0.0.1"
 DISCOVERY_DIR = "discovery"
 
@@ -89,8 +93,12 @@ class DeploymentConfig:
     #: Set while it ran (`trtllm-disagg set`), for workers that come later: setting -> value.
     thresholds: Mapping[str, int | float] = field(default_factory=dict)
     frontend_args: tuple[str, ...] = ()
-    #: Kernels that are compiled for the first time, on a busy machine, take minutes.
-    startup_timeout: float = 300.0
+    #: Of `--gpus`: those that workers may have. None: as `gpus_of` finds them.
+    gpu_devices: str | None = None
+    #: Set when the deployment is prepared: what `gpu_devices` means here.
+    gpus: Gpus = NO_GPUS
+    #: None: STARTUP_SECONDS, or with GPUs GPU_STARTUP_SECONDS.
+    startup_timeout: float | None = None
     #: None: the workers' own. What still runs then is given up by a worker, and migrated where another one is there.
     drain_seconds: float | None = None
     #: None: as long as the workers drain, and some more.
@@ -114,12 +122,18 @@ class DeploymentConfig:
                 raise ConfigError.bad_value(f"--{role}-workers", count, "at least 1")
         if not 0 <= self.http_port <= 65535:
             raise ConfigError.bad_value("--http-port", self.http_port, "0 (any free port) to 65535")
-        if not self.startup_timeout > 0:
+        if self.startup_timeout is not None and not self.startup_timeout > 0:
             raise ConfigError.bad_value("--startup-timeout", self.startup_timeout, "more than 0 seconds")
         if self.drain_seconds is not None:
             check_value("drain_seconds", self.drain_seconds)
         if not self.stop_seconds >= 0:
             raise ConfigError.bad_value("--stop-timeout", self.stop_timeout, "0 seconds or more")
+
+    @property
+    def startup_seconds(self) -> float:
+        if self.startup_timeout is not None:
+            return self.startup_timeout
+        return GPU_STARTUP_SECONDS if self.gpus.needs else STARTUP_SECONDS
 
     @property
     def stop_seconds(self) -> float:
@@ -189,12 +203,25 @@ def plan(
     env = shared_env(config, environ)
     ports = iter(system_ports)
     services = [_nats(config, next(ports), next(ports))] if config.has_queue else []
-    workers = [
-        worker_spec(config, role, index, env, next(ports), queue_flags(services))
-        for role in spec_of(config.strategy).roles
-        for index in range(config.workers[role])
-    ]
-    return (*services, _frontend(config, env), *workers)
+    specs = [*services, _frontend(config, env)]
+    for role in spec_of(config.strategy).roles:
+        for index in range(config.workers[role]):
+            devices = config.gpus.environment(role, devices_of(specs))
+            specs.append(worker_spec(config, role, index, env | devices, next(ports), queue_flags(services)))
+    return tuple(specs)
+
+
+def devices_of(specs: Iterable[ProcessSpec]) -> Iterator[tuple[Role, Mapping[str, str]]]:
+    """What each process has of the GPUs, as `Gpus.environment` takes it."""
+    return ((spec.role, spec.env) for spec in specs)
+
+
+def worker_arguments(config: DeploymentConfig) -> dict[str, tuple[str, ...]]:
+    """Role -> what its workers are started with."""
+    command = len(config.worker_command)
+    return {
+        role: worker_spec(config, role, 0, {}, 0).argv[command:] for role in spec_of(config.strategy).roles
+    }
 
 
 def num_system_ports(config: DeploymentConfig) -> int:
@@ -265,7 +292,7 @@ def worker_spec(
     system_port: int,
     queue_flags: Iterable[str] = (),
 ) -> ProcessSpec:
-    """One worker; `env` is `shared_env`."""
+    """One worker; `env` is `shared_env`, and the worker's GPUs."""
     argv = [
         *config.worker_command,
         *("--model", config.model),
@@ -304,6 +331,8 @@ def same_again(
         return _frontend(config, env)
     if spec.system_port is None or spec.role == "nats":
         return spec
+    if VARIABLE in spec.env:
+        env[VARIABLE] = spec.env[VARIABLE]
     index = int(spec.name.rpartition("-")[2])
     return worker_spec(config, spec.role, index, env, spec.system_port, queue_flags(others))
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtllm_disagg.deployment.command_socket import serving_commands
+from trtllm_disagg.deployment.gpus import gpus_of
 from trtllm_disagg.deployment.limits import free_http_port, free_system_ports, look_at_limits
 from trtllm_disagg.deployment.plan import (
     DeploymentConfig,
@@ -21,6 +22,7 @@ from trtllm_disagg.deployment.plan import (
     Role,
     num_system_ports,
     plan,
+    worker_arguments,
 )
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.run_dir import RunDir
@@ -37,6 +39,7 @@ def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
     http_port = free_http_port(config.http_host, config.http_port)
     run_dir = RunDir.claim(config.run_dir, status.note)
     config = replace(config, http_port=http_port, run_dir=run_dir.path)
+    config = replace(config, gpus=gpus_of(worker_arguments(config), config.gpu_devices, os.environ))
     specs = plan(config, system_ports=free_system_ports(num_system_ports(config)), environ=os.environ)
     return Supervisor(config, specs, run_dir, status)
 

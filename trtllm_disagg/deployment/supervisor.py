@@ -66,7 +66,7 @@ class Supervisor:
         """
         self._reaper = start_reaper(self._mark)
         self._events.start()
-        deadline = time.monotonic() + self.config.startup_timeout
+        deadline = time.monotonic() + self.config.startup_seconds
         first = [process for process in self.processes if process.role in STARTED_FIRST]
         then = [process for process in self.processes if process not in first]
         for wave in filter(None, (first, then)):
@@ -81,7 +81,7 @@ class Supervisor:
         if isinstance(outcome, ManagedProcess):
             raise DeploymentFailedError(death_report(outcome, "before the deployment was ready"))
         if outcome is None:
-            raise DeploymentFailedError(late_report(self.processes, self.config.startup_timeout))
+            raise DeploymentFailedError(late_report(self.processes, self.config.startup_seconds))
 
     async def watch(self) -> None:
         """Reports processes that die and starts them again, while the others serve on. Returns never; a frontend
@@ -108,10 +108,10 @@ class Supervisor:
         try:
             await self._start(process)
             await first_completed(
-                self._becomes_ready(process), self._gone([process]), timeout=self.config.startup_timeout
+                self._becomes_ready(process), self._gone([process]), timeout=self.config.startup_seconds
             )
             if process.is_running and process.state != "ready":
-                late = late_report([process], self.config.startup_timeout)
+                late = late_report([process], self.config.startup_seconds)
                 process.kill()
                 await self._gone([process])
                 raise DeploymentFailedError(late)

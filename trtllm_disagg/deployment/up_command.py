@@ -14,8 +14,11 @@ from typing import get_args
 
 from trtllm_disagg.config.args import argument_parser_of
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, choices_of, flag_of
+from trtllm_disagg.deployment.gpus import ROLE_VARIABLES
 from trtllm_disagg.deployment.plan import (
     BEYOND_DRAIN_SECONDS,
+    GPU_STARTUP_SECONDS,
+    STARTUP_SECONDS,
     DeploymentConfig,
     Role,
 )
@@ -76,11 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="queue: starts a NATS server, and prefill workers pull from it (default: %(default)s)",
     )
     add(
+        "--gpus",
+        dest="gpu_devices",
+        metavar="LIST",
+        help="GPUs for the workers, as CUDA numbers them: each gets as many of its own as its engine config says "
+        f"(default: {', '.join(ROLE_VARIABLES[role] for role in ('prefill', 'decode'))}, or CUDA_VISIBLE_DEVICES, or "
+        "all of the machine; only --engine tensorrt_llm)",
+    )
+    add(
         "--startup-timeout",
         type=float,
-        default=default.startup_timeout,
         metavar="SECONDS",
-        help="(default: %(default)g)",
+        help=f"(default: {STARTUP_SECONDS:g}; with GPUs {GPU_STARTUP_SECONDS:g})",
     )
     drain = FLAGS["drain_seconds"]
     add(

@@ -174,7 +174,7 @@ def test_the_worker_hears_why_its_engine_did_not_start_and_reaps_it(copied: Path
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(
-        ConfigError, match=r"model\.safetensors has .* bytes where its header tells of .*; copy it"
+        ConfigError, match=r"model\.safetensors is no safetensors file, or not all of one: .*; copy it"
     ):
         start(copied)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -186,7 +186,9 @@ def test_truncated_weights_are_refused(copied: Path) -> None:
     for size in (weights.stat().st_size - 1, 100, 0):
         with weights.open("r+b") as file:
             file.truncate(size)
-        with pytest.raises(ConfigError, match=r"model: .*model\.safetensors (has|is truncated)"):
+        with pytest.raises(
+            ConfigError, match=r"model: .*model\.safetensors is no safetensors file, or not all of one"
+        ):
             Core(copied)
 
 

@@ -1,0 +1,159 @@
+"""The GPUs of each worker of a deployment, for engines that run on them: its CUDA_VISIBLE_DEVICES.
+
+Prefill workers take theirs from the front of the list and decode workers from its end, so that either role can be
+scaled without a device in common. A GPU is shared only where the workers' shares of its memory add up to at most 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
+from trtllm_disagg.config.engine_args import build_engine_args
+from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.engines import ENGINES, resolve_engine
+from trtllm_disagg.errors import ConfigError
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+#: Upstream's launch scripts have these names, too.
+ROLE_VARIABLES: Mapping[str, str] = {
+    "agg": "AGG_CUDA_VISIBLE_DEVICES",
+    "prefill": "PREFILL_CUDA_VISIBLE_DEVICES",
+    "decode": "DECODE_CUDA_VISIBLE_DEVICES",
+}
+#: Sizes that multiply to the number of a worker's GPUs.
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+#: TensorRT-LLM's default of kv_cache_config.free_gpu_memory_fraction.
+_FRACTION = 0.9
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuNeeds:
+    """Of one worker."""
+
+    num_gpus: int
+    #: Of each GPU's memory, for KV.
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """What is there for each role, and what its workers need. A role that is not in `needs` gets no devices."""
+
+    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    needs: Mapping[str, GpuNeeds] = field(default_factory=dict)
+
+    def environment(self, role: str, taken: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str]:
+        """Of one more worker beside those whose roles and environments are `taken`. Raises ConfigError when it finds
+        no room.
+        """
+        if role not in self.needs:
+            return {}
+        need, used = self.needs[role], self._used(taken)
+        groups = self._groups(role, need.num_gpus)
+        group = min(groups, key=lambda devices: max(used[device] for device in devices))
+        fullest = max(used[device] for device in group)
+        if fullest + need.fraction > 1 + 1e-9:
+            raise ConfigError.bad_value(
+                "--gpus",
+                ",".join(self.devices[role]),
+                f"{need.num_gpus} more for one more {role} worker, fewer workers, or smaller "
+                f"kv_cache_config.free_gpu_memory_fraction: {need.fraction:g} of GPU {','.join(group)} is needed where "
+                f"other workers have {fullest:g}",
+            )
+        return {VARIABLE: ",".join(group)}
+
+    def _used(self, taken: Iterable[tuple[str, Mapping[str, str]]]) -> Mapping[str, float]:
+        """Device -> the share of its memory that workers have."""
+        used: defaultdict[str, float] = defaultdict(float)
+        for role, environment in taken:
+            for device in environment.get(VARIABLE, "").split(",") if role in self.needs else ():
+                used[device] += self.needs[role].fraction
+        return used
+
+    def _groups(self, role: str, size: int) -> list[tuple[str, ...]]:
+        """Neighbours that one worker may have, best first."""
+        devices = self.devices[role]
+        if size > len(devices):
+            raise ConfigError.bad_value(
+                "--gpus",
+                ",".join(devices),
+                f"at least {size}: each {role} worker has {' x '.join(_PARALLEL)} of them",
+            )
+        last = len(devices) - size
+        starts = range(last, -1, -size) if role == "decode" else range(0, last + 1, size)
+        return [devices[start : start + size] for start in starts]
+
+
+NO_GPUS = Gpus()
+
+
+def gpus_of(
+    workers: Mapping[str, Sequence[str]],
+    given: str | None,
+    environ: Mapping[str, str],
+    present: Callable[[], tuple[str, ...]] | None = None,
+) -> Gpus:
+    """For `workers`, role -> arguments of a worker: the devices of `given` (--gpus), of each role's variable, of
+    CUDA_VISIBLE_DEVICES, or all of the machine (`present`).
+
+    NO_GPUS where no engine needs one, or none is known: then the engine itself says what it misses. Raises ConfigError.
+    """
+    on_gpus = {
+        role: config
+        for role, config in _worker_configs(workers, environ)
+        if ENGINES[config.engine].is_tensorrt_llm
+    }
+    if not on_gpus:
+        if given:
+            raise ConfigError.bad_value("--gpus", given, "an engine that gets GPUs: --engine tensorrt_llm")
+        return NO_GPUS
+    shared = given or environ.get(VARIABLE)
+    everything = _parse("--gpus" if given else VARIABLE, shared) if shared else (present or _present)()
+    devices = {
+        role: _parse(name, environ[name]) if environ.get(name := ROLE_VARIABLES[role]) else everything
+        for role in on_gpus
+    }
+    return Gpus(devices, {role: _needs(config) for role, config in on_gpus.items() if devices[role]})
+
+
+def _worker_configs(
+    workers: Mapping[str, Sequence[str]], environ: Mapping[str, str]
+) -> Iterator[tuple[str, WorkerConfig]]:
+    """As the workers will read them. An argument that is wrong is the worker's to refuse, in its own words."""
+    for role, arguments in workers.items():
+        parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+        add_worker_arguments(parser)
+        with suppress(argparse.ArgumentError, ConfigError):
+            namespace, _ = parser.parse_known_args(list(arguments))
+            config = config_from_namespace(namespace, environ)
+            yield role, replace(config, engine=resolve_engine(config.engine))
+
+
+def _needs(config: WorkerConfig) -> GpuNeeds:
+    args: Mapping[str, Any] = build_engine_args(config)
+    cache = args.get("kv_cache_config")
+    fraction = cache.get("free_gpu_memory_fraction") if isinstance(cache, Mapping) else None
+    num_gpus = math.prod(int(args.get(name) or 1) for name in _PARALLEL)
+    return GpuNeeds(num_gpus, _FRACTION if fraction is None else float(fraction))
+
+
+def _parse(key: str, text: str) -> tuple[str, ...]:
+    """Indices or UUIDs, as CUDA takes them."""
+    devices = tuple(device.strip() for device in text.split(","))
+    if not all(devices) or len(set(devices)) != len(devices):
+        raise ConfigError.bad_value(key, text, "different GPUs, as in 0,1,2,3")
+    return devices
+
+
+def _present() -> tuple[str, ...]:
+    """Of this machine, as its driver numbers them."""
+    return tuple(str(index) for index, _ in enumerate(_DRIVER.glob("*")))
