@@ -59,8 +59,9 @@ async def _serve(supervisor: Supervisor, status: Status) -> int:
         try:
             was_ready = await interrupts.allow(supervisor.load())
             if was_ready:
-                print(supervisor.config.ready_line, flush=True)
+                # A command may follow the line at once.
                 async with serving_commands(supervisor):
+                    print(supervisor.config.ready_line, flush=True)
                     await interrupts.allow(supervisor.watch())
             status.note("stopping; interrupt again to kill at once")
             all_obeyed = await supervisor.drain(interrupts.hurry)
