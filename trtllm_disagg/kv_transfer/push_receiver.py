@@ -223,9 +223,9 @@ class PushReceiver:
             lost, reason = tickets, f"prefill worker {prefill} is gone"
         except (KvTransferError, *UNREADABLE):
             return  # it may come back; every expectation has a deadline
-        for ticket in lost:
-            self._leave(ticket, error=KvTransferError(reason), stopped=True)
-        if lost:
+        # Those that have ended while the question was on its way are not lost, and say nothing about their engine.
+        left = [self._leave(ticket, error=KvTransferError(reason), stopped=True) for ticket in lost]
+        if b"taken" in left:
             self._peers.metadata.drop(endpoint)
 
 
