@@ -2,9 +2,11 @@
 
 import argparse
 import asyncio
+import io
+import os
 import signal
 import socket
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from trtllm_disagg.deployment import (
     deployment_in_background,
     running_deployment,
 )
+from trtllm_disagg.deployment.command_socket import COMMAND_SOCKET
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.process import ManagedProcess, lists_model
 from trtllm_disagg.deployment.run_dir import is_alive, read_processes
-from trtllm_disagg.deployment.running import ONE_INTERRUPT_SECONDS
+from trtllm_disagg.deployment.running import ONE_INTERRUPT_SECONDS, serve
+from trtllm_disagg.deployment.status import SilentStatus
 from trtllm_disagg.deployment.up_command import add_arguments, run
 
 
@@ -107,6 +111,21 @@ async def test_a_command_that_does_not_exist_is_reported(start_up: StartUp) -> N
     assert await up.ends() == 1
     assert "prefill-0 cannot be started" in up.errors
     assert nothing_runs(up.run_dir)
+
+
+async def test_it_takes_commands_when_it_says_ready(config: DeploymentConfig) -> None:
+    class Terminal(io.StringIO):
+        takes_commands = False
+
+        def write(self, text: str) -> int:
+            if text.startswith("ready "):
+                self.takes_commands = (config.run_dir / COMMAND_SOCKET).is_socket()
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().write(text)
+
+    with redirect_stdout(Terminal()) as terminal:
+        assert await serve(config, SilentStatus()) == 0
+    assert terminal.takes_commands
 
 
 async def test_the_startup_timeout_names_the_late_process(start_up: StartUp) -> None:
