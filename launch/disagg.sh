@@ -9,13 +9,8 @@
 #           serving, 130 (SIGINT) or 143 (SIGTERM) when stopped before, 1 after a failure.
 # Settings: launch/lib.sh, and those of the next lines; without DYN_FILE_KV, a discovery directory of its own.
 : "${PREFILL_SYSTEM_PORT:=8081}" "${DECODE_SYSTEM_PORT:=8082}"
-: "${STARTUP_TIMEOUT:=300}" # seconds
-: "${STOP_TIMEOUT:=20}"     # seconds for requests in flight to end
-# One GPU each, unless the user has given them out. The embedded engine sees all of them.
-if [[ ${ENGINE:-tensorrt_llm} == tensorrt_llm && -z ${CUDA_VISIBLE_DEVICES:-} ]]; then
-    : "${PREFILL_CUDA_VISIBLE_DEVICES:=0}" "${DECODE_CUDA_VISIBLE_DEVICES:=1}"
-    export PREFILL_CUDA_VISIBLE_DEVICES DECODE_CUDA_VISIBLE_DEVICES
-fi
+: "${STARTUP_TIMEOUT:=}" # seconds (300; 3600 on TensorRT-LLM, which loads and warms up for longer)
+: "${STOP_TIMEOUT:=20}" # seconds for requests in flight to end
 [[ -n ${DYN_FILE_KV:-} ]] || DYN_FILE_KV=$(mktemp -d) own_discovery=$DYN_FILE_KV
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/lib.sh"
@@ -75,6 +70,16 @@ trap 'exit 143' TERM
 export STRATEGY="${1:-$STRATEGY}"
 read_strategy
 require_model
+engine=$("$PYTHON" -P -m trtllm_disagg.engines "${ENGINE:-${TRTLLM_DISAGG_ENGINE:-auto}}") || exit 1
+if [[ $engine == tensorrt_llm ]]; then
+    : "${STARTUP_TIMEOUT:=3600}"
+    # One GPU each, unless the user has given them out. The other engines see all of them.
+    if [[ -z ${CUDA_VISIBLE_DEVICES:-} ]]; then
+        export PREFILL_CUDA_VISIBLE_DEVICES="${PREFILL_CUDA_VISIBLE_DEVICES:-0}"
+        export DECODE_CUDA_VISIBLE_DEVICES="${DECODE_CUDA_VISIBLE_DEVICES:-1}"
+    fi
+fi
+: "${STARTUP_TIMEOUT:=300}"
 start frontend "$here/frontend.sh"
 DYN_SYSTEM_PORT=$PREFILL_SYSTEM_PORT start prefill "$here/prefill.sh"
 DYN_SYSTEM_PORT=$DECODE_SYSTEM_PORT start decode "$here/decode.sh"

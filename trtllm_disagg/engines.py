@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,3 +76,7 @@ def resolve_engine(name: str) -> str:
     if name != "auto":
         return name
     return "tensorrt_llm" if importlib.util.find_spec("tensorrt_llm") is not None else "embedded"
+
+
+if __name__ == "__main__":  # for launch/disagg.sh
+    print(resolve_engine(sys.argv[1]))

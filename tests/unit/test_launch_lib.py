@@ -19,7 +19,7 @@ STAND_IN = f"""#!{sys.executable} -P
 import os, signal, sys
 if "-I" in sys.argv:
     sys.exit(1)  # it asks whether all are ready
-if "trtllm_disagg.strategies" in sys.argv or "trtllm_disagg.keys" in sys.argv:
+if {{"trtllm_disagg.strategies", "trtllm_disagg.engines", "trtllm_disagg.keys"}} & set(sys.argv):
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 role = sys.argv[sys.argv.index("--disaggregation-mode") + 1] if "trtllm_disagg" in sys.argv else "frontend"
 def note(file, text):
@@ -136,12 +136,14 @@ def test_where_no_key_can_be_made_the_worker_starts_without(scripts: Scripts) ->
 @pytest.mark.parametrize(
     ("variables", "prefill", "decode"),
     [
-        ({}, "0", "1"),
+        ({"ENGINE": "tensorrt_llm"}, "0", "1"),
+        ({"TRTLLM_DISAGG_ENGINE": "tensorrt_llm"}, "0", "1"),
+        ({}, "all", "all"),
         ({"PREFILL_CUDA_VISIBLE_DEVICES": "0,1", "DECODE_CUDA_VISIBLE_DEVICES": "2"}, "0,1", "2"),
         ({"CUDA_VISIBLE_DEVICES": "4,5"}, "4,5", "4,5"),
         ({"ENGINE": "embedded"}, "all", "all"),
     ],
-    ids=["by default", "by role", "for all", "embedded"],
+    ids=["one each", "by its variable", "embedded by default", "by role", "for all", "embedded"],
 )
 def test_each_worker_has_the_gpus_of_its_role(
     scripts: Scripts, variables: dict[str, str], prefill: str, decode: str
