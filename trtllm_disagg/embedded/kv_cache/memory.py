@@ -145,28 +145,24 @@ class KvPool:
         return keys, values
 
 
-class PartialReuse(Protocol):
-    """Reuse of a block of which only the first tokens are wanted (kv_cache_config.enable_partial_reuse)."""
+class PartialReuse:
+    """Reuse of a block of which only the first tokens are wanted (kv_cache_config.enable_partial_reuse): none here."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
 
     def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
         """`count` blocks, and for how many of `tokens`, which come after the block of key `parent`, the first of
         them holds the KV already.
         """
-
-
-class WholeBlocksOnly:
-    def __init__(self, blocks: BlockManager) -> None:
-        self._blocks = blocks
-
-    def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
         return self._blocks.allocate(count), 0
 
 
-class CopyFound:
+class CopyFound(PartialReuse):
     """The block stays as it is, and stays known; its start is copied."""
 
     def __init__(self, blocks: BlockManager, memory: KvMemory) -> None:
-        self._blocks = blocks
+        super().__init__(blocks)
         self._memory = memory
 
     def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
@@ -180,11 +176,8 @@ class CopyFound:
         return fresh, found.num_tokens
 
 
-class TakeOver:
+class TakeOver(PartialReuse):
     """No copy (copy_on_partial_reuse: false): a block that no other sequence needs is written on from there."""
-
-    def __init__(self, blocks: BlockManager) -> None:
-        self._blocks = blocks
 
     def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
         found = self._blocks.match_start(parent, tokens, salt)
@@ -196,5 +189,5 @@ class TakeOver:
 
 def create_partial_reuse(config: KvCacheConfig, blocks: BlockManager, memory: KvMemory) -> PartialReuse:
     if not (config.enable_block_reuse and config.enable_partial_reuse):
-        return WholeBlocksOnly(blocks)
+        return PartialReuse(blocks)
     return CopyFound(blocks, memory) if config.copy_on_partial_reuse else TakeOver(blocks)

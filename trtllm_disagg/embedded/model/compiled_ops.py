@@ -15,6 +15,7 @@ from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.attention import ForwardRow, LayerAttention, StepLayout
 from trtllm_disagg.embedded.model.fused_decode import FusedDecode
+from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
 
 
@@ -72,7 +73,7 @@ class DecodeRows:
         return self._starts[window]
 
 
-class CompiledOps:
+class CompiledOps(LayerOps):
     def compiling_told(self, reporter: Reporter) -> AbstractContextManager[None]:
         return compiling_told(reporter)
 

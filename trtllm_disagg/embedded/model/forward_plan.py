@@ -15,7 +15,7 @@ from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.forward import Forward, HfForward, PlainForward
-from trtllm_disagg.embedded.model.layer_ops import LayerOps, TorchOps
+from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.model.model_loader import ForwardKind, ModelShape
 from trtllm_disagg.embedded.model.pack import Pack, TiledLinear, convert_rest, pack_experts, pack_linears
 from trtllm_disagg.embedded.model.plain_model import supports, take_apart
@@ -40,7 +40,7 @@ class ForwardPlan:
     #: How products are computed; None: as transformers does.
     pack: Pack | None = None
     #: What lies between them.
-    ops: LayerOps = field(default_factory=TorchOps)
+    ops: LayerOps = field(default_factory=LayerOps)
     #: How they are held, on every rank.
     weights: Literal["auto", "float32", "bfloat16"] = "auto"
     #: For the log.
@@ -88,7 +88,7 @@ def choose_forward(
         shape.config,
         "plain" if is_lean else "modules",
         torch.float32,
-        ops=_compiled_ops() if cpu.compiles else TorchOps(),
+        ops=_compiled_ops() if cpu.compiles else LayerOps(),
         weights="float32",
         remarks=(f"CPU level {cpu} ({SETTING} can lower it)",),
     )

@@ -1,4 +1,4 @@
-"""What lies between the products of a layer, in two implementations: compiled kernels, and torch alone.
+"""What lies between the products of a layer, by torch alone; compiled_ops.py has it as compiled kernels.
 
 A forward (forward.py) and a mixture of experts (pack.py) call it by one interface. Each row's numbers depend
 on that row only. Shapes: R rows, n hidden, D of a head, Hq query and H KV heads; norms' weights are float32 arrays.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,32 +19,27 @@ from trtllm_disagg.embedded.model.attention import ForwardRow, StepLayout
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.model.compiled_ops import DecodeRows
+    from trtllm_disagg.embedded.model.fused_decode import FusedDecode
     from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
 
 
-class FusedStep(Protocol):
-    """A step in which at most `max_rows` rows decode, as one call."""
+class LayerOps:
+    """From and to float32."""
 
-    max_rows: int
-
-    def __call__(self, tokens: Seq[int], layout: StepLayout) -> torch.Tensor:
-        """Logits (sampling rows, vocabulary) float32, valid until the next step."""
-
-    def close(self) -> None: ...
-
-
-class LayerOps(Protocol):
     def compiling_told(self, reporter: Reporter) -> AbstractContextManager[None]:
         """Inside it the reporter tells of kernels that are compiled."""
+        return nullcontext()
 
     def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
         """Called before the weights are read."""
 
     def decode_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> DecodeRows | None:
         """A step's leading rows that one kernel serves; None where there are none, or no kernel."""
+        return None
 
-    def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> FusedStep | None:
-        """None where a step is many calls."""
+    def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> FusedDecode | None:
+        """A step in which some rows decode, as one call; None where a step is many calls."""
+        return None
 
     def add_rms_norm(
         self,
@@ -55,9 +50,14 @@ class LayerOps(Protocol):
         out: torch.Tensor,
     ) -> None:
         """x (R, n) float32 += delta; out = x / rms(x) * weight."""
+        if delta is not None:
+            x += delta
+        out.copy_(_normalised(x, weight, eps))
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """(R, 2 n) -> (R, n): silu of the first half times the second."""
+        gate, up = gate_up.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
 
     def rotate_and_store(
         self, qkv: torch.Tensor, layout: StepLayout, index: int, layer: PlainLayer, model: PlainModel
@@ -65,45 +65,6 @@ class LayerOps(Protocol):
         """(R, (Hq + 2 H) * D) -> queries (R, Hq, D), normalised where the layer does so, and rotated; K, likewise, and
         V go into the layout's pool, for layer `index`.
         """
-
-    def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """rows (m, n), places (R, k) among them, weights (R, k) float32 -> (R, n), summed in the order of k."""
-
-
-class TorchOps:
-    """From and to float32."""
-
-    def compiling_told(self, reporter: Reporter) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
-        """torch is ready."""
-
-    def decode_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> None:
-        """torch's attention serves every row."""
-
-    def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> None:
-        """Every step is many calls."""
-
-    def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        delta: torch.Tensor | None,
-        weight: np.ndarray,
-        eps: np.float32,
-        out: torch.Tensor,
-    ) -> None:
-        if delta is not None:
-            x += delta
-        out.copy_(_normalised(x, weight, eps))
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate) * up
-
-    def rotate_and_store(
-        self, qkv: torch.Tensor, layout: StepLayout, index: int, layer: PlainLayer, model: PlainModel
-    ) -> torch.Tensor:
         pool = layout.pool
         kv_heads, dim = pool.kv.shape[-2:]
         heads = qkv.view(len(qkv), -1, dim)
@@ -117,6 +78,7 @@ class TorchOps:
         return _rotated(query, cos, sin)
 
     def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """rows (m, n), places (R, k) among them, weights (R, k) float32 -> (R, n), summed in the order of k."""
         total = torch.zeros((len(places), rows.shape[1]))
         for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
             total += rows[place] * weight[:, None]

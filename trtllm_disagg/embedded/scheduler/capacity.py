@@ -11,7 +11,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 from trtllm_disagg.embedded.ipc.messages import Admission
 from trtllm_disagg.embedded.kv_cache.block_manager import ROOT, BlockManager
@@ -23,15 +22,22 @@ from trtllm_disagg.errors import InvalidRequestError
 _BY_AGE = attrgetter("admission_number")
 
 
-class Capacity(Protocol):
+class Capacity:
+    """GUARANTEED_NO_EVICT: the blocks of the longest possible answer at once, so a sequence that has started is never
+    paused.
+    """
+
     def admits(self, num_active: int) -> bool:
         """Whether a sequence may start while so many are active."""
+        return True
 
     def tokens_to_start(self, sequence: Sequence) -> int:
         """It starts when it has blocks for so many tokens."""
+        return sequence.max_kv_tokens
 
     def headroom(self, sequence: Sequence, running: Seq[Sequence]) -> int:
         """Blocks that its start must leave to the others."""
+        return 0
 
     def grow(self, running: Seq[Sequence], pause: Callable[[Sequence], None]) -> None:
         """Afterwards every sequence that decodes in this step has a block for it, or is paused. `pause` frees blocks
@@ -39,30 +45,14 @@ class Capacity(Protocol):
         """
 
 
-class GuaranteedNoEvict:
-    """The blocks of the longest possible answer at once: a sequence that has started is never paused."""
-
-    def admits(self, num_active: int) -> bool:
-        return True
-
-    def tokens_to_start(self, sequence: Sequence) -> int:
-        return sequence.max_kv_tokens
-
-    def headroom(self, sequence: Sequence, running: Seq[Sequence]) -> int:
-        return 0
-
-    def grow(self, running: Seq[Sequence], pause: Callable[[Sequence], None]) -> None:
-        """They hold every block that they can need."""
-
-
-class StaticBatch(GuaranteedNoEvict):
+class StaticBatch(Capacity):
     """As many as fit start together; the next ones start when all of these are done."""
 
     def admits(self, num_active: int) -> bool:
         return not num_active
 
 
-class MaxUtilization:
+class MaxUtilization(Capacity):
     """Blocks for what is known now, and one more whenever it is needed; when there is none, the last one admitted
     is paused.
     """
@@ -71,9 +61,6 @@ class MaxUtilization:
         """A paused sequence goes on when at most this fraction of the blocks is used then."""
         self._blocks = blocks
         self._spare_to_resume = int(blocks.num_blocks * (1 - max_util_for_resume))
-
-    def admits(self, num_active: int) -> bool:
-        return True
 
     def tokens_to_start(self, sequence: Sequence) -> int:
         return len(sequence.tokens)
@@ -99,7 +86,7 @@ class MaxUtilization:
 def create_capacity(args: LlmArgs, blocks: BlockManager) -> Capacity:
     match args.scheduler_config.capacity_scheduler_policy:
         case CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
-            return GuaranteedNoEvict()
+            return Capacity()
         case CapacitySchedulerPolicy.STATIC_BATCH:
             return StaticBatch()
         case CapacitySchedulerPolicy.MAX_UTILIZATION:

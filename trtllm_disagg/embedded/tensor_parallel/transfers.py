@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -104,11 +104,14 @@ class TeamTransport:
         """All ranks at the same time. Ends when the last one has ended, whatever became of the others."""
         assert self._reader is not None
         asked = [helper.read(peer, remote_blocks, local_blocks, timeout) for helper in self._helpers]
-        own = partial(self._reader.read, peer, remote_blocks, local_blocks, timeout)
-        outcomes = [_outcome(own)]
-        for answer in asked:
-            outcomes.append(_outcome(partial(_moved, answer, timeout)))
-        failures = [outcome.error for outcome in outcomes if outcome.error is not None]
+        waits = [partial(self._reader.read, peer, remote_blocks, local_blocks, timeout)]
+        waits += [partial(_moved, answer, timeout) for answer in asked]
+        moved, failures = 0, list[Exception]()
+        for wait in waits:
+            try:
+                moved += wait()
+            except (DisaggError, ReadTimeoutError) as error:
+                failures.append(error)
         late = [e for e in failures if isinstance(e, ReadTimeoutError) and e.may_land_later]
         if late:
             raise ReadTimeoutError(
@@ -116,7 +119,7 @@ class TeamTransport:
             )
         if failures:
             raise failures[0]
-        return sum(outcome.moved for outcome in outcomes)
+        return moved
 
     def write(
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
@@ -142,18 +145,6 @@ class TeamTransport:
         for helper in self._helpers:
             helper.tell(Close())
         self._transport.close()
-
-
-class _Outcome(NamedTuple):
-    moved: int
-    error: Exception | None
-
-
-def _outcome(read: Callable[[], int]) -> _Outcome:
-    try:
-        return _Outcome(read(), None)
-    except (DisaggError, ReadTimeoutError) as error:
-        return _Outcome(0, error)
 
 
 def _moved(answer: Future[Done], timeout: float) -> int:

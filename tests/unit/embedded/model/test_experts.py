@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.model.layer_ops import LayerOps, TorchOps
+from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.model.pack import (
     Pack,
     PackedExperts,
@@ -49,7 +49,7 @@ def library() -> tuple[Pack, LayerOps]:
 
 
 #: Products and what lies between them: with compiled kernels, and with torch alone.
-ARITHMETIC = {"torch": lambda: (TiledLinear, TorchOps())} | (
+ARITHMETIC = {"torch": lambda: (TiledLinear, LayerOps())} | (
     {"compiled": library} if this_cpu().compiles else {}
 )
 

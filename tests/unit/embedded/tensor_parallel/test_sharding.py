@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.model.layer_ops import TorchOps
+from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.model.pack import TiledLinear, pack_experts
 from trtllm_disagg.embedded.tensor_parallel.group import RankGroup
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
@@ -58,7 +58,7 @@ def on_ranks(size: int, work: Callable[[RankGroup], Any]) -> list[Any]:
 def run_sharded(model: nn.Module, group: RankGroup, run: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:
     mine = copy.deepcopy(model)
     shard_model(mine, group)
-    pack_experts(mine, TiledLinear, TorchOps())
+    pack_experts(mine, TiledLinear, LayerOps())
     return run(mine)
 
 
