@@ -96,15 +96,17 @@ def test_the_receiver_of_the_kv_says_how_long_it_took(strategy: str, deployed: S
 def test_what_a_worker_holds_already_is_neither_computed_nor_moved_again(
     strategy: str, deployed: Served
 ) -> None:
-    prompt = fresh_prompt(300)
-    complete(deployed, prompt)
     deployed.wait_until_idle()
     before = {role: work_of(deployed, role) for role in ("prefill", "decode")}
+    prompt = fresh_prompt(300)
 
     complete(deployed, prompt)
+    deployed.wait_until_idle()
+    complete(deployed, prompt)
 
-    only_the_end = work(decode=TOKENS - 1, pulls=1, blocks=1)
-    assert_work(deployed, before, {"prefill": work(prefill=300 % BLOCK), "decode": only_the_end})
+    once_and_the_end = work(decode=2 * (TOKENS - 1), pulls=2, blocks=math.ceil(300 / BLOCK) + 1)
+    prefilled = work(prefill=300 + 300 % BLOCK)
+    assert_work(deployed, before, {"prefill": prefilled, "decode": once_and_the_end})
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -37,6 +37,8 @@ DISAGGREGATED = tuple(name for name in FIXED if spec_of(name).is_disaggregated)
 
 SETTLE_SECONDS = 20.0
 POLL_SECONDS = 0.02
+#: Workers read their engine's statistics every 0.1 s or more often; several times that, for a machine with much to do.
+UNCHANGED_SECONDS = 0.4
 #: A deployment loads for as long as it computes, and there may be two cores.
 LOADING_AT_ONCE = 2
 
@@ -117,6 +119,10 @@ class Worker:
     def held(self) -> dict[str, float]:
         return {name: value for name in HELD if (value := self.metric(name))}
 
+    def counted(self) -> list[str]:
+        """The lines of what this project counts, as they are now."""
+        return [line for line in self._page().splitlines() if line.startswith("trtllm_disagg_")]
+
     def _page(self) -> str:
         return self._http.get(self._url).raise_for_status().text
 
@@ -153,13 +159,20 @@ class Served:
         return sum(worker.metric(name) for worker in (self.workers if workers is None else workers))
 
     def wait_until_idle(self) -> None:
-        """No worker runs, waits for or holds anything. Fails when one still does after SETTLE_SECONDS."""
+        """No worker runs, waits for or holds anything, and each has counted its last step, which the engine tells it a
+        moment after the answer. Fails when one still does after SETTLE_SECONDS.
+        """
         held: Mapping[str, Any] = {}
+        counted: Sequence[Sequence[str]] = ()
+        unchanged_since = time.monotonic()
 
         def is_idle() -> bool:
-            nonlocal held
+            nonlocal held, counted, unchanged_since
             held = {worker.name: left for worker in self.workers if (left := worker.held())}
-            return not held
+            before, counted = counted, [worker.counted() for worker in self.workers]
+            if held or counted != before:
+                unchanged_since = time.monotonic()
+            return time.monotonic() - unchanged_since > UNCHANGED_SECONDS
 
         try:
             wait_until(is_idle, f"{self.strategy} is idle")
