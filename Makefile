@@ -21,7 +21,7 @@ PIP = $(BIN)/python -m pip install --no-compile --disable-pip-version-check $(sh
 # Python compiles a module when it is first imported. Where it may not keep that, all of them are, on every processor.
 COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),$(STEADILY) "  compiling modules" $(BIN)/python -m compileall -qq -j 0 .venv/lib || true)
 # Says every few seconds that it is still at it; needs nothing installed.
-STEADILY = $(PYTHON) -I trtllm_disagg/steadily.py
+STEADILY = $(PYTHON) -I trtllm_disagg/processes/steadily.py
 
 .PHONY: help demo test test-fast test-levels lint format model venv clean
 help:

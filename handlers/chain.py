@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from trtllm_disagg.handlers.streams import PerRequestStream
-from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol
 from trtllm_disagg.types import (
     DecodePhase,
     Generate,
@@ -15,6 +14,7 @@ from trtllm_disagg.types import (
     RequestContext,
     TokenChunk,
 )
+from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
 
 def chain(prefill: PrefillPhase, decode: DecodePhase) -> Generate:

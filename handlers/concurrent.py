@@ -9,7 +9,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
 
-from trtllm_disagg.engine import Engine
+from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -20,7 +20,6 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.local import OutputCursor, finished
 from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance
 from trtllm_disagg.handlers.streams import PerRequestStream
-from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol
 from trtllm_disagg.types import (
     DecodePhase,
     Generate,
@@ -30,6 +29,7 @@ from trtllm_disagg.types import (
     RequestContext,
     TokenChunk,
 )
+from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
 #: Runs to the end of the prefill. Raises a DisaggError.
 Push = Callable[[GenerateRequest, RequestContext], Awaitable[object]]

@@ -1,6 +1,6 @@
 """Conditional disaggregation: is a request worth the way to another worker, or does this one answer it alone?
 
-`trtllm_disagg.deciders` has the rules.
+`trtllm_disagg.config.deciders` has the rules.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Protocol
 
+from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, Decision, Facts, Rule
 from trtllm_disagg.config.thresholds import Live, Thresholds
-from trtllm_disagg.deciders import ALWAYS, DECIDERS, Decision, Facts, Rule
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from trtllm_disagg.capabilities import RELEASES_HANDOFFS
-from trtllm_disagg.engine import Engine
+from trtllm_disagg.engine.capabilities import RELEASES_HANDOFFS
+from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -33,7 +33,7 @@ from trtllm_disagg.types import (
     TokenChunk,
     Usage,
 )
-from trtllm_disagg.wire import encode_disaggregated_params, names_a_sender
+from trtllm_disagg.wire.bodies import encode_disaggregated_params, names_a_sender
 
 
 class OutputCursor:

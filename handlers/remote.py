@@ -15,8 +15,6 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
 )
 from trtllm_disagg.handlers.cancellation import in_background
-from trtllm_disagg.handoff_formats import result_of
-from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol
 from trtllm_disagg.types import (
     GenerateRequest,
     Handoff,
@@ -25,7 +23,9 @@ from trtllm_disagg.types import (
     RequestContext,
     TokenChunk,
 )
-from trtllm_disagg.wire import decode_chunk
+from trtllm_disagg.wire.bodies import decode_chunk
+from trtllm_disagg.wire.handoff_formats import result_of
+from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
 log = logging.getLogger(__name__)
 

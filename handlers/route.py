@@ -10,7 +10,7 @@ from trtllm_disagg.config.thresholds import Live
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError, PeerUnavailableError
 from trtllm_disagg.handlers.remote import StageClient
 from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk
-from trtllm_disagg.wire import decode_chunk, encode_request
+from trtllm_disagg.wire.bodies import decode_chunk, encode_request
 
 # Dynamo's frontend takes our first stage for whole workers. So it holds `decode_worker_id` (and the header
 # x-dynamo-worker-instance-id) against that stage, answers 400 for any other instance, and passes `prefill_worker_id`

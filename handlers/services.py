@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from trtllm_disagg.config.thresholds import Live, Thresholds, read_policy_file
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
-from trtllm_disagg.engine import Engine
+from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
@@ -32,9 +32,9 @@ from trtllm_disagg.handlers.remote import RemoteDrain, StageClient
 from trtllm_disagg.handlers.route import Choice, relayed
 from trtllm_disagg.handlers.select import RequireConsumers
 from trtllm_disagg.handlers.trace import RequestCounts
-from trtllm_disagg.handoff_protocols import DYNAMO, HandoffProtocol, choose_protocol
 from trtllm_disagg.strategies import orders, spec_of
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol, choose_protocol
 
 log = logging.getLogger(__name__)
 

@@ -70,7 +70,7 @@ trap 'exit 143' TERM
 export STRATEGY="${1:-$STRATEGY}"
 read_strategy
 require_model
-engine=$("$PYTHON" -P -m trtllm_disagg.engines "${ENGINE:-${TRTLLM_DISAGG_ENGINE:-auto}}") || exit 1
+engine=$("$PYTHON" -P -m trtllm_disagg.engine.engines "${ENGINE:-${TRTLLM_DISAGG_ENGINE:-auto}}") || exit 1
 if [[ $engine == tensorrt_llm ]]; then
     : "${STARTUP_TIMEOUT:=3600}"
     # One GPU each, unless the user has given them out. The other engines see all of them.

@@ -28,7 +28,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "worker": Command(
         "run one worker; its flags are named as in `python -m dynamo.trtllm`",
-        "trtllm_disagg.worker_command",
+        "trtllm_disagg.worker.worker_command",
         "trtllm-disagg worker --model .cache/demo-model --disaggregation-mode agg --engine embedded",
     ),
     "up": Command(

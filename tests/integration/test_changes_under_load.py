@@ -21,8 +21,8 @@ from tests.support.load import Load, bodies, first_stage
 from trtllm_disagg.commands import Scale, Switch, encode_command
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.command_socket import send_to_up
-from trtllm_disagg.interpreter import python
 from trtllm_disagg.keys import AdminKey
+from trtllm_disagg.processes.interpreter import python
 
 SECONDS = 60.0
 

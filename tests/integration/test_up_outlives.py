@@ -13,7 +13,7 @@ import httpx
 
 from tests.support.deployments import DEMO_CONFIGS, demo_model
 from trtllm_disagg.deployment.run_dir import ProcessRecord, is_alive, read_processes
-from trtllm_disagg.interpreter import python
+from trtllm_disagg.processes.interpreter import python
 
 #: Three loads, on a machine with other work to do.
 SECONDS = 240.0

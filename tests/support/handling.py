@@ -12,7 +12,7 @@ from trtllm_disagg.strategies import orders
 from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
-from trtllm_disagg.wire import decode_request
+from trtllm_disagg.wire.bodies import decode_request
 
 PROMPT = [11, 12, 13]
 

@@ -16,5 +16,5 @@ def test_a_file_of_the_fleet_is_there(file: str) -> None:
 
 
 def test_every_other_file_is_a_group_except_that_the_conformance_tests_share_their_engines() -> None:
-    assert group_of("tests/unit/test_wire.py") == "tests/unit/test_wire.py"
+    assert group_of("tests/unit/wire/test_wire.py") == "tests/unit/wire/test_wire.py"
     assert group_of("tests/conformance/test_answers.py") == group_of("tests/conformance/test_handoffs.py")

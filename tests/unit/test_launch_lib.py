@@ -19,7 +19,7 @@ STAND_IN = f"""#!{sys.executable} -P
 import os, signal, sys
 if "-I" in sys.argv:
     sys.exit(1)  # it asks whether all are ready
-if {{"trtllm_disagg.strategies", "trtllm_disagg.engines", "trtllm_disagg.keys"}} & set(sys.argv):
+if {{"trtllm_disagg.strategies", "trtllm_disagg.engine.engines", "trtllm_disagg.keys"}} & set(sys.argv):
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 role = sys.argv[sys.argv.index("--disaggregation-mode") + 1] if "trtllm_disagg" in sys.argv else "frontend"
 def note(file, text):

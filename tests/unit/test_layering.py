@@ -17,26 +17,20 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 LAYERS = (
     (
         "",
-        "activity",
-        "capabilities",
-        "dev_shm",
-        "deciders",
-        "engine_errors",
-        "engines",
+        "config.deciders",
+        "config.settings",
+        "engine.capabilities",
+        "engine.engines",
+        "engine.error_meaning",
+        "engine.handoffs_held",
+        "engine.trtllm_version",
         "errors",
-        "framing",
-        "handoffs_held",
-        "interpreter",
         "keys",
         "model_directory",
-        "model_facts",
-        "peer_process",
-        "settings",
-        "steadily",
+        "processes",
         "strategies",
-        "trtllm_version",
         "types",
-        "watchdog",
+        "worker.model_facts",
     ),
     ("kv_transfer",),
     ("embedded.cpu_kernels", "embedded.ipc"),
@@ -49,14 +43,13 @@ LAYERS = (
     ("embedded.core",),
     ("embedded.api",),
     ("embedded",),
-    ("config", "handoff_formats", "wire"),
-    ("handoff_protocols", "commands", "pairing", "startup", "engine"),
-    ("engine_health",),
+    ("config", "wire"),
+    ("commands", "engine", "worker.pairing", "worker.startup_checks"),
     ("handlers",),
     ("dynamo_runtime", "testing"),
     ("prefill_queue",),
-    ("stage_state", "worker"),
-    ("worker_command", "deployment"),
+    ("worker",),
+    ("worker.worker_command", "deployment"),
     ("cli", "admin", "demo", "demo_model", "doctor", "bench"),
     ("__main__",),
 )
@@ -65,7 +58,7 @@ LAYERS = (
 DYNAMO = ("dynamo_runtime",)
 
 #: Ask for TensorRT-LLM: whether it is installed, and for its names.
-TENSORRT_LLM = ("engine", "engines")
+TENSORRT_LLM = ("engine.llm_api", "engine.engines")
 #: These put something in its place, under its name, and import only that.
 STAND_INS = ("embedded.mount", "embedded.api.mounted_names", "testing.mounted")
 
@@ -73,7 +66,6 @@ STAND_INS = ("embedded.mount", "embedded.api.mounted_names", "testing.mounted")
 NOT_FOR_EMBEDDED = (
     "handlers",
     "worker",
-    "worker_command",
     "dynamo_runtime",
     "engine",
     "wire",
@@ -261,7 +253,7 @@ def test_the_stand_ins_are_there() -> None:
     ("module", "heavy"),
     [
         ("embedded", "torch transformers dynamo numpy"),
-        ("engine", "torch transformers dynamo tensorrt_llm"),
+        ("engine.engine", "torch transformers dynamo tensorrt_llm"),
         ("handlers.services", "torch transformers dynamo tensorrt_llm"),
         ("strategies", "torch transformers dynamo tensorrt_llm msgspec pydantic yaml trtllm_disagg.handlers"),
         ("cli", "torch transformers dynamo pydantic msgspec yaml"),

@@ -16,11 +16,13 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from trtllm_disagg import __version__
+from trtllm_disagg.config.deciders import DECIDERS
 from trtllm_disagg.config.dynamo_flags import (
     ROUTER_FLAGS,
     add_dynamo_arguments,
     refuse_ignored_variables,
 )
+from trtllm_disagg.config.settings import parse_endpoint_id
 from trtllm_disagg.config.worker_config import (
     DECIDER_THRESHOLDS,
     FLAGS,
@@ -33,9 +35,7 @@ from trtllm_disagg.config.worker_config import (
     choices_of,
     flag_of,
 )
-from trtllm_disagg.deciders import DECIDERS
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.settings import parse_endpoint_id
 
 #: Where etcd is: set, etcd is the discovery, as it is Dynamo's default.
 _ETCD = "ETCD_ENDPOINTS"

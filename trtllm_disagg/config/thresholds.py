@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
+from trtllm_disagg.config.deciders import Rule
 from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, WorkerConfig, check_value
-from trtllm_disagg.deciders import Rule
 from trtllm_disagg.errors import ConfigError
 
 

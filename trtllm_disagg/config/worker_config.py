@@ -10,10 +10,8 @@ from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn
 
-from trtllm_disagg.deciders import ALWAYS, DECIDERS
-from trtllm_disagg.engines import ENGINES, UNRESOLVED, EngineSpec
-from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.settings import (
+from trtllm_disagg.config.deciders import ALWAYS, DECIDERS
+from trtllm_disagg.config.settings import (
     API_TYPES,
     DYNAMO_RUNTIME,
     DYNAMO_WORKER,
@@ -36,6 +34,8 @@ from trtllm_disagg.settings import (
     option,
     parse_endpoint_id,
 )
+from trtllm_disagg.engine.engines import ENGINES, UNRESOLVED, EngineSpec
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES, StrategySpec, disaggregated, worker_side
 
 ORCHESTRATION_GROUP = "orchestration (first stage)"

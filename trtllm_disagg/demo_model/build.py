@@ -19,7 +19,7 @@ from trtllm_disagg.demo_model.recipe import DEFAULT_RECIPE, Recipe
 from trtllm_disagg.demo_model.tokenizer import save_tokenizer, train_tokenizer
 from trtllm_disagg.demo_model.training import train
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.steadily import steadily
+from trtllm_disagg.processes.steadily import steadily
 
 # Written last: a folder that holds it holds everything else.
 MARKER = "demo_model.json"

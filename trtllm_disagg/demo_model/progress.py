@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trtllm_disagg.demo_model.training import Report
-from trtllm_disagg.steadily import SECONDS
+from trtllm_disagg.processes.steadily import SECONDS
 
 
 def say(text: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import WorkerConfig
-from trtllm_disagg.engines import ENGINES, resolve_engine
+from trtllm_disagg.engine.engines import ENGINES, resolve_engine
 from trtllm_disagg.errors import ConfigError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"

@@ -23,8 +23,8 @@ from trtllm_disagg.deployment.plan import (
     PortInUseError,
     worker_total,
 )
-from trtllm_disagg.dev_shm import DIRECTORY, UCX_FREE, UCX_KEPT, free_bytes, how_to_get, in_mib
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes.dev_shm import DIRECTORY, UCX_FREE, UCX_KEPT, free_bytes, how_to_get, in_mib
 from trtllm_disagg.strategies import spec_of
 
 INOTIFY_KEY = "fs.inotify.max_user_instances"

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from trtllm_disagg.activity import ACTIVITY_VARIABLE
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, check_value, flag_of
 from trtllm_disagg.deployment.brokers import STORE_DIR, broker_env, nats_server_argv
 from trtllm_disagg.deployment.gpus import NO_GPUS, VARIABLE, Gpus
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.interpreter import SAFE_PATH, python
 from trtllm_disagg.keys import KEY_FILE
+from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE
+from trtllm_disagg.processes.interpreter import SAFE_PATH, python
 from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
 
 Role = Literal["nats", "frontend", "agg", "prefill", "decode"]

@@ -15,9 +15,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from trtllm_disagg.activity import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
 from trtllm_disagg.deployment.plan import LOOPBACK, DeploymentConfig, ProcessSpec, Role
 from trtllm_disagg.deployment.run_dir import ProcessRecord, birth
+from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
 
 State = Literal["planned", "starting", "ready", "stopping", "exited", "restarting"]
 

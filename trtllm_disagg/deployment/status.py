@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from trtllm_disagg.activity import DRAINING
 from trtllm_disagg.deployment.limits import INOTIFY_KEY
 from trtllm_disagg.deployment.plan import NO_WORKERS
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.errors import ERROR_PREFIX
+from trtllm_disagg.processes.activity import DRAINING
 
 if TYPE_CHECKING:
     from rich.table import Table

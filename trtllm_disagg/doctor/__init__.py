@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle
+from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion, installed_version
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import disaggregated
-from trtllm_disagg.trtllm_version import NEWEST_KNOWN, TrtllmVersion, installed_version
 
 #: As Dynamo's launch scripts name them.
 _GPU_VARIABLES = {Role.PREFILL: "PREFILL_CUDA_VISIBLE_DEVICES", Role.DECODE: "DECODE_CUDA_VISIBLE_DEVICES"}

@@ -16,11 +16,11 @@ from trtllm_disagg.config.engine_args import nearest_key
 from trtllm_disagg.config.thresholds import read_yaml
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.embedded.params.llm_args import TENSORRT_LLM_BACKENDS, LlmArgs
-from trtllm_disagg.engines import ENGINES
+from trtllm_disagg.engine.engines import ENGINES
+from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.model_facts import ModelFacts, read_model_facts
-from trtllm_disagg.pairing import Description, Fingerprint
-from trtllm_disagg.trtllm_version import NEWEST_KNOWN, TrtllmVersion
+from trtllm_disagg.worker.model_facts import ModelFacts, read_model_facts
+from trtllm_disagg.worker.pairing import Description, Fingerprint
 
 _TRANSCEIVER = "cache_transceiver_config"
 _BACKEND = "backend"

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trtllm_disagg.doctor.pair import DEFAULT_BLOCK_SIZE, Pair, Side
-from trtllm_disagg.pairing import BY_KEY
-from trtllm_disagg.strategies import STRATEGIES
-from trtllm_disagg.trtllm_version import (
+from trtllm_disagg.engine.trtllm_version import (
     NEWEST_KNOWN,
     OLDEST_SERVED,
     TRANSFERS_END_BY_DEFAULT,
 )
+from trtllm_disagg.strategies import STRATEGIES
+from trtllm_disagg.worker.pairing import BY_KEY
 
 
 class Severity(StrEnum):

@@ -14,11 +14,11 @@ from dynamo.llm import KvRouter, KvRouterConfig
 from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.commands import CONTROL, Command, Describe, DescribedInstance, Signer
+from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.errors import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
-from trtllm_disagg.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.types import GenerateRequest
 
 _DESCRIBE_SECONDS = 5.0

@@ -16,7 +16,7 @@ from trtllm_disagg.commands import CONTROL, is_control
 from trtllm_disagg.dynamo_runtime import push
 from trtllm_disagg.dynamo_runtime.errors import to_dynamo
 from trtllm_disagg.types import Generate
-from trtllm_disagg.wire import decode_request, encode_chunk
+from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
 log = logging.getLogger(__name__)
 

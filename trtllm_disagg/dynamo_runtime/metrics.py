@@ -15,10 +15,10 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from trtllm_disagg.config.settings import parse_endpoint_id
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.trace import RequestCounts
-from trtllm_disagg.settings import parse_endpoint_id
 
 PREFIX = "trtllm_disagg_"
 

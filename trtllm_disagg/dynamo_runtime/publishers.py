@@ -20,7 +20,7 @@ from trtllm_disagg.dynamo_runtime.polling import (
     PollingPublisher,
     Publisher,
 )
-from trtllm_disagg.engine import Engine
+from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.handlers.services import Policy
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
 
-from trtllm_disagg.engine import Engine
+from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.departure import Departure
 

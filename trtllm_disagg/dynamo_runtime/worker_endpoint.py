@@ -23,6 +23,7 @@ from dynamo.llm import (
 from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.commands import DescribedInstance
+from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised
 from trtllm_disagg.dynamo_runtime.discovery import KvOverlaps, described, list_instances
@@ -35,7 +36,6 @@ from trtllm_disagg.dynamo_runtime.handler import (
 )
 from trtllm_disagg.dynamo_runtime.stage_client import DynamoDirectory
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)

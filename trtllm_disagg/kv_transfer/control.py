@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.framing import UnreadableError, framed, receive_frame
 from trtllm_disagg.kv_transfer.access import PeerAuthentication, PeerGoneError
 from trtllm_disagg.kv_transfer.base import PeerMetadata
 from trtllm_disagg.kv_transfer.handle import UNREADABLE, KvHandle
@@ -32,6 +31,7 @@ from trtllm_disagg.kv_transfer.messages import (
     Release,
     Request,
 )
+from trtllm_disagg.processes.framing import UnreadableError, framed, receive_frame
 
 #: A client does not trust a connection that it has not used for so long: the server hangs up at `Limits.idle`.
 _STALE_SECONDS = 60.0

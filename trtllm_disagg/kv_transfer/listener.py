@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trtllm_disagg.framing import UnreadableError, receive_frame
 from trtllm_disagg.kv_transfer.access import PeerAuthentication
+from trtllm_disagg.processes.framing import UnreadableError, receive_frame
 
 log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.framing import UnreadableError, framed, receive_frame
 from trtllm_disagg.kv_transfer.access import Network, TransferScope
 from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError, runs_of
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
 from trtllm_disagg.kv_transfer.host import new_memory
 from trtllm_disagg.kv_transfer.listener import MAX_MESSAGE_BYTES, Limits, PeerListener, receive_message
+from trtllm_disagg.processes.framing import UnreadableError, framed, receive_frame
 
 _LIMITS = Limits()
 #: A peer that sends nothing for so long is taken for dead.

@@ -14,10 +14,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from trtllm_disagg.dev_shm import DIRECTORY, UCX_FREE, free_bytes, how_to_get, in_mib
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.interpreter import python
 from trtllm_disagg.kv_transfer.access import Network, OneHost, TransferScope
+from trtllm_disagg.processes.dev_shm import DIRECTORY, UCX_FREE, free_bytes, how_to_get, in_mib
+from trtllm_disagg.processes.interpreter import python
 
 if TYPE_CHECKING:
     from trtllm_disagg.kv_transfer.base import StagingTransport

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import msgspec
 
 from trtllm_disagg import errors
+from trtllm_disagg.config.settings import EndpointParts, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.settings import EndpointParts, parse_endpoint_id
 
 #: Nothing larger is read. NATS itself refuses more than its max_payload, which is 1 MiB unless told otherwise.
 MAX_BYTES = 8 << 20

@@ -25,7 +25,7 @@ from trtllm_disagg.prefill_queue.messages import (
     encode,
 )
 from trtllm_disagg.types import Generate, GenerateRequest
-from trtllm_disagg.wire import decode_request, encode_chunk
+from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
 log = logging.getLogger(__name__)
 

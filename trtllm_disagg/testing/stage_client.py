@@ -22,7 +22,7 @@ from trtllm_disagg.errors import (
     WorkerLeavingError,
 )
 from trtllm_disagg.types import Generate, GenerateRequest
-from trtllm_disagg.wire import decode_request, encode_chunk
+from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
 # A request's context without Dynamo.
 

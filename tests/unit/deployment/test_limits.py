@@ -8,7 +8,7 @@ import pytest
 
 from trtllm_disagg.deployment.limits import LimitError, Limits, Needs, needs_of, needs_of_worker, require
 from trtllm_disagg.deployment.plan import DeploymentConfig
-from trtllm_disagg.dev_shm import MIB
+from trtllm_disagg.processes.dev_shm import MIB
 
 USUAL = Limits(max_inotify_instances=128, free_inotify_instances=128, max_open_files=524288, ptrace_scope=0)
 PAIR = needs_of(DeploymentConfig("prefill_first", "toy", "toy", Path("run")))

@@ -12,7 +12,7 @@ from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.doctor.diagnosis import Row, diagnose
 from trtllm_disagg.doctor.pair import Deployment, Pair, side_of
 from trtllm_disagg.doctor.rules import RULES
-from trtllm_disagg.trtllm_version import TrtllmVersion
+from trtllm_disagg.engine.trtllm_version import TrtllmVersion
 
 PREFILL: dict[str, Any] = {
     "max_seq_len": 16384,

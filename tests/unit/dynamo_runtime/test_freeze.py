@@ -12,7 +12,7 @@ import pytest
 from dynamo.runtime import Context
 
 from tests.support.handling import raw_request, until
-from tests.unit.test_stage_state import stage_state
+from tests.unit.worker.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime import Registration, Runtime, ServedModel, refuse_control
 from trtllm_disagg.dynamo_runtime import shutdown as freeze

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.handling import collect, request, until
 from trtllm_disagg.dynamo_runtime import Leaving
-from trtllm_disagg.engine import Engine
+from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import in_background
 from trtllm_disagg.handlers.departure import Departure

@@ -24,7 +24,7 @@ from trtllm_disagg.handlers.trace import with_request_log
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
-from trtllm_disagg.wire import decode_request, encode_chunk
+from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
 MOST_GENERATORS = 6
 

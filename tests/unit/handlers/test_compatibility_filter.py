@@ -15,9 +15,9 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, PeerUnavailableError
 from trtllm_disagg.handlers import select
 from trtllm_disagg.handlers.select import CompatibilityFilter, RequireConsumers
-from trtllm_disagg.pairing import Fingerprint, ModelIdentity, describe_worker, require_callable
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import GenerateRequest, RequestContext
+from trtllm_disagg.worker.pairing import Fingerprint, ModelIdentity, describe_worker, require_callable
 
 
 def described(role: str = "prefill", weights: str = "aaaa", **settings: Any) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.support.handling import collect, request, tokens_of, until
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
-from trtllm_disagg.engine import Engine, load_api
+from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,

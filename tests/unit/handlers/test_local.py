@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.handling import PROMPT, collect, expected_tokens, request, tokens_of
-from trtllm_disagg.engine import Engine
+from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -25,7 +25,7 @@ from trtllm_disagg.testing.pair import leftover_tasks, recording_engine
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import GenerateRequest, Handoff, TokenChunk
-from trtllm_disagg.wire import decode_request, encode_request
+from trtllm_disagg.wire.bodies import decode_request, encode_request
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -26,7 +26,7 @@ from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, TokenChunk
-from trtllm_disagg.wire import decode_request, encode_request
+from trtllm_disagg.wire.bodies import decode_request, encode_request
 
 CAME = RequestPerfMetrics(
     TimingMetrics(

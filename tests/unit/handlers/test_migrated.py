@@ -12,7 +12,7 @@ from tests.support.handling import PROMPT, collect, raw_request, request, tokens
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.fallback import Start, always, replay_if_needed, resume_migrated
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
-from trtllm_disagg.wire import decode_request
+from trtllm_disagg.wire.bodies import decode_request
 
 PENALTY = {"presence_penalty": 0.5}
 

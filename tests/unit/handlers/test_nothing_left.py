@@ -9,7 +9,7 @@ from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.strategies import worker_side
 from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.types import TokenChunk, Usage
-from trtllm_disagg.wire import decode_request
+from trtllm_disagg.wire.bodies import decode_request
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from tests.support.meeting import wait_until
 from tests.support.pools import NETWORK, ONE_HOST, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.framing import framed
 from trtllm_disagg.kv_transfer.access import Network
 from trtllm_disagg.kv_transfer.base import ReadTimeoutError, runs_of
 from trtllm_disagg.kv_transfer.tls import Fetch, Store, TlsTransport
 from trtllm_disagg.kv_transfer.transports import create_transport
+from trtllm_disagg.processes.framing import framed
 
 
 @pytest.fixture(scope="module")

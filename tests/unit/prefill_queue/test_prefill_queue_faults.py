@@ -27,7 +27,7 @@ from trtllm_disagg.prefill_queue.messages import (
     encode,
 )
 from trtllm_disagg.testing.recording import LLM
-from trtllm_disagg.wire import encode_request
+from trtllm_disagg.wire.bodies import encode_request
 
 ACK_SECONDS = 0.6
 

@@ -19,10 +19,10 @@ from tests.support.handling import collect, expected_tokens, request, tokens_of,
 from tests.support.queueing import Queueing, closing
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import QueueUnusableError
-from trtllm_disagg.pairing import Fingerprint, ModelIdentity, describe_worker, kind_of
 from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
 from trtllm_disagg.prefill_queue.messages import CONSUMER, Answer, FromPuller, decode
 from trtllm_disagg.testing.recording import LLM
+from trtllm_disagg.worker.pairing import Fingerprint, ModelIdentity, describe_worker, kind_of
 
 Hear = Callable[[Msg], Awaitable[None]]
 

@@ -21,11 +21,12 @@ from trtllm_disagg import embedded
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.embedded.params.llm_args import CacheTransceiverConfig, LlmArgs
-from trtllm_disagg.engine import Engine, load_api
+from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.testing import recording
 from trtllm_disagg.testing.recording import LLM, DisaggregatedParams
 from trtllm_disagg.types import PrefillResult
-from trtllm_disagg.wire import encode_disaggregated_params
+from trtllm_disagg.wire.bodies import encode_disaggregated_params
 
 ROOT = Path(__file__).parents[3]
 PINS = {

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from tests.support.handling import collect, request
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engine import Engine, load_api
-from trtllm_disagg.engines import resolve_engine
+from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.engines import resolve_engine
+from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing import recording
 from trtllm_disagg.testing.recording_result import scripted_token

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_disagg.activity import LOADING, NullReporter, Reporter
 from trtllm_disagg.embedded.connector.connector import (
     BlocksQuarantined,
     BlocksReleased,
@@ -55,6 +54,7 @@ from trtllm_disagg.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.embedded.tensor_parallel.team import SingleRank, Team
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError
 from trtllm_disagg.kv_transfer.base import KvTimeouts, StagingTransport
+from trtllm_disagg.processes.activity import LOADING, NullReporter, Reporter
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.guided_decoding.guides import Guides

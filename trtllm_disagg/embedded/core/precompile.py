@@ -27,7 +27,7 @@ from trtllm_disagg.embedded.scheduler.scheduler import Row
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.embedded.tensor_parallel.team import Runner
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.steadily import steadily
+from trtllm_disagg.processes.steadily import steadily
 
 DTYPES = ("float32", "bfloat16")
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 
-from trtllm_disagg.activity import reporter_of
 from trtllm_disagg.embedded.ipc.link import Link, connect
 from trtllm_disagg.embedded.ipc.messages import (
     AbortRequest,
@@ -35,6 +34,7 @@ from trtllm_disagg.embedded.ipc.messages import (
 )
 from trtllm_disagg.embedded.tensor_parallel.group import leave, own_rank, use_cpus
 from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB
+from trtllm_disagg.processes.activity import reporter_of
 
 log = logging.getLogger("trtllm_disagg.embedded")
 

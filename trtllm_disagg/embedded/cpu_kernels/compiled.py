@@ -15,9 +15,9 @@ from numba.core import event
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
-from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.cpu_kernels.kernel_cache import CompileLocks, KernelCache, kernel_folder
+from trtllm_disagg.processes.activity import Reporter
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

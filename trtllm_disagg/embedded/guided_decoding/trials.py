@@ -17,7 +17,7 @@ import msgspec
 
 from trtllm_disagg.embedded.ipc.messages import AddRequest
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError
-from trtllm_disagg.interpreter import python
+from trtllm_disagg.processes.interpreter import python
 
 _PROCESS = "trtllm_disagg.embedded.guided_decoding.trial_process"
 _REMEMBERED = 256

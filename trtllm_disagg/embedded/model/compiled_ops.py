@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded.cpu_kernels import attention_kernels, layer_kernels
 from trtllm_disagg.embedded.cpu_kernels.compiled import compiling_told
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
@@ -17,6 +16,7 @@ from trtllm_disagg.embedded.model.attention import ForwardRow, LayerAttention, S
 from trtllm_disagg.embedded.model.fused_decode import FusedDecode
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
+from trtllm_disagg.processes.activity import Reporter
 
 
 class DecodeRows:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trtllm_disagg.activity import Reporter
 from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
 from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.forward import Forward, HfForward, PlainForward
@@ -24,6 +23,7 @@ from trtllm_disagg.embedded.params.checkpoint import count_weights
 from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig, LlmArgs
 from trtllm_disagg.embedded.params.model_config import ModelConfig
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes.activity import Reporter
 
 #: Of the memory that is available, for float32 copies of bfloat16 weights.
 _MOST_OF_MEMORY = 0.8

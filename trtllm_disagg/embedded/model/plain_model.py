@@ -17,11 +17,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from trtllm_disagg.activity import LOADING, NullReporter, Reporter
 from trtllm_disagg.embedded.model.attention import LayerAttention
 from trtllm_disagg.embedded.model.pack import Pack, linear_over, packed
 from trtllm_disagg.embedded.params.checkpoint import EMBEDDING, HEAD, Shape, expected_weights, weight_places
 from trtllm_disagg.embedded.params.model_config import PLAIN_FAMILIES, ModelConfig
+from trtllm_disagg.processes.activity import LOADING, NullReporter, Reporter
 
 _NO_NORM = np.empty(0, np.float32)
 

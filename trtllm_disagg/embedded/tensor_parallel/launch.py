@@ -18,11 +18,11 @@ from pathlib import Path
 
 import psutil
 
-from trtllm_disagg.dev_shm import DIRECTORY, MPICH_PER_RANK, free_bytes, how_to_get, in_mib
 from trtllm_disagg.embedded.cpu_kernels.cpu import environment_of
 from trtllm_disagg.embedded.params.checkpoint import read_json
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.interpreter import python
+from trtllm_disagg.processes.dev_shm import DIRECTORY, MPICH_PER_RANK, free_bytes, how_to_get, in_mib
+from trtllm_disagg.processes.interpreter import python
 
 KEY = "tensor_parallel_size"
 #: Numbers of config.json that every rank gets an equal part of, and what they count.

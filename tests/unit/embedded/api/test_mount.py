@@ -16,7 +16,7 @@ import numpy
 import pytest
 
 from tests.support.models import write_tokenizer
-from trtllm_disagg import embedded, engine
+from trtllm_disagg import embedded
 from trtllm_disagg.embedded import mount
 from trtllm_disagg.embedded.api.mounted_names import (
     MetricsCollector,
@@ -28,7 +28,8 @@ from trtllm_disagg.embedded.api.request import PreprocessedInputs, prompt_of
 from trtllm_disagg.embedded.mount import MOUNTED, NOT_SERVED, ROOT, mount_as_tensorrt_llm
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
-from trtllm_disagg.engines import resolve_engine
+from trtllm_disagg.engine.engines import resolve_engine
+from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.errors import ConfigError
 
 #: What upstream imports in a `try`, or for images and video only.
@@ -113,7 +114,7 @@ def test_the_names_are_the_embedded_engines_own(mounted: Any) -> None:
 
 def test_our_own_worker_finds_it_too(mounted: Any) -> None:
     assert resolve_engine("auto") == "tensorrt_llm"
-    assert engine.load_api("tensorrt_llm").llm is embedded.LLM
+    assert load_api("tensorrt_llm").llm is embedded.LLM
 
 
 @pytest.mark.parametrize("use", [lambda name: name(), lambda name: name.from_dict({})])

@@ -19,7 +19,7 @@ from trtllm_disagg.embedded.guided_decoding.trials import GrammarTrials, TrialSt
 from trtllm_disagg.embedded.ipc.messages import AddRequest, SamplingSpec
 from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError
-from trtllm_disagg.interpreter import python
+from trtllm_disagg.processes.interpreter import python
 
 #: llguidance builds one state for each remainder.
 ENDLESS = '{"grammars": [{"json_schema": {"type": "integer", "multipleOf": 99999989}}]}'

@@ -16,7 +16,8 @@ from trtllm_disagg.embedded.api.request import sampling_spec
 from trtllm_disagg.embedded.guided_decoding.grammar import grammar_of
 from trtllm_disagg.embedded.ipc.messages import Ready
 from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams, SamplingParams
-from trtllm_disagg.engine import Engine, load_api
+from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.errors import InvalidRequestError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -1,0 +1,246 @@
+"""A request becomes a call of the LLM API."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.handling import PROMPT, request
+from trtllm_disagg import embedded
+from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.engines import resolve_engine
+from trtllm_disagg.engine.llm_api import load_api
+from trtllm_disagg.errors import ConfigError, InvalidRequestError, WorkerLeavingError
+from trtllm_disagg.testing.pair import MAX_SEQ_LEN, recording_engine
+from trtllm_disagg.testing.recording import GuidedDecodingParams, SamplingParams
+
+
+def sampling_of(**keys: Any) -> SamplingParams:
+    """What the engine is asked for."""
+    engine = recording_engine()
+    engine.start_both(request(**keys))
+    (call,) = engine.llm.calls_of("generate_async")
+    params: SamplingParams = call["sampling_params"]
+    return params
+
+
+# -- sampling
+
+
+OPTIONS: dict[str, Any] = {
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "repetition_penalty": 1.5,
+    "temperature": 0.0,
+    "top_p": 0.75,
+    "top_k": 4,
+    "min_p": 0.125,
+    "length_penalty": 2.0,
+    "seed": 7,
+    "include_stop_str_in_output": True,
+    "n": 1,
+    "best_of": 1,
+    "use_beam_search": False,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), OPTIONS.items())
+def test_every_sampling_option_reaches_the_engine(name: str, value: Any) -> None:
+    assert getattr(sampling_of(sampling_options={name: value}), name) == value
+
+
+def test_a_null_leaves_the_engines_default() -> None:
+    nothing = SamplingParams(max_tokens=5, detokenize=False)
+    assert sampling_of(sampling_options=dict.fromkeys(OPTIONS)) == nothing
+    assert sampling_of(sampling_options=None, output_options=None) == nothing
+
+
+def test_no_limit_of_top_k_is_zero() -> None:
+    assert sampling_of(sampling_options={"top_k": -1}).top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("stop_conditions", "fields"),
+    [
+        ({"max_tokens": 3}, {"max_tokens": 3}),
+        ({}, {"max_tokens": MAX_SEQ_LEN - len(PROMPT)}),
+        ({"min_tokens": 2}, {"min_tokens": 2}),
+        ({"ignore_eos": True, "stop_token_ids": [1]}, {"ignore_eos": True, "stop_token_ids": None}),
+        (
+            {"stop_token_ids": [1], "stop_token_ids_hidden": [2]},
+            {"stop_token_ids": [1, 2], "ignore_eos": False},
+        ),
+        # The frontend looks for these in the answer, so the engine has to send them.
+        (
+            {"stop_token_ids_visible": [3], "stop_token_ids_hidden": [2]},
+            {"ignore_eos": True, "stop_token_ids": None},
+        ),
+        ({"stop_token_ids_visible": []}, {"ignore_eos": False}),
+    ],
+)
+def test_stop_conditions(stop_conditions: dict[str, Any], fields: dict[str, Any]) -> None:
+    params = sampling_of(stop_conditions=stop_conditions)
+    assert {name: getattr(params, name) for name in fields} == fields
+
+
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    engine = recording_engine(max_seq_len=len(PROMPT))
+    with pytest.raises(InvalidRequestError, match="max_seq_len 3 leaves room for at most 2"):
+        engine.start_both(request(max_tokens=None))
+
+
+@pytest.mark.parametrize(
+    ("options", "logprobs"),
+    [({}, None), ({"logprobs": 0}, 1), ({"logprobs": 3}, 3)],
+)
+def test_logprobs(options: dict[str, int], logprobs: int | None) -> None:
+    params = sampling_of(output_options=options)
+    assert params.logprobs == logprobs
+
+
+@pytest.mark.parametrize(
+    ("guided", "params"),
+    [
+        ({"json": {"type": "object"}}, {"json": {"type": "object"}}),
+        ({"regex": "a+", "json": None, "backend": "x"}, {"regex": "a+"}),
+        ({"grammar": "root ::= x"}, {"grammar": "root ::= x"}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"structural_tag": {"a": 1}}, {"structural_tag": '{"a": 1}'}),
+        ({"structural_tag": '{"a": 1}'}, {"structural_tag": '{"a": 1}'}),
+        ({"choice": ["yes", "n.o"]}, {"regex": r"(yes|n\.o)"}),
+    ],
+)
+def test_guided_decoding(guided: dict[str, Any], params: dict[str, Any]) -> None:
+    assert sampling_of(sampling_options={"guided_decoding": guided}).guided_decoding == GuidedDecodingParams(
+        **params
+    )
+
+
+@pytest.mark.parametrize("guided", [{}, {"json": None}, {"choice": None}])
+def test_empty_guided_decoding_is_none(guided: dict[str, Any]) -> None:
+    assert sampling_of(sampling_options={"guided_decoding": guided}).guided_decoding is None
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"priority": 7.0}, "priority"),
+        ({"token_ids": [1] * MAX_SEQ_LEN}, "max_seq_len"),
+        ({"sampling_options": {"guided_decoding": {"json": "{}", "regex": "a"}}}, "json, regex"),
+    ],
+)
+def test_what_the_engine_refuses_is_the_callers_fault(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        recording_engine().start_both(request(**keys))
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), TypeError("x"), NotImplementedError("x")])
+def test_every_kind_of_refusal(error: Exception) -> None:
+    engine = recording_engine()
+
+    def refuse(**keywords: Any) -> None:
+        raise error
+
+    engine.llm.generate_async = refuse
+    with pytest.raises(InvalidRequestError, match="x"):
+        engine.start_both(request())
+
+
+def test_a_closed_engine_is_not_the_callers_fault() -> None:
+    engine = recording_engine()
+    engine.close()
+    assert engine.llm.is_shut_down
+    with pytest.raises(WorkerLeavingError, match="shutting down"):
+        engine.start_both(request())
+
+
+def test_decode_needs_a_prefill_result() -> None:
+    with pytest.raises(InvalidRequestError, match="needs a prefill result"):
+        recording_engine().start_decode(request())
+
+
+# -- the rest of a call
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, {}),
+        ({"routing": None}, {}),
+        ({"routing": {"cache_salt": "tenant-1", "dp_rank": 0}}, {"cache_salt": "tenant-1"}),
+        ({"priority": 0.75}, {"priority": 0.75}),
+    ],
+)
+def test_salt_and_priority_are_passed_when_given(keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    engine = recording_engine()
+    engine.start_both(request(**keys))
+    (call,) = engine.llm.calls_of("generate_async")
+    assert {name: call[name] for name in ("cache_salt", "priority") if name in call} == expected
+
+
+def test_handoff_ids_differ_between_workers() -> None:
+    ids = set()
+    for machine_id in (0, 63, 64, 1020):
+        engine = Engine(recording_engine()._api, recording_engine().llm, 8, machine_id)
+        engine.start_prefill(request())
+        params = engine.llm.calls_of("generate_async")[0]["disaggregated_params"]
+        assert params.request_type == "context_only"
+        ids.add(params.disagg_request_id)
+    assert len(ids) == 4
+
+
+# -- health, load, size
+
+
+def test_health() -> None:
+    engine = recording_engine()
+    for healthy in (True, False):
+        engine.llm.is_healthy = healthy
+        assert engine.is_healthy is healthy
+    assert Engine(engine._api, object(), 8).is_healthy
+
+
+async def test_idle_as_the_embedded_engine_tells_it() -> None:
+    engine = recording_engine(recording={})
+    assert await engine.is_idle()
+    result = engine.start_both(request(3))
+    assert not await engine.is_idle()
+    await result.aresult()
+    assert await engine.is_idle()
+
+
+def test_a_length_that_the_engine_does_not_tell_is_not_guessed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 640}))
+    assert recording_engine(model=str(tmp_path), max_seq_len=None).max_seq_len is None
+    assert recording_engine(model=str(tmp_path), max_seq_len=99).max_seq_len == 99
+
+
+# -- which engine
+
+
+def test_the_embedded_engine_is_loaded_by_its_name() -> None:
+    api = load_api("embedded")
+    assert api.llm is embedded.LLM
+    assert api.request_error is embedded.RequestError
+
+
+def test_an_engine_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--engine: 'tensorrt_llm' is not allowed.*No module named"):
+        load_api("tensorrt_llm")
+
+
+def test_auto_is_what_is_installed() -> None:
+    assert resolve_engine("auto") == "embedded"
+    assert resolve_engine("embedded") == "embedded"
+    assert resolve_engine("tensorrt_llm") == "tensorrt_llm"
+
+
+def test_an_engine_that_does_not_tell_its_length_gets_every_prompt_that_it_might_take() -> None:
+    engine = Engine(load_api("recording"), llm=object(), max_seq_len=4096)
+    assert engine.longest_prompt >= 1_000_000

@@ -1,0 +1,698 @@
+"""What TensorRT-LLM really does on the first day, where it is harder to live with than its API looks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of, until
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.handler import PROBE, as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
+from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder, StatsForwarder
+from trtllm_disagg.engine.capabilities import CAPABILITIES, Capabilities
+from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.error_meaning import translate
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld
+from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
+from trtllm_disagg.engine.llm_api import load_api
+from trtllm_disagg.errors import (
+    ConfigError,
+    DisaggError,
+    EngineError,
+    InvalidRequestError,
+    KvTransferError,
+    RequestCancelledError,
+    WorkerLeavingError,
+)
+from trtllm_disagg.handlers.cancellation import num_in_background
+from trtllm_disagg.handlers.decide import CachedPrefixes
+from trtllm_disagg.handlers.local import LocalBoth, LocalPrefill
+from trtllm_disagg.handlers.remote import DECODE, PREFILL
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.strategies import spec_of
+from trtllm_disagg.testing.hard_edges import (
+    CONTEXT_TRANSFER_ERROR,
+    GENERATION_TRANSFER_ERROR,
+    PESSIMISTIC,
+    RequestError,
+)
+from trtllm_disagg.testing.mounted import mounted_recording_llm
+from trtllm_disagg.testing.recording import LLM, Script
+from trtllm_disagg.testing.sinks import (
+    RecordingEventSink,
+    RecordingLoadSink,
+    RecordingStatsSink,
+    Removed,
+    Stored,
+)
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.types import Generate, GenerateRequest
+from trtllm_disagg.wire.bodies import decode_request
+from trtllm_disagg.wire.handoff_protocols import DYNAMO
+
+pytestmark = pytest.mark.usefixtures("the_loop_goes_on")
+
+
+# -- statistics and cache events: the readers block
+
+
+class BlockingReaders:
+    """As TensorRT-LLM's proxy asks its engine: by a blocking call, before there is an iterator."""
+
+    def __init__(self, least_seconds: float = 0.0) -> None:
+        self.threads: set[int] = set()
+        self.timeouts: set[float] = set()
+        self._least_seconds = least_seconds
+        self.records: list[dict[str, Any]] = []
+
+    def get_stats_async(self, timeout: float) -> AsyncIterator[dict[str, Any]]:
+        self.threads.add(threading.get_ident())
+        self.timeouts.add(timeout)
+        if not self.records:
+            time.sleep(max(timeout, self._least_seconds))
+        return self._found()
+
+    get_kv_cache_events_async = get_stats_async
+
+    async def _found(self) -> AsyncIterator[dict[str, Any]]:
+        while self.records:
+            yield self.records.pop(0)
+
+
+def publishers_of(llm: Any) -> list[PollingPublisher]:
+    load, stats = RecordingLoadSink(), RecordingStatsSink()
+    return [
+        StatsForwarder(llm, load, stats),
+        KvEventForwarder(llm, [EventsOfRank([RecordingEventSink()], 4)]),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["statistics", "cache-events"])
+async def test_a_reader_that_blocks_blocks_no_request(which: int) -> None:
+    llm = BlockingReaders(least_seconds=0.6)
+    publisher = publishers_of(llm)[which]
+    await publisher.start()
+    await until(lambda: llm.threads)
+    await asyncio.sleep(0.1)
+    await publisher.stop()
+    assert threading.get_ident() not in llm.threads
+    assert max(llm.timeouts) <= 0.01
+
+
+async def test_an_engine_with_no_news_is_asked_less_and_less_often() -> None:
+    publisher = StatsForwarder(BlockingReaders(), RecordingLoadSink(), RecordingStatsSink())
+    asked: list[float] = []
+    publisher.records = lambda: asked.append(time.monotonic()) or _nothing()  # type: ignore[method-assign, func-returns-value]
+    await publisher.start()
+    await until(lambda: len(asked) >= 6)
+    await publisher.stop()
+    assert asked[5] - asked[4] >= 0.09
+
+
+async def _nothing() -> AsyncIterator[dict[str, Any]]:
+    nothing: tuple[dict[str, Any], ...] = ()
+    for record in nothing:
+        yield record
+
+
+async def test_an_iterator_that_never_ends_still_lets_its_reader_publish() -> None:
+    load = RecordingLoadSink()
+    publisher = StatsForwarder(BlockingReaders(), load, RecordingStatsSink())
+
+    async def endless() -> AsyncIterator[dict[str, Any]]:
+        while True:
+            yield {"kvCacheStats": {"usedNumBlocks": 3}}
+
+    publisher.records = endless  # type: ignore[method-assign]
+    assert await publisher.poll()
+    assert load.loads == [(None, 3)]
+
+
+@pytest.mark.parametrize("nothing", [TimeoutError, asyncio.QueueEmpty])
+async def test_an_iterator_that_ends_by_its_timeout_has_nothing(nothing: type[Exception]) -> None:
+    publisher = StatsForwarder(BlockingReaders(), RecordingLoadSink(), RecordingStatsSink())
+
+    async def late() -> AsyncIterator[dict[str, Any]]:
+        yield {}
+        raise nothing
+
+    publisher.records = late  # type: ignore[method-assign]
+    assert await publisher.poll()
+
+
+async def test_a_reader_that_never_answers_does_not_keep_the_worker(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtllm_disagg.dynamo_runtime.polling._STOP_SECONDS", 0.05)
+    release = threading.Event()
+    publisher = StatsForwarder(BlockingReaders(), RecordingLoadSink(), RecordingStatsSink())
+    entered = threading.Event()
+
+    def wedged() -> AsyncIterator[dict[str, Any]]:
+        entered.set()
+        release.wait()
+        return _nothing()
+
+    publisher.records = wedged  # type: ignore[method-assign]
+    await publisher.start()
+    await until(entered.is_set)
+    await publisher.stop()
+    assert "engine-stats: the engine does not answer" in caplog.text
+    release.set()
+
+
+# -- the stand-in as it really is
+
+PESSIMISM = {"max_seq_len": 64, "max_num_tokens": 32}
+
+
+@pytest.fixture
+def tensorrt_llm() -> Iterator[ModuleType]:
+    with mounted_recording_llm(PESSIMISTIC) as module:
+        yield module
+
+
+def opened(**engine_args: Any) -> Engine:
+    """On `tensorrt_llm`, whatever that is now."""
+    args = {"model": "org/model", "cache_transceiver_config": {"backend": "NIXL"}}
+    return Engine.open(load_api("tensorrt_llm"), args | engine_args, machine_id=70)
+
+
+@dataclass(frozen=True, slots=True)
+class DayOne:
+    """A pair of workers in one of the orders."""
+
+    generate: Generate
+    prefill: LLM
+    decode: LLM
+    client: RecordingStageClient
+
+    async def quiet(self) -> None:
+        """All that goes on behind the answers has ended."""
+        await self.client.idle()
+        await until(lambda: not num_in_background())
+        await self.client.idle()
+
+    @property
+    def contexts(self) -> int:
+        return self.prefill.held_contexts
+
+
+class Both:
+    """Each worker's way to the other: what one of them drains goes through the other."""
+
+    def __init__(self, strategy: str, **engine_args: Any) -> None:
+        self.engines = {role: opened(**(PESSIMISM | engine_args)) for role in (Role.PREFILL, Role.DECODE)}
+        self.clients = {role: RecordingStageClient() for role in self.engines}
+        self.handlers: dict[Role, Generate] = {}
+        for role, engine in self.engines.items():
+            config = WorkerConfig(model="org/model", role=role, strategy=strategy, engine="tensorrt_llm")
+            other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+            self.handlers[role] = build_generate(config, engine, self.clients[other])
+        for role, handler in self.handlers.items():
+            self.clients[role].serve_by(handler)
+
+    def day_one(self, strategy: str) -> DayOne:
+        entry = spec_of(strategy).entry_role
+        assert entry is not None
+        first = Role(entry)
+        second = Role.DECODE if first is Role.PREFILL else Role.PREFILL
+        prefill, decode = (self.engines[role].llm for role in (Role.PREFILL, Role.DECODE))
+        return DayOne(self.handlers[first], prefill, decode, self.clients[second])
+
+
+@pytest.fixture(params=ORDERS)
+def pair(request: pytest.FixtureRequest, tensorrt_llm: ModuleType) -> DayOne:
+    return Both(request.param).day_one(request.param)
+
+
+def kinds(llm: LLM) -> list[str | None]:
+    """What was asked of an engine."""
+    return [
+        getattr(call.get("disaggregated_params"), "request_type", None)
+        for call in llm.calls_of("generate_async")
+    ]
+
+
+# -- KV that no decode fetches
+
+
+async def test_a_request_for_one_token_leaves_no_context(pair: DayOne) -> None:
+    chunks = await collect(pair.generate, request(max_tokens=1))
+    assert tokens_of(chunks) == expected_tokens(1)
+    assert chunks[-1].finish_reason == "length"
+    assert kinds(pair.prefill) == [None]
+    assert kinds(pair.decode) == []
+    assert pair.contexts == 0
+
+
+async def test_a_client_that_leaves_behind_the_first_token_leaves_no_context(pair: DayOne) -> None:
+    context = FakeContext()
+    chunks = pair.generate(request(max_tokens=5), context)
+    await anext(chunks)
+    context.stop()
+    await chunks.aclose()
+    await pair.quiet()
+    assert pair.contexts == 0
+
+
+async def test_a_client_that_leaves_a_remote_prefill_as_it_ends_leaves_no_context(
+    tensorrt_llm: ModuleType,
+) -> None:
+    both = Both("decode_first")
+    context = FakeContext()
+    asked = both.clients[Role.PREFILL]
+    raw = DYNAMO.encode(request(max_tokens=5), PREFILL)
+    answers = both.handlers[Role.PREFILL](decode_request(raw), context)
+    await anext(answers)
+    context.stop()
+    await answers.aclose()
+    await until(lambda: not num_in_background())
+    await asked.idle()
+    assert both.engines[Role.PREFILL].llm.held_contexts == 0
+    assert kinds(both.engines[Role.DECODE].llm) == ["generation_only"]
+
+
+async def test_a_prefill_that_is_finished_when_its_client_leaves_is_fetched(tensorrt_llm: ModuleType) -> None:
+    engine = opened()
+    drained: list[GenerateRequest] = []
+    context = FakeContext()
+
+    async def stopped(result: Any) -> None:
+        await result.aresult()
+        context.stop()
+
+    engine.finished = stopped  # type: ignore[method-assign]
+    with pytest.raises(RequestCancelledError):
+        await LocalPrefill(engine, drained.append)(request(), context)
+    (with_kv,) = drained
+    assert with_kv.prefill_result is not None
+
+
+async def test_an_engine_that_can_release_is_not_drained() -> None:
+    engine = Engine.open(
+        load_api("recording"),
+        {"model": "org/model", "cache_transceiver_config": {"backend": "NIXL"}},
+        machine_id=0,
+    )
+    drained: list[GenerateRequest] = []
+    handoff = await LocalPrefill(engine, drained.append)(request(), FakeContext())
+    handoff.release()
+    assert (drained, engine.llm.held_contexts) == ([], 0)
+
+
+# -- the caller's faults and KV transfers
+
+
+@pytest.mark.parametrize("length", [33, 63, 64, 100])
+async def test_a_prompt_that_is_too_long_is_the_callers_fault(pair: DayOne, length: int) -> None:
+    """More than max_num_tokens without chunks, and from max_seq_len on."""
+    for _ in range(5):
+        with pytest.raises(InvalidRequestError, match=r"max_num_tokens|max_seq_len"):
+            await collect(pair.generate, request(token_ids=[7] * length))
+    assert tokens_of(await collect(pair.generate, request())) == expected_tokens(5)
+
+
+@pytest.mark.parametrize("length", [33, 64])
+async def test_the_engines_own_refusal_is_the_callers_fault(tensorrt_llm: ModuleType, length: int) -> None:
+    """Where this worker does not know the engine's limits."""
+    engine = opened(**PESSIMISM)
+    engine.max_seq_len, engine._longest_step = None, math.inf
+    with pytest.raises(InvalidRequestError):
+        await collect(LocalBoth(engine), request(token_ids=[7] * length))
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (GENERATION_TRANSFER_ERROR, KvTransferError),
+        (CONTEXT_TRANSFER_ERROR, KvTransferError),
+        ("`default_max_tokens` (-1) must be greater than 0, ...", InvalidRequestError),
+        (
+            "The sum of prompt length (9.0), query length (0) should not exceed max_num_tokens (8)",
+            InvalidRequestError,
+        ),
+        ("CUDA error: an illegal memory access was encountered", EngineError),
+    ],
+)
+def test_errors_without_a_category_go_by_their_words(message: str, kind: type[DisaggError]) -> None:
+    assert type(translate(RequestError(message))) is kind
+
+
+async def test_a_kv_transfer_that_fails_climbs_the_fallback(pair: DayOne) -> None:
+    pair.decode.scripts.append(Script(error=RequestError(GENERATION_TRANSFER_ERROR)))
+    chunks = await collect(pair.generate, request())
+    assert tokens_of(chunks) == expected_tokens(5)
+
+
+async def test_no_reader_stays_behind_a_failed_decode(pair: DayOne) -> None:
+    for _ in range(5):
+        pair.decode.scripts.append(Script(error=RequestError(GENERATION_TRANSFER_ERROR)))
+        await collect(pair.generate, request())
+    await pair.quiet()
+    assert num_in_background() == 0
+
+
+# -- the end of a worker
+
+
+async def test_a_handoff_that_may_be_read_keeps_the_worker(tensorrt_llm: ModuleType) -> None:
+    both = Both("decode_first")
+    engine = both.engines[Role.PREFILL]
+    assert await engine.is_idle()
+    raw = DYNAMO.encode(request(max_tokens=5), PREFILL)
+    async for _ in both.handlers[Role.PREFILL](decode_request(raw), FakeContext()):
+        pass
+    assert not await engine.is_idle(), "decode may read its KV, and no statistic says that it has"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_worker_whose_requests_are_over_is_idle(order: str, tensorrt_llm: ModuleType) -> None:
+    both = Both(order)
+    day = both.day_one(order)
+    await collect(day.generate, request())
+    await day.quiet()
+    idle = {role: await engine.is_idle() for role, engine in both.engines.items()}
+    # Under decode_first the prefill worker cannot know that its KV was read.
+    assert idle == {Role.PREFILL: order == "prefill_first", Role.DECODE: True}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_handoff_ends_with_its_lease() -> None:
+    held = HandoffsHeld(60.0, clock := Clock())
+    held.hold()
+    clock.now = 59.0
+    assert held.count() == 1
+    clock.now = 60.0
+    assert held.count() == 0
+
+
+def test_a_statistic_of_an_idle_engine_ends_what_was_handed_over_before_it() -> None:
+    held = HandoffsHeld(60.0, clock := Clock())
+    held.hold()
+    held.update({"numActiveRequests": 0, "numQueuedRequests": 0})
+    assert held.count() == 1, "the statistic may be older than the handoff"
+    clock.now = 2.0
+    held.update({"numActiveRequests": 1, "numQueuedRequests": 0})
+    assert held.count() == 1
+    held.update({"numActiveRequests": 0, "numQueuedRequests": 0})
+    assert held.count() == 0
+
+
+def test_all_ranks_have_to_be_idle() -> None:
+    held = HandoffsHeld(60.0, clock := Clock())
+    held.hold()
+    clock.now = 2.0
+    held.update({"numActiveRequests": 1, "attentionDpRank": 1})
+    held.update({"numActiveRequests": 0, "attentionDpRank": 0})
+    assert held.count() == 1
+    held.update({"numActiveRequests": 0, "attentionDpRank": 1})
+    assert held.count() == 0
+
+
+# -- a dead engine, and one that is stuck
+
+TIMES = HealthTimes(between=0.02, check=0.2, hear=0.2, shutdown=0.2, shutdown_dead=0.05)
+
+
+async def told(engine: Engine, times: HealthTimes = TIMES) -> str:
+    heard: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    health = EngineHealth(engine, heard.set_result, times)
+    health.start()
+    try:
+        return await asyncio.wait_for(heard, 5)
+    finally:
+        health.stop()
+
+
+async def test_a_check_that_raises_is_a_death(tensorrt_llm: ModuleType) -> None:
+    engine = opened()
+    engine.llm.die(RuntimeError("rank 3 is gone"))
+    assert "rank 3 is gone" in await told(engine)
+    with pytest.raises(WorkerLeavingError, match="rank 3 is gone"):
+        engine.start_both(request())
+
+
+async def test_a_check_that_never_answers_is_a_death(tensorrt_llm: ModuleType) -> None:
+    engine, never = opened(), threading.Event()
+    engine.llm._check_health = never.wait
+    assert "has not answered" in await told(engine)
+    never.set()
+
+
+async def test_what_the_executor_has_noted_is_a_death_although_no_check_returns(
+    tensorrt_llm: ModuleType,
+) -> None:
+    engine, never = opened(), threading.Event()
+    engine.llm._check_health = never.wait
+    engine.llm._executor = SimpleNamespace(_fatal_error=RuntimeError("MPI abort"))
+    assert "MPI abort" in await told(engine, replace(TIMES, check=60))
+    never.set()
+
+
+async def test_a_loop_that_the_dead_engine_holds_up_ends_with_its_process(tensorrt_llm: ModuleType) -> None:
+    engine = opened()
+    ended, held_up = threading.Event(), threading.Event()
+    health = EngineHealth(engine, lambda reason: None, TIMES, lambda reason: ended.set())
+    # A loop of its own, so that this test's goes on.
+    health._loop = SimpleNamespace(call_soon_threadsafe=lambda *_: held_up.set())  # type: ignore[assignment]
+    engine.llm.die()
+    health._ailment = "gone"
+    await asyncio.to_thread(health._watch)
+    assert held_up.is_set()
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize("phase", ["prefill", "both"])
+async def test_what_waits_for_a_dead_engine_ends(phase: str, tensorrt_llm: ModuleType) -> None:
+    engine = opened()
+    engine.llm.scripts.append(Script(gate=asyncio.Semaphore(0)))
+    run = (
+        LocalPrefill(engine)(request(), FakeContext())
+        if phase == "prefill"
+        else collect(LocalBoth(engine), request())
+    )
+    waiting = asyncio.ensure_future(run)
+    await until(lambda: engine.llm.results)
+    await asyncio.sleep(0)
+    engine.die("rank 3 is gone")
+    with pytest.raises(WorkerLeavingError, match="rank 3 is gone"):
+        await waiting
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+async def test_a_shutdown_that_never_returns_is_not_waited_for(
+    is_dead: bool, tensorrt_llm: ModuleType
+) -> None:
+    engine = opened()
+    engine.llm.may_shut_down.clear()
+    if is_dead:
+        engine.die("gone")
+    before = time.monotonic()
+    assert not await close(engine, TIMES)
+    assert time.monotonic() - before >= (0.05 if is_dead else 0.2)
+    engine.llm.may_shut_down.set()
+
+
+async def test_a_probe_crosses_the_engine(tensorrt_llm: ModuleType) -> None:
+    engine = opened()
+    handler = as_dynamo_handler(LocalBoth(engine), lambda: {"role": "agg"}, probe=engine.probe)
+    assert [answer async for answer in handler({PROBE: True}, FakeContext())] == [{"role": "agg"}]
+    (call,) = engine.llm.calls_of("generate_async")
+    assert call["sampling_params"].max_tokens == 1
+    engine.llm.die()
+    with pytest.raises(Exception, match=r"shutting down|ended"):
+        [answer async for answer in handler({PROBE: True}, FakeContext())]
+
+
+# -- the model's length
+
+
+@pytest.mark.parametrize(
+    ("given", "told_by_args", "known"), [(99, None, 99), (None, 4096, 4096), (None, None, None)]
+)
+async def test_the_length_is_the_engines_or_unknown(
+    given: int | None, told_by_args: int | None, known: int | None, tensorrt_llm: ModuleType
+) -> None:
+    engine = opened(max_seq_len=given) if given else opened()
+    if told_by_args:
+        engine.llm.args = engine.llm.args.model_copy(update={"max_seq_len": told_by_args})
+        engine = Engine(engine._api, engine.llm, Capabilities(engine.llm).max_seq_len)
+    assert engine.max_seq_len == known
+
+
+async def test_an_answer_of_unknown_room_is_as_long_as_the_engine_has_it(tensorrt_llm: ModuleType) -> None:
+    engine = opened()
+    engine.start_both(request(max_tokens=None))
+    (call,) = engine.llm.calls_of("generate_async")
+    assert call["sampling_params"].max_tokens is None
+
+
+# -- what is no text
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"multi_modal_data": {"image_url": [{"Url": "http://a/b.png"}]}}, "multi_modal_data"),
+        (
+            {
+                "extra_args": {
+                    "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+                }
+            },
+            "image_url",
+        ),
+        (
+            {"extra_args": {"messages": [{"content": [{"type": "text"}, {"type": "input_audio"}]}]}},
+            "input_audio",
+        ),
+    ],
+)
+async def test_media_are_refused_by_name(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{named}.*serves text"):
+        request(**keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"multi_modal_data": None},
+        {"multi_modal_data": {}},
+        {"extra_args": {"messages": [{"content": "text"}, {"content": [{"type": "text", "text": "a"}]}]}},
+        {"extra_args": {"messages": "nonsense"}},
+    ],
+)
+async def test_text_is_not(keys: dict[str, Any]) -> None:
+    assert request(**keys).token_ids == PROMPT
+
+
+# -- where the engines meet
+
+
+@pytest.mark.parametrize("said", ["tcp://h:1", ["tcp://h:1"]])
+async def test_an_endpoint_is_a_string_however_the_engine_says_it(
+    said: Any, tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = opened(), opened()
+    told = {"ctx_info_endpoint": said, "ctx_dp_rank": 2}
+    monkeypatch.setattr(type(prefill.llm), "disaggregated_params", told)
+    prefill = Engine(prefill._api, prefill.llm, None)
+    assert prefill.ctx_info_endpoint == "tcp://h:1"
+    met = prefill.rendezvous("tcp://h:1", prefill.ctx_dp_rank)
+    asked = decode_request(DYNAMO.encode(request().with_rendezvous(met), DECODE))
+    decode.start_decode(asked).abort()
+    params = decode.llm.calls_of("generate_async")[0]["disaggregated_params"]
+    assert (params.ctx_info_endpoint, params.ctx_dp_rank) == ("tcp://h:1", 2)
+
+
+# -- versions
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc4"])
+async def test_a_version_that_is_too_old_is_refused_by_name(version: str) -> None:
+    with (
+        mounted_recording_llm(PESSIMISTIC, version),
+        pytest.raises(ConfigError, match=rf"{version}.*1\.3\.0rc5 or newer"),
+    ):
+        load_api("tensorrt_llm")
+
+
+@pytest.mark.parametrize("version", ["1.3.0rc21", "1.3.0rc22", "1.3.0rc29"])
+@pytest.mark.parametrize("order", ORDERS)
+async def test_ids_are_made_whatever_the_function_takes(version: str, order: str) -> None:
+    with mounted_recording_llm(PESSIMISTIC, version):
+        day = Both(order).day_one(order)
+        assert tokens_of(await collect(day.generate, request())) == expected_tokens(5)
+        assert kinds(day.prefill) == ["context_only"]
+        await day.quiet()
+
+
+# -- attention DP
+
+
+def attention_dp(**engine_args: Any) -> Engine:
+    return opened(enable_attention_dp=True, tensor_parallel_size=2, **engine_args)
+
+
+async def test_a_request_runs_on_the_rank_that_the_router_chose(tensorrt_llm: ModuleType) -> None:
+    engine = attention_dp()
+    await collect(LocalBoth(engine), request(routing={"dp_rank": 1}))
+    (call,) = engine.llm.calls_of("generate_async")
+    assert call["scheduling_params"].attention_dp_rank == 1
+    assert call["scheduling_params"].attention_dp_relax is False
+    with pytest.raises(InvalidRequestError, match=r"routing\.dp_rank: 2"):
+        await collect(LocalBoth(engine), request(routing={"dp_rank": 2}))
+
+
+async def test_a_rank_of_another_worker_is_none_of_this_one(tensorrt_llm: ModuleType) -> None:
+    raw = DYNAMO.encode(request(routing={"dp_rank": 1}), PREFILL)
+    assert decode_request(raw).dp_rank is None
+
+
+async def test_each_rank_has_events_and_load_of_its_own(tensorrt_llm: ModuleType) -> None:
+    engine = attention_dp(kv_cache_config={"event_buffer_max_size": 10, "tokens_per_block": 4})
+    sinks = [RecordingEventSink(), RecordingEventSink()]
+    publisher = KvEventForwarder(engine.llm, [EventsOfRank([sink], 4) for sink in sinks])
+    tokens = [{"type": "unique_token", "token_id": n, "token_extra_id": 0} for n in range(4)]
+    blocks = [{"type": "stored_block", "block_hash": 5, "tokens": tokens, "cache_level": 0}]
+    for rank in (0, 1):
+        engine.llm.store(blocks, rank=rank)
+    engine.llm.remove([5], rank=1)
+    await asyncio.to_thread(lambda: asyncio.run(publisher.poll()))
+    stored = Stored([0, 1, 2, 3], [4], [5], None, None)
+    assert [sink.events for sink in sinks] == [[stored], [stored, Removed([5])]]
+
+    load = RecordingLoadSink()
+    stats = StatsForwarder(engine.llm, load, num_ranks=2)
+    await stats.start()
+    await stats.stop()
+    assert load.loads == [(0, 0), (1, 0)]
+
+
+async def test_what_one_rank_drops_another_keeps() -> None:
+    cached = CachedPrefixes(4)
+    for rank in (0, 1):
+        cached.of_rank(rank).publish_stored([1, 2, 3, 4], [4], [9])
+    cached.of_rank(1).publish_removed([9])
+    prompt = [1, 2, 3, 4, 5]
+    assert [cached.num_cached(prompt, None, rank) for rank in (None, 0, 1)] == [4, 4, 0]
+
+
+async def test_attention_dp_with_an_engine_that_takes_no_rank_is_refused(tensorrt_llm: ModuleType) -> None:
+    engine = attention_dp()
+    api = replace(engine._api, scheduling_params=None)
+    with pytest.raises(ConfigError, match="enable_attention_dp"):
+        Engine(api, engine.llm, None)
+
+
+# -- one place says what happens without
+
+
+def test_the_documents_table_is_the_codes() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "tensorrt-llm.md").read_text()
+    for capability in CAPABILITIES:
+        assert f"| {capability.name} | {capability.without} |" in text
+
+
+async def test_the_stand_in_can_do_what_tensorrt_llm_can(tensorrt_llm: ModuleType) -> None:
+    assert [each.name for each in CAPABILITIES if each in opened().capabilities] == [
+        "take a rank of attention DP"
+    ]

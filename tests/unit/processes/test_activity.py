@@ -1,0 +1,67 @@
+"""What a process says that it is doing, and what is read of it."""
+
+from pathlib import Path
+
+from trtllm_disagg.processes.activity import (
+    ACTIVITY_VARIABLE,
+    Activity,
+    FileReporter,
+    NullReporter,
+    read_activity,
+    reporter_of,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_was_told_last_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "decode-0.activity"
+    reporter = FileReporter(file)
+
+    reporter.tell("loading weights", percent=43)
+    assert str(read_activity(file)) == "loading weights 43 %"
+
+    reporter.tell("serving", requests=1)
+    assert str(read_activity(file)) == "serving 1 request"
+    assert [path.name for path in tmp_path.iterdir()] == ["decode-0.activity"]
+
+
+def test_a_share_that_grows_is_written_now_and_then_and_a_new_activity_at_once(tmp_path: Path) -> None:
+    file, clock = tmp_path / "a", Clock()
+    reporter = FileReporter(file, clock)
+
+    reporter.tell("loading weights", percent=1)
+    reporter.tell("loading weights", percent=2)
+    assert read_activity(file).percent == 1
+
+    clock.now += 0.3
+    reporter.tell("loading weights", percent=3)
+    assert read_activity(file).percent == 3
+
+    reporter.tell("warming up")
+    assert str(read_activity(file)) == "warming up"
+
+
+def test_a_directory_that_is_gone_stops_no_worker(tmp_path: Path) -> None:
+    FileReporter(tmp_path / "gone" / "a").tell("serving")
+
+
+def test_a_file_that_no_reporter_wrote_says_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    assert read_activity(file) == Activity()
+
+    file.write_text("half of")
+    assert read_activity(file) == Activity()
+
+
+def test_without_a_file_in_the_environment_there_is_no_reader(tmp_path: Path) -> None:
+    assert isinstance(reporter_of({}), NullReporter)
+
+    reporter_of({ACTIVITY_VARIABLE: str(tmp_path / "a")}).tell("serving")
+    assert str(read_activity(tmp_path / "a")) == "serving"

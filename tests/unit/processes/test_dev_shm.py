@@ -1,0 +1,58 @@
+"""Too little room in /dev/shm is named before a process dies of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trtllm_disagg.embedded.tensor_parallel.launch import core_launch
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.kv_transfer.access import OneHost
+from trtllm_disagg.kv_transfer.transports import create_transport
+from trtllm_disagg.processes.dev_shm import MIB, MPICH_PER_RANK, UCX_FREE, free_bytes
+
+Leave = Callable[[int], None]
+ADVICE = "start the container with --shm-size=256m, or: sudo mount -o remount,size=256m /dev/shm"
+
+
+@pytest.fixture
+def leave(monkeypatch: pytest.MonkeyPatch) -> Leave:
+    def leave(count: int) -> None:
+        state = SimpleNamespace(f_bavail=count, f_frsize=1)
+        monkeypatch.setattr(os, "statvfs", lambda directory: state)
+
+    return leave
+
+
+def test_a_directory_that_is_missing_has_no_room(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path / "missing") == 0
+    state = os.statvfs(tmp_path)
+    assert abs(free_bytes(tmp_path) - state.f_bavail * state.f_frsize) < 1024 * MIB
+
+
+def test_nixl_by_name_is_refused_where_ucx_has_no_room(leave: Leave) -> None:
+    leave(16 * MIB)
+    with pytest.raises(ConfigError) as refused:
+        create_transport("NIXL", OneHost())
+    assert "/dev/shm has 16 MiB free of the 17 MiB that UCX asks for" in str(refused.value)
+    assert ADVICE in str(refused.value)
+
+
+def test_default_falls_back_where_ucx_has_no_room(leave: Leave, caplog: pytest.LogCaptureFixture) -> None:
+    leave(UCX_FREE - 1)
+    assert create_transport("DEFAULT", OneHost()).name == "SHARED_MEMORY"
+    assert "NIXL has no room" in caplog.text
+    leave(UCX_FREE)
+    assert create_transport("DEFAULT", OneHost()).name == "NIXL"
+
+
+def test_ranks_are_refused_where_mpich_has_no_room(leave: Leave) -> None:
+    leave(2 * MPICH_PER_RANK - 1)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2 .* that mpich needs: .*--shm-size"):
+        core_launch(2, 1, {})
+    leave(2 * MPICH_PER_RANK)
+    assert core_launch(2, 1, {}).by_mpiexec

@@ -1,0 +1,74 @@
+"""What lies in the current directory is data: no process that we start imports it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.deployment.plan import DeploymentConfig, plan
+from trtllm_disagg.embedded.tensor_parallel.launch import core_launch
+from trtllm_disagg.kv_transfer.transports import why_no_cma
+from trtllm_disagg.processes.interpreter import python
+
+#: What workers, frontends and engines import: ours, of the standard library, and of others.
+PLANTED = ("yaml", "torch", "msgspec", "ctypes", "argparse", "prometheus_client", "uvloop", "sitecustomize")
+WORKER = [*python("-m", "trtllm_disagg", "worker"), "--model", "/no/such/model"]
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory with modules that leave a trace when they are run, and end the process."""
+    for name in PLANTED:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r}); 1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+@pytest.mark.parametrize("name", ["yaml", "prometheus_client"])
+def test_modules_of_the_current_directory_are_not_found(planted: Path, name: str) -> None:
+    done = run(python("-c", f"import {name}; print({name}.__file__)"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not Path(done.stdout.strip()).is_relative_to(planted)
+
+
+def test_modules_of_pythonpath_are_found(planted: Path) -> None:
+    (mine := planted / "mine").mkdir()
+    (mine / "my_plugin.py").write_text("print('mine')")
+    assert run(python("-c", "import my_plugin"), PYTHONPATH=str(mine)).stdout == "mine\n"
+
+
+def test_every_python_process_of_a_deployment_is_started_so(tmp_path: Path) -> None:
+    config = DeploymentConfig("decode_first", "m", "m", tmp_path)
+    processes = plan(config, system_ports=range(9000, 9010), environ={})
+    assert {process.argv[:2] for process in processes} == {(sys.executable, "-P")}
+    assert {process.env["PYTHONSAFEPATH"] for process in processes} == {"1"}
+
+
+@pytest.mark.parametrize("job", [{}, {"PMI_RANK": "0", "PMI_SIZE": "1"}])
+def test_the_engine_core_is_started_so(job: dict[str, str]) -> None:
+    assert core_launch(1, 1, job).command[:2] == (sys.executable, "-P")
+
+
+def test_the_self_test_of_shared_reads_is_started_so(planted: Path) -> None:
+    why_no_cma()
+    assert not (planted / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "command", [WORKER, [sys.executable, "-m", *WORKER[3:]]], ids=["as we start it", "python -m"]
+)
+def test_a_worker_runs_nothing_of_the_current_directory(planted: Path, command: list[str]) -> None:
+    done = run(command)
+    assert "error: " in done.stderr
+    assert not (planted / "ran").exists()

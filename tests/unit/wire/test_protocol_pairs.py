@@ -1,0 +1,236 @@
+"""The three handoff protocols between real embedded engines; and both phases of the concurrent one end together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import Checkpoints
+from tests.support.handling import ORDERS, collect, request, tokens_of, until
+from tests.unit.wire.test_protocol_refusals import forge, forged
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
+from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.llm_api import load_api
+from trtllm_disagg.errors import InvalidRequestError, KvTransferError, OverloadedError
+from trtllm_disagg.handlers.concurrent import Push, together
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.kv_transfer.endpoint import join_endpoint
+from trtllm_disagg.testing.stage_client import RecordingStageClient
+from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
+from trtllm_disagg.wire.handoff_protocols import BootstrapProtocol
+
+STYLES = {
+    "dynamo": ScheduleStyle.CONTEXT_FIRST,
+    "two_phase": ScheduleStyle.CONTEXT_FIRST,
+    "bootstrap": ScheduleStyle.GENERATION_FIRST,
+}
+PROMPT = [2 + (i * 7 + i * i) % 250 for i in range(150)]
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoints: Checkpoints) -> Iterator[dict[Role, Engine]]:
+    args = {
+        "model": str(checkpoints()),
+        "kv_cache_config": {"max_tokens": 4096},
+        "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 5000},
+        "max_seq_len": 512,
+        "max_batch_size": 8,
+        "max_num_tokens": 64,
+        "enable_chunked_prefill": True,
+        "skip_tokenizer_init": True,
+    }
+    started = {
+        role: Engine.open(load_api("embedded"), args, machine_id)
+        for machine_id, role in enumerate((Role.PREFILL, Role.DECODE))
+    }
+    yield started
+    for engine in started.values():
+        engine.close()
+
+
+def pair(engines: dict[Role, Engine], order: str, protocol: str) -> tuple[Generate, RecordingStageClient]:
+    """(the first stage, its way to the second one)."""
+
+    def build(role: Role, client: RecordingStageClient) -> Generate:
+        config = WorkerConfig(
+            model="m",
+            role=role,
+            strategy=order,
+            schedule_style=STYLES[protocol],
+            handoff_protocol=protocol,
+            # What fails here is the caller's to know.
+            on_missing_stage="fail",
+        )
+        return build_generate(config, engines[role], client)
+
+    first, second = (Role.PREFILL, Role.DECODE) if order == "prefill_first" else (Role.DECODE, Role.PREFILL)
+    description = {"ctx_info_endpoint": engines[second].ctx_info_endpoint}
+    client = RecordingStageClient(build(second, RecordingStageClient()), description=description)
+    return build(first, client), client
+
+
+def asked(max_tokens: int = 8) -> GenerateRequest:
+    return request(max_tokens, token_ids=PROMPT, sampling_options={"temperature": 0.0})
+
+
+async def is_idle(engines: dict[Role, Engine]) -> None:
+    await until(lambda: not any(engine.llm.num_active_requests for engine in engines.values()))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("protocol", STYLES)
+async def test_the_answer_is_that_of_one_worker(
+    engines: dict[Role, Engine], protocol: str, order: str, max_tokens: int
+) -> None:
+    alone = WorkerConfig(model="m", role=Role.AGG)
+    whole = await collect(
+        build_generate(alone, engines[Role.PREFILL], RecordingStageClient()), asked(max_tokens)
+    )
+    generate, client = pair(engines, order, protocol)
+    split = await collect(generate, asked(max_tokens))
+    await client.idle()
+    assert tokens_of(split) == tokens_of(whole)
+    assert split[-1].finish_reason == whole[-1].finish_reason == "length"
+    await is_idle(engines)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_two_phase_tells_where_the_kv_is(engines: dict[Role, Engine], order: str) -> None:
+    generate, client = pair(engines, order, "two_phase")
+    await collect(generate, asked())
+    (call,) = client.calls
+    told = call.request if order == "prefill_first" else call.answers[0]
+    params = told["kv_transfer_params"]
+    endpoint = engines[Role.PREFILL].ctx_info_endpoint
+    assert endpoint is not None
+    assert join_endpoint(params["remote_host"], params["remote_port"]) == endpoint
+    assert params["remote_engine_id"]
+    # 150 tokens in blocks of 32.
+    assert len(params["remote_block_ids"]) == 5
+    await is_idle(engines)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_foreign_engine_is_refused_and_nothing_is_held(
+    engines: dict[Role, Engine], order: str
+) -> None:
+    generate, client = pair(engines, order, "two_phase")
+    forge(client, lambda params: forged({"remote_engine_id": "another"}, params))
+    with pytest.raises(InvalidRequestError, match="remote_engine_id is not as expected"):
+        await collect(generate, asked())
+    await client.idle()
+    await is_idle(engines)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_bootstrap_meets_in_a_new_room_at_the_prefill_engine(
+    engines: dict[Role, Engine], order: str
+) -> None:
+    generate, client = pair(engines, order, "bootstrap")
+    for _ in range(2):
+        await collect(generate, asked())
+    one, other = client.requests
+    endpoint = engines[Role.PREFILL].ctx_info_endpoint
+    assert endpoint is not None
+    assert join_endpoint(one["bootstrap_host"], one["bootstrap_port"]) == endpoint
+    assert one["bootstrap_room"] != other["bootstrap_room"]
+    assert "rendezvous" not in one
+    await is_idle(engines)
+
+
+async def test_a_failed_bootstrap_prefill_ends_decode_with_its_reason(engines: dict[Role, Engine]) -> None:
+    """The decode engine has its blocks out by then, and would wait for its own deadline."""
+    generate, client = pair(engines, "decode_first", "bootstrap")
+
+    async def full(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        if request.rendezvous is not None:
+            raise OverloadedError("full")
+        yield TokenChunk([])
+
+    client.serve_by(full)
+    with pytest.raises(OverloadedError, match="full"):
+        await asyncio.wait_for(collect(generate, asked()), 30)
+    await is_idle(engines)
+
+
+# -- how soon one phase hears of the other's end
+
+#: The failed task's callback, the waiter's turn, and the turn in which the other phase is cancelled.
+TURNS = 3
+
+
+class Turns:
+    """Counts the event loop's turns from the failure of one phase to the end of the other."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._failed: int | None = None
+        self.ended: int | None = None
+        self._ticking = asyncio.ensure_future(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self._turn += 1
+
+    def fail(self) -> None:
+        self._failed = self._turn
+
+    def end(self) -> None:
+        assert self._failed is not None
+        self.ended = self._turn - self._failed
+
+    async def stop(self) -> None:
+        self._ticking.cancel()
+        await asyncio.wait({self._ticking})
+
+
+class Meeting:
+    """A push phase that waits to be told to fail, or is cancelled."""
+
+    def __init__(self, turns: Turns, go: asyncio.Event | None) -> None:
+        self._turns, self._go = turns, go
+
+    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+        return BootstrapProtocol().meeting(Rendezvous(0, ["tcp://127.0.0.1:1"])), self._push
+
+    async def _push(self, request: GenerateRequest, context: RequestContext) -> Any:
+        if self._go is not None:
+            await self._go.wait()
+            self._turns.fail()
+            raise KvTransferError("prefill is gone")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._turns.end()
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("failing", ["prefill", "decode"])
+async def test_the_end_of_one_phase_ends_the_other_within_its_turn(failing: str) -> None:
+    turns, go = Turns(), asyncio.Event()
+
+    async def decode(
+        request: GenerateRequest, context: RequestContext, handoff: Handoff
+    ) -> AsyncGenerator[TokenChunk, None]:
+        asyncio.get_running_loop().call_later(0.01, go.set)
+        try:
+            await (go.wait() if failing == "decode" else asyncio.Event().wait())
+            turns.fail()
+            if request.rendezvous is not None:
+                raise KvTransferError("decode is gone")
+            yield TokenChunk([])
+        finally:
+            if failing == "prefill":
+                turns.end()
+
+    meeting = Meeting(turns, go if failing == "prefill" else None)
+    with pytest.raises(KvTransferError, match=f"{failing} is gone"):
+        await collect(together(meeting, decode), request())
+    await turns.stop()
+    assert turns.ended is not None
+    assert turns.ended <= TURNS

@@ -1,0 +1,269 @@
+"""A handoff from the network is checked key by key, in whichever protocol it comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.handling import ORDERS, collect, expected_tokens, raw_request, request, tokens_of
+from tests.unit.wire.test_protocol_bodies import ASKING, HANDED_OVER, PARAMS
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
+from trtllm_disagg.errors import (
+    ConfigError,
+    HandoffRefusedError,
+    InvalidRequestError,
+    PeerUnavailableError,
+)
+from trtllm_disagg.testing.pair import make_pair
+from trtllm_disagg.testing.recording import LLM, RequestError, Script
+from trtllm_disagg.types import PrefillResult, TokenChunk
+from trtllm_disagg.wire.bodies import decode_request
+from trtllm_disagg.wire.handoff_formats import result_of
+
+WITHOUT = object()
+FORGED: list[tuple[dict[str, Any], str]] = [
+    ({"do_remote_prefill": "yes"}, "bool"),
+    ({"do_remote_decode": True}, "both true"),
+    ({"do_remote_prefill": False}, "no prefill was done"),
+    ({"do_remote_decode": WITHOUT}, "do_remote_decode"),
+    ({"remote_engine_id": WITHOUT}, "remote_engine_id"),
+    ({"remote_engine_id": 5}, "str"),
+    ({"remote_engine_id": "x" * 200}, "128"),
+    ({"remote_engine_id": "engine-b"}, "remote_engine_id is not as expected: what its remote_handle says"),
+    ({"remote_engine_id": None}, "remote_engine_id is not as expected"),
+    ({"remote_block_ids": WITHOUT}, "remote_block_ids"),
+    ({"remote_block_ids": [4, 10]}, "remote_block_ids is not as expected"),
+    ({"remote_block_ids": [-1]}, ">= 0"),
+    ({"remote_block_ids": [2**31]}, "<= 2147483647"),
+    ({"remote_block_ids": [0] * ((1 << 20) + 1)}, "1048576"),
+    ({"remote_block_ids": "4,9"}, "array"),
+    ({"remote_host": WITHOUT}, "remote_host"),
+    ({"remote_host": "10.0.0.8"}, "remote_host is not as expected"),
+    ({"remote_host": "h" * 300}, "253"),
+    ({"remote_port": WITHOUT}, "remote_port"),
+    ({"remote_port": 41001}, "remote_port is not as expected"),
+    ({"remote_port": 70000}, "65535"),
+    ({"remote_port": True}, "int"),
+    ({"remote_handle": WITHOUT}, "remote_handle is missing"),
+    ({"remote_handle": None}, "remote_handle is missing"),
+    ({"remote_handle": "x"}, "object"),
+    ({"remote_handle": {}}, "remote_engine_id is not as expected"),
+    ({"remote_handle": {"opaque_state": "a3Y="}}, "remote_engine_id is not as expected"),
+    ({"remote_handle": {"opaque_state": 5}}, "remote_engine_id is not as expected"),
+    ({"remote_cached_tokens": -1}, ">= 0"),
+]
+
+
+def forged(change: dict[str, Any], of: dict[str, Any] = HANDED_OVER) -> dict[str, Any]:
+    return {key: value for key, value in (of | change).items() if value is not WITHOUT}
+
+
+@pytest.mark.parametrize(("change", "named"), FORGED)
+def test_forged_params_are_refused_in_a_body_and_in_an_answer(change: dict[str, Any], named: str) -> None:
+    params = forged(change)
+    with pytest.raises(HandoffRefusedError, match=named) as caught:
+        decode_request(raw_request(kv_transfer_params=params))
+    assert caught.value.status == 400
+    assert len(str(caught.value)) < 400
+    with pytest.raises(HandoffRefusedError, match=named):
+        result_of(TokenChunk([7], kv_transfer_params=params))
+
+
+@pytest.mark.parametrize("params", [5, "x", [], {}, {"do_remote_prefill": True}])
+def test_what_are_no_params_at_all(params: Any) -> None:
+    with pytest.raises(HandoffRefusedError, match="kv_transfer_params"):
+        decode_request(raw_request(kv_transfer_params=params))
+
+
+def test_a_prefill_body_that_says_where_the_kv_is() -> None:
+    with pytest.raises(HandoffRefusedError, match="no prefill was done"):
+        decode_request(raw_request(kv_transfer_params=ASKING | {"remote_port": 5}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"bootstrap_host": WITHOUT}, "bootstrap_host missing"),
+        ({"bootstrap_port": None}, "bootstrap_port missing"),
+        ({"bootstrap_room": WITHOUT, "bootstrap_port": None}, "bootstrap_port, bootstrap_room missing"),
+        ({"bootstrap_room": -1}, ">= 0"),
+        ({"bootstrap_room": 1 << 63}, "bootstrap_room"),
+        ({"bootstrap_room": "5"}, "bootstrap_room"),
+        ({"bootstrap_port": 0}, ">= 1"),
+        ({"bootstrap_host": ""}, "bootstrap_host"),
+        ({"bootstrap_host": "a/b"}, "no host"),
+        ({"bootstrap_host": "a:1@b"}, "no host"),
+        ({"bootstrap_host": "[::1]"}, "no host"),
+        ({"bootstrap_host": "h" * 300}, "bootstrap_host"),
+    ],
+)
+def test_an_unusable_room_is_refused(keys: dict[str, Any], named: str) -> None:
+    room: dict[str, Any] = {"bootstrap_host": "10.0.0.7", "bootstrap_port": 41000, "bootstrap_room": 5}
+    decode_request(raw_request(**room))
+    with pytest.raises(HandoffRefusedError, match=named):
+        decode_request(raw_request(**forged(keys, room)))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"prefill_result": {"disaggregated_params": PARAMS}},
+        {"rendezvous": {"disagg_request_id": 5, "ctx_info_endpoint": ["tcp://a:1"]}},
+        {"bootstrap_host": "a", "bootstrap_port": 1, "bootstrap_room": 1},
+    ],
+)
+def test_a_handoff_that_is_told_twice(keys: dict[str, Any]) -> None:
+    with pytest.raises(HandoffRefusedError, match=r"kv_transfer_params.*expected at most one"):
+        decode_request(raw_request(kv_transfer_params=HANDED_OVER, **keys))
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.sampled_from([PARAMS, "engine-a"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+PLACE = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+
+
+@given(st.dictionaries(st.sampled_from(sorted(HANDED_OVER)), junk))
+def test_no_params_break_the_reader(change: dict[str, Any]) -> None:
+    """Either they are refused, or they say what the handle says."""
+    try:
+        read = decode_request(raw_request(kv_transfer_params=HANDED_OVER | change))
+    except HandoffRefusedError:
+        return
+    assert read.prefill_result is None or isinstance(read.prefill_result, PrefillResult)
+    if read.prefill_result is not None and read.prefill_result.disaggregated_params == PARAMS:
+        assert all(value == HANDED_OVER[key] for key, value in change.items() if key in PLACE)
+
+
+# -- a forger between the two stages
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_engine_id": "engine-b"},
+        {"remote_block_ids": [0] * ((1 << 20) + 1)},
+        {"remote_handle": None},
+        {"remote_host": WITHOUT},
+        {"remote_port": "x"},
+    ],
+)
+async def test_a_forged_handoff_is_refused_and_the_kv_let_go(order: str, change: dict[str, Any]) -> None:
+    pair = make_pair(order, handoff_protocol="two_phase")
+    forge(pair.client, lambda params: forged(change, params))
+    with pytest.raises(InvalidRequestError, match="kv_transfer_params") as caught:
+        await collect(pair.generate, request())
+    assert caught.value.status == 400
+    await pair.idle()
+    assert len(LLM.kv_store) == 0
+    assert pair.decode.results == []
+
+
+def forge(client: Any, change: Any) -> None:
+    """On its way to the second stage and back, every handoff goes through `change`."""
+    call = client.call
+
+    async def forging(raw: dict[str, Any], context: Any) -> Any:
+        if raw["kv_transfer_params"]["do_remote_prefill"]:
+            raw = raw | {"kv_transfer_params": change(raw["kv_transfer_params"])}
+        stream = call(raw, context)
+        try:
+            async for answer in stream:
+                if "kv_transfer_params" in answer:
+                    answer = answer | {"kv_transfer_params": change(answer["kv_transfer_params"])}
+                yield answer
+        finally:
+            await stream.aclose()
+
+    client.call = forging
+
+
+# -- pairs on recording engines
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, None])
+@pytest.mark.parametrize("order", ORDERS)
+async def test_two_phase_gives_the_chunks_of_dynamo(order: str, max_tokens: int | None) -> None:
+    asked = request(max_tokens, output_options={"logprobs": 2})
+    pairs = [make_pair(order, handoff_protocol=name) for name in ("dynamo", "two_phase")]
+    answers = [await collect(pair.generate, asked) for pair in pairs]
+    assert answers[0] == answers[1]
+    assert tokens_of(answers[1]) == expected_tokens(max_tokens or 512 - 3)
+    if max_tokens == 1:
+        assert [pair.decode.results for pair in pairs] == [[], []]
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize(("mine", "theirs"), [("dynamo", "two_phase"), ("two_phase", "dynamo")])
+@pytest.mark.parametrize("order", ORDERS)
+async def test_what_can_be_recognised_is_taken(order: str, mine: str, theirs: str) -> None:
+    """A deployment refuses this pair (startup_checks.py); the handlers would understand each other."""
+    pair, other = make_pair(order, handoff_protocol=mine), make_pair(order, handoff_protocol=theirs)
+    assert other.client._serve is not None
+    pair.client.serve_by(other.client._serve)
+    assert tokens_of(await collect(pair.generate, request())) == expected_tokens(5)
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("failing", "kind"),
+    [("prefill", InvalidRequestError), ("decode", PeerUnavailableError), ("prefill", PeerUnavailableError)],
+)
+async def test_errors_keep_their_category(
+    order: str, failing: str, kind: type[InvalidRequestError | PeerUnavailableError]
+) -> None:
+    pair = make_pair(order, handoff_protocol="two_phase", max_tries=1, on_missing_stage="fail")
+    error = RequestError("no")
+    error.category = kind.category  # type: ignore[attr-defined]
+    getattr(pair, failing).scripts.append(Script(error=error, error_at=0))
+    with pytest.raises(kind) as caught:
+        await collect(pair.generate, request())
+    assert caught.value.category == kind.category
+    await pair.idle()
+
+
+# -- configuration
+
+
+@pytest.mark.parametrize(
+    ("protocol", "style", "needed"),
+    [("bootstrap", "context_first", "generation_first"), ("two_phase", "generation_first", "context_first")],
+)
+def test_a_protocol_of_the_other_style_is_refused(protocol: str, style: str, needed: str) -> None:
+    message = rf"--handoff-protocol: '{protocol}' .* needs --schedule-style {needed}"
+    with pytest.raises(ConfigError, match=message):
+        configured(protocol, style)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "style"),
+    [
+        ("dynamo", "context_first"),
+        ("dynamo", "generation_first"),
+        ("two_phase", "context_first"),
+        ("bootstrap", "generation_first"),
+    ],
+)
+def test_the_pairs_of_protocol_and_style_that_there_are(protocol: str, style: str) -> None:
+    assert configured(protocol, style).handoff_protocol == protocol
+
+
+def configured(protocol: str, style: str) -> WorkerConfig:
+    return WorkerConfig(
+        model="m",
+        role=Role.DECODE,
+        strategy="decode_first",
+        schedule_style=ScheduleStyle(style),
+        handoff_protocol=protocol,
+    )

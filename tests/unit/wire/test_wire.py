@@ -1,0 +1,297 @@
+"""Requests, chunks and handoffs between processes: nothing is lost, nothing breaks, errors name the key."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.handling import raw_request, request
+from trtllm_disagg import embedded
+from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.handlers.remote import DECODE
+from trtllm_disagg.testing import recording
+from trtllm_disagg.types import (
+    Handoff,
+    OutputOptions,
+    PrefillResult,
+    PromptTokensDetails,
+    SamplingOptions,
+    StopConditions,
+    TokenChunk,
+    Usage,
+)
+from trtllm_disagg.wire.bodies import (
+    decode_chunk,
+    decode_disaggregated_params,
+    decode_request,
+    encode_chunk,
+    encode_disaggregated_params,
+    encode_request,
+    names_a_sender,
+)
+
+APIS = [recording, embedded]
+
+
+def over_the_wire(message: Any) -> Any:
+    return json.loads(json.dumps(message, allow_nan=False))
+
+
+# -- requests
+
+
+def test_a_request_is_read_and_kept() -> None:
+    raw = raw_request(routing={"cache_salt": "s", "dp_rank": 1}, priority=1, annotations=["a"])
+    read = decode_request(raw)
+    assert read.raw is raw
+    assert read.token_ids == [11, 12, 13]
+    assert read.stop == StopConditions(max_tokens=5)
+    assert read.sampling == SamplingOptions(temperature=0.5)
+    assert read.output == OutputOptions()
+    assert (read.cache_salt, read.priority, read.annotations) == ("s", 1.0, ("a",))
+    assert read.prefill_result is None
+
+
+def test_the_least_that_a_request_has() -> None:
+    read = decode_request({"token_ids": [1]})
+    assert (read.stop, read.sampling, read.output) == (StopConditions(), SamplingOptions(), OutputOptions())
+    assert (read.cache_salt, read.priority, read.annotations, read.prefill_result) == (None, None, (), None)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_packed_tokens_are_unpacked_also_for_the_second_stage(kind: Any) -> None:
+    raw = raw_request(token_ids=kind(b"\x01\0\0\0\xff\xff\0\0"))
+    read = decode_request(raw)
+    assert read.token_ids == [1, 65535]
+    assert over_the_wire(encode_request(read, DECODE)) == raw | {
+        "token_ids": [1, 65535],
+        "errand": {"stage": "decode"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        ({"token_ids": b"12345"}, r"\$\.token_ids"),
+        ({}, "token_ids"),
+        ({"token_ids": "text"}, r"\$\.token_ids"),
+        ({"token_ids": [1, "x"]}, r"\$\.token_ids\[1\]"),
+        ({"token_ids": [1.5]}, r"\$\.token_ids"),
+        ({"token_ids": [1], "stop_conditions": 5}, r"\$\.stop_conditions"),
+        ({"token_ids": [1], "stop_conditions": {"max_tokens": "9"}}, r"\$\.stop_conditions\.max_tokens"),
+        (
+            {"token_ids": [1], "sampling_options": {"temperature": "hot"}},
+            r"\$\.sampling_options\.temperature",
+        ),
+        ({"token_ids": [1], "output_options": {"logprobs": []}}, r"\$\.output_options\.logprobs"),
+        ({"token_ids": [1], "routing": {"cache_salt": 5}}, r"\$\.routing\.cache_salt"),
+        ({"token_ids": [1], "annotations": "a"}, r"\$\.annotations"),
+        ({"token_ids": [1], "priority": "high"}, r"\$\.priority"),
+        ({"token_ids": [1], "stop_conditions": {"max_tokens": -1}}, "max_tokens=-1"),
+        ({"token_ids": [1], "stop_conditions": {"max_tokens": -4}}, "max_tokens=-4"),
+        ({"token_ids": [1], "sampling_options": {"n": 2}}, "n=2"),
+        ({"token_ids": [1], "sampling_options": {"n": 0}}, "n=0"),
+        ({"token_ids": [1], "sampling_options": {"best_of": 3}}, "best_of=3"),
+        ({"token_ids": [1], "sampling_options": {"use_beam_search": True}}, "use_beam_search"),
+        ("text", "object"),
+    ],
+)
+def test_a_bad_request_names_the_key(raw: Any, named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named) as caught:
+        decode_request(raw)
+    assert not isinstance(caught.value, HandoffRefusedError)
+
+
+@pytest.mark.parametrize(
+    "prefill_result",
+    [
+        5,
+        "x",
+        [],
+        {},
+        {"disaggregated_params": None},
+        {"disaggregated_params": {}, "prompt_tokens_details": 5},
+    ],
+)
+def test_a_malformed_prefill_result_is_a_refused_handoff(prefill_result: Any) -> None:
+    with pytest.raises(HandoffRefusedError, match="prefill_result"):
+        decode_request(raw_request(prefill_result=prefill_result))
+
+
+def test_the_prefill_result_goes_where_dynamos_router_puts_it() -> None:
+    first = request()
+    handoff = Handoff(TokenChunk([7]), PrefillResult({"opaque_state": "eA=="}, PromptTokensDetails(2)))
+    second = decode_request(over_the_wire(encode_request(first.with_handoff(handoff), DECODE)))
+    assert second.prefill_result == handoff.result
+    assert {
+        key: value for key, value in second.raw.items() if key not in ("prefill_result", "errand")
+    } == first.raw
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+known_keys = set(raw_request()) | {"routing", "priority", "prefill_result"}
+unknown = st.dictionaries(st.text().filter(lambda key: key not in known_keys), json_values, max_size=4)
+params = st.dictionaries(st.text(), json_values, max_size=4)
+
+
+@given(unknown, st.lists(st.integers(0, 2**31), min_size=1), params, st.none() | st.integers(0, 9))
+def test_a_request_crosses_whole_and_unmutated(
+    extra: dict[str, Any], tokens: list[int], handle: dict[str, Any], cached: int | None
+) -> None:
+    raw = raw_request(token_ids=tokens) | extra
+    before = copy.deepcopy(raw)
+    details = None if cached is None else PromptTokensDetails(cached)
+    handoff = Handoff(TokenChunk([7]), PrefillResult(handle, details))
+    sent = over_the_wire(encode_request(decode_request(raw).with_handoff(handoff), DECODE))
+    assert raw == before
+    again = decode_request(sent)
+    assert again.prefill_result == handoff.result
+    assert again.token_ids == tokens
+    assert {key: sent[key] for key in before} == before
+
+
+# -- chunks
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+chunks = st.builds(
+    TokenChunk,
+    token_ids=st.lists(st.integers(0, 2**31)),
+    index=st.integers(0, 3),
+    log_probs=st.none() | st.lists(finite),
+    top_logprobs=st.none()
+    | st.lists(st.lists(st.fixed_dictionaries({"rank": st.integers(), "logprob": finite}))),
+    finish_reason=st.none() | st.sampled_from(["stop", "length", "cancelled"]),
+    stop_reason=st.none() | st.integers() | st.text(),
+    completion_usage=st.none() | st.builds(Usage.of, st.integers(0), st.integers(0), st.integers(0)),
+    disaggregated_params=st.none() | params,
+    engine_data=st.none() | params,
+)
+
+
+@given(chunks)
+def test_a_chunk_crosses_whole(chunk: TokenChunk) -> None:
+    assert decode_chunk(over_the_wire(encode_chunk(chunk))) == chunk
+
+
+def test_a_chunk_has_no_empty_keys() -> None:
+    assert encode_chunk(TokenChunk([5])) == {"token_ids": [5]}
+
+
+@pytest.mark.parametrize(
+    "raw", [None, 5, "x", [], {}, {"token_ids": None}, {"token_ids": [1], "finish_reason": {}}]
+)
+def test_an_unreadable_chunk_is_the_peers_fault(raw: Any) -> None:
+    with pytest.raises(PeerUnavailableError, match="unreadable answer"):
+        decode_chunk(raw)
+
+
+# -- handoffs
+
+
+def logprobs_of(api: Any) -> Any:
+    logprob = st.builds(api.Logprob, logprob=finite, rank=st.none() | st.integers(1, 9))
+    return st.lists(
+        st.dictionaries(st.integers(0, 9), logprob, min_size=1, max_size=3), min_size=1, max_size=1
+    )
+
+
+@pytest.mark.parametrize("api", APIS)
+@given(data=st.data())
+def test_a_handoff_crosses_whole(api: Any, data: st.DataObject) -> None:
+    given_params = api.DisaggregatedParams(
+        request_type="context_only",
+        first_gen_tokens=data.draw(st.none() | st.lists(st.integers(0, 9), max_size=2)),
+        ctx_request_id=data.draw(st.none() | st.integers(0, 2**62)),
+        opaque_state=data.draw(st.binary(min_size=1)),
+        draft_tokens=data.draw(st.none() | st.lists(st.integers(0, 9))),
+        disagg_request_id=data.draw(st.none() | st.integers(0, 2**62)),
+        ctx_dp_rank=data.draw(st.none() | st.integers(0, 7)),
+        ctx_info_endpoint=data.draw(st.none() | st.lists(st.text())),
+        schedule_style=data.draw(st.none() | st.sampled_from(api.DisaggScheduleStyle)),
+        first_gen_log_probs=data.draw(st.none() | logprobs_of(api)),
+    )
+    encoded = over_the_wire(encode_disaggregated_params(given_params))
+    decoded = decode_disaggregated_params(PrefillResult(encoded), api.DisaggregatedParams, api.Logprob)
+    given_params.request_type = "generation_only"
+    assert decoded == given_params
+
+
+def test_upstreams_wire_form() -> None:
+    encoded = encode_disaggregated_params(
+        recording.DisaggregatedParams(
+            request_type="context_only",
+            first_gen_tokens=[4710],
+            opaque_state=b"kv",
+            first_gen_log_probs=[{4710: recording.Logprob(-2.25, 1)}],
+            first_gen_logits=[object()],
+        )
+    )
+    assert encoded == {
+        "request_type": "context_only",
+        "first_gen_tokens": [4710],
+        "opaque_state": "a3Y=",
+        "first_gen_log_probs": [[{"token_id": 4710, "logprob": -2.25, "rank": 1}]],
+    }
+
+
+def test_a_plain_first_logprob_crosses() -> None:
+    params = recording.DisaggregatedParams(opaque_state=b"kv", first_gen_log_probs=[-0.5])
+    encoded = PrefillResult(over_the_wire(encode_disaggregated_params(params)))
+    decoded = decode_disaggregated_params(encoded, recording.DisaggregatedParams, recording.Logprob)
+    assert decoded.first_gen_log_probs == [-0.5]
+
+
+def test_what_routers_add_is_left_out() -> None:
+    encoded = {"opaque_state": "a3Y=", "worker_id": 9, "_epd_metadata": {}}
+    decoded = decode_disaggregated_params(
+        PrefillResult(encoded), recording.DisaggregatedParams, recording.Logprob
+    )
+    assert decoded == recording.DisaggregatedParams(request_type="generation_only", opaque_state=b"kv")
+    assert set(encoded) == {"opaque_state", "worker_id", "_epd_metadata"}
+
+
+@pytest.mark.parametrize(
+    ("encoded", "named"),
+    [
+        ({}, "names no sender"),
+        ({"opaque_state": ""}, "names no sender"),
+        ({"opaque_state": None, "first_gen_tokens": [1]}, "names no sender"),
+        ({"opaque_state": "not base64!"}, "not readable"),
+        ({"opaque_state": "é"}, "not readable"),
+        ({"opaque_state": "a3Y=", "unheard_of": 1}, "unheard_of"),
+        ({"opaque_state": "a3Y=", "first_gen_log_probs": [[{"logprob": 1}]]}, "token_id"),
+        ({"opaque_state": "a3Y=", "first_gen_log_probs": 5}, "not readable"),
+        ({"opaque_state": "a3Y=", "first_gen_log_probs": [[5]]}, "not readable"),
+    ],
+)
+def test_an_unreadable_handoff_is_refused(encoded: dict[str, Any], named: str) -> None:
+    with pytest.raises(HandoffRefusedError, match=named):
+        decode_disaggregated_params(PrefillResult(encoded), recording.DisaggregatedParams, recording.Logprob)
+
+
+@given(params)
+def test_no_handoff_breaks_the_reader(encoded: dict[str, Any]) -> None:
+    try:
+        decoded = decode_disaggregated_params(
+            PrefillResult({"opaque_state": "a3Y="} | encoded),
+            recording.DisaggregatedParams,
+            recording.Logprob,
+        )
+    except HandoffRefusedError:
+        return
+    assert decoded.request_type == "generation_only"
+
+
+def test_either_transceiver_names_a_sender() -> None:
+    assert names_a_sender({"opaque_state": "a3Y="})
+    assert names_a_sender({"ctx_info_endpoint": ["tcp://a"]})
+    assert not names_a_sender({"opaque_state": None, "ctx_request_id": 5})

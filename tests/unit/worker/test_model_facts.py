@@ -1,0 +1,105 @@
+"""Precision and shape, as model directories say them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts, read_model_facts
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+def model(folder: Path, config: dict[str, Any], modelopt: dict[str, Any] | None = None) -> ModelFacts:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    if modelopt is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": modelopt}))
+    return read_model_facts(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "modelopt", "dtype", "kv_dtype", "precision"),
+    [
+        pytest.param({}, None, "bfloat16", "bfloat16", "", id="not quantised"),
+        pytest.param(
+            {},
+            {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
+            "bfloat16",
+            "fp8",
+            "nvfp4",
+            id="modelopt",
+        ),
+        pytest.param(
+            {},
+            {"quant_algo": "FP8", "kv_cache_quant_algo": None},
+            "bfloat16",
+            "bfloat16",
+            "fp8",
+            id="weights only",
+        ),
+        pytest.param(
+            {"quantization_config": {"quant_method": "fp8"}},
+            None,
+            "bfloat16",
+            "bfloat16",
+            "fp8",
+            id="block fp8",
+        ),
+        pytest.param(
+            {
+                "quantization_config": {
+                    "quant_method": "modelopt",
+                    "quant_algo": "FP8",
+                    "kv_cache_scheme": {"type": "float", "num_bits": 8},
+                }
+            },
+            None,
+            "bfloat16",
+            "fp8",
+            "fp8",
+            id="modelopt inside config.json",
+        ),
+    ],
+)
+def test_what_auto_becomes(
+    tmp_path: Path, config: Any, modelopt: Any, dtype: str, kv_dtype: str, precision: str
+) -> None:
+    facts = model(tmp_path, CONFIG | config, modelopt)
+    assert (facts.dtype, facts.kv_dtype, facts.precision) == (dtype, kv_dtype, precision)
+
+
+def test_two_precisions_of_one_model_have_one_layout(tmp_path: Path) -> None:
+    plain = model(tmp_path / "a", CONFIG)
+    quantised = model(tmp_path / "b", CONFIG | {"quantization_config": {"quant_method": "fp8"}})
+    assert plain.layout == quantised.layout != ""
+    assert model(tmp_path / "c", CONFIG | {"num_key_value_heads": 8}).layout != plain.layout
+
+
+def test_without_a_tokenizer_no_layout_is_known(tmp_path: Path) -> None:
+    model(tmp_path, CONFIG)
+    (tmp_path / "tokenizer.json").unlink()
+    assert read_model_facts(tmp_path).layout == ""
+
+
+def test_a_model_that_sees_is_read_by_its_language_model(tmp_path: Path) -> None:
+    facts = model(tmp_path, {"architectures": ["X"], "text_config": CONFIG})
+    assert (facts.dtype, facts.max_positions) == ("bfloat16", 4096)
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{"])
+def test_of_anything_else_nothing_is_known(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert read_model_facts(tmp_path) == UNKNOWN_MODEL
+    assert read_model_facts("org/model") == UNKNOWN_MODEL

@@ -1,0 +1,259 @@
+"""Two workers that cannot work together are told why, before either serves."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.conftest import Checkpoints
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.embedded.params.checkpoint import fingerprint
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts
+from trtllm_disagg.worker.pairing import (
+    Fingerprint,
+    ModelIdentity,
+    describe_worker,
+    kind_of,
+    require_fit,
+    require_pair,
+)
+
+ARGS: dict[str, Any] = {"kv_cache_config": {"dtype": "auto"}, "cache_transceiver_config": {"backend": "NIXL"}}
+
+
+def described(
+    role: str,
+    args: dict[str, Any] | None = None,
+    block_size: int = 32,
+    weights: str = "ab",
+    facts: ModelFacts = UNKNOWN_MODEL,
+    trtllm_version: str | None = "1.3.0rc29",
+    environ: dict[str, str] | None = None,
+    **config: Any,
+) -> dict[str, Any]:
+    settings = {"model": "org/model", "engine": "embedded", "role": Role(role)} | config
+    worker = WorkerConfig(**settings)
+    identity = ModelIdentity(worker.model_name, worker.model, weights, facts.layout, facts.precision, role)
+    fingerprint = Fingerprint.of(
+        worker.engine, ARGS | (args or {}), block_size, facts, trtllm_version, environ
+    )
+    crossed: dict[str, Any] = json.loads(json.dumps(describe_worker(worker, fingerprint, identity)))
+    return crossed
+
+
+def test_a_worker_describes_what_has_to_be_equal() -> None:
+    assert described("prefill", {"dtype": "float32"}, served_model_name="m") == {
+        "role": "prefill",
+        "strategy": "decode_first",
+        "schedule_style": "context_first",
+        "handoff_protocol": "dynamo",
+        "prefill_dispatch": "direct",
+        "engine": "embedded",
+        "model": "m",
+        "block_size": 32,
+        "dtype": "float32",
+        "kv_dtype": "float32",
+        "transceiver": "NIXL",
+        "transceiver_runtime": None,
+        "trtllm_version": None,
+        "speculative": None,
+        "max_seq_len": None,
+        "layout": "",
+        "precision": "",
+        "source": "org/model",
+        "weights": "ab",
+        "ctx_info_endpoint": None,
+        "ctx_dp_rank": None,
+    }
+
+
+def test_nothing_said_is_the_default() -> None:
+    fingerprint = Fingerprint.of("embedded", {"kv_cache_config": None}, 16)
+    assert (fingerprint.dtype, fingerprint.kv_dtype, fingerprint.transceiver) == ("auto", "auto", None)
+
+
+def test_a_pair_that_fits() -> None:
+    require_pair(described("decode"), described("prefill"))
+    require_pair(described("prefill"), described("decode"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [
+        ({"block_size": 16}, "kv_cache_config.tokens_per_block (--kv-block-size): decode 32, prefill 16"),
+        ({"engine": "tensorrt_llm"}, "--engine: decode 'embedded', prefill 'tensorrt_llm'"),
+        (
+            {"strategy": "prefill_first"},
+            "--disaggregation-strategy: decode 'decode_first', prefill 'prefill_first'",
+        ),
+        ({"prefill_dispatch": "queue"}, "--prefill-dispatch: decode 'direct', prefill 'queue'"),
+        ({"served_model_name": "x"}, "--served-model-name: decode 'org/model', prefill 'x'"),
+        ({"weights": "cd"}, "--model (hash of config.json and weights): decode 'ab', prefill 'cd'"),
+        (
+            {"args": {"kv_cache_config": {"dtype": "fp8"}}},
+            "kv_cache_config.dtype: decode 'auto', prefill 'fp8'",
+        ),
+        (
+            {"args": {"cache_transceiver_config": {"backend": "UCX"}}},
+            "cache_transceiver_config.backend: decode 'NIXL', prefill 'UCX'",
+        ),
+    ],
+)
+def test_a_difference_names_the_setting_and_both_values(theirs: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_pair(described("decode"), described("prefill", **theirs))
+    assert str(caught.value) == f"the two stages do not fit together; {named}"
+
+
+def test_all_differences_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_pair(described("decode"), described("decode", block_size=8, engine="tensorrt_llm"))
+    message = str(caught.value)
+    assert "--disaggregation-mode: both workers are decode" in message
+    assert message.count(";") == 3
+
+
+FP8_KV: dict[str, Any] = {"kv_cache_config": {"dtype": "fp8"}}
+TRT: dict[str, Any] = {"engine": "tensorrt_llm"}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "named"),
+    [
+        (
+            {"args": FP8_KV | {"dtype": "bfloat16"}},
+            {"args": FP8_KV},
+            "dtype: prefill 'bfloat16', decode 'auto'",
+        ),
+        (
+            {"trtllm_version": "1.3.0rc28"},
+            {},
+            "version of TensorRT-LLM: prefill '1.3.0rc28', decode '1.3.0rc29'",
+        ),
+        (
+            {"args": {"cache_transceiver_config": {"backend": "NIXL", "transceiver_runtime": "CPP"}}},
+            {"args": {"cache_transceiver_config": {"backend": "NIXL", "transceiver_runtime": "PYTHON"}}},
+            "cache_transceiver_config.transceiver_runtime: prefill 'CPP', decode 'PYTHON'",
+        ),
+        (
+            {"args": {"speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layers": 1}}},
+            {},
+            "speculative_config: prefill 'decoding_type=MTP num_nextn_predict_layers=1', decode None",
+        ),
+        (
+            {"args": {"max_seq_len": 4096}},
+            {"args": {"max_seq_len": 2048}},
+            "max_seq_len: prefill 4096, decode 2048",
+        ),
+        (
+            {
+                "environ": {"TRTLLM_USE_UCX_KVCACHE": "1"},
+                "args": {"cache_transceiver_config": {"backend": "DEFAULT"}},
+            },
+            {},
+            "cache_transceiver_config.backend: prefill 'UCX', decode 'NIXL'",
+        ),
+    ],
+)
+def test_two_engines_that_cannot_read_each_others_kv_are_told_why(
+    prefill: dict[str, Any], decode: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_pair(described("prefill", **TRT | prefill), described("decode", **TRT | decode))
+    assert str(caught.value) == f"the two stages do not fit together; {named}"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        pytest.param({"args": {"max_seq_len": 2048}}, {"args": {"max_seq_len": 4096}}, id="room for more"),
+        pytest.param({"args": {"max_seq_len": 2048}}, {}, id="a length that only the engine knows"),
+        pytest.param({"trtllm_version": None}, {}, id="a version that is not told"),
+        pytest.param(
+            {"args": {"cache_transceiver_config": {"backend": "DEFAULT"}}}, {}, id="DEFAULT is NIXL"
+        ),
+        pytest.param(
+            {"args": FP8_KV}, {"facts": ModelFacts("bfloat16", "fp8", "nvfp4")}, id="auto that becomes fp8"
+        ),
+        pytest.param(
+            {"args": {"cache_transceiver_config": {"backend": "NIXL", "transceiver_runtime": "PYTHON"}}},
+            {},
+            id="a runtime that the engine chooses",
+        ),
+        pytest.param(
+            {"args": {"speculative_config": {"decoding_type": "Eagle", "speculative_model": "org/draft"}}},
+            {
+                "args": {
+                    "speculative_config": {"decoding_type": "Eagle", "speculative_model_dir": "org/draft"}
+                }
+            },
+            id="one key by its two names",
+        ),
+    ],
+)
+def test_values_that_mean_the_same_fit(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+    facts = {"facts": ModelFacts("bfloat16", "bfloat16")}
+    require_pair(described("prefill", **TRT | facts | prefill), described("decode", **TRT | facts | decode))
+
+
+FP4 = {"weights": "four", "facts": ModelFacts("bfloat16", "bfloat16", "nvfp4", layout="same")}
+FP8 = {"weights": "eight", "facts": ModelFacts("bfloat16", "bfloat16", "fp8", layout="same")}
+
+
+def test_one_model_in_two_precisions_is_a_pair() -> None:
+    require_pair(described("prefill", **TRT | FP4), described("decode", **TRT | FP8))
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        pytest.param(FP8 | {"facts": ModelFacts("bfloat16", "bfloat16", "fp8", layout="other")}, id="shape"),
+        pytest.param(FP8 | {"facts": ModelFacts("bfloat16", "bfloat16", "fp8")}, id="no shape known"),
+        pytest.param(FP4 | {"weights": "changed"}, id="one precision, two checkpoints"),
+        pytest.param(FP8 | {"args": FP8_KV}, id="KV of another dtype"),
+        pytest.param(FP8 | {"prefill_dispatch": "queue"}, id="a queue, whose workers are of one kind"),
+    ],
+)
+def test_two_checkpoints_that_differ_in_more_than_precision_are_no_pair(decode: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        require_pair(described("prefill", **TRT | FP4), described("decode", **TRT | decode))
+
+
+def test_what_only_one_engine_knows_does_not_part_a_queue() -> None:
+    one, other = (described("prefill", {"max_seq_len": length}, **TRT) for length in (2048, None))
+    assert kind_of(one) == kind_of(other)
+
+
+@pytest.mark.parametrize("answer", [{}, {"token_ids": [1], "finish_reason": "stop"}])
+def test_a_stranger_does_not_fit(answer: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="prefill 'embedded', None None"):
+        require_pair(described("prefill"), answer)
+
+
+def test_every_worker_that_is_there_has_to_fit() -> None:
+    decode, prefill = described("decode"), described("prefill", block_size=64)
+    with pytest.raises(ConfigError, match="decode 32, prefill 64"):
+        require_fit(decode, [described("prefill"), prefill])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"role": "agg"},
+        {"role": "decode"},
+        {"role": "prefill", "strategy": "prefill_first"},
+        {"role": "prefill", "served_model_name": "another"},
+    ],
+)
+def test_workers_of_other_deployments_may_be_as_they_like(other: dict[str, Any]) -> None:
+    require_fit(described("decode"), [described(block_size=64, **other)])
+
+
+def test_two_models_behind_one_name_do_not_fit(checkpoints: Checkpoints) -> None:
+    one, other = (fingerprint(checkpoints(seed=seed)) for seed in (0, 1))
+    assert one == fingerprint(checkpoints(seed=0))
+    with pytest.raises(ConfigError, match=rf"--model \(hash .*\): decode '{one}', prefill '{other}'"):
+        require_fit(described("decode", weights=one), [described("prefill", weights=other)])

@@ -1,0 +1,230 @@
+"""A worker that changes its place while it serves: in which order, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from tests.support.handling import request, until
+from trtllm_disagg.commands import Command, decode_command
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.handlers.services import Policy
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import GenerateRequest, PhaseRequest, TokenChunk
+from trtllm_disagg.worker.stage_state import StageState
+
+
+class FakeRegistration:
+    """`history` has the strategy at the time of each change."""
+
+    def __init__(self) -> None:
+        self.is_there = False
+        self.history: list[tuple[str, str]] = []
+        self.policy: Policy | None = None
+        self.error: Exception | None = None
+
+    async def enter(self) -> None:
+        await self._change("enter", True)
+
+    async def leave(self) -> None:
+        await self._change("leave", False)
+
+    async def stand_by(self) -> None:
+        """Peers are not watched here."""
+
+    async def renew(self) -> None:
+        await self._change("renew", self.is_there)
+
+    async def _change(self, word: str, is_there: bool) -> None:
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        assert self.policy is not None
+        self.history.append((word, self.policy.strategy.value))
+        self.is_there = is_there
+
+
+class Trusting:
+    """Signatures are tests/unit/test_signed_command.py's."""
+
+    def command_of(self, raw: Any) -> Command:
+        return decode_command(raw)
+
+
+class Others:
+    def __init__(self, *ids: int) -> None:
+        self._ids = list(ids)
+
+    def instance_ids(self) -> list[int]:
+        return self._ids
+
+
+def stage_state(
+    role: str, strategy: str, others: Others | None = None, **settings: Any
+) -> tuple[StageState, FakeRegistration, Policy]:
+    config = WorkerConfig(model="m", role=Role(role), strategy=strategy, **settings)
+    registration, policy = FakeRegistration(), Policy.of(config, 32)
+    registration.policy = policy
+    return (
+        StageState(
+            config, {"role": role, "model": "m"}, policy, others or Others(1), registration, Trusting()
+        ),
+        registration,
+        policy,
+    )
+
+
+def switch_to(to: str) -> dict[str, str]:
+    return {"command": "switch", "to": to}
+
+
+@pytest.mark.parametrize(
+    ("role", "strategy", "is_there"),
+    [
+        ("agg", "decode_first", True),
+        ("prefill", "prefill_first", True),
+        ("prefill", "decode_first", False),
+        ("decode", "decode_first", True),
+        ("decode", "auto", True),
+        ("prefill", "auto", False),
+        ("prefill", "router", True),
+        ("decode", "router", True),
+    ],
+)
+async def test_at_start_it_takes_the_place_of_its_configuration(
+    role: str, strategy: str, is_there: bool
+) -> None:
+    worker, registration, _ = stage_state(role, strategy)
+    await worker.apply()
+    assert registration.is_there is is_there
+
+
+async def test_a_new_first_stage_runs_the_new_strategy_first_and_the_old_one_its_own_to_the_end() -> None:
+    coming, came, _ = stage_state("prefill", "decode_first")
+    leaving, left, _ = stage_state("decode", "decode_first")
+    await leaving.apply()
+
+    assert (await coming.handle_command(switch_to("prefill_first")))["registered"] is True
+    assert (await leaving.handle_command(switch_to("prefill_first")))["registered"] is False
+
+    assert came.history == [("enter", "prefill_first")]
+    assert left.history == [("enter", "decode_first"), ("leave", "decode_first")]
+    assert coming.describe()["strategy"] == leaving.describe()["strategy"] == "prefill_first"
+
+
+async def test_a_worker_that_stays_first_only_changes_its_strategy() -> None:
+    worker, registration, policy = stage_state("decode", "decode_first")
+    await worker.apply()
+    await worker.handle_command(switch_to("auto"))
+    assert registration.is_there
+    assert policy.strategy.value == "auto"
+
+
+async def test_without_the_other_role_a_switch_to_first_stage_is_refused() -> None:
+    worker, registration, policy = stage_state("prefill", "decode_first", Others())
+    with pytest.raises(PeerUnavailableError, match=r"dyn://dynamo\.decode\.generate"):
+        await worker.handle_command(switch_to("prefill_first"))
+    assert (policy.strategy.value, registration.history) == ("decode_first", [])
+
+
+async def test_a_registration_that_fails_leaves_the_old_order() -> None:
+    worker, registration, policy = stage_state("prefill", "decode_first")
+    registration.error = RuntimeError("discovery is gone")
+    with pytest.raises(RuntimeError, match="discovery is gone"):
+        await worker.handle_command(switch_to("prefill_first"))
+    assert policy.strategy.value == "decode_first"
+
+
+@pytest.mark.parametrize(("role", "strategy"), [("agg", "decode_first"), ("decode", "router")])
+async def test_a_worker_of_agg_or_router_refuses_every_switch(role: str, strategy: str) -> None:
+    worker, registration, _ = stage_state(role, strategy)
+    with pytest.raises(InvalidRequestError, match="runs nothing else"):
+        await worker.handle_command(switch_to("prefill_first"))
+    assert registration.history == []
+    with pytest.raises(InvalidRequestError, match="decides nothing"):
+        await worker.handle_command({"command": "set", "values": {"max_local_prefill_length": 7}})
+
+
+@pytest.mark.parametrize(
+    ("role", "settings", "fixed_by"),
+    [
+        ("decode", {}, []),
+        ("prefill", {}, []),
+        ("decode", {"endpoint": "dyn://dynamo.tensorrt_llm.generate"}, []),
+        ("decode", {"next_endpoint": "dyn://dynamo.prefill.generate"}, []),
+        ("decode", {"endpoint": "dyn://dynamo.mine.generate"}, ["--endpoint dyn://dynamo.mine.generate"]),
+        ("prefill", {"endpoint": "dyn://dynamo.mine.generate"}, ["--endpoint dyn://dynamo.mine.generate"]),
+        ("decode", {"next_endpoint": "dyn://a.b.c"}, ["--next-endpoint dyn://a.b.c"]),
+    ],
+)
+async def test_a_worker_with_an_endpoint_of_its_own_is_not_switched(
+    role: str, settings: dict[str, Any], fixed_by: list[str]
+) -> None:
+    """Frontends and the other role look for a switched worker at the usual ones."""
+    worker, registration, policy = stage_state(role, "decode_first", **settings)
+    assert worker.describe()["fixed_by"] == fixed_by
+    if fixed_by:
+        with pytest.raises(InvalidRequestError, match=f"{fixed_by[0]}; expected the usual endpoints"):
+            await worker.handle_command(switch_to("prefill_first"))
+        assert (policy.strategy.value, registration.history) == ("decode_first", [])
+
+
+async def test_changes_come_one_after_the_other() -> None:
+    worker, registration, policy = stage_state("prefill", "decode_first")
+    orders = ("prefill_first", "decode_first", "prefill_first")
+    await asyncio.gather(*(worker.handle_command(switch_to(to)) for to in orders))
+    assert [word for word, _ in registration.history] == ["enter", "leave", "enter"]
+    assert policy.strategy.value == "prefill_first"
+
+
+async def test_a_change_that_was_begun_is_done_when_the_asker_is_gone() -> None:
+    worker, registration, _ = stage_state("prefill", "decode_first")
+    asking = asyncio.create_task(worker.handle_command(switch_to("prefill_first")))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await until(lambda: registration.is_there)
+
+
+async def test_thresholds_are_set_together_or_not_at_all() -> None:
+    worker, _, policy = stage_state("decode", "decode_first")
+    answer = await worker.handle_command({"command": "set", "values": {"max_local_prefill_length": 7}})
+    assert answer == {"changed": ["max_local_prefill_length: 1000 -> 7"]}
+    with pytest.raises(ConfigError, match="no_such"):
+        await worker.handle_command(
+            {"command": "set", "values": {"max_local_prefill_length": 9, "no_such": 1}}
+        )
+    with pytest.raises(ConfigError, match="max_prefill_queue_size"):
+        await worker.handle_command({"command": "set", "values": {"max_prefill_queue_size": -1}})
+    assert policy.thresholds.value.values["max_local_prefill_length"] == 7
+
+
+async def test_every_worker_takes_other_bounds_for_what_may_wait() -> None:
+    worker, _, policy = stage_state("agg", "decode_first")
+    await worker.handle_command({"command": "set", "values": {"max_queued_requests": 7}})
+    assert policy.thresholds.value.max_queued_requests == 7
+    with pytest.raises(InvalidRequestError, match="decides nothing"):
+        await worker.handle_command(
+            {"command": "set", "values": {"max_queued_requests": 8, "eff_isl_threshold": 1}}
+        )
+    assert policy.thresholds.value.max_queued_requests == 7
+
+
+async def test_it_counts_whole_requests_from_frontends_only() -> None:
+    worker, _, _ = stage_state("decode", "decode_first")
+
+    async def one_token(request: GenerateRequest, context: Any) -> Any:
+        yield TokenChunk([1])
+
+    generate = worker.counting(one_token)
+    errand = PhaseRequest("whole")
+    async with aclosing(generate(request(), FakeContext())) as mine:
+        await anext(mine)
+        async with aclosing(generate(request(errand={"stage": errand.stage}), FakeContext())) as others:
+            await anext(others)
+            assert worker.describe()["whole_requests"] == 1
+    assert worker.describe()["whole_requests"] == 0

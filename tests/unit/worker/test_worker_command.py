@@ -1,0 +1,65 @@
+"""How the process of a worker ends."""
+
+from __future__ import annotations
+
+import subprocess
+
+from trtllm_disagg.processes.interpreter import python
+
+#: Says what is done at its end, in order.
+ENDING = """
+import atexit, sys
+from trtllm_disagg.worker.worker_command import ExitStatus
+
+class Late:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+late = Late()
+status = ExitStatus()
+atexit.register(print, "exit handler")
+status.value = 3
+if "raise" in sys.argv:
+    raise RuntimeError("a bug")
+"""
+
+
+def end(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = python("-c", ENDING, *argv)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_worker_ends_with_its_status_before_python_is_taken_apart() -> None:
+    done = end()
+    assert (done.returncode, done.stdout) == (3, "exit handler\n")
+
+
+def test_a_bug_is_still_told() -> None:
+    done = end("raise")
+    assert "RuntimeError: a bug" in done.stderr
+    assert done.returncode == 3
+
+
+#: A worker whose engine is lost, with a thread of it that never ends, as those of MPI.
+LOST = """
+import argparse, threading
+from unittest.mock import patch
+from trtllm_disagg.worker import worker, worker_command
+from trtllm_disagg.config.args import add_worker_arguments
+from trtllm_disagg.errors import EngineLostError
+
+async def lost(config):
+    threading.Thread(target=threading.Event().wait).start()
+    raise EngineLostError("the engine died while serving: rank 3 is gone")
+
+parser = argparse.ArgumentParser()
+add_worker_arguments(parser)
+with patch.object(worker, "run_worker", lost), patch.object(worker_command, "servable_model", str):
+    worker_command.run(parser.parse_args(["--model", "org/model", "--engine", "recording", "--frozen-seconds", "0"]))
+"""
+
+
+def test_a_worker_that_has_lost_its_engine_ends_whatever_its_threads_do() -> None:
+    done = subprocess.run(python("-c", LOST), capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: the engine died while serving: rank 3 is gone"

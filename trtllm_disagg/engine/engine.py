@@ -1,0 +1,399 @@
+"""One running LLM, whichever module it is from: builds it, and asks it. No handler knows which one it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from trtllm_disagg.engine.capabilities import CAN_BE_MET, COUNTS_REQUESTS, IS_EXACT, TAKES_RANKS, Capabilities
+from trtllm_disagg.engine.error_meaning import translate
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld
+from trtllm_disagg.engine.llm_api import LlmApi
+from trtllm_disagg.errors import (
+    ConfigError,
+    DisaggError,
+    EngineError,
+    InvalidRequestError,
+    WorkerLeavingError,
+)
+from trtllm_disagg.types import GenerateRequest, Rendezvous, SamplingOptions
+from trtllm_disagg.wire.bodies import decode_disaggregated_params
+
+log = logging.getLogger(__name__)
+
+_CONTEXT_ONLY, _GENERATION_ONLY = "context_only", "generation_only"
+#: DisaggScheduleStyle.GENERATION_FIRST; older TensorRT-LLM has no such name.
+_GENERATION_FIRST = 1
+_LONG_CONTEXT = 128 * 1024
+_MOST_STRETCHED = 8
+#: A failed request asks whether the engine lives; one that does not say so in this time is not alive to a client.
+_CHECK_SECONDS = 2.0
+_DEFAULT_LEASE_MS = 60_000
+#: As upstream's worker has it: the probes of one health check share no cached prefix with requests.
+_PROBE_SALT, _PROBE_TOKEN = "dynamo-health-check", 1
+
+
+class Engine:
+    """One running LLM. The three `start_*` methods return its RequestOutput; none of them waits."""
+
+    def __init__(
+        self,
+        api: LlmApi,
+        llm: Any,
+        max_seq_len: int | None,
+        machine_id: int = 0,
+        *,
+        measures: bool = False,
+        lease_seconds: float = math.inf,
+    ) -> None:
+        """`max_seq_len` None: not known. `machine_id` in [0, 1021) tells this worker's handoff ids from the other
+        workers'. `measures`: have the engine say of each request what it took. `lease_seconds`: how long it keeps KV
+        that is not fetched.
+
+        Raises ConfigError for attention DP with an engine that takes no rank.
+        """
+        self._api = api
+        self.llm = llm
+        self.max_seq_len = max_seq_len
+        self.capabilities = Capabilities(llm)
+        self.request_error = api.request_error
+        self.handoffs = HandoffsHeld(lease_seconds)
+        self._make_id = _id_maker(api.new_disagg_request_id, machine_id)
+        self._measures = measures
+        args = getattr(llm, "args", None)
+        self._longest_step = _longest_step(args)
+        self.num_ranks = _num_ranks(args)
+        if self.num_ranks > 1 and (TAKES_RANKS not in self.capabilities or api.scheduling_params is None):
+            raise ConfigError.bad_value("enable_attention_dp", True, f"false with this version of {api.name}")
+        #: Why there is no engine any more.
+        self.death: str | None = None
+        self._waiting: set[asyncio.Future[Any]] = set()
+
+    @classmethod
+    def open(cls, api: LlmApi, engine_args: dict[str, Any], machine_id: int) -> Engine:
+        """Build the LLM: loads the model, so it takes its time and blocks."""
+        args = dict(engine_args)
+        llm = api.llm(**args)
+        return cls(
+            api,
+            llm,
+            args.get("max_seq_len") or Capabilities(llm).max_seq_len,
+            machine_id,
+            # Metrics of steps without those of requests are of no use.
+            measures=bool(args.get("enable_iter_perf_stats")),
+            lease_seconds=_lease_seconds(args),
+        )
+
+    @property
+    def is_exact(self) -> bool:
+        """It gives the same tokens when it is asked again, whatever else it runs. TensorRT-LLM does not say so."""
+        return IS_EXACT in self.capabilities
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens above which no prompt needs to be looked at."""
+        # An engine that does not tell may stretch a model's positions.
+        told: int | None = getattr(self.llm, "max_seq_len", None)
+        return told or _MOST_STRETCHED * max(self.max_seq_len or 0, _LONG_CONTEXT)
+
+    def start_both(
+        self, request: GenerateRequest, *, streaming: bool = True, max_tokens: int | None = None
+    ) -> Any:
+        self._require_fits_a_step(request)
+        return self._start(request, None, streaming=streaming, max_tokens=max_tokens)
+
+    def start_prefill(self, request: GenerateRequest) -> Any:
+        self._require_fits_a_step(request)
+        met = request.rendezvous
+        params = self._api.disaggregated_params(
+            request_type=_CONTEXT_ONLY,
+            disagg_request_id=self._new_id() if met is None else met.disagg_request_id,
+            **({} if met is None else {"schedule_style": _GENERATION_FIRST}),
+        )
+        return self._start(request, params, streaming=False, max_tokens=1)
+
+    def rendezvous(self, ctx_info_endpoint: str, ctx_dp_rank: int | None = None) -> Rendezvous:
+        """A place for the two phases of one request to meet: at a prefill engine."""
+        return Rendezvous(self._new_id(), ctx_info_endpoint, ctx_dp_rank)
+
+    @property
+    def ctx_info_endpoint(self) -> str | None:
+        """Where decode engines find this one; None when it cannot be met. TensorRT-LLM says it as a string or as a list
+        of one, and takes a string.
+        """
+        if CAN_BE_MET not in self.capabilities:
+            return None
+        said: str | list[str] = self.llm.disaggregated_params["ctx_info_endpoint"]
+        return said if isinstance(said, str) else said[0]
+
+    @property
+    def ctx_dp_rank(self) -> int | None:
+        """Which rank of attention DP prefills; None: decode asks all of them."""
+        rank: int | None = (getattr(self.llm, "disaggregated_params", None) or {}).get("ctx_dp_rank")
+        return rank
+
+    def start_decode(self, request: GenerateRequest, max_tokens: int | None = None) -> Any:
+        """The prefill result, or the rendezvous, says where the KV is. Raises HandoffRefusedError if it is
+        unreadable.
+        """
+        if request.rendezvous is not None:
+            return self._start(request, self._met(request.rendezvous), streaming=True, max_tokens=max_tokens)
+        if request.prefill_result is None:
+            raise InvalidRequestError("a decode worker needs a prefill result, and this request has none")
+        params = decode_disaggregated_params(
+            request.prefill_result, self._api.disaggregated_params, self._api.logprob
+        )
+        return self._start(request, params, streaming=True, max_tokens=max_tokens)
+
+    # -- is it alive
+
+    @property
+    def fatal_error(self) -> BaseException | None:
+        """What TensorRT-LLM has noted of its own death; reading it never waits."""
+        for place in (self.llm, getattr(self.llm, "_executor", None)):
+            error: BaseException | None = getattr(place, "_fatal_error", None)
+            if isinstance(error, BaseException):
+                return error
+        return None
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once the engine is dead. Engines that cannot tell count as healthy. May block: for threads only."""
+        return self.death is None and self.ailment() is None
+
+    def ailment(self) -> str | None:
+        """What is wrong with the engine. An answer that raises is one. May block."""
+        if (error := self.fatal_error) is not None:
+            return f"{type(error).__name__}: {error}"
+        check = getattr(self.llm, "_check_health", None)
+        if not callable(check):
+            check = getattr(getattr(self.llm, "_executor", None), "check_health", None)
+        if not callable(check):
+            return None
+        try:
+            return None if check() else "it says that it is not healthy"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    async def is_alive(self) -> bool:
+        """`is_healthy` for an event loop. An engine that does not say so in time is not."""
+        if self.death is not None or self.fatal_error is not None:
+            return False
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(lambda: self.is_healthy), _CHECK_SECONDS)
+        except TimeoutError:
+            return False
+
+    def die(self, reason: str) -> None:
+        """From now on it counts as dead: what waits for it ends, with WorkerLeavingError."""
+        self.death = self.death or reason
+        for waiting in list(self._waiting):
+            waiting.cancel()
+
+    @contextlib.contextmanager
+    def awaited_by(self, waiting: asyncio.Future[Any]) -> Iterator[None]:
+        """Inside, `waiting` is cancelled when the engine dies: TensorRT-LLM's results may wait for ever then."""
+        self._waiting.add(waiting)
+        if self.death is not None:
+            waiting.cancel()
+        try:
+            yield
+        finally:
+            self._waiting.discard(waiting)
+
+    async def finished(self, result: Any) -> None:
+        """Wait for the end of a request. Raises what its iteration raises, WorkerLeavingError when the engine dies."""
+        waiting = asyncio.ensure_future(result.aresult())
+        try:
+            with self.awaited_by(waiting):
+                await asyncio.wait({waiting})
+        finally:
+            waiting.cancel()
+        self.require_read(waiting)
+
+    def require_read(self, reading: asyncio.Future[Any]) -> None:
+        """Raises what `reading`, which is done, has met."""
+        if reading.cancelled():
+            raise WorkerLeavingError(f"the engine is dead: {self.death}")
+        reading.result()
+
+    async def failure(self, error: Exception) -> DisaggError:
+        """What a request that the engine has failed is told."""
+        if not await self.is_alive():
+            return WorkerLeavingError(str(error))
+        return translate(error, isinstance(error, self.request_error))
+
+    async def probe(self) -> None:
+        """One token through the engine: to say that it is alive is not to be able to work. Raises a DisaggError."""
+        try:
+            params = self._api.sampling_params(max_tokens=1, detokenize=False)
+            keywords = {"inputs": [_PROBE_TOKEN], "sampling_params": params, "cache_salt": _PROBE_SALT}
+            result = self.llm.generate_async(**keywords)
+            await self.finished(result)
+        except DisaggError:
+            raise
+        except Exception as error:
+            raise await self.failure(error) from error
+
+    async def is_idle(self) -> bool:
+        """Nothing runs, and no finished prefill's KV waits to be fetched. Requests in handlers are counted there."""
+        if COUNTS_REQUESTS in self.capabilities:
+            return int(self.llm.num_active_requests) == 0
+        return self.handoffs.count() == 0
+
+    def close(self) -> None:
+        """May block for ever: TensorRT-LLM waits for its ranks (`engine_health.close`)."""
+        self.llm.shutdown()
+
+    # -- internals
+
+    def _new_id(self) -> int:
+        return self._make_id()
+
+    def _met(self, rendezvous: Rendezvous) -> Any:
+        return self._api.disaggregated_params(
+            request_type=_GENERATION_ONLY,
+            ctx_request_id=rendezvous.disagg_request_id,
+            disagg_request_id=rendezvous.disagg_request_id,
+            ctx_info_endpoint=rendezvous.ctx_info_endpoint,
+            ctx_dp_rank=rendezvous.ctx_dp_rank,
+            schedule_style=_GENERATION_FIRST,
+        )
+
+    def _start(
+        self, request: GenerateRequest, params: Any, *, streaming: bool, max_tokens: int | None = None
+    ) -> Any:
+        """Raise InvalidRequestError when the engine refuses the request, EngineError when it fails,
+        WorkerLeavingError when it is dead or closed.
+        """
+        if self.death is not None:
+            raise WorkerLeavingError(f"the engine is dead: {self.death}")
+        self._require_room(request)
+        keywords: dict[str, Any] = {
+            "inputs": request.token_ids,
+            "sampling_params": self._sampling_params(request, max_tokens),
+            "streaming": streaming,
+        }
+        optional = {
+            "disaggregated_params": params,
+            "cache_salt": request.cache_salt,
+            "priority": request.priority,
+            "scheduling_params": self._scheduling_params(request),
+        }
+        keywords |= {name: value for name, value in optional.items() if value is not None}
+        try:
+            return self.llm.generate_async(**keywords)
+        except self.request_error as error:
+            # Before the engine has it, only the request can be wrong.
+            refused = WorkerLeavingError if self.fatal_error is not None else InvalidRequestError
+            raise refused(str(error)) from error
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise InvalidRequestError(str(error)) from error
+        except RuntimeError as error:
+            is_over = self.fatal_error is not None or "shutting down" in str(error)
+            raise (WorkerLeavingError if is_over else EngineError)(str(error)) from error
+
+    def _require_room(self, request: GenerateRequest) -> None:
+        """TensorRT-LLM refuses a prompt that is too long by an error that looks like one of its own."""
+        count, longest = len(request.token_ids), self.max_seq_len
+        if longest is not None and count >= longest:
+            raise InvalidRequestError(
+                f"the prompt has {count} tokens; max_seq_len {longest} leaves room for at most {longest - 1}"
+            )
+
+    def _require_fits_a_step(self, request: GenerateRequest) -> None:
+        count = len(request.token_ids)
+        if count > self._longest_step:
+            raise InvalidRequestError(
+                f"the prompt has {count} tokens, and max_num_tokens is {self._longest_step:g}; longer prompts need "
+                "enable_chunked_prefill"
+            )
+
+    def _scheduling_params(self, request: GenerateRequest) -> Any:
+        """The rank whose cache the router has chosen."""
+        rank = request.dp_rank
+        if self.num_ranks == 1 or rank is None or self._api.scheduling_params is None:
+            return None
+        if not 0 <= rank < self.num_ranks:
+            raise InvalidRequestError(
+                f"routing.dp_rank: {rank} is not allowed; expected 0 to {self.num_ranks - 1}"
+            )
+        return self._api.scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)
+
+    def _sampling_params(self, request: GenerateRequest, max_tokens: int | None) -> Any:
+        options = _set_options(request.sampling)
+        # -1 is OpenAI's way to say "no limit"; TensorRT-LLM's is 0.
+        if options.get("top_k") == -1:
+            options["top_k"] = 0
+        guided = options.pop("guided_decoding", None) or {}
+        stop = request.stop
+        ignore_eos = bool(stop.ignore_eos or stop.stop_token_ids_visible)
+        stop_ids = [] if ignore_eos else [*(stop.stop_token_ids or ()), *(stop.stop_token_ids_hidden or ())]
+        # None: the engine, which knows, takes what there is.
+        room = None if self.max_seq_len is None else max(1, self.max_seq_len - len(request.token_ids))
+        try:
+            return self._api.sampling_params(
+                max_tokens=max_tokens or (room if stop.max_tokens is None else stop.max_tokens),
+                min_tokens=stop.min_tokens,
+                ignore_eos=ignore_eos,
+                stop_token_ids=stop_ids or None,
+                logprobs=None if request.output.logprobs is None else max(1, request.output.logprobs),
+                # Dynamo's frontend makes the text.
+                detokenize=False,
+                guided_decoding=self._guided(guided),
+                return_perf_metrics=self._measures,
+                **options,
+            )
+        except (ValueError, TypeError) as error:
+            raise InvalidRequestError(str(error)) from error
+
+    def _guided(self, guided: dict[str, Any]) -> Any:
+        known = ("json", "regex", "grammar", "json_object", "structural_tag")
+        # An empty schema is one: any JSON.
+        chosen = {name: guided[name] for name in known if guided.get(name) not in (None, False, "")}
+        if guided.get("choice"):
+            # TensorRT-LLM has no choice of its own.
+            chosen.setdefault("regex", "(" + "|".join(map(re.escape, guided["choice"])) + ")")
+        if isinstance(chosen.get("structural_tag"), dict):
+            chosen["structural_tag"] = json.dumps(chosen["structural_tag"])
+        return self._api.guided_decoding_params(**chosen) if chosen else None
+
+
+def _id_maker(make: Callable[..., int], machine_id: int) -> Callable[[], int]:
+    """Up to 1.3.0rc21 TensorRT-LLM's function takes one number of ten bits; since then eight and six of them."""
+    if "process_id" in inspect.signature(make).parameters:
+        return partial(make, *divmod(machine_id, 64))
+    return partial(make, machine_id)
+
+
+def _set_options(sampling: SamplingOptions) -> dict[str, Any]:
+    return {
+        name: value for name in sampling.__struct_fields__ if (value := getattr(sampling, name)) is not None
+    }
+
+
+def _longest_step(args: Any) -> float:
+    """Tokens of the longest prompt that the engine prefills in one step, where it has to."""
+    if args is None or getattr(args, "enable_chunked_prefill", True):
+        return math.inf
+    return getattr(args, "max_num_tokens", None) or math.inf
+
+
+def _num_ranks(args: Any) -> int:
+    """Each rank of attention DP has requests and a cache of its own."""
+    return int(args.tensor_parallel_size) if getattr(args, "enable_attention_dp", False) else 1
+
+
+def _lease_seconds(args: dict[str, Any]) -> float:
+    """None: for ever."""
+    transceiver = args.get("cache_transceiver_config") or {}
+    milliseconds = transceiver.get("kv_transfer_timeout_ms", _DEFAULT_LEASE_MS)
+    return math.inf if milliseconds is None else milliseconds / 1000

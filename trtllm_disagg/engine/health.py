@@ -1,0 +1,137 @@
+"""Whether the engine lives, asked outside the event loop, and its end, waited for not for ever.
+
+TensorRT-LLM may block whichever thread asks a dead rank for something: the loop that serves requests does not ask, and
+when it is held up all the same, the process ends without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trtllm_disagg.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthTimes:
+    """Seconds."""
+
+    #: Between two checks, and two looks at what the engine has noted of itself.
+    between: float = 0.5
+    #: A check that takes longer than this is the answer: no.
+    check: float = 30.0
+    #: For the event loop to hear of it; one that does not is held up by the dead engine.
+    hear: float = 10.0
+    #: For the end of an engine that lives, and of one that does not.
+    shutdown: float = 60.0
+    shutdown_dead: float = 5.0
+
+
+TIMES = HealthTimes()
+
+
+def end_process(reason: str) -> None:
+    log.critical("%s: this process ends", reason)
+    logging.shutdown()
+    os._exit(1)
+
+
+class EngineHealth:
+    """Two threads: one asks the engine, the other looks whether that one comes back."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_death: Callable[[str], None],
+        times: HealthTimes = TIMES,
+        end_process: Callable[[str], None] = end_process,
+    ) -> None:
+        """`on_death` hears the reason, once, in the event loop that `start` was called in."""
+        self._engine = engine
+        self._on_death = on_death
+        self._times = times
+        self._end_process = end_process
+        self._stopping = threading.Event()
+        self._heard = threading.Event()
+        self._asked_at: float | None = None
+        self._ailment: str | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        for work, name in ((self._ask, "engine-health"), (self._watch, "engine-watch")):
+            threading.Thread(target=work, name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _ask(self) -> None:
+        while not self._stopping.is_set() and self._ailment is None:
+            self._asked_at = time.monotonic()
+            self._ailment = self._engine.ailment()
+            self._asked_at = None
+            self._stopping.wait(self._times.between)
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(self._times.between / 2):
+            reason = self._reason()
+            if reason is not None:
+                self._tell(reason)
+                return
+
+    def _reason(self) -> str | None:
+        # Not what the other thread waits for: that one may be held up by the death that is noted here.
+        if (error := self._engine.fatal_error) is not None:
+            return f"{type(error).__name__}: {error}"
+        asked_at = self._asked_at
+        if asked_at is not None and time.monotonic() - asked_at > self._times.check:
+            return f"it has not answered for {self._times.check:g} s"
+        return self._ailment
+
+    def _tell(self, reason: str) -> None:
+        log.error("the engine is dead: %s", reason)
+        try:
+            self._loop.call_soon_threadsafe(self._hear, reason)
+        except RuntimeError:
+            return  # the worker has ended
+        if not self._heard.wait(self._times.hear) and not self._stopping.is_set():
+            self._end_process("the engine is dead, and holds up the worker")
+
+    def _hear(self, reason: str) -> None:
+        self._heard.set()
+        self._engine.die(reason)
+        self._on_death(reason)
+
+
+async def close(engine: Engine, times: HealthTimes = TIMES) -> bool:
+    """Whether the engine has ended in time. It does so in a thread, which goes on when it has not."""
+    seconds = times.shutdown if engine.death is None else times.shutdown_dead
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[bool] = loop.create_future()
+
+    def end(is_well: bool) -> None:
+        if not ended.done():
+            ended.set_result(is_well)
+
+    def work() -> None:
+        try:
+            engine.close()
+        except Exception:
+            log.exception("the engine's shutdown failed")
+        try:
+            loop.call_soon_threadsafe(end, True)
+        except RuntimeError:
+            return  # it took longer than the worker waited
+
+    threading.Thread(target=work, name="engine-shutdown", daemon=True).start()
+    try:
+        return await asyncio.wait_for(ended, seconds)
+    except TimeoutError:
+        log.error("the engine has not ended within %g s", seconds)
+        return False

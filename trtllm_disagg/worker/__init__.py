@@ -1,0 +1,1 @@
+"""One worker from its command line to serving."""

@@ -1,0 +1,267 @@
+"""What two workers of one deployment must have in common. Live workers compare it, and so does `doctor`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engine.engines import ENGINES, UNRESOLVED
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts
+
+#: What a worker tells others of itself: JSON.
+Description = Mapping[str, Any]
+
+_AUTO = "auto"
+#: TensorRT-LLM asks these in this order what DEFAULT means; NIXL when none is 1.
+_DEFAULT_BACKEND = {
+    "TRTLLM_USE_NIXL_KVCACHE": "NIXL",
+    "TRTLLM_USE_UCX_KVCACHE": "UCX",
+    "TRTLLM_USE_MOONCAKE_KVCACHE": "MOONCAKE",
+    "TRTLLM_USE_MPI_KVCACHE": "MPI",
+}
+#: Of speculative decoding: what decides the shape of KV and how many draft tokens a handoff carries.
+_SPECULATIVE = ("decoding_type", "max_draft_len", "num_nextn_predict_layers", "speculative_model_dir")
+#: Older and newer names of one key.
+_RENAMED = {"speculative_model": "speculative_model_dir"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    #: What clients call it.
+    model: str
+    #: Where it comes from: `--model`.
+    source: str
+    #: Hash of config.json and weights; of a model that the engine downloads itself, its name.
+    weights: str
+    #: `ModelFacts.layout` and `precision`, on an engine that can read the KV of another precision; else empty.
+    layout: str = ""
+    precision: str = ""
+    role: str = Role.AGG.value
+
+    def described(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Of an engine: what decides whether another one can read its KV."""
+
+    engine: str
+    #: Of TensorRT-LLM; None for other engines, or where it does not tell.
+    trtllm_version: str | None
+    block_size: int
+    dtype: str
+    kv_dtype: str
+    transceiver: str | None
+    #: PYTHON or CPP; auto where only the engine knows which.
+    transceiver_runtime: str | None
+    speculative: str | None
+    max_seq_len: int | None
+
+    @classmethod
+    def of(
+        cls,
+        engine: str,
+        args: Mapping[str, Any],
+        block_size: int,
+        model: ModelFacts = UNKNOWN_MODEL,
+        trtllm_version: str | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Fingerprint:
+        """`args`: those of LLM(...). `auto` and DEFAULT are replaced by what they become, as far as that is known."""
+        transceiver = args.get("cache_transceiver_config") or {}
+        is_trtllm = ENGINES.get(engine, UNRESOLVED).is_tensorrt_llm
+        dtype = _unless_auto(args.get("dtype"), model.dtype)
+        of_cache = (args.get("kv_cache_config") or {}).get("dtype")
+        own_kv_dtype = model.kv_dtype if model.kv_dtype != model.dtype else dtype
+        return cls(
+            engine=engine,
+            trtllm_version=trtllm_version if is_trtllm else None,
+            block_size=block_size,
+            dtype=dtype,
+            kv_dtype=_unless_auto(of_cache, own_kv_dtype),
+            transceiver=_backend(transceiver, environ or {}, is_trtllm),
+            transceiver_runtime=_runtime(transceiver) if is_trtllm else None,
+            speculative=_speculative(args.get("speculative_config")),
+            max_seq_len=args.get("max_seq_len") or model.max_positions,
+        )
+
+
+def _unless_auto(given: Any, otherwise: str) -> str:
+    name = str(given or _AUTO).lower()
+    return otherwise if name == _AUTO else name
+
+
+def _backend(transceiver: Mapping[str, Any], environ: Mapping[str, str], is_trtllm: bool) -> str | None:
+    backend: str | None = transceiver.get("backend")
+    if backend != "DEFAULT" or not is_trtllm:
+        return backend
+    return next((name for variable, name in _DEFAULT_BACKEND.items() if environ.get(variable) == "1"), "NIXL")
+
+
+def _runtime(transceiver: Mapping[str, Any]) -> str:
+    given = transceiver.get("transceiver_runtime", _AUTO)
+    if given is None:
+        return "CPP"
+    ends = transceiver.get("kv_transfer_timeout_ms", 0) is not None
+    may_be_python = ends and transceiver.get("backend") in ("DEFAULT", "NIXL", None)
+    return "CPP" if given == _AUTO and not may_be_python else str(given)
+
+
+def _speculative(config: Mapping[str, Any] | None) -> str | None:
+    if not config:
+        return None
+    named = {_RENAMED.get(key, key): value for key, value in config.items()}
+    told = [f"{key}={named[key]}" for key in _SPECULATIVE if key in named]
+    return " ".join(told) or "on"
+
+
+# -- the properties
+
+
+class Property(NamedTuple):
+    """One thing that both sides have. `fits(prefill, decode)` says whether their values go together."""
+
+    key: str
+    #: The setting that decides it.
+    setting: str
+    fits: Callable[[Description, Description], bool]
+    #: A running deployment may change it.
+    may_change: bool = False
+    #: Workers of one prefill queue have it in common.
+    is_in_kind: bool = True
+
+    def values(self, prefill: Description, decode: Description) -> tuple[Any, Any]:
+        return prefill.get(self.key), decode.get(self.key)
+
+
+def _equal(key: str, setting: str, *, may_change: bool = False) -> Property:
+    return Property(key, setting, lambda one, other: bool(one.get(key) == other.get(key)), may_change)
+
+
+def may_share_kv(one: Description, other: Description) -> bool:
+    """Of two checkpoints: they are one, or one model in two precisions on prefill and decode, which TensorRT-LLM can
+    serve as long as the KV has one dtype.
+    """
+    if one.get("weights") == other.get("weights"):
+        return True
+    roles = {one.get("role"), other.get("role")}
+    layouts, precisions = ([side.get(key) for side in (one, other)] for key in ("layout", "precision"))
+    is_one_model = bool(layouts[0]) and layouts[0] == layouts[1] and precisions[0] != precisions[1]
+    is_queued = "queue" in (one.get("prefill_dispatch"), other.get("prefill_dispatch"))
+    return is_one_model and roles == {Role.PREFILL.value, Role.DECODE.value} and not is_queued
+
+
+def _runtimes_fit(prefill: Description, decode: Description) -> bool:
+    runtimes = {prefill.get("transceiver_runtime"), decode.get("transceiver_runtime")}
+    return len(runtimes) == 1 or _AUTO in runtimes or None in runtimes
+
+
+def _versions_fit(prefill: Description, decode: Description) -> bool:
+    """A handoff is written by one version and read by the other; its fields have changed with most of them."""
+    versions = {prefill.get("trtllm_version"), decode.get("trtllm_version")}
+    return len(versions) == 1 or None in versions
+
+
+def _lengths_fit(prefill: Description, decode: Description) -> bool:
+    """Decode has to have room for whatever prefill takes."""
+    longest, room = prefill.get("max_seq_len"), decode.get("max_seq_len")
+    return longest is None or room is None or longest <= room
+
+
+PROPERTIES = (
+    _equal("strategy", "--disaggregation-strategy", may_change=True),
+    _equal("schedule_style", "--schedule-style"),
+    _equal("handoff_protocol", "--handoff-protocol"),
+    _equal("prefill_dispatch", "--prefill-dispatch"),
+    _equal("engine", "--engine"),
+    Property("trtllm_version", "version of TensorRT-LLM", _versions_fit),
+    _equal("block_size", "kv_cache_config.tokens_per_block (--kv-block-size)"),
+    _equal("kv_dtype", "kv_cache_config.dtype"),
+    _equal("dtype", "dtype"),
+    _equal("transceiver", "cache_transceiver_config.backend"),
+    Property(
+        "transceiver_runtime",
+        "cache_transceiver_config.transceiver_runtime",
+        _runtimes_fit,
+        is_in_kind=False,
+    ),
+    _equal("speculative", "speculative_config"),
+    Property("max_seq_len", "max_seq_len", _lengths_fit, is_in_kind=False),
+    _equal("model", "--served-model-name"),
+    Property("weights", "--model (hash of config.json and weights)", may_share_kv),
+)
+BY_KEY = {each.key: each for each in PROPERTIES}
+
+
+# -- live workers
+
+
+def describe_worker(
+    config: WorkerConfig,
+    fingerprint: Fingerprint,
+    identity: ModelIdentity,
+) -> dict[str, Any]:
+    """What other workers have to know of this one; JSON."""
+    return (
+        identity.described()
+        | asdict(fingerprint)
+        | {
+            "role": config.role.value,
+            "strategy": config.strategy,
+            "schedule_style": config.schedule_style.value,
+            "handoff_protocol": config.handoff_protocol,
+            "prefill_dispatch": config.prefill_dispatch,
+            "ctx_info_endpoint": None,
+            "ctx_dp_rank": None,
+        }
+    )
+
+
+def with_engine(
+    me: dict[str, Any], block_size: int, ctx_info_endpoint: str | None, ctx_dp_rank: int | None = None
+) -> dict[str, Any]:
+    """The description `me`, with what only the running engine knows: tokens per block, and where it is met."""
+    return me | {
+        "block_size": block_size,
+        "ctx_info_endpoint": ctx_info_endpoint,
+        "ctx_dp_rank": ctx_dp_rank,
+    }
+
+
+def kind_of(me: Description) -> str:
+    """16 hexadecimal digits, the same for all workers that could serve one request together."""
+    same = [me[each.key] for each in PROPERTIES if each.is_in_kind and not each.may_change]
+    return hashlib.blake2b(json.dumps(same).encode(), digest_size=8).hexdigest()
+
+
+def require_pair(mine: Description, theirs: Description, but: Collection[str] = ()) -> None:
+    """Raise ConfigError with one line per difference, in anything `but` what may differ."""
+    prefill, decode = (theirs, mine) if mine["role"] == Role.DECODE else (mine, theirs)
+    differences = [
+        f"{each.setting}: {mine['role']} {mine[each.key]!r}, {theirs.get('role')} {theirs.get(each.key)!r}"
+        for each in PROPERTIES
+        if each.key not in but and not each.fits(prefill, decode)
+    ]
+    if mine["role"] == theirs.get("role"):
+        differences.insert(0, f"--disaggregation-mode: both workers are {mine['role']}")
+    if differences:
+        raise ConfigError("the two stages do not fit together; " + "; ".join(differences))
+
+
+def require_fit(mine: Description, others: Iterable[Description]) -> None:
+    """Raises as `require_pair` for all of `others` that have the other role, and the same model and strategy."""
+    for theirs in others:
+        is_partner = {mine["role"], theirs.get("role")} == {Role.PREFILL, Role.DECODE}
+        if is_partner and all(theirs.get(key) == mine[key] for key in ("model", "strategy")):
+            require_pair(mine, theirs)
+
+
+def require_callable(mine: Description, theirs: Description) -> None:
+    """Raises as `require_pair` for a worker that came later. During a switch the two may be under two strategies."""
+    require_pair(mine, theirs, but=("strategy",))

@@ -1,0 +1,190 @@
+"""What a worker is in its deployment, first stage or second one, and how that changes while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Collection
+from typing import Any, Protocol
+
+from trtllm_disagg.commands import Command, Set, Switch, Verifier
+from trtllm_disagg.config.settings import endpoint_of
+from trtllm_disagg.config.thresholds import ADMISSION
+from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
+from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.handlers.services import Policy
+from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.strategies import spec_of, worker_side
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+log = logging.getLogger(__name__)
+
+
+class Registration(Protocol):
+    """`runtime.Registration`: all are idempotent."""
+
+    @property
+    def is_there(self) -> bool: ...
+
+    async def enter(self) -> None: ...
+
+    async def leave(self) -> None: ...
+
+    async def stand_by(self) -> None: ...
+
+    async def renew(self) -> None: ...
+
+
+class OtherStage(Protocol):
+    """`handlers.remote.StageClient`, as far as it is used here."""
+
+    def instance_ids(self) -> Collection[int]: ...
+
+
+class StageState:
+    """`policy.strategy` is the deployment's, as this worker knows it."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        me: dict[str, Any],
+        policy: Policy,
+        other: OtherStage,
+        registration: Registration,
+        verifier: Verifier,
+    ) -> None:
+        """`me`: what never changes of this worker's description; `other` is asked on workers that may switch only."""
+        self._config = config
+        self._me = me
+        self._policy = policy
+        self._other = other
+        self._registration = registration
+        self._verifier = verifier
+        self._whole_requests = 0
+        #: One change at a time.
+        self._changing = asyncio.Lock()
+
+    def describe(self) -> dict[str, Any]:
+        """JSON. What changes is as of now."""
+        return self._me | {
+            "strategy": self._policy.strategy.value,
+            "registered": self._registration.is_there,
+            "whole_requests": self._whole_requests,
+            "fixed_by": fixed_by(self._config),
+        }
+
+    async def apply(self) -> None:
+        """Become what the configuration says. Raises what registering raises."""
+        async with self._changing:
+            if self._config.role is Role.AGG or self._is_first(self._policy.strategy.value):
+                await self._registration.enter()
+            else:
+                await self._registration.stand_by()
+
+    async def renew(self) -> None:
+        """Discovery may have forgotten this worker."""
+        async with self._changing:
+            await self._registration.renew()
+
+    async def handle_command(self, raw: Any) -> dict[str, Any]:
+        """Do what a control command says; the answer is JSON. Raises a DisaggError, and then nothing has changed:
+        CommandRefusedError for a command that is not signed with the deployment's key.
+        """
+        # A change that was begun is completed, even if the client that asked is gone.
+        change = asyncio.create_task(self._execute(self._verifier.command_of(raw)))
+        return await asyncio.shield(change)
+
+    async def _execute(self, command: Command) -> dict[str, Any]:
+        if isinstance(command, Switch):
+            await self._switch(command.to)
+        elif isinstance(command, Set):
+            self._require_use_for(command.values)
+            return {"changed": self._policy.set_thresholds(command.values, "set")}
+        return self.describe()
+
+    def _require_use_for(self, values: Collection[str]) -> None:
+        if not self._config.may_switch and not set(values) <= set(ADMISSION):
+            for_all = ", ".join(ADMISSION)
+            raise InvalidRequestError(
+                f"set: a worker in mode {self._config.role} under {self._config.strategy} decides nothing; "
+                f"expected {for_all} only, or a prefill or decode worker of {' or '.join(worker_side())}"
+            )
+
+    async def _switch(self, to: str) -> None:
+        config = self._config
+        if not config.may_switch:
+            raise InvalidRequestError(
+                f"to: {to!r} is not allowed in mode {config.role} under {config.strategy}; "
+                "expected no switch: such a worker runs nothing else"
+            )
+        if flags := fixed_by(config):
+            raise InvalidRequestError(
+                f"to: {to!r} is not allowed with {' and '.join(flags)}; expected the usual endpoints: there frontends "
+                "and the other role look for a worker that was switched"
+            )
+        async with self._changing:
+            strategy = self._policy.strategy
+            was = strategy.value
+            # A new first stage runs the new strategy before a request can come, an old one until its last request.
+            if self._is_first(to):
+                self._require_other()
+                strategy.set(to)
+                try:
+                    await self._registration.enter()
+                except BaseException:
+                    strategy.set(was)
+                    raise
+            else:
+                await self._registration.leave()
+                strategy.set(to)
+        log.info("switched from %s to %s: %s stage", was, to, "first" if self._is_first(to) else "second")
+
+    def _is_first(self, strategy: str) -> bool:
+        return spec_of(strategy).entry_role in (self._config.role, None)
+
+    def _require_other(self) -> None:
+        if not self._other.instance_ids():
+            raise PeerUnavailableError(
+                f"no worker of the other role is there at {self._config.partner_endpoint_id}"
+            )
+
+    def counting(self, generate: Generate) -> Generate:
+        """Knows how many requests from frontends run, so that one can see when the last one has ended."""
+
+        def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+            chunks = generate(request, context)
+            return _Counted(self, chunks) if request.phase_request is None else chunks
+
+        return counted
+
+    def whole_request_begins(self) -> None:
+        self._whole_requests += 1
+
+    def whole_request_ends(self) -> None:
+        self._whole_requests -= 1
+
+
+class _Counted(PerRequestStream[TokenChunk]):
+    def __init__(self, state: StageState, chunks: AsyncGenerator[TokenChunk, None]) -> None:
+        self._state = state
+        self._rest = chunks
+
+    async def _first(self) -> TokenChunk:
+        assert self._rest is not None
+        self._state.whole_request_begins()
+        return await anext(self._rest)
+
+    async def _finish(self) -> None:
+        if self._has_begun:
+            self._state.whole_request_ends()
+
+
+def fixed_by(config: WorkerConfig) -> list[str]:
+    """The flags that gave this worker another place than a switched one has; it cannot be switched."""
+    if not config.may_switch:
+        return []
+    role = config.role
+    usual = endpoint_of(config.namespace, None if config.is_first_stage else role)
+    other = endpoint_of(config.namespace, Role.PREFILL if role is Role.DECODE else Role.DECODE)
+    given = (("endpoint", config.endpoint, usual), ("next_endpoint", config.next_endpoint, other))
+    return [f"{flag_of(name)} {value}" for name, value, expected in given if value not in (None, expected)]

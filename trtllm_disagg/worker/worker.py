@@ -1,0 +1,297 @@
+"""One worker, from its configuration to serving: everything is built here, in order, and patched nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trtllm_disagg.commands import KeyVerifier, NoKeyVerifier, Verifier
+from trtllm_disagg.config.dump import dump_config
+from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
+from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
+from trtllm_disagg.dynamo_runtime import Advertised, Leaving, Registration, Runtime, ServedModel
+from trtllm_disagg.dynamo_runtime.publishers import create_publishers
+from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
+from trtllm_disagg.dynamo_runtime.worker_endpoint import require_system_port
+from trtllm_disagg.embedded.params.checkpoint import fingerprint
+from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.engines import resolve_engine
+from trtllm_disagg.engine.health import EngineHealth, close
+from trtllm_disagg.engine.llm_api import load_api, serve_as_rank
+from trtllm_disagg.engine.trtllm_version import installed_version
+from trtllm_disagg.errors import EngineLostError
+from trtllm_disagg.handlers.admission import Admission
+from trtllm_disagg.handlers.departure import Departure
+from trtllm_disagg.handlers.remote import NoStage, StageClient
+from trtllm_disagg.handlers.select import (
+    BestCached,
+    CompatibilityFilter,
+    InFlight,
+    LeastLoaded,
+    Random,
+    RoundRobin,
+    SelectedStage,
+    Selector,
+)
+from trtllm_disagg.handlers.services import Policy, build_generate, watch_policy_file
+from trtllm_disagg.handlers.trace import with_request_log
+from trtllm_disagg.keys import AdminKey
+from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
+from trtllm_disagg.processes.activity import DRAINING, SERVING, Reporter, reporter_of
+from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, read_model_facts
+from trtllm_disagg.worker.pairing import (
+    Fingerprint,
+    ModelIdentity,
+    describe_worker,
+    kind_of,
+    require_callable,
+    with_engine,
+)
+from trtllm_disagg.worker.stage_state import StageState
+from trtllm_disagg.worker.startup_checks import ModelNameGuard, StartupChecks
+
+log = logging.getLogger(__name__)
+
+_LOAD_SECONDS = 1.0
+
+
+async def run_worker(config: WorkerConfig) -> None:
+    """Serve until told to stop. Raises ConfigError before anything is built, EngineError when the engine dies.
+
+    The start, in order: settings (`_resolve`), this worker's description, the prefill queue, Dynamo's runtime, the
+    engine, the other stage, the request path, serving, registration. The checks against other workers are those of
+    `StartupChecks`, before the engine loads, before this worker is listed, and before it registers.
+    """
+    reporter = reporter_of(os.environ)
+    reporter.tell("checking its settings")
+    config, engine_args = _resolve(config)
+    api = load_api(config.engine)
+    if await asyncio.to_thread(serve_as_rank, config.engine, engine_args):
+        return
+    dump_config(config, engine_args)
+    advertised = Advertised.of(config, guides=bool(engine_args.get("guided_decoding_backend")))
+    identity, me = _describe(config, engine_args)
+    async with aclosing(await open_prefill_queue(config, kind_of(me))) as queue:
+        require_system_port(os.environ)
+        runtime = Runtime(config, advertised)
+        verifier = _verifier(config, runtime.instance_id)
+        own_endpoint_ids = {config.endpoint_id, config.peer_endpoint_id}
+        names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
+        checks = StartupChecks(config, names, runtime)
+        await checks.before_loading()
+        log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
+        reporter.tell("starting the engine")
+        engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
+        try:
+            for missing in engine.capabilities.missing():
+                log.info("the engine cannot %s", missing)
+            me = with_engine(me, _capacity(config, engine)[0], engine.ctx_info_endpoint, engine.ctx_dp_rank)
+            await _serve(config, me, engine, runtime, queue, checks, verifier, reporter)
+        finally:
+            has_ended = await close(engine)
+        if not has_ended:
+            raise EngineLostError("the engine does not end")
+
+
+def _resolve(config: WorkerConfig) -> tuple[WorkerConfig, dict[str, Any]]:
+    """The configuration with the engine and the sizes that it really gets, and the engine's arguments. Raises
+    ConfigError for whatever is wrong with them, or with the policy file.
+    """
+    config = replace(config, engine=resolve_engine(config.engine))
+    engine_args = build_engine_args(config)
+    config = with_engine_args(config, engine_args)
+    # Only a check: the file may change while the engine loads, so it is read again then.
+    Policy.of(config, config.kv_block_size)
+    return config, engine_args
+
+
+def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
+    """The model of this worker, and what other workers have to know of it."""
+    facts = read_model_facts(config.model)
+    shares = facts if config.engine_spec.is_tensorrt_llm else UNKNOWN_MODEL
+    identity = ModelIdentity(
+        config.model_name, config.model, _weights(config), shares.layout, shares.precision, config.role.value
+    )
+    fingerprint = Fingerprint.of(
+        config.engine, engine_args, config.kv_block_size, facts, installed_version(), os.environ
+    )
+    return identity, describe_worker(config, fingerprint, identity)
+
+
+async def _serve(
+    config: WorkerConfig,
+    me: dict[str, Any],
+    engine: Engine,
+    runtime: Runtime,
+    queue: PrefillQueue,
+    checks: StartupChecks,
+    verifier: Verifier,
+    reporter: Reporter,
+) -> None:
+    block_size, num_blocks = _capacity(config, engine)
+    reporter.tell("looking for the other stage")
+    departure = Departure()
+    leaving = Leaving(runtime, departure, engine, queue, config.drain_seconds)
+    leaving.leave_on_signals()
+    if not await checks.before_listing(me):
+        return
+    stage: StageClient = NoStage()
+    if config.partner_endpoint_id is not None:
+        others = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
+        stage = CompatibilityFilter(others, partial(require_callable, me))
+    policy = Policy.of(config, block_size)
+    model = ServedModel(
+        block_size,
+        num_blocks,
+        config.max_batch_size,
+        config.max_num_tokens,
+        engine.max_seq_len,
+        engine.num_ranks,
+    )
+    registration = Registration(runtime, model, tells_peers=config.tells_peers)
+    state = StageState(config, me, policy, stage, registration, verifier)
+    waiting = queue if queue.client is not None else None
+    generate = build_generate(config, engine, stage, policy, queue.client, waiting)
+    generate = with_request_log(generate, _part(config), policy.counts, departure)
+    generate = state.counting(generate)
+    generate = Admission(policy.thresholds, policy.queued).admitting(generate)
+    publishers = await create_publishers(config, runtime.front, runtime.peer, engine, block_size, policy)
+    for publisher in publishers:
+        await publisher.start()
+
+    async def register() -> None:
+        reporter.tell("registering")
+        await checks.before_registering(me)
+        await state.apply()
+        await queue.start(generate, runtime.instance_id, runtime.front)
+        watchers.append(asyncio.create_task(_tell_load(reporter, departure), name="load"))
+        log.info(
+            "worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id
+        )
+
+    try:
+        async with _leave_when_dead(engine, leaving), _watching(config, policy, state) as watchers:
+            serving = runtime.serve(
+                generate,
+                lambda: state.describe() | checks.described(),
+                state.handle_command,
+                engine.longest_prompt,
+                engine.probe,
+            )
+            await _serve_and(register(), serving, runtime)
+    finally:
+        for publisher in publishers:
+            await publisher.stop()
+
+
+async def _other_stage(
+    config: WorkerConfig, endpoint_id: str, runtime: Runtime, block_size: int
+) -> StageClient:
+    in_flight = InFlight()
+    overlaps = runtime.overlaps(endpoint_id, block_size)
+    if config.calls_second_stage and config.next_router == "kv":
+        overlaps.listen()
+    selectors: dict[str, Callable[[], Selector]] = {
+        "round_robin": RoundRobin,
+        "random": Random,
+        "least_loaded": lambda: LeastLoaded(in_flight),
+        "kv": lambda: BestCached(overlaps, in_flight),
+    }
+    role = Role.DECODE if config.role is Role.PREFILL else Role.PREFILL
+    return SelectedStage(
+        await runtime.stage(endpoint_id),
+        selectors[config.next_router](),
+        in_flight,
+        role.value,
+        runtime.instance_id,
+    )
+
+
+async def _serve_and(
+    register: Coroutine[Any, Any, None], serve: Coroutine[Any, Any, None], runtime: Runtime
+) -> None:
+    """A failed registration ends the service, and is raised."""
+    serving = asyncio.create_task(serve)
+    registering = asyncio.create_task(register, name="registration")
+    registering.add_done_callback(lambda task: runtime.shutdown() if _failed(task) else None)
+    try:
+        await serving
+    finally:
+        registering.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await registering
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return not task.cancelled() and task.exception() is not None
+
+
+def _part(config: WorkerConfig) -> str:
+    """How logs name what this worker does."""
+    return "agg" if config.role is Role.AGG else f"{config.role}/{config.strategy}"
+
+
+def _verifier(config: WorkerConfig, instance_id: int) -> Verifier:
+    if config.admin_key_file is None:
+        return NoKeyVerifier()
+    return KeyVerifier(AdminKey.read(Path(config.admin_key_file), flag_of("admin_key_file")), instance_id)
+
+
+def _weights(config: WorkerConfig) -> str:
+    """What two workers behind one name must have in common; the name of a model that the engine downloads itself."""
+    directory = Path(config.model)
+    return fingerprint(directory) if (directory / "config.json").is_file() else config.model
+
+
+def _capacity(config: WorkerConfig, engine: Engine) -> tuple[int, int]:
+    """(tokens per block, blocks) of the engine; older TensorRT-LLM does not tell."""
+    with contextlib.suppress(AttributeError):
+        capacity = engine.llm.get_kv_cache_capacity()
+        return capacity["tokensPerBlock"], capacity["maxNumBlocks"]
+    return config.kv_block_size, 0
+
+
+async def _tell_load(reporter: Reporter, departure: Departure) -> None:
+    """How many requests it serves, or still has to before it is gone; every second, when that has changed."""
+    while True:
+        reporter.tell(DRAINING if departure.has_begun else SERVING, requests=departure.num_running)
+        await asyncio.sleep(_LOAD_SECONDS)
+
+
+@contextlib.asynccontextmanager
+async def _watching(
+    config: WorkerConfig, policy: Policy, state: StageState
+) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Inside the block; the tasks in the list end with it, also those that are added."""
+    watchers: list[asyncio.Task[None]] = []
+    if config.policy_file is not None:
+        watching = watch_policy_file(Path(config.policy_file), policy)
+        watchers.append(asyncio.create_task(watching, name="policy-file"))
+    if config.discovery_backend == "file":
+        watchers.append(asyncio.create_task(watch_for_freezes(state.renew), name="freezes"))
+    try:
+        yield watchers
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _leave_when_dead(engine: Engine, leaving: Leaving) -> AsyncIterator[None]:
+    """Ends serving when the engine is gone, and says so; a worker without an engine must not look alive."""
+    health = EngineHealth(engine, lambda reason: leaving.leave("its engine died"))
+    health.start()
+    try:
+        yield
+    finally:
+        health.stop()
+    if engine.death is not None:
+        raise EngineLostError(f"the engine died while serving: {engine.death}")

@@ -1,0 +1,85 @@
+"""`trtllm-disagg worker`."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import logging
+import os
+import sys
+from dataclasses import replace
+
+from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
+from trtllm_disagg.config.dotted_flags import with_dotted_flags
+from trtllm_disagg.config.dynamo_flags import RUNTIME_VARIABLES
+from trtllm_disagg.deployment.limits import look_at, needs_of_worker
+from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, EngineLostError
+from trtllm_disagg.model_directory import servable_model
+from trtllm_disagg.processes.watchdog import watch_over_this_process
+
+log = logging.getLogger(__name__)
+
+__all__ = ["ExitStatus", "add_arguments", "prepare", "run"]
+
+add_arguments = add_worker_arguments
+prepare = with_dotted_flags
+
+
+def run(namespace: argparse.Namespace) -> int:
+    config = config_from_namespace(namespace, os.environ)
+    # Dynamo's runtime reads them when it is made.
+    for name, value in getattr(namespace, RUNTIME_VARIABLES, {}).items():
+        os.environ.pop(name, None)
+        if value:
+            os.environ[name] = value
+    config = replace(config, model=str(servable_model(config.model)), served_model_name=config.model_name)
+    has_peers = config.partner_endpoint_id is not None
+    for doubt in look_at(needs_of_worker(has_peers=has_peers, discovery_backend=config.discovery_backend)):
+        log.info("%s", doubt)
+    status = ExitStatus()
+    # After the flags are known to be good: these imports take seconds.
+    import uvloop
+
+    from trtllm_disagg.worker.worker import run_worker
+
+    if config.frozen_seconds:
+        watch_over_this_process(config.frozen_seconds)
+    try:
+        uvloop.run(run_worker(config))
+    except ConfigError:
+        status.value = 2
+        raise
+    except EngineLostError as error:
+        # Python would wait for the engine's threads before any exit handler runs.
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        status.end()
+        raise
+    except KeyboardInterrupt:
+        status.value = 130
+        raise
+    status.value = 0
+    return status.value
+
+
+class ExitStatus:
+    """Ends this process behind all exit handlers that are registered from now on, before Python takes itself apart.
+
+    Dynamo's threads may ask for the interpreter at any time. Python ends a thread that does so then, which Rust takes
+    for an error: the process aborts (SIGABRT) instead of giving its status.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1
+        atexit.register(self._end_unless_in_a_job)
+
+    def _end_unless_in_a_job(self) -> None:
+        if "mpi4py.MPI" not in sys.modules:
+            self.end()
+        # Else the other processes of its job wait for the end of MPI, which comes later.
+
+    def end(self) -> None:
+        """At once."""
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(self.value)
