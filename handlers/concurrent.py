@@ -107,8 +107,8 @@ def _reachable(endpoint: str | None, engine: str) -> str:
     return endpoint
 
 
-def together(prefill: PushPhase, decode: DecodePhase) -> Generate:
-    """prefill_first: together(local push, remote decode); decode_first: together(remote push, local decode).
+def concurrent(prefill: PushPhase, decode: DecodePhase) -> Generate:
+    """prefill_first: concurrent(local push, remote decode); decode_first: concurrent(remote push, local decode).
 
     Decode gives its blocks first, prefill writes into them. Both are dispatched here, so neither waits for the
     other to be asked; whichever fails ends the other.

@@ -53,7 +53,7 @@ def _read(word: str, known: Collection[int]) -> int:
 PREFIX = "disagg:"
 
 
-class Choice:
+class StrategyRouter:
     def __init__(
         self,
         ways: Mapping[str, Generate],

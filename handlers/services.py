@@ -29,7 +29,7 @@ from trtllm_disagg.handlers.fallback import (
 )
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import RemoteDrain, StageClient
-from trtllm_disagg.handlers.route import Choice, relayed
+from trtllm_disagg.handlers.route import StrategyRouter, relayed
 from trtllm_disagg.handlers.select import RequireConsumers
 from trtllm_disagg.handlers.trace import RequestCounts
 from trtllm_disagg.strategies import orders, spec_of
@@ -146,7 +146,7 @@ def build_generate(
         choose_protocol(config.handoff_protocol),
         prefills and CircuitBreakerClient(_require_consumers(config, prefills, stage), breaker, timeouts),
     )
-    chosen = _chosen(config, parts, watched, waiting or watched, policy, replays)
+    chosen = _strategy_router(config, parts, watched, waiting or watched, policy, replays)
     return resume_migrated(finish_if_budget_exhausted(served(parts, chosen)), replays)
 
 
@@ -156,14 +156,14 @@ def _require_consumers(config: WorkerConfig, queue: StageClient, workers: StageC
     return queue if waits else RequireConsumers(queue, workers)
 
 
-def _chosen(
+def _strategy_router(
     config: WorkerConfig,
     parts: Parts,
     stage: CircuitBreakerClient,
     queue: QueueDepth,
     policy: Policy,
     replays: Replays,
-) -> Choice:
+) -> StrategyRouter:
     local = LocalBoth(parts.engine)
     own = [order.name for order in orders() if order.entry_role == parts.role]
     others = [order.name for order in orders() if order.entry_role != parts.role]
@@ -188,7 +188,7 @@ def _chosen(
     deployed = {name: conditional(decider, local, ways[name]) for name in (*own, *others)}
     auto = Auto(by_length, ways, (own[0], others[0]), stage.num_healthy, config.max_batch_size)
     ways["auto"] = auto
-    return Choice(ways, deployed | {"auto": auto}, policy.strategy, stage.check)
+    return StrategyRouter(ways, deployed | {"auto": auto}, policy.strategy, stage.check)
 
 
 def build_strategy(name: str, parts: Parts) -> Generate:

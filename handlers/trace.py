@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from trtllm_disagg.handlers.departure import Departure
+from trtllm_disagg.handlers.drain import WorkerDrain
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, RequestTrace, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -62,15 +62,15 @@ class RequestCounts:
 
 
 def with_request_log(
-    generate: Generate, part: str, counts: RequestCounts | None = None, departure: Departure | None = None
+    generate: Generate, part: str, counts: RequestCounts | None = None, drain: WorkerDrain | None = None
 ) -> Generate:
-    """`generate` under `departure`, with a log line for each request. `part` names the worker's role and strategy."""
+    """`generate` under `drain`, with a log line for each request. `part` names the worker's role and strategy."""
     counts = counts or RequestCounts()
 
     def record(request: GenerateRequest, context: RequestContext) -> _Record:
         return _Record(request, context, part, counts)
 
-    return (departure or Departure()).attending(generate, record)
+    return (drain or WorkerDrain()).tracking(generate, record)
 
 
 class _Record:

@@ -19,7 +19,7 @@ import msgspec
 from trtllm_disagg.config.worker_config import Role, flag_of
 from trtllm_disagg.errors import CommandRefusedError, ConfigError, InvalidRequestError
 from trtllm_disagg.keys import AdminKey
-from trtllm_disagg.strategies import switchable
+from trtllm_disagg.strategies import require_switchable
 
 CONTROL = "trtllm_disagg.control"
 
@@ -67,7 +67,10 @@ def decode_command(raw: Any) -> Command:
             f"{CONTROL}: {error}; expected a command of describe, switch, set"
         ) from None
     if isinstance(command, Switch):
-        _require_switchable(command.to)
+        try:
+            require_switchable(command.to, "to")
+        except ConfigError as error:
+            raise InvalidRequestError(str(error)) from None
     return command
 
 
@@ -78,15 +81,6 @@ def decode_up_command(line: bytes) -> UpCommand:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"command: {error}; expected one of describe, switch, set, scale") from None
     return command
-
-
-def _require_switchable(to: str) -> None:
-    """Raise InvalidRequestError unless a running deployment can become that: the same workers run all of them."""
-    if to not in switchable():
-        raise InvalidRequestError(
-            f"to: {to!r} is not allowed; expected one of {', '.join(switchable())} "
-            "(router and agg need other workers; start a deployment of their own)"
-        )
 
 
 class Description(msgspec.Struct, frozen=True):

@@ -104,6 +104,16 @@ def switchable() -> tuple[str, ...]:
     return tuple(name for name, spec in STRATEGIES.items() if spec.switchable)
 
 
+def require_switchable(name: str, key: str = "--to") -> None:
+    """Raises ConfigError, naming `key`, for what no running deployment can become."""
+    if name not in switchable():
+        raise ConfigError.bad_value(
+            key,
+            name,
+            f"one of {', '.join(switchable())}; router and agg need other workers, in a deployment of their own",
+        )
+
+
 def main(arguments: list[str]) -> str:
     name = arguments[0] if arguments else ""
     if name not in disaggregated():

@@ -1,7 +1,7 @@
 """Requests are routed to decode workers, on their cache; a decode worker has a prefill worker start them."""
 
 from trtllm_disagg.handlers.chain import chain
-from trtllm_disagg.handlers.concurrent import RemotePush, together
+from trtllm_disagg.handlers.concurrent import RemotePush, concurrent
 from trtllm_disagg.handlers.local import LocalDecode, first_token_within
 from trtllm_disagg.handlers.remote import RemotePrefill, queued
 from trtllm_disagg.handlers.route import names_prefill
@@ -14,7 +14,7 @@ def build(parts: Parts) -> Generate:
     decode = LocalDecode(parts.engine, repeats_first_token=parts.pushes)
     timed = first_token_within(parts.first_decode_token_timeout, decode)
     if parts.pushes:
-        return together(RemotePush(parts.stage, parts.engine, parts.protocol), timed)
+        return concurrent(RemotePush(parts.stage, parts.engine, parts.protocol), timed)
     prefill: PrefillPhase = RemotePrefill(parts.stage, decode.drain, parts.protocol)
     if parts.prefills is not None:
         through = RemotePrefill(parts.prefills, decode.drain, parts.protocol)

@@ -1,7 +1,7 @@
 """Requests are routed to prefill workers, by their cache; a prefill worker has a decode worker go on."""
 
 from trtllm_disagg.handlers.chain import chain
-from trtllm_disagg.handlers.concurrent import LocalPush, together
+from trtllm_disagg.handlers.concurrent import LocalPush, concurrent
 from trtllm_disagg.handlers.local import LocalPrefill, prefill_within
 from trtllm_disagg.handlers.remote import RemoteDecode, RemoteDrain, RemotePrefill, queued
 from trtllm_disagg.handlers.services import Parts
@@ -12,7 +12,7 @@ def build(parts: Parts) -> Generate:
     """On a prefill worker."""
     decode = RemoteDecode(parts.stage, parts.protocol)
     if parts.pushes:
-        return together(LocalPush(parts.engine, parts.protocol), decode)
+        return concurrent(LocalPush(parts.engine, parts.protocol), decode)
     return chain(_prefill(parts), decode)
 
 

@@ -17,7 +17,7 @@ from tests.support.toy_strategy import register
 register()
 from pathlib import Path
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of
-from trtllm_disagg.admin.switch_command import require_switchable
+from trtllm_disagg.strategies import require_switchable
 from trtllm_disagg.commands import CONTROL, decode_command
 from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig

@@ -22,7 +22,7 @@ from trtllm_disagg.admin.client import Worker, Workers, all_workers
 from trtllm_disagg.commands import Switch
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, StageTimeoutError
-from trtllm_disagg.strategies import spec_of, switchable
+from trtllm_disagg.strategies import require_switchable, spec_of, switchable
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,6 @@ class SwitchPlan:
     def is_done(self) -> bool:
         return all(w.is_.strategy == self.to and w.is_.registered for w in self.first) and all(
             w.is_.strategy == self.to and not w.is_.registered for w in self.second
-        )
-
-
-def require_switchable(to: str) -> None:
-    """Raises ConfigError for what no running deployment can become."""
-    if to not in switchable():
-        raise ConfigError.bad_value(
-            "--to",
-            to,
-            f"one of {', '.join(switchable())}; router and agg need other workers, in a deployment of their own",
         )
 
 

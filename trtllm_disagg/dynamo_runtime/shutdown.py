@@ -18,7 +18,7 @@ from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
 
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.handlers.cancellation import num_in_background
-from trtllm_disagg.handlers.departure import Departure
+from trtllm_disagg.handlers.drain import WorkerDrain
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ class Queue(Protocol):
 
 class Leaving:
     def __init__(
-        self, place: Place, departure: Departure, engine: Engine, queue: Queue, drain_seconds: float
+        self, place: Place, drain: WorkerDrain, engine: Engine, queue: Queue, drain_seconds: float
     ) -> None:
         self._place = place
-        self._departure = departure
+        self._drain = drain
         self._engine = engine
         self._queue = queue
         self._drain_seconds = drain_seconds
@@ -64,7 +64,7 @@ class Leaving:
     def leave(self, reason: str, grace_seconds: float = 0.0) -> None:
         """Begin, for the first reason that there is. The runtime is shut down at the end of it."""
         if self._leaving is None:
-            self._departure.begin(reason)
+            self._drain.begin(reason)
             self._leaving = asyncio.create_task(self._leave(reason, grace_seconds), name="leaving")
 
     async def _leave(self, reason: str, grace_seconds: float) -> None:
@@ -72,8 +72,8 @@ class Leaving:
         try:
             await self._leave_discovery()
             await asyncio.sleep(grace_seconds)
-            await self._drain()
-            await self._departure.cut()
+            await self._wait_until_quiet()
+            await self._drain.cut()
         finally:
             self._place.shutdown()
 
@@ -82,7 +82,7 @@ class Leaving:
             if isinstance(outcome, Exception):
                 log.error("not everything could be left: %r", outcome)
 
-    async def _drain(self) -> None:
+    async def _wait_until_quiet(self) -> None:
         try:
             async with asyncio.timeout(self._drain_seconds):
                 await self._all_quiet()
@@ -90,7 +90,7 @@ class Leaving:
             log.warning(
                 "%d requests still run after %g s: they are handed back to their frontends; the KV of %d handoffs may "
                 "still be read",
-                self._departure.num_running,
+                self._drain.num_running,
                 self._drain_seconds,
                 self._engine.handoffs.count(),
             )
@@ -100,7 +100,7 @@ class Leaving:
     async def _all_quiet(self) -> None:
         """No request runs or is relayed, and no KV is held for another worker, so that none is read from a dead one."""
         await self._queue.drained()
-        await self._departure.none_runs()
+        await self._drain.none_runs()
         while self._engine.death is None and not await self._is_quiet():  # noqa: ASYNC110
             await asyncio.sleep(_POLL_SECONDS)
 

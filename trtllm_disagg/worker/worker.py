@@ -29,7 +29,7 @@ from trtllm_disagg.engine.llm_api import load_api, serve_as_rank
 from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.handlers.admission import Admission
-from trtllm_disagg.handlers.departure import Departure
+from trtllm_disagg.handlers.drain import WorkerDrain
 from trtllm_disagg.handlers.remote import NoStage, StageClient
 from trtllm_disagg.handlers.select import (
     BestCached,
@@ -138,8 +138,8 @@ async def _serve(
 ) -> None:
     block_size, num_blocks = _capacity(config, engine)
     reporter.tell("looking for the other stage")
-    departure = Departure()
-    leaving = Leaving(runtime, departure, engine, queue, config.drain_seconds)
+    drain = WorkerDrain()
+    leaving = Leaving(runtime, drain, engine, queue, config.drain_seconds)
     leaving.leave_on_signals()
     if not await checks.before_listing(me):
         return
@@ -160,7 +160,7 @@ async def _serve(
     state = StageState(config, me, policy, stage, registration, verifier)
     waiting = queue if queue.client is not None else None
     generate = build_generate(config, engine, stage, policy, queue.client, waiting)
-    generate = with_request_log(generate, _part(config), policy.counts, departure)
+    generate = with_request_log(generate, _part(config), policy.counts, drain)
     generate = state.counting(generate)
     generate = Admission(policy.thresholds, policy.queued).admitting(generate)
     publishers = await create_publishers(config, runtime.front, runtime.peer, engine, block_size, policy)
@@ -172,7 +172,7 @@ async def _serve(
         await checks.before_registering(me)
         await state.apply()
         await queue.start(generate, runtime.instance_id, runtime.front)
-        watchers.append(asyncio.create_task(_tell_load(reporter, departure), name="load"))
+        watchers.append(asyncio.create_task(_tell_load(reporter, drain), name="load"))
         log.info(
             "worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id
         )
@@ -259,10 +259,10 @@ def _capacity(config: WorkerConfig, engine: Engine) -> tuple[int, int]:
     return config.kv_block_size, 0
 
 
-async def _tell_load(reporter: Reporter, departure: Departure) -> None:
+async def _tell_load(reporter: Reporter, drain: WorkerDrain) -> None:
     """How many requests it serves, or still has to before it is gone; every second, when that has changed."""
     while True:
-        reporter.tell(DRAINING if departure.has_begun else SERVING, requests=departure.num_running)
+        reporter.tell(DRAINING if drain.has_begun else SERVING, requests=drain.num_running)
         await asyncio.sleep(_LOAD_SECONDS)
 
 

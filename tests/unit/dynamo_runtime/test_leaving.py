@@ -12,7 +12,7 @@ from trtllm_disagg.dynamo_runtime import Leaving
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import in_background
-from trtllm_disagg.handlers.departure import Departure
+from trtllm_disagg.handlers.drain import WorkerDrain
 from trtllm_disagg.handlers.local import LocalBoth
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
@@ -39,8 +39,8 @@ class Place:
         self.ended.set()
 
 
-def leaving(place: Place, departure: Departure, engine: Engine, seconds: float = 30.0) -> Leaving:
-    return Leaving(place, departure, engine, place, seconds)
+def leaving(place: Place, drain: WorkerDrain, engine: Engine, seconds: float = 30.0) -> Leaving:
+    return Leaving(place, drain, engine, place, seconds)
 
 
 async def relayed(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -51,21 +51,21 @@ async def relayed(request: GenerateRequest, context: RequestContext) -> AsyncGen
 
 async def test_an_idle_worker_leaves_and_ends() -> None:
     place = Place()
-    leaving(place, Departure(), recording_engine()).leave("it was told to stop")
+    leaving(place, WorkerDrain(), recording_engine()).leave("it was told to stop")
     await place.ended.wait()
     assert place.done == ["leave", "leave", "queue drained", "shutdown"]
 
 
 async def test_relayed_requests_are_waited_for_however_idle_the_engine_is() -> None:
-    place, departure, gate = Place(), Departure(), asyncio.Event()
+    place, drain, gate = Place(), WorkerDrain(), asyncio.Event()
 
     async def one_more(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         await gate.wait()
         yield TokenChunk([1], finish_reason="stop")
 
-    answering = asyncio.create_task(collect(departure.attending(one_more), request()))
-    await until(lambda: departure.num_running)
-    leaving(place, departure, recording_engine()).leave("it was told to stop")
+    answering = asyncio.create_task(collect(drain.tracking(one_more), request()))
+    await until(lambda: drain.num_running)
+    leaving(place, drain, recording_engine()).leave("it was told to stop")
     await until(lambda: "queue drained" in place.done)
     assert not place.ended.is_set()
     gate.set()
@@ -76,10 +76,10 @@ async def test_relayed_requests_are_waited_for_however_idle_the_engine_is() -> N
 async def test_what_runs_for_too_long_is_handed_back_before_the_runtime_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    place, departure = Place(), Departure()
-    answering = asyncio.create_task(collect(departure.attending(relayed), request()))
-    await until(lambda: departure.num_running)
-    leaving(place, departure, recording_engine(), seconds=0.0).leave("it was told to stop")
+    place, drain = Place(), WorkerDrain()
+    answering = asyncio.create_task(collect(drain.tracking(relayed), request()))
+    await until(lambda: drain.num_running)
+    leaving(place, drain, recording_engine(), seconds=0.0).leave("it was told to stop")
     with pytest.raises(WorkerLeavingError):
         await answering
     await place.ended.wait()
@@ -90,35 +90,35 @@ async def test_a_dead_engine_is_not_waited_for(caplog: pytest.LogCaptureFixture)
     place, engine = Place(), recording_engine()
     engine.handoffs.hold()
     engine.die("gone")
-    leaving(place, Departure(), engine).leave("its engine died")
+    leaving(place, WorkerDrain(), engine).leave("its engine died")
     await place.ended.wait()
     assert "still run" not in caplog.text
 
 
 async def test_the_grace_period_comes_before_anything_is_waited_for() -> None:
     place = Place()
-    leaving(place, Departure(), recording_engine()).leave("it was told to stop", grace_seconds=600)
+    leaving(place, WorkerDrain(), recording_engine()).leave("it was told to stop", grace_seconds=600)
     await until(lambda: place.done == ["leave", "leave"])
     await asyncio.sleep(0)
     assert place.done == ["leave", "leave"]
 
 
 async def test_a_worker_leaves_once() -> None:
-    place, departure = Place(), Departure()
-    leaver = leaving(place, departure, recording_engine())
+    place, drain = Place(), WorkerDrain()
+    leaver = leaving(place, drain, recording_engine())
     leaver.leave("its engine died")
     leaver.leave("it was told to stop", grace_seconds=600)
     await place.ended.wait()
     assert place.done.count("shutdown") == 1
     with pytest.raises(WorkerLeavingError, match="its engine died"):
-        await collect(departure.attending(LocalBoth(recording_engine())), request())
+        await collect(drain.tracking(LocalBoth(recording_engine())), request())
 
 
 async def test_a_worker_that_cannot_leave_discovery_ends_all_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     place = Place(broken=True)
-    leaving(place, Departure(), recording_engine()).leave("it was told to stop")
+    leaving(place, WorkerDrain(), recording_engine()).leave("it was told to stop")
     await place.ended.wait()
     assert "discovery is gone" in caplog.text
     assert place.done[-1] == "shutdown"
@@ -128,7 +128,7 @@ async def test_kv_that_may_still_be_read_is_waited_for() -> None:
     """Without statistics, as TensorRT-LLM is by default: that none says so does not make the engine idle."""
     place, engine = Place(), recording_engine()
     end = engine.handoffs.hold()
-    leaving(place, Departure(), engine).leave("it was told to stop")
+    leaving(place, WorkerDrain(), engine).leave("it was told to stop")
     await until(lambda: "queue drained" in place.done)
     await asyncio.sleep(0.1)
     assert not place.ended.is_set()
@@ -143,7 +143,7 @@ async def test_work_behind_an_answer_is_waited_for() -> None:
         await gate.wait()
 
     in_background(drain())
-    leaving(place, Departure(), recording_engine()).leave("it was told to stop")
+    leaving(place, WorkerDrain(), recording_engine()).leave("it was told to stop")
     await until(lambda: "queue drained" in place.done)
     await asyncio.sleep(0.1)
     assert not place.ended.is_set()

@@ -20,7 +20,7 @@ from trtllm_disagg.errors import (
     KvTransferError,
     RequestCancelledError,
 )
-from trtllm_disagg.handlers.concurrent import LocalPush, Push, RemotePush, together
+from trtllm_disagg.handlers.concurrent import LocalPush, Push, RemotePush, concurrent
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
@@ -174,7 +174,7 @@ async def two_tokens(
 
 async def test_both_phases_meet_at_one_place_and_the_push_ends_with_decode() -> None:
     push = ScriptedPush()
-    answer = await collect(together(push, two_tokens), request())
+    answer = await collect(concurrent(push, two_tokens), request())
     assert tokens_of(answer) == [1, 2]
     assert push.ended.is_set() or push.met == []
 
@@ -191,7 +191,7 @@ async def test_a_decode_that_fails_ends_the_push() -> None:
         yield TokenChunk([])
 
     with pytest.raises(KvTransferError, match="lost"):
-        await collect(together(push, fail), request())
+        await collect(concurrent(push, fail), request())
     assert push.ended.is_set()
 
 
@@ -208,7 +208,7 @@ async def test_a_push_that_fails_closes_decode() -> None:
             closed.set()
 
     with pytest.raises(RequestCancelledError, match="given up"):
-        await collect(together(ScriptedPush(RequestCancelledError("given up")), wait), request())
+        await collect(concurrent(ScriptedPush(RequestCancelledError("given up")), wait), request())
     assert closed.is_set()
 
 

@@ -15,7 +15,7 @@ from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.errors import InvalidRequestError, KvTransferError, OverloadedError
-from trtllm_disagg.handlers.concurrent import Push, together
+from trtllm_disagg.handlers.concurrent import Push, concurrent
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.kv_transfer.endpoint import join_endpoint
 from trtllm_disagg.testing.stage_client import RecordingStageClient
@@ -230,7 +230,7 @@ async def test_the_end_of_one_phase_ends_the_other_within_its_turn(failing: str)
 
     meeting = Meeting(turns, go if failing == "prefill" else None)
     with pytest.raises(KvTransferError, match=f"{failing} is gone"):
-        await collect(together(meeting, decode), request())
+        await collect(concurrent(meeting, decode), request())
     await turns.stop()
     assert turns.ended is not None
     assert turns.ended <= TURNS

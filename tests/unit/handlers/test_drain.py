@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.handling import collect, request, tokens_of, until
 from trtllm_disagg.errors import EngineError, WorkerLeavingError
-from trtllm_disagg.handlers.departure import Departure
+from trtllm_disagg.handlers.drain import WorkerDrain
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -54,23 +54,23 @@ class Client:
 
 
 async def test_requests_are_counted_until_their_end() -> None:
-    departure, stream = Departure(), Stream()
-    reading = asyncio.create_task(Client(departure.attending(stream)).read())
-    await until(lambda: departure.num_running == 1)
-    quiet = asyncio.create_task(departure.none_runs())
+    drain, stream = WorkerDrain(), Stream()
+    reading = asyncio.create_task(Client(drain.tracking(stream)).read())
+    await until(lambda: drain.num_running == 1)
+    quiet = asyncio.create_task(drain.none_runs())
     stream.go_on.set()
     await reading
     await quiet
-    assert departure.num_running == 0
+    assert drain.num_running == 0
 
 
 async def test_a_leaving_worker_finishes_what_runs_and_what_still_comes() -> None:
-    departure, stream = Departure(), Stream()
-    generate = departure.attending(stream)
+    drain, stream = WorkerDrain(), Stream()
+    generate = drain.tracking(stream)
     first = Client(generate)
     reading = asyncio.create_task(first.read())
     await until(lambda: first.tokens)
-    departure.begin("it was told to stop")
+    drain.begin("it was told to stop")
     stream.go_on.set()
     await reading
     assert first.tokens == [1, 9]
@@ -78,25 +78,25 @@ async def test_a_leaving_worker_finishes_what_runs_and_what_still_comes() -> Non
 
 
 async def test_a_request_that_still_runs_at_the_end_is_handed_back() -> None:
-    departure, stream = Departure(), Stream()
-    client = Client(departure.attending(stream))
+    drain, stream = WorkerDrain(), Stream()
+    client = Client(drain.tracking(stream))
     reading = asyncio.create_task(client.read())
     await until(lambda: client.tokens)
-    departure.begin("it was told to stop")
-    await departure.cut()
+    drain.begin("it was told to stop")
+    await drain.cut()
     with pytest.raises(WorkerLeavingError, match="this worker ends: it was told to stop"):
         await reading
     assert client.tokens == [1]
     assert stream.was_closed
-    assert departure.num_running == 0
+    assert drain.num_running == 0
 
 
 async def test_a_request_with_a_slow_client_is_handed_back_with_its_next_token() -> None:
-    departure, stream = Departure(), Stream()
-    chunks = departure.attending(stream)(request(), FakeContext())
+    drain, stream = WorkerDrain(), Stream()
+    chunks = drain.tracking(stream)(request(), FakeContext())
     assert (await anext(chunks)).token_ids == [1]
-    departure.begin("its engine died")
-    cutting = asyncio.create_task(departure.cut())
+    drain.begin("its engine died")
+    cutting = asyncio.create_task(drain.cut())
     await asyncio.sleep(0)
     with pytest.raises(WorkerLeavingError):
         await anext(chunks)
@@ -104,12 +104,12 @@ async def test_a_request_with_a_slow_client_is_handed_back_with_its_next_token()
 
 
 async def test_an_answer_that_has_ended_stays_whole_at_the_end() -> None:
-    departure, stream = Departure(), Stream()
+    drain, stream = WorkerDrain(), Stream()
     stream.go_on.set()
-    chunks = departure.attending(stream)(request(), FakeContext())
+    chunks = drain.tracking(stream)(request(), FakeContext())
     seen = [await anext(chunks), await anext(chunks)]
-    departure.begin("its engine died")
-    cutting = asyncio.create_task(departure.cut())
+    drain.begin("its engine died")
+    cutting = asyncio.create_task(drain.cut())
     await asyncio.sleep(0)
     seen += [chunk async for chunk in chunks]
     await cutting
@@ -117,48 +117,48 @@ async def test_an_answer_that_has_ended_stays_whole_at_the_end() -> None:
 
 
 async def test_a_request_that_comes_after_the_end_goes_elsewhere() -> None:
-    departure = Departure()
-    departure.begin("it was told to stop")
-    await departure.cut()
+    drain = WorkerDrain()
+    drain.begin("it was told to stop")
+    await drain.cut()
     with pytest.raises(WorkerLeavingError):
-        await collect(departure.attending(Stream()), request())
+        await collect(drain.tracking(Stream()), request())
 
 
 async def test_an_answer_without_an_end_is_never_a_silent_one_while_the_worker_leaves() -> None:
     """A runtime that is shut down stops the contexts of all requests, and strategies end for that without a word."""
-    departure, stream, context = Departure(), Stream(last=None), FakeContext()
+    drain, stream, context = WorkerDrain(), Stream(last=None), FakeContext()
     stream.go_on.set()
-    departure.begin("its engine died")
+    drain.begin("its engine died")
     context.stop()
     with pytest.raises(WorkerLeavingError):
-        await collect(departure.attending(stream), request(), context)
+        await collect(drain.tracking(stream), request(), context)
 
 
 async def test_a_client_that_left_ends_its_request_without_an_error() -> None:
     stream = Stream(last=None)
     stream.go_on.set()
-    assert tokens_of(await collect(Departure().attending(stream), request())) == [1]
+    assert tokens_of(await collect(WorkerDrain().tracking(stream), request())) == [1]
 
 
 async def test_a_cancelled_request_is_cancelled_and_not_handed_back() -> None:
-    departure, stream = Departure(), Stream()
-    client = Client(departure.attending(stream))
+    drain, stream = WorkerDrain(), Stream()
+    client = Client(drain.tracking(stream))
     reading = asyncio.create_task(client.read())
     await until(lambda: client.tokens)
     reading.cancel()
     with suppress(asyncio.CancelledError):
         await reading
     assert reading.cancelled()
-    await until(lambda: departure.num_running == 0)
+    await until(lambda: drain.num_running == 0)
 
 
 async def test_the_first_reason_counts() -> None:
-    departure = Departure()
-    departure.begin("its engine died")
-    departure.begin("it was told to stop")
-    await departure.cut()
+    drain = WorkerDrain()
+    drain.begin("its engine died")
+    drain.begin("it was told to stop")
+    await drain.cut()
     with pytest.raises(WorkerLeavingError, match="its engine died"):
-        await collect(departure.attending(Stream()), request())
+        await collect(drain.tracking(Stream()), request())
 
 
 async def test_other_errors_stay_what_they_are() -> None:
@@ -166,7 +166,7 @@ async def test_other_errors_stay_what_they_are() -> None:
         yield TokenChunk([1])
         raise EngineError("boom")
 
-    departure = Departure()
+    drain = WorkerDrain()
     with pytest.raises(EngineError, match="boom"):
-        await collect(departure.attending(fails), request())
-    assert departure.num_running == 0
+        await collect(drain.tracking(fails), request())
+    assert drain.num_running == 0

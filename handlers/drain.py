@@ -26,7 +26,7 @@ def no_record(request: GenerateRequest, context: RequestContext) -> AbstractCont
     return nullcontext(lambda chunk: chunk)
 
 
-class Departure:
+class WorkerDrain:
     def __init__(self) -> None:
         self._reason: str | None = None
         self._is_over = False
@@ -59,10 +59,10 @@ class Departure:
             async with asyncio.timeout(_END_SECONDS):
                 await self.none_runs()
 
-    def attending(self, generate: Generate, record: Recording = no_record) -> Generate:
+    def tracking(self, generate: Generate, record: Recording = no_record) -> Generate:
         """`generate`, counted, ended when the worker is, and recorded: in one, since each is work for every chunk."""
 
-        async def attended(
+        async def tracked(
             request: GenerateRequest, context: RequestContext
         ) -> AsyncGenerator[TokenChunk, None]:
             self._raise_if_over()
@@ -81,7 +81,7 @@ class Departure:
                 # A runtime that is shut down stops all contexts: to a handler that looks as if the client had left.
                 raise self._error()
 
-        return attended
+        return tracked
 
     @contextmanager
     def _counted(self) -> Iterator[Wait]:
