@@ -52,7 +52,7 @@ COMMANDS = {
         "trtllm-disagg scale --run-dir DIR --prefill 2 --decode 3",
     ),
     "doctor": Command(
-        "check the engine files of a prefill and a decode worker, before a GPU is touched",
+        "check the engine files of a prefill and a decode worker, or a deployment that serves",
         "trtllm_disagg.doctor",
         "trtllm-disagg doctor engine_configs/llama-3.1-8b/prefill.yaml engine_configs/llama-3.1-8b/decode.yaml",
     ),

@@ -145,6 +145,13 @@ class Verifier(Protocol):
         ...
 
 
+class NoKeySigner:
+    """For commands that change nothing."""
+
+    def request(self, command: Command, instance_id: int) -> dict[str, Any]:
+        return encode_command(command)
+
+
 class KeySigner:
     def __init__(self, key: AdminKey, clock: Clock = time.time) -> None:
         self._key = key

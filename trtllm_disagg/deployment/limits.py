@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trtllm_disagg.deployment.plan import (
     LOOPBACK,
@@ -82,6 +83,7 @@ class Limits:
     free_shared_memory: int | None = None
     #: Bytes that a process may lock; None: as many as there are, and where nothing locks any.
     max_locked_memory: int | None = None
+    has_rdma: bool = False
 
     @classmethod
     def read(cls, needs: Needs) -> Limits:
@@ -94,6 +96,7 @@ class Limits:
             is_root=os.geteuid() == 0,
             free_shared_memory=free_bytes(),
             max_locked_memory=_max_locked_memory() if _has_rdma() else None,
+            has_rdma=_has_rdma(),
         )
 
 
@@ -116,11 +119,23 @@ def needs_of_worker(*, has_peers: bool, discovery_backend: str | None) -> Needs:
     return Needs(INOTIFY_PER_WORKER if watches else 0, peers=1 if has_peers else 0)
 
 
+class Doubt(NamedTuple):
+    #: One of the names below, or INOTIFY_KEY, or the directory of shared memory.
+    about: str
+    is_certain: bool
+    #: With the command that helps.
+    told: str
+
+
+OPEN_FILES_LIMIT, PTRACE_SCOPE, LOCKED_MEMORY = "open files", "ptrace_scope", "locked memory"
+
+
 def require(needs: Needs, limits: Limits) -> list[str]:
     """What is doubtful, one sentence each. Raises LimitError, with the command that helps, for what cannot work."""
-    if refusals := list(_refusals(needs, limits)):
+    found = list(doubts(needs, limits))
+    if refusals := [doubt.told for doubt in found if doubt.is_certain]:
         raise LimitError("; ".join(refusals))
-    return list(_warnings(needs, limits))
+    return [doubt.told for doubt in found]
 
 
 def look_at_limits(configs: Iterable[DeploymentConfig]) -> list[str]:
@@ -141,45 +156,55 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _refusals(needs: Needs, limits: Limits) -> Iterator[str]:
+def doubts(needs: Needs, limits: Limits) -> Iterator[Doubt]:
     free = limits.free_inotify_instances
     if free is not None and free < needs.inotify_instances:
         most = "unknown" if limits.max_inotify_instances is None else str(limits.max_inotify_instances)
         enough = max(1024, 2 * (limits.max_inotify_instances or 0))
-        yield (
+        yield Doubt(
+            INOTIFY_KEY,
+            True,
             f"{INOTIFY_KEY} is {most}, of which this user's processes leave {free}; "
-            f"{needs.inotify_instances} are needed. Stop another deployment, or: sudo sysctl {INOTIFY_KEY}={enough}"
+            f"{needs.inotify_instances} are needed. Stop another deployment, or: sudo sysctl {INOTIFY_KEY}={enough}",
         )
-    if limits.max_open_files is not None and limits.max_open_files < needs.open_files:
-        yield (
-            f"the hard limit of open files (ulimit -Hn) is {limits.max_open_files}; each process needs "
+    files = limits.max_open_files
+    if files is not None and files < needs.open_files:
+        yield Doubt(
+            OPEN_FILES_LIMIT,
+            True,
+            f"the hard limit of open files (ulimit -Hn) is {files}; each process needs "
             f"{needs.open_files}, and one more a connection. As root: ulimit -Hn {MANY_OPEN_FILES}, or LimitNOFILE= "
-            "of the service"
+            "of the service",
         )
-
-
-def _warnings(needs: Needs, limits: Limits) -> Iterator[str]:
-    if limits.max_open_files is not None and needs.open_files <= limits.max_open_files < MANY_OPEN_FILES:
-        yield (
-            f"the hard limit of open files (ulimit -Hn) is {limits.max_open_files}: enough for some "
-            f"{limits.max_open_files - needs.open_files} connections"
+    elif files is not None and files < MANY_OPEN_FILES:
+        yield Doubt(
+            OPEN_FILES_LIMIT,
+            False,
+            f"the hard limit of open files (ulimit -Hn) is {files}: enough for some "
+            f"{files - needs.open_files} connections",
         )
     if limits.ptrace_scope and not limits.is_root:
-        yield (
+        yield Doubt(
+            PTRACE_SCOPE,
+            False,
             f"kernel.yama.ptrace_scope is {limits.ptrace_scope}: processes may not read each other's memory, so the "
-            "embedded engine moves KV through shared memory. For NIXL: sudo sysctl kernel.yama.ptrace_scope=0"
+            "embedded engine moves KV through shared memory. For NIXL: sudo sysctl kernel.yama.ptrace_scope=0",
         )
     if limits.free_shared_memory is not None and limits.free_shared_memory < needs.shared_memory:
-        yield (
+        yield Doubt(
+            str(DIRECTORY),
+            False,
             f"{DIRECTORY} has {in_mib(limits.free_shared_memory)} free, and NIXL between {needs.peers} workers needs "
             f"{in_mib(needs.shared_memory)}; some or all would move KV through shared memory without a name, or be "
-            f"refused where NIXL is set: {how_to_get(needs.shared_memory)}"
+            f"refused where NIXL is set: {how_to_get(needs.shared_memory)}",
         )
     if needs.peers and limits.max_locked_memory is not None:
-        yield (
+        yield Doubt(
+            LOCKED_MEMORY,
+            False,
             f"the hard limit of locked memory (ulimit -Hl) is {limits.max_locked_memory // 1024} KiB, and KV that "
             "moves by RDMA is locked as a whole: set it to unlimited (LimitMEMLOCK= of the service, or --ulimit "
-            "memlock=-1 of the container)"
+            "memlock=-1 of the container)",
         )
 
 

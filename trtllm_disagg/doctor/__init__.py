@@ -1,9 +1,12 @@
-"""`trtllm-disagg doctor`: do two engine YAML files make a pair? Asked before a GPU is touched."""
+"""`trtllm-disagg doctor`: do two engine YAML files make a pair, asked before a GPU is touched; or, with `--url`, does a
+deployment that serves do what it should?
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle
@@ -13,6 +16,8 @@ from trtllm_disagg.strategies import disaggregated
 
 #: As Dynamo's launch scripts name them.
 _GPU_VARIABLES = {Role.PREFILL: "PREFILL_CUDA_VISIBLE_DEVICES", Role.DECODE: "DECODE_CUDA_VISIBLE_DEVICES"}
+#: KV events come within a tenth of a second on an idle worker.
+_EVENT_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,10 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(
             role.value,
             type=Path,
+            nargs="?",
             metavar=f"{role.upper()}.yaml",
             help=f"engine arguments of the {role} worker",
         )
-    add("--model", metavar="DIR", help="model directory: resolves `auto` dtypes and the model's length")
+    add(
+        "--url",
+        help="instead of files: the frontend of a deployment that serves; sends it some short requests",
+    )
+    add(
+        "--model",
+        metavar="NAME",
+        help="model directory: resolves `auto` dtypes and the model's length; with --url: which of its models",
+    )
     add(
         "--trtllm-version",
         metavar="VERSION",
@@ -40,11 +54,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-block-size", type=int, metavar="N", help="of the router (default: as the files say)")
     for role, variable in _GPU_VARIABLES.items():
         add(f"--{role}-gpus", metavar="0,1", help=f"GPUs of the {role} worker (default: {variable})")
+    add(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="with --url: for one request (default: %(default)g)",
+    )
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code: 0 when no rule is broken, 1 when one is; notes break none. Raises ConfigError for bad usage."""
+    """The exit code: 0 when no rule is broken, 1 when one is; what is a note or not known breaks none.
+
+    Raises ConfigError for bad usage, and for a URL without a frontend.
+    """
+    files = [file for file in (args.prefill, args.decode) if file is not None]
+    if args.url is not None:
+        if files:
+            raise ConfigError.bad_value("--url", args.url, "either a URL or two files")
+        return _of_deployment(args)
+    if len(files) < len(_GPU_VARIABLES):
+        raise ConfigError("doctor needs the YAML files of a prefill and a decode worker, or --url")
+    return _of_files(args)
+
+
+def _of_deployment(args: argparse.Namespace) -> int:
+    from trtllm_disagg.doctor.diagnosis import has_errors
+    from trtllm_disagg.doctor.directory import Discovery
+    from trtllm_disagg.doctor.frontend import HttpFrontend
+    from trtllm_disagg.doctor.live import Eyes, look
+    from trtllm_disagg.doctor.live_rules import findings
+    from trtllm_disagg.doctor.machine import ThisMachine
+    from trtllm_disagg.doctor.report import live_to_json, show_live
+
+    frontend = HttpFrontend(args.url, args.timeout)
+    eyes = Eyes(frontend.url, frontend.address, frontend, ThisMachine(), Discovery(), dict(os.environ))
+    seen = look(eyes, args.model, _EVENT_SECONDS, lambda text: print(text, file=sys.stderr, flush=True))
+    found = findings(seen)
+    if args.json:
+        print(live_to_json(seen, found))
+    else:
+        show_live(seen, found)
+    return 1 if has_errors(found) else 0
+
+
+def _of_files(args: argparse.Namespace) -> int:
     from trtllm_disagg.doctor.diagnosis import diagnose, has_errors
     from trtllm_disagg.doctor.pair import Deployment, Pair, read_side
     from trtllm_disagg.doctor.report import show, to_json

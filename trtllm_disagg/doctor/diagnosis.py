@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import WorkerConfig
@@ -14,6 +14,8 @@ from trtllm_disagg.doctor.rules import RULES, Problem, Rule, Severity
 from trtllm_disagg.errors import ConfigError
 
 FINE = "ok"
+#: Of a deployment: what could not be seen. Never a guess.
+UNKNOWN = "not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,12 @@ def diagnose(pair: Pair, rules: Sequence[Rule] = RULES) -> list[Row]:
     return rows
 
 
-def has_errors(rows: Sequence[Row]) -> bool:
+class _Judged(Protocol):
+    @property
+    def verdict(self) -> str: ...
+
+
+def has_errors(rows: Sequence[_Judged]) -> bool:
     return any(row.verdict == Severity.ERROR for row in rows)
 
 

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import groupby
+from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trtllm_disagg.doctor.diagnosis import FINE, Row
+from trtllm_disagg.doctor.diagnosis import FINE, UNKNOWN, Row
+from trtllm_disagg.doctor.live import Observed
+from trtllm_disagg.doctor.live_rules import Finding
 from trtllm_disagg.doctor.pair import Pair
 from trtllm_disagg.doctor.rules import Severity
 
-_STYLES = {FINE: "green", Severity.NOTE.value: "yellow", Severity.ERROR.value: "bold red"}
+_STYLES = {FINE: "green", Severity.NOTE.value: "yellow", UNKNOWN: "yellow", Severity.ERROR.value: "bold red"}
 #: rich would cut a table in a file to 80.
 _WIDTH = 120
+
+
+def live_to_json(seen: Observed, found: Sequence[Finding]) -> str:
+    counts = _counts(found)
+    return json.dumps(
+        {
+            "url": seen.url,
+            "model": seen.model,
+            "errors": counts[Severity.ERROR.value],
+            "notes": counts[Severity.NOTE.value],
+            "not_known": counts[UNKNOWN],
+            "rows": [asdict(finding) for finding in found],
+        },
+        indent=2,
+    )
 
 
 def to_json(pair: Pair, rows: Sequence[Row]) -> str:
@@ -39,25 +58,58 @@ def to_json(pair: Pair, rows: Sequence[Row]) -> str:
 
 
 def show(pair: Pair, rows: Sequence[Row], console: Console | None = None) -> None:
-    console = console or _console()
-    table = Table(box=SIMPLE_HEAD, show_edge=False)
-    for column in ("", "", f"prefill {pair.prefill.source}", f"decode {pair.decode.source}"):
-        table.add_column(Text(column), overflow="fold")
-    for row in rows:
-        verdict = Text(row.verdict, style=_STYLES[row.verdict])
-        table.add_row(Text(row.rule), verdict, Text(_shown(row.prefill)), Text(_shown(row.decode)))
-    console.print(table)
-    for row in rows:
-        if row.verdict != FINE:
-            console.print(
-                Text.assemble((f"{row.verdict} ", _STYLES[row.verdict]), f"{row.rule}: {row.instead}")
-            )
-            console.print(Text(f"      because {row.why}", style="dim"))
-    counts = _counts(rows)
-    console.print(
-        f"{counts[Severity.ERROR.value]} errors, {counts[Severity.NOTE.value]} notes; "
-        f"TensorRT-LLM {pair.deployment.trtllm_version}, {pair.deployment.strategy}"
+    told = [(row, (_shown(row.prefill), _shown(row.decode))) for row in rows]
+    _show(
+        told,
+        (f"prefill {pair.prefill.source}", f"decode {pair.decode.source}"),
+        f"TensorRT-LLM {pair.deployment.trtllm_version}, {pair.deployment.strategy}",
+        console or _console(),
     )
+
+
+def show_live(seen: Observed, found: Sequence[Finding], console: Console | None = None) -> None:
+    told = [(finding, (finding.value,)) for finding in found]
+    _show(told, (seen.url,), f"{seen.model} at {seen.url}", console or _console())
+
+
+class Verdict(Protocol):
+    """A row or a finding."""
+
+    @property
+    def rule(self) -> str: ...
+    @property
+    def verdict(self) -> str: ...
+    @property
+    def why(self) -> str: ...
+    @property
+    def instead(self) -> str: ...
+
+
+def _show(
+    rows: Sequence[tuple[Verdict, tuple[str, ...]]], columns: tuple[str, ...], about: str, console: Console
+) -> None:
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
+    for column in ("", "", *columns):
+        table.add_column(Text(column), overflow="fold")
+    for row, cells in rows:
+        verdict = Text(row.verdict, style=_STYLES[row.verdict])
+        table.add_row(Text(row.rule), verdict, *map(Text, cells))
+    console.print(table)
+    for told, same in _together([row for row, _ in rows if row.verdict != FINE]):
+        names = ", ".join(row.rule for row in same)
+        console.print(Text.assemble((f"{same[0].verdict} ", _STYLES[same[0].verdict]), f"{names}: {told}"))
+        console.print(Text(f"      because {'; '.join(row.why for row in same)}", style="dim"))
+    counts = _counts([row for row, _ in rows])
+    unknown = f", {counts[UNKNOWN]} {UNKNOWN}" if counts[UNKNOWN] else ""
+    console.print(
+        f"{counts[Severity.ERROR.value]} errors, {counts[Severity.NOTE.value]} notes{unknown}; {about}"
+    )
+
+
+def _together(rows: Iterable[Verdict]) -> Iterator[tuple[str, list[Verdict]]]:
+    """Neighbours with one answer to them are told at once."""
+    for (told, _), same in groupby(rows, lambda row: (row.instead, row.verdict)):
+        yield told, list(same)
 
 
 def _console() -> Console:
@@ -65,7 +117,7 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=_WIDTH)
 
 
-def _counts(rows: Sequence[Row]) -> Counter[str]:
+def _counts(rows: Sequence[Verdict]) -> Counter[str]:
     return Counter(row.verdict for row in rows)
 
 

@@ -6,8 +6,10 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from typing import Any, NamedTuple
 
+from trtllm_disagg import __version__
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engines import ENGINES, UNRESOLVED
 from trtllm_disagg.errors import ConfigError
@@ -219,8 +221,16 @@ def describe_worker(
             "prefill_dispatch": config.prefill_dispatch,
             "ctx_info_endpoint": None,
             "ctx_dp_rank": None,
+            "versions": {"trtllm_disagg": __version__, "ai_dynamo": _dynamo_version()},
         }
     )
+
+
+def _dynamo_version() -> str | None:
+    try:
+        return metadata.version("ai-dynamo")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def with_engine(

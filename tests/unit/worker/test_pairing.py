@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from typing import Any
 
 import pytest
 
 from tests.conftest import Checkpoints
+from trtllm_disagg import __version__
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.errors import ConfigError
@@ -67,6 +69,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "weights": "ab",
         "ctx_info_endpoint": None,
         "ctx_dp_rank": None,
+        "versions": {"trtllm_disagg": __version__, "ai_dynamo": metadata.version("ai-dynamo")},
     }
 
 

@@ -1,0 +1,249 @@
+"""What a frontend says over HTTP, typed: the models, the instances, and how a request was answered."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import re
+import string
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import msgspec
+
+from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.handlers.trace import ENGINE_DATA
+
+#: Tokens of an answer: one of prefill and some of decode.
+_NUM_TOKENS = 4
+_PAGE_SECONDS = 5.0
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """As discovery lists it: one endpoint of one worker."""
+
+    namespace: str
+    component: str
+    endpoint: str
+    instance_id: int
+    transport: dict[str, Any] = {}
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port, where requests come over TCP."""
+        found = re.match(r"(?:\[(.+?)\]|([^/\[\]]+)):(\d+)(?:/|$)", str(self.transport.get("tcp", "")))
+        return (found[1] or found[2], int(found[3])) if found else None
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """Of a request, as the workers tell it (handlers/trace.py)."""
+
+    strategy: str = ""
+    reason: str = ""
+    fallbacks: list[str] = []
+    prefill_instance: str | None = None
+    decode_instance: str | None = None
+    #: None where no engine has measured it.
+    kv_transfer_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    prompt_tokens: int
+    cached_tokens: int
+    #: The part of the prompt's blocks that the router has found on the worker; None where it does not look.
+    hit_rate: float | None
+    #: As the frontend chose them; equal unless it chains both stages itself.
+    prefill_worker: int | None
+    decode_worker: int | None
+    #: None: of another project's workers.
+    trace: Trace | None
+
+
+class ProbeFailedError(DisaggError):
+    """The deployment did not answer a request."""
+
+    category = "Unavailable"
+    status = 503
+
+
+class Frontend(Protocol):
+    def models(self) -> list[str]:
+        """Raises ConfigError when there is no frontend."""
+        ...
+
+    def instances(self) -> list[Instance] | None:
+        """None where the frontend does not tell."""
+        ...
+
+    def sizes(self, model: str) -> Sizes: ...
+
+    def ask(self, model: str, prompt: str, annotations: tuple[str, ...] = ()) -> Answer:
+        """Raises ProbeFailedError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a model; None where the frontend does not tell."""
+
+    block_size: int | None = None
+    context_length: int | None = None
+
+
+def fresh_prompt(sizes: Sizes, num_blocks: int = 4) -> str:
+    """Of so many blocks at least, unless the model has no room, and of no prompt before it: letters, which are a
+    token each in most tokenizers and at most two.
+    """
+    count = (num_blocks + 1) * (sizes.block_size or 32)
+    if sizes.context_length is not None:
+        count = max(1, min(count, (sizes.context_length - _NUM_TOKENS) // 2))
+    return " ".join(random.choices(string.ascii_lowercase, k=count))
+
+
+class HttpFrontend:
+    def __init__(self, url: str, seconds: float) -> None:
+        """`seconds` for an answer. Raises ConfigError for what is no URL."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError.bad_value("--url", url, "the URL of a frontend, as in http://127.0.0.1:8000")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._seconds = seconds
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+    def models(self) -> list[str]:
+        try:
+            listed = json.loads(self._page("/v1/models"))
+            return [str(each["id"]) for each in listed["data"]]
+        except (OSError, http.client.HTTPException) as error:
+            why = getattr(error, "reason", None) or error
+            raise ConfigError.bad_value(
+                "--url", self.url, f"the URL of a frontend that answers ({why})"
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError.bad_value(
+                "--url", self.url, "the URL of a frontend; what is there has no list of models"
+            ) from error
+
+    def instances(self) -> list[Instance] | None:
+        try:
+            return msgspec.json.decode(self._page("/health"), type=_Health).instances
+        except (OSError, http.client.HTTPException, msgspec.DecodeError):
+            return None
+
+    def sizes(self, model: str) -> Sizes:
+        try:
+            page = self._page("/metrics").decode(errors="replace")
+        except (OSError, http.client.HTTPException):
+            return Sizes()
+        return Sizes(
+            _number(page, "dynamo_frontend_model_kv_cache_block_size", model),
+            _number(page, "dynamo_frontend_model_context_length", model),
+        )
+
+    def ask(self, model: str, prompt: str, annotations: tuple[str, ...] = ()) -> Answer:
+        body: dict[str, Any] = {
+            "model": model,
+            "max_tokens": _NUM_TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+            "nvext": {
+                "extra_fields": ["engine_data", "worker_id", "timing"],
+                "annotations": list(annotations),
+            },
+        }
+        try:
+            return self._asked("/v1/completions", body | {"prompt": prompt})
+        except _NotServedError:
+            return self._asked(
+                "/v1/chat/completions", body | {"messages": [{"role": "user", "content": prompt}]}
+            )
+
+    def _asked(self, path: str, body: dict[str, Any]) -> Answer:
+        request = Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+        try:
+            with urlopen(request, timeout=self._seconds) as response:
+                return answer_of(response.read())
+        except HTTPError as error:
+            refused = _NotServedError if error.code == 404 else ProbeFailedError
+            raise refused(f"{error.code}: {_message(error.read())}") from error
+        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+            raise ProbeFailedError(str(getattr(error, "reason", None) or error)) from error
+
+    def _page(self, path: str) -> bytes:
+        with urlopen(self.url + path, timeout=_PAGE_SECONDS) as response:
+            page: bytes = response.read()
+            return page
+
+
+class _NotServedError(ProbeFailedError):
+    """The frontend has the model under another path, or not at all."""
+
+
+class _Health(msgspec.Struct, frozen=True):
+    instances: list[Instance] | None = None
+
+
+class _PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _WorkerIds(msgspec.Struct, frozen=True):
+    prefill_worker_id: int | None = None
+    decode_worker_id: int | None = None
+
+
+class _Timing(msgspec.Struct, frozen=True):
+    kv_hit_rate: float | None = None
+
+
+class _Nvext(msgspec.Struct, frozen=True):
+    worker_id: _WorkerIds | None = None
+    timing: _Timing | None = None
+    engine_data: dict[str, Any] | None = None
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    usage: _Usage | None = None
+    nvext: _Nvext | None = None
+
+
+def answer_of(body: bytes) -> Answer:
+    """Raises msgspec.DecodeError for what is no completion."""
+    said = msgspec.json.decode(body, type=_Completion)
+    usage, nvext = said.usage or _Usage(), said.nvext or _Nvext()
+    workers, timing = nvext.worker_id or _WorkerIds(), nvext.timing or _Timing()
+    trace = (nvext.engine_data or {}).get(ENGINE_DATA)
+    return Answer(
+        usage.prompt_tokens,
+        (usage.prompt_tokens_details or _PromptDetails()).cached_tokens or 0,
+        timing.kv_hit_rate,
+        workers.prefill_worker_id,
+        workers.decode_worker_id,
+        None if trace is None else msgspec.convert(trace, Trace),
+    )
+
+
+def _number(page: str, metric: str, model: str) -> int | None:
+    found = re.search(rf'^{metric}{{model="{re.escape(model)}"}} (\d+)', page, re.MULTILINE)
+    return int(found[1]) or None if found else None
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:200]

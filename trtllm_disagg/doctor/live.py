@@ -1,0 +1,222 @@
+"""What can be seen of a deployment that serves, from its frontend's URL. `look` collects it, `live_rules` judges it.
+
+Three sources, each of which may be missing: the frontend's pages; the answers to requests, which say what the workers
+did; and, where discovery can be reached, the workers' descriptions of themselves. Of a deployment on this machine the
+processes tell where its discovery is, and what limits they run under.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from trtllm_disagg.config.worker_config import Role
+from trtllm_disagg.deployment.limits import INOTIFY_PER_FRONTEND, Limits, Needs
+from trtllm_disagg.doctor.frontend import (
+    Answer,
+    Frontend,
+    Instance,
+    ProbeFailedError,
+    fresh_prompt,
+)
+from trtllm_disagg.doctor.machine import LocalProcess
+from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.strategies import orders
+
+#: What decides where Dynamo's processes find each other.
+_DISCOVERY = re.compile(r"DYN_(DISCOVERY_BACKEND|FILE_KV|REQUEST_PLANE|EVENT_PLANE)|(ETCD|NATS)_\w+")
+_POLL_SECONDS = 0.2
+LOCAL = "local"
+
+Say = Callable[[str], None]
+Description = Mapping[str, Any]
+
+
+class Machine(Protocol):
+    """This one."""
+
+    def listener(self, host: str, port: int) -> LocalProcess | None:
+        """None when it is another user's, or on another machine."""
+        ...
+
+    def limits(self, needs: Needs) -> Limits: ...
+
+
+class Directory(Protocol):
+    """Dynamo's discovery."""
+
+    def describe(self, namespace: str, variables: Mapping[str, str]) -> Mapping[int, Description]:
+        """By instance; `variables` say where it is. Raises a DisaggError when it cannot be asked."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    instance_id: int
+    #: None where only the worker knows it.
+    role: str | None
+    #: None where the worker could not be asked.
+    description: Description | None = None
+    #: Where it runs on this machine.
+    process: LocalProcess | None = None
+
+    def __str__(self) -> str:
+        return f"{self.role or 'worker'} {self.instance_id:x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """One prompt, asked again until the router knew it or the time was over."""
+
+    last: Answer
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    url: str
+    model: str
+    #: As a client asks.
+    plain: Answer | ProbeFailedError
+    #: With this deployment's order asked for, when `plain` stayed on one worker.
+    ordered: Answer | ProbeFailedError | None = None
+    repeats: Repeats | None = None
+    #: None where the frontend does not list them.
+    workers: tuple[Worker, ...] | None = None
+    #: Why they have no description.
+    undescribed: str = ""
+    #: None when it runs elsewhere.
+    frontend: LocalProcess | None = None
+    #: What starting one of its processes anew takes, and what this machine has.
+    needs: Needs = field(default_factory=Needs)
+    limits: Limits | None = None
+
+    @property
+    def crossing(self) -> Answer | ProbeFailedError:
+        """The request that had to cross both stages."""
+        return self.plain if self.ordered is None else self.ordered
+
+
+@dataclass(frozen=True, slots=True)
+class Eyes:
+    """What `look` sees with."""
+
+    url: str
+    address: tuple[str, int]
+    frontend: Frontend
+    machine: Machine
+    directory: Directory
+    #: Of this process: it may say where discovery is.
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def look(eyes: Eyes, model: str | None, event_seconds: float, say: Say) -> Observed:
+    """Raises ConfigError when no frontend is there, or it does not serve `model`."""
+    name = _chosen(eyes.frontend.models(), model, eyes.url)
+    sizes = eyes.frontend.sizes(name)
+    prompt = fresh_prompt(sizes)
+    say("sending a prompt as a client does")
+    plain = _asked(eyes.frontend, name, prompt)
+    instances = eyes.frontend.instances()
+    ordered = repeats = None
+    if isinstance(plain, Answer):
+        if order := _order_to_ask_for(plain, instances or []):
+            say(f"it stayed on one worker; asking for {order}")
+            ordered = _asked(eyes.frontend, name, fresh_prompt(sizes), (f"disagg:{order}",))
+        say("sending it again, until the router knows it")
+        repeats = _repeated(eyes.frontend, name, prompt, event_seconds)
+    say("asking the workers what they are")
+    process = eyes.machine.listener(*eyes.address)
+    process = process if process is not None and process.is_frontend else None
+    workers, undescribed = _workers(eyes, instances, plain, process)
+    watches_files = _variables(process, eyes.environ).get("DYN_DISCOVERY_BACKEND") == "file"
+    needs = Needs(INOTIFY_PER_FRONTEND if watches_files else 0, peers=len(workers or ()))
+    limits = eyes.machine.limits(needs) if process else None
+    return Observed(eyes.url, name, plain, ordered, repeats, workers, undescribed, process, needs, limits)
+
+
+def _chosen(models: list[str], wanted: str | None, url: str) -> str:
+    if wanted is None and len(models) == 1:
+        return models[0]
+    if not models:
+        raise ConfigError.bad_value("--url", url, "a frontend that serves a model; no worker is registered")
+    if wanted in models:
+        return wanted
+    if wanted is None:
+        raise ConfigError(f"--model is missing: {url} serves {', '.join(models)}")
+    raise ConfigError.bad_value("--model", wanted, f"one of {', '.join(models)}")
+
+
+def _asked(
+    frontend: Frontend, model: str, prompt: str, annotations: tuple[str, ...] = ()
+) -> Answer | ProbeFailedError:
+    try:
+        return frontend.ask(model, prompt, annotations)
+    except ProbeFailedError as error:
+        return error
+
+
+def _order_to_ask_for(answer: Answer, instances: list[Instance]) -> str | None:
+    """The order in which the worker that answered comes first, if it has kept the prompt to itself."""
+    if answer.trace is None or answer.trace.strategy != LOCAL:
+        return None
+    role = _role(answer.decode_worker, instances)
+    return next((order.name for order in orders() if order.entry_role == role), None)
+
+
+def _repeated(frontend: Frontend, model: str, prompt: str, seconds: float) -> Repeats | None:
+    """None when a request failed."""
+    began = time.monotonic()
+    while True:
+        answer = _asked(frontend, model, prompt)
+        waited = time.monotonic() - began
+        if isinstance(answer, ProbeFailedError):
+            return None
+        if answer.hit_rate is None or answer.hit_rate > 0 or waited > seconds:
+            return Repeats(answer, waited)
+        time.sleep(_POLL_SECONDS)
+
+
+def _workers(
+    eyes: Eyes, instances: list[Instance] | None, plain: object, frontend: LocalProcess | None
+) -> tuple[tuple[Worker, ...] | None, str]:
+    """Those of the namespace that answered, and why they have no descriptions."""
+    if instances is None:
+        return None, "the frontend does not list its instances"
+    namespaces = {each.namespace for each in instances if each.endpoint == "generate"}
+    if isinstance(plain, Answer):
+        answered = {i.namespace for i in instances if i.instance_id == plain.decode_worker}
+        namespaces = answered or namespaces
+    mine = [each for each in instances if each.namespace in namespaces and each.endpoint == "generate"]
+    descriptions: dict[int, Description] = {}
+    undescribed = ""
+    try:
+        for namespace in sorted(namespaces):
+            descriptions |= eyes.directory.describe(namespace, _variables(frontend, eyes.environ))
+    except DisaggError as error:
+        undescribed = str(error)
+
+    def seen(instance_id: int) -> Worker:
+        description = descriptions.get(instance_id)
+        role = description.get("role") if description else _role(instance_id, mine)
+        places = [each.address for each in mine if each.instance_id == instance_id and each.address]
+        process = eyes.machine.listener(*places[0]) if frontend and places else None
+        return Worker(instance_id, role, description, process)
+
+    return tuple(seen(each) for each in sorted({each.instance_id for each in mine})), undescribed
+
+
+def _role(instance_id: int | None, instances: list[Instance]) -> str | None:
+    """By the endpoint at which workers of the other role find it."""
+    roles = {Role.PREFILL.value, Role.DECODE.value}
+    found = {each.component for each in instances if each.instance_id == instance_id} & roles
+    return found.pop() if len(found) == 1 else None
+
+
+def _variables(process: LocalProcess | None, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The frontend's own, where it runs here."""
+    source = environ if process is None else process.environ
+    return {name: value for name, value in source.items() if _DISCOVERY.fullmatch(name)}
