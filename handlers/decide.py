@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, Decision, Facts, Rule
+from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY, Decision, Facts, Rule
 from trtllm_disagg.config.thresholds import Live, Thresholds
+from trtllm_disagg.config.worker_config import Role
+from trtllm_disagg.handlers.occupancy import (
+    NotKnown,
+    Occupancies,
+    OwnOccupancy,
+    RunningAlone,
+    most_tokens,
+)
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -113,28 +122,73 @@ class Always:
         return Decision(True, ALWAYS)
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a worker knows when it decides: of its own engine, of the other stage, and of what it serves alone."""
+
+    role: Role
+    cached: CachedPrefixes
+    queue: QueueDepth
+    own: OwnOccupancy = field(default_factory=OwnOccupancy)
+    other: Occupancies = field(default_factory=NotKnown)
+    kept: RunningAlone = field(default_factory=RunningAlone)
+
+    def facts(self, request: GenerateRequest) -> Facts:
+        num_prompt = len(request.token_ids)
+        num_cached = self.cached.num_cached(request.token_ids, request.cache_salt, request.dp_rank)
+        other = self.other.now()
+        return Facts(
+            num_prompt,
+            num_prompt - num_cached,
+            self.queue.depth(),
+            is_prefill_worker=self.role is Role.PREFILL,
+            most_tokens=most_tokens(request),
+            num_kept=self.kept.requests,
+            kept_tokens=self.kept.tokens,
+            own_occupancy=self.own.share,
+            other_occupancy=other,
+        )
+
+
 class ByRule:
-    def __init__(
-        self, kind: type[Rule], cached: CachedPrefixes, queue: QueueDepth, thresholds: Live[Thresholds]
-    ) -> None:
+    def __init__(self, kind: type[Rule], known: Known, thresholds: Live[Thresholds]) -> None:
         self._kind = kind
-        self._cached = cached
-        self._queue = queue
+        self._known = known
         self._thresholds = thresholds
 
     def decide(self, request: GenerateRequest) -> Decision:
         """The request trace has what the decision is based on."""
-        num_prompt = len(request.token_ids)
-        num_cached = self._cached.num_cached(request.token_ids, request.cache_salt, request.dp_rank)
-        facts = Facts(num_prompt, num_prompt - num_cached, self._queue.depth())
-        request.trace.facts |= {"uncached": facts.uncached, "queue_depth": facts.depth}
-        return self._thresholds.value.rule(self._kind).decide(facts)
+        rule = self._thresholds.value.rule(self._kind)
+        facts = self._known.facts(request)
+        request.trace.facts |= facts.told()
+        return rule.decide(facts)
 
 
-def create_decider(
-    name: str, cached: CachedPrefixes, queue: QueueDepth, thresholds: Live[Thresholds]
-) -> Decider:
-    return Always() if name == ALWAYS else ByRule(DECIDERS[name], cached, queue, thresholds)
+class Both:
+    """Both stages when the first decider and the second one say so."""
+
+    def __init__(self, first: Decider, second: Decider) -> None:
+        self._first = first
+        self._second = second
+
+    def decide(self, request: GenerateRequest) -> Decision:
+        decision = self._first.decide(request)
+        if not decision.remote:
+            return decision
+        other = self._second.decide(request)
+        return decision if other.remote else other
+
+
+def create_decider(name: str, known: Known, thresholds: Live[Thresholds]) -> Decider:
+    return Always() if name == ALWAYS else ByRule(DECIDERS[name], known, thresholds)
+
+
+def create_auto_decider(name: str, known: Known, thresholds: Live[Thresholds]) -> Decider:
+    """`auto` has a rule of its own, and that of occupancy where the worker has it."""
+    by_length = create_decider("length_and_queue", known, thresholds)
+    if name != DECODE_OCCUPANCY:
+        return by_length
+    return Both(by_length, create_decider(name, known, thresholds))
 
 
 def conditional(decider: Decider, local: Generate, remote: Generate) -> Generate:

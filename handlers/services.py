@@ -17,7 +17,15 @@ from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, stream_timeouts_of
 from trtllm_disagg.handlers.concurrent import LocalPush, bare_push
-from trtllm_disagg.handlers.decide import Auto, CachedPrefixes, QueueDepth, conditional, create_decider
+from trtllm_disagg.handlers.decide import (
+    Auto,
+    CachedPrefixes,
+    Known,
+    QueueDepth,
+    conditional,
+    create_auto_decider,
+    create_decider,
+)
 from trtllm_disagg.handlers.fallback import (
     FallbackStep,
     Replays,
@@ -28,6 +36,7 @@ from trtllm_disagg.handlers.fallback import (
     with_fallback,
 )
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.occupancy import NotKnown, Occupancies, OwnOccupancy, within_fallback_budget
 from trtllm_disagg.handlers.remote import RemoteDrain, StageClient
 from trtllm_disagg.handlers.route import StrategyRouter, relayed
 from trtllm_disagg.handlers.select import RequireConsumers
@@ -50,6 +59,7 @@ class Policy:
     cached: CachedPrefixes
     counts: RequestCounts = field(default_factory=RequestCounts)
     queued: Queued = field(default_factory=Queued)
+    occupancy: OwnOccupancy = field(default_factory=OwnOccupancy)
 
     @classmethod
     def of(cls, config: WorkerConfig, block_size: int) -> Policy:
@@ -121,9 +131,11 @@ def build_generate(
     policy: Policy | None = None,
     prefills: StageClient | None = None,
     waiting: QueueDepth | None = None,
+    occupancies: Occupancies | None = None,
 ) -> Generate:
-    """How this worker answers a request. `stage` is the way to the workers of the other role; with a prefill queue
-    `prefills` is that to whichever prefill worker has room, and `waiting` how many have waited for one.
+    """How this worker answers a request. `stage` is the way to the workers of the other role, and `occupancies` how
+    full those are; with a prefill queue `prefills` is that to whichever prefill worker has room, and `waiting` how many
+    have waited for one.
     """
     policy = policy or Policy.of(config, config.kv_block_size)
     replays = always if engine.is_exact else replay_if_needed
@@ -146,7 +158,8 @@ def build_generate(
         choose_protocol(config.handoff_protocol),
         prefills and CircuitBreakerClient(_require_consumers(config, prefills, stage), breaker, timeouts),
     )
-    chosen = _strategy_router(config, parts, watched, waiting or watched, policy, replays)
+    known = Known(config.role, policy.cached, waiting or watched, policy.occupancy, occupancies or NotKnown())
+    chosen = _strategy_router(config, parts, watched, known, policy, replays)
     return resume_migrated(finish_if_budget_exhausted(served(parts, chosen)), replays)
 
 
@@ -160,11 +173,13 @@ def _strategy_router(
     config: WorkerConfig,
     parts: Parts,
     stage: CircuitBreakerClient,
-    queue: QueueDepth,
+    known: Known,
     policy: Policy,
     replays: Replays,
 ) -> StrategyRouter:
     local = LocalBoth(parts.engine)
+    kept = known.kept.counting(local)
+    instead = within_fallback_budget(local, policy.thresholds)
     own = [order.name for order in orders() if order.entry_role == parts.role]
     others = [order.name for order in orders() if order.entry_role != parts.role]
     across = {name: relayed(stage, name) for name in others}
@@ -172,21 +187,26 @@ def _strategy_router(
     def falling_back(whole: Generate) -> Generate:
         steps = [FallbackStep("other_instance", whole)] * config.max_tries
         if config.on_missing_stage == "local":
-            steps = [*steps, FallbackStep("local", local, "local")]
+            steps = [*steps, FallbackStep("local", instead, "local")]
         steps += [
             FallbackStep("other_stage", across[others[0]], others[0], without_engine=True)
         ] * config.max_tries
         return with_fallback(steps, replays)
 
     ways: dict[str, Generate] = {
-        "local": local,
+        "local": kept,
         **{name: falling_back(build_strategy(name, parts)) for name in own},
         **{name: falling_back(across[name]) for name in others},
     }
-    decider = create_decider(config.prefill_decider, policy.cached, queue, policy.thresholds)
-    by_length = create_decider("length_and_queue", policy.cached, queue, policy.thresholds)
-    deployed = {name: conditional(decider, local, ways[name]) for name in (*own, *others)}
-    auto = Auto(by_length, ways, (own[0], others[0]), stage.num_healthy, config.max_batch_size)
+    decider = create_decider(config.prefill_decider, known, policy.thresholds)
+    deployed = {name: conditional(decider, kept, ways[name]) for name in (*own, *others)}
+    auto = Auto(
+        create_auto_decider(config.prefill_decider, known, policy.thresholds),
+        ways,
+        (own[0], others[0]),
+        stage.num_healthy,
+        config.max_batch_size,
+    )
     ways["auto"] = auto
     return StrategyRouter(ways, deployed | {"auto": auto}, policy.strategy, stage.check)
 

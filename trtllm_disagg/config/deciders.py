@@ -1,9 +1,9 @@
 """The one list of deciders: when a request's prefill leaves the worker that it was routed to.
 
-The rules are those of the old Dynamo design (length and queue), of Dynamo 1.6 (isl_bounding) and of llm-d
-(non_cached_tokens). All count real tokens, without those of blocks in the worker's cache. A new decider is one class
-and one line in the table. Its fields are its thresholds, each a setting of every worker: a flag, a variable, a key of
-the policy file, and what `trtllm-disagg set` changes in a running worker.
+The rules are those of the old Dynamo design (length and queue), of Dynamo 1.6 (isl_bounding), of Dynamo PR 14157
+(decode_occupancy) and of llm-d (non_cached_tokens). All count real tokens, without those of blocks in the worker's
+cache. A new decider is one class and one line in the table. Its fields are its thresholds, each a setting of every
+worker: a flag, a variable, a key of the policy file, and what `trtllm-disagg set` changes in a running worker.
 """
 
 from __future__ import annotations
@@ -20,12 +20,42 @@ class Decision(NamedTuple):
     reason: str
 
 
-class Facts(NamedTuple):
-    """Tokens of the prompt, those of them that no cached block has, and requests that wait for the other stage."""
+class Occupancy(NamedTuple):
+    """A share of KV blocks, and how many seconds ago the oldest part of it was told."""
 
+    share: float
+    age: float
+
+
+class Facts(NamedTuple):
+    """What is known of a request, of the worker that it was routed to, and of the other stage."""
+
+    #: Tokens of the prompt, those of them that no cached block has, and requests that wait for the other stage.
     num_prompt: int
     uncached: int
     depth: int
+    #: The prompt and all that may be generated.
+    most_tokens: int
+    is_prefill_worker: bool
+    #: Requests that the worker serves alone by decision, and the most tokens that they come to.
+    num_kept: int
+    kept_tokens: int
+    #: The share of the worker's KV blocks that is in use.
+    own_occupancy: float
+    #: The mean over the other stage's workers; None when it is not known.
+    other_occupancy: Occupancy | None
+
+    def told(self) -> dict[str, int | float]:
+        """As the request's trace has them."""
+        told: dict[str, int | float] = {"uncached": self.uncached, "queue_depth": self.depth}
+        if self.other_occupancy is not None:
+            share, age = self.other_occupancy
+            told |= {
+                "own_occupancy": round(self.own_occupancy, 4),
+                "other_occupancy": round(share, 4),
+                "occupancy_age_ms": round(age * 1000),
+            }
+        return told
 
 
 class Rule(Protocol):
@@ -95,8 +125,48 @@ class NonCachedTokens:
         return Decision(is_long, "long" if is_long else "short")
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeOccupancy:
+    """A prefill worker goes on alone while the decode workers are full and it is not: no KV moves, and the request
+    waits for no room. A decode worker always asks the other stage. At a threshold a worker is busy.
+    """
+
+    decode_busy_threshold: float = option(
+        0.9, "decode_occupancy: share of used KV blocks from which on decode workers are full", SHARE
+    )
+    prefill_busy_threshold: float = option(
+        0.5,
+        "decode_occupancy: share of its own used KV blocks from which on a prefill worker keeps none",
+        SHARE,
+    )
+    max_concurrent: int = option(
+        8, "decode_occupancy: max requests that a prefill worker keeps at once", NUMBER
+    )
+    max_budget_tokens: int = option(
+        32768, "decode_occupancy: max tokens, prompts and answers, of the requests that it keeps", NUMBER
+    )
+
+    def decide(self, facts: Facts) -> Decision:
+        if not facts.is_prefill_worker:
+            return Decision(True, ALWAYS)
+        if facts.other_occupancy is None:
+            return Decision(True, "load_unknown")
+        if facts.other_occupancy.share < self.decode_busy_threshold:
+            return Decision(True, "decode_free")
+        if facts.own_occupancy >= self.prefill_busy_threshold:
+            return Decision(True, "prefill_busy")
+        if (
+            facts.num_kept >= self.max_concurrent
+            or facts.kept_tokens + facts.most_tokens > self.max_budget_tokens
+        ):
+            return Decision(True, "kept_enough")
+        return Decision(False, "decode_busy")
+
+
 #: The one that asks for no facts: nothing is looked up in the cache for it.
 ALWAYS = "always"
+#: The one that asks the other stage how full it is.
+DECODE_OCCUPANCY = "decode_occupancy"
 
 DECIDERS: dict[str, type[Rule]] = {
     ALWAYS: Always,
@@ -104,4 +174,5 @@ DECIDERS: dict[str, type[Rule]] = {
     "length_and_queue": LengthAndQueue,
     "isl_bounding": IslBounding,
     "non_cached_tokens": NonCachedTokens,
+    DECODE_OCCUPANCY: DecodeOccupancy,
 }

@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 #: Those that every worker has a use for; the others are a decider's.
 ADMISSION = ("max_queued_requests", "max_queued_tokens")
-NAMES = (*DECIDER_THRESHOLDS, *ADMISSION)
+#: Of a worker that calls another one, as the deciders' are.
+FALLBACK_BUDGET = ("max_local_fallbacks", "max_local_fallback_tokens")
+NAMES = (*DECIDER_THRESHOLDS, *FALLBACK_BUDGET, *ADMISSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,14 @@ class Thresholds:
     @property
     def max_queued_tokens(self) -> int:
         return int(self.values["max_queued_tokens"])
+
+    @property
+    def max_local_fallbacks(self) -> int:
+        return int(self.values["max_local_fallbacks"])
+
+    @property
+    def max_local_fallback_tokens(self) -> int:
+        return int(self.values["max_local_fallback_tokens"])
 
     def rule(self, kind: type[Rule]) -> Rule:
         """A decider's rule that compares with these."""

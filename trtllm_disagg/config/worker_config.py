@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn
 
-from trtllm_disagg.config.deciders import ALWAYS, DECIDERS
+from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY
 from trtllm_disagg.config.settings import (
     API_TYPES,
     DYNAMO_RUNTIME,
@@ -149,6 +149,14 @@ class WorkerConfig:
     )
     on_missing_stage: str = option(
         "local", "local: serve alone when no worker of the other role can", one_of("local", "fail")
+    )
+    max_local_fallbacks: int = option(
+        0,
+        "max requests at once that this worker serves alone because the other stage fails; 0: no bound",
+        NUMBER,
+    )
+    max_local_fallback_tokens: int = option(
+        0, "max tokens, prompts and answers, of those requests; 0: no bound", NUMBER
     )
     max_tries: int = option(2, "instances of the second stage to try for one request", TRIES)
     breaker_failures: int = option(3, "failures in a row that trip an instance's circuit breaker", POSITIVE)
@@ -334,6 +342,10 @@ class WorkerConfig:
                 if self.value_of(name) != SETTINGS[name].default:
                     callers = f"{flag_of('strategy')} {' or '.join(worker_side())} have a use for it"
                     self._refuse(name, f"no value {here}, where no worker calls another; {callers}")
+        if self.prefill_decider == DECODE_OCCUPANCY and not self.publish_metrics:
+            self._refuse(
+                "prefill_decider", f"another one, or {flag_of('publish_metrics')}: it reads the engine's load"
+            )
         require_style(self.handoff_protocol, self.schedule_style)
         if self.prefill_dispatch == "queue" and is_generation_first:
             self._refuse("prefill_dispatch", "direct with --schedule-style generation_first")
@@ -399,6 +411,11 @@ class WorkerConfig:
         """This worker wants to know itself what its engine has in its cache, or would after a switch to auto."""
         decides = self.prefill_decider != ALWAYS or not self.strategy_spec.builder
         return self.role is not Role.AGG and (decides or (self.may_switch and self.publish_kv_events))
+
+    @property
+    def reads_occupancy(self) -> bool:
+        """This worker asks the workers of the other role how full they are."""
+        return self.role is Role.PREFILL and self.prefill_decider == DECODE_OCCUPANCY
 
     @property
     def endpoint_id(self) -> str:

@@ -239,5 +239,6 @@ async def create_publishers(
         load, metrics = WorkerMetricsPublisher(), EngineMetrics(policy.counts, policy.queued)
         await load.create_endpoint(endpoint)
         expose(metrics, endpoint, config)
-        stats = StatsForwarder(engine.llm, load, metrics, engine.handoffs, num_ranks=engine.num_ranks)
+        sinks = (metrics, engine.handoffs, policy.occupancy)
+        stats = StatsForwarder(engine.llm, load, *sinks, num_ranks=engine.num_ranks)
     return [events, stats]

@@ -17,14 +17,13 @@ class DynamoDirectory:
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._described: dict[int, dict[str, Any]] = {}
 
     def instance_ids(self) -> list[int]:
         ids: list[int] = self._client.instance_ids()
         return ids
 
     def instance(self, instance_id: int) -> DynamoStageInstance:
-        return DynamoStageInstance(self._client, instance_id, self._described)
+        return DynamoStageInstance(self._client, instance_id)
 
     async def describe(self) -> dict[str, Any]:
         """What any of them says of itself. Raises a DisaggError."""
@@ -36,20 +35,15 @@ class DynamoDirectory:
 class DynamoStageInstance:
     """One of them. Whatever becomes of it is translated."""
 
-    def __init__(self, client: Any, instance_id: int, described: dict[int, dict[str, Any]]) -> None:
-        """`described` has what instances have said of themselves; each is asked once."""
+    def __init__(self, client: Any, instance_id: int) -> None:
         self._client = client
         self.instance_id = instance_id
-        self._described = described
 
     async def describe(self) -> dict[str, Any]:
-        if self.instance_id not in self._described:
-            async with aclosing(self.call({DESCRIBE: True}, None)) as answers:
-                async for answer in answers:
-                    self._described[self.instance_id] = answer
-        if self.instance_id not in self._described:
-            raise errors.PeerUnavailableError("an instance of the other stage did not describe itself")
-        return self._described[self.instance_id]
+        async with aclosing(self.call({DESCRIBE: True}, None)) as answers:
+            async for answer in answers:
+                return answer
+        raise errors.PeerUnavailableError("an instance of the other stage did not describe itself")
 
     async def call(
         self, request: dict[str, Any], context: RequestContext | None

@@ -12,6 +12,7 @@ from trtllm_disagg.config.settings import endpoint_of
 from trtllm_disagg.config.thresholds import ADMISSION
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.handlers.occupancy import KV_OCCUPANCY
 from trtllm_disagg.handlers.services import Policy
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.strategies import spec_of, worker_side
@@ -66,12 +67,17 @@ class StageState:
 
     def describe(self) -> dict[str, Any]:
         """JSON. What changes is as of now."""
-        return self._me | {
-            "strategy": self._policy.strategy.value,
-            "registered": self._registration.is_there,
-            "whole_requests": self._whole_requests,
-            "fixed_by": fixed_by(self._config),
-        }
+        occupancy = {KV_OCCUPANCY: self._policy.occupancy.share} if self._config.publish_metrics else {}
+        return (
+            self._me
+            | occupancy
+            | {
+                "strategy": self._policy.strategy.value,
+                "registered": self._registration.is_there,
+                "whole_requests": self._whole_requests,
+                "fixed_by": fixed_by(self._config),
+            }
+        )
 
     async def apply(self) -> None:
         """Become what the configuration says. Raises what registering raises."""

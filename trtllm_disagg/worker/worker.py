@@ -30,6 +30,7 @@ from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.drain import WorkerDrain
+from trtllm_disagg.handlers.occupancy import NotKnown, Occupancies, StageOccupancy
 from trtllm_disagg.handlers.remote import NoStage, StageClient
 from trtllm_disagg.handlers.select import (
     BestCached,
@@ -144,9 +145,12 @@ async def _serve(
     if not await checks.before_listing(me):
         return
     stage: StageClient = NoStage()
+    occupancies: Occupancies = NotKnown()
     if config.partner_endpoint_id is not None:
         others = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
         stage = CompatibilityFilter(others, partial(require_callable, me))
+        if config.reads_occupancy:
+            occupancies = StageOccupancy(await runtime.stage(config.partner_endpoint_id))
     policy = Policy.of(config, block_size)
     model = ServedModel(
         block_size,
@@ -159,7 +163,7 @@ async def _serve(
     registration = Registration(runtime, model, tells_peers=config.tells_peers)
     state = StageState(config, me, policy, stage, registration, verifier)
     waiting = queue if queue.client is not None else None
-    generate = build_generate(config, engine, stage, policy, queue.client, waiting)
+    generate = build_generate(config, engine, stage, policy, queue.client, waiting, occupancies)
     generate = with_request_log(generate, _part(config), policy.counts, drain)
     generate = state.counting(generate)
     generate = Admission(policy.thresholds, policy.queued).admitting(generate)

@@ -61,7 +61,7 @@ class DynamoClient:
         return [1]
 
     def instance(self, instance_id: int) -> DynamoStageInstance:
-        return DynamoStageInstance(self, instance_id, {})
+        return DynamoStageInstance(self, instance_id)
 
     async def direct(
         self, request: dict[str, Any], instance_id: int, annotated: bool, context: Any

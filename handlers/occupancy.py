@@ -1,0 +1,181 @@
+"""How full workers are: the share of its engine's KV blocks that are in use, here and at the other stage; and what this
+worker has taken upon itself besides its own stage's part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any, Protocol
+
+from trtllm_disagg.config.deciders import Occupancy
+from trtllm_disagg.config.thresholds import Live, Thresholds
+from trtllm_disagg.errors import DisaggError, OverloadedError
+from trtllm_disagg.handlers.cancellation import in_background
+from trtllm_disagg.handlers.remote import StageInstance
+from trtllm_disagg.handlers.select import Directory
+from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+log = logging.getLogger(__name__)
+
+#: In a worker's description.
+KV_OCCUPANCY = "kv_occupancy"
+
+#: While requests come, each instance is asked this often, and believed for this long.
+_REFRESH_SECONDS, _BELIEVED_SECONDS = 0.25, 2.0
+_ANSWER_SECONDS = 1.0
+
+
+class OwnOccupancy:
+    """Of this worker, from its engine's statistics; the mean over ranks of attention DP. An engine has no statistics
+    before its first step, and is empty then.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[Any, float] = {}
+
+    def update(self, stat: Mapping[str, Any]) -> None:
+        """One record of `get_stats_async`."""
+        blocks = stat.get("kvCacheStats") or {}
+        used, most = blocks.get("usedNumBlocks"), blocks.get("maxNumBlocks")
+        if used is not None and most:
+            self._ranks[stat.get("attentionDpRank")] = used / most
+
+    @property
+    def share(self) -> float:
+        ranks = list(self._ranks.values())  # the thread that reads statistics writes it
+        return sum(ranks) / len(ranks) if ranks else 0.0
+
+
+class Occupancies(Protocol):
+    def now(self) -> Occupancy | None:
+        """Of the other stage; None when it is not known. Never waits."""
+        ...
+
+
+class NotKnown:
+    """For a worker that has no other stage, or does not ask it."""
+
+    def now(self) -> Occupancy | None:
+        return None
+
+
+class StageOccupancy:
+    """Of the other stage, as its workers tell it: the mean over those that have answered lately.
+
+    Workers are asked while requests are decided, in the background, so a decision never waits; the first one after a
+    pause finds nothing known.
+    """
+
+    def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._told: dict[int, tuple[float, float]] = {}
+        self._asked_at = -_REFRESH_SECONDS
+        self._is_asking = False
+
+    def now(self) -> Occupancy | None:
+        now = self._clock()
+        if not self._is_asking and now - self._asked_at >= _REFRESH_SECONDS:
+            self._is_asking, self._asked_at = True, now
+            in_background(self._ask_all())
+        there = set(self._directory.instance_ids())
+        known = [
+            (share, now - at)
+            for instance_id, (share, at) in self._told.items()
+            if instance_id in there and now - at <= _BELIEVED_SECONDS
+        ]
+        if not known:
+            return None
+        return Occupancy(sum(share for share, _ in known) / len(known), max(age for _, age in known))
+
+    async def _ask_all(self) -> None:
+        try:
+            there = self._directory.instance_ids()
+            self._told = {each: told for each, told in self._told.items() if each in there}
+            await asyncio.gather(*(self._ask(self._directory.instance(each)) for each in there))
+        finally:
+            self._is_asking = False
+
+    async def _ask(self, instance: StageInstance) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                share = (await instance.describe()).get(KV_OCCUPANCY)
+        except (DisaggError, TimeoutError) as error:
+            # What it said last is forgotten in a moment, and a request that is sent to it shows what is wrong.
+            log.debug("instance %x does not tell its load: %s", instance.instance_id, error)
+            return
+        if isinstance(share, (int, float)) and 0 <= share <= 1:
+            self._told[instance.instance_id] = float(share), self._clock()
+
+
+class RunningAlone:
+    """The requests that this worker serves without the other stage now, for one reason, and the tokens that they may
+    come to: their prompts and the most that may be generated.
+    """
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.tokens = 0
+
+    def counting(self, generate: Generate) -> Generate:
+        def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+            return _Counted(self, generate, request, context)
+
+        return counted
+
+
+def most_tokens(request: GenerateRequest) -> int:
+    """The prompt, and all that may be generated. Frontends fill in `max_tokens`; without one only the prompt counts."""
+    return len(request.token_ids) + (request.stop.max_tokens or 0)
+
+
+class _Counted(PerRequestStream[TokenChunk]):
+    def __init__(
+        self, alone: RunningAlone, generate: Generate, request: GenerateRequest, context: RequestContext
+    ) -> None:
+        self._alone = alone
+        self._generate = generate
+        self._request = request
+        self._context = context
+
+    async def _first(self) -> TokenChunk:
+        self._alone.requests += 1
+        self._alone.tokens += most_tokens(self._request)
+        self._rest = self._generate(self._request, self._context)
+        return await anext(self._rest)
+
+    async def _finish(self) -> None:
+        if self._has_begun:
+            self._alone.requests -= 1
+            self._alone.tokens -= most_tokens(self._request)
+
+
+def within_fallback_budget(local: Generate, thresholds: Live[Thresholds]) -> Generate:
+    """`local`, for requests that the other stage has failed, and no more of them than this worker can bear besides its
+    own work: a stage that is lost must not drown the other one. Raises OverloadedError beyond `--max-local-fallbacks`
+    and `--max-local-fallback-tokens`; one request alone may be as long as the engine takes.
+    """
+    alone = RunningAlone()
+    counted = alone.counting(local)
+
+    def bounded(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        limits = thresholds.value
+        running = f"{alone.requests} requests of up to {alone.tokens} tokens"
+        if 0 < limits.max_local_fallbacks <= alone.requests:
+            raise _overloaded(f"{running} (--max-local-fallbacks {limits.max_local_fallbacks})")
+        most = limits.max_local_fallback_tokens
+        if alone.requests and 0 < most < alone.tokens + most_tokens(request):
+            raise _overloaded(f"{running} (--max-local-fallback-tokens {most})")
+        return counted(request, context)
+
+    return bounded
+
+
+def _overloaded(running: str) -> OverloadedError:
+    return OverloadedError(
+        f"overloaded: the other stage fails, and this worker serves {running} alone already; try again later"
+    )

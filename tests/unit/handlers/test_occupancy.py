@@ -1,0 +1,349 @@
+"""Requests that a prefill worker keeps while the decode workers are full, and those it serves when they have failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.support.handling import collect, request, tokens_of
+from trtllm_disagg.config.deciders import Occupancy
+from trtllm_disagg.config.thresholds import Live, Thresholds
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.errors import ConfigError, NoInstanceError, OverloadedError, PeerUnavailableError
+from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, Known, conditional, create_decider
+from trtllm_disagg.handlers.occupancy import (
+    OwnOccupancy,
+    RunningAlone,
+    StageOccupancy,
+    within_fallback_budget,
+)
+from trtllm_disagg.handlers.remote import StageInstance
+from trtllm_disagg.handlers.services import Policy, build_generate
+from trtllm_disagg.testing.pair import make_pair, recording_engine
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+NAME = "decode_occupancy"
+
+
+@dataclass
+class Told:
+    """The other stage's occupancy, as a test wants it."""
+
+    occupancy: Occupancy | None
+
+    def now(self) -> Occupancy | None:
+        return self.occupancy
+
+
+class NoQueue:
+    def depth(self) -> int:
+        return 0
+
+
+def used(share: float) -> OwnOccupancy:
+    own = OwnOccupancy()
+    own.update({"kvCacheStats": {"usedNumBlocks": round(share * 1000), "maxNumBlocks": 1000}})
+    return own
+
+
+def live(**values: Any) -> Live[Thresholds]:
+    return Live(Thresholds.of(WorkerConfig(model="m", role=Role.PREFILL)).changed(values, "test"))
+
+
+def decider(
+    decode: float | None,
+    own: float = 0.0,
+    *,
+    role: Role = Role.PREFILL,
+    kept: RunningAlone | None = None,
+    **values: Any,
+) -> Decider:
+    told = Told(None if decode is None else Occupancy(decode, age=0.1))
+    known = Known(role, CachedPrefixes(4), NoQueue(), used(own), told, kept or RunningAlone())
+    return create_decider(NAME, known, live(**values))
+
+
+@pytest.mark.parametrize(
+    ("decode", "own", "remote", "reason"),
+    [
+        (0.89, 0.0, True, "decode_free"),
+        (0.9, 0.0, False, "decode_busy"),
+        (1.0, 0.49, False, "decode_busy"),
+        (1.0, 0.5, True, "prefill_busy"),
+        (None, 0.0, True, "load_unknown"),
+    ],
+)
+def test_a_prefill_worker_keeps_a_request_while_only_decode_is_full(
+    decode: float | None, own: float, remote: bool, reason: str
+) -> None:
+    asked = request()
+    assert decider(decode, own).decide(asked) == (remote, reason)
+    if decode is not None:
+        assert asked.trace.facts["other_occupancy"] == decode
+        assert asked.trace.facts["occupancy_age_ms"] == 100
+
+
+def test_a_decode_worker_asks_the_other_stage_however_full_that_is() -> None:
+    assert decider(1.0, role=Role.DECODE).decide(request()) == (True, "always")
+
+
+@pytest.mark.parametrize(("limit", "remote"), [(24, True), (25, False)])
+def test_prompt_and_answer_must_fit_into_the_token_budget(limit: int, remote: bool) -> None:
+    asked = request(token_ids=list(range(1, 16)), max_tokens=10)
+    assert decider(1.0, max_budget_tokens=limit).decide(asked).remote is remote
+
+
+class Slow:
+    """A way to answer whose chunks come when the test says so."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.running = 0
+
+    async def __call__(
+        self, request: GenerateRequest, context: RequestContext
+    ) -> AsyncGenerator[TokenChunk, None]:
+        self.running += 1
+        try:
+            yield TokenChunk([1])
+            await self.go_on.wait()
+            yield TokenChunk([2], finish_reason="length")
+        finally:
+            self.running -= 1
+
+
+async def begun(generate: Generate, asked: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+    """One that has given its first chunk."""
+    chunks = generate(asked, FakeContext())
+    await anext(chunks)
+    return chunks
+
+
+@pytest.mark.parametrize("limits", [{"max_concurrent": 2}, {"max_budget_tokens": 2 * 13}])
+async def test_no_more_requests_are_kept_than_fit_until_one_of_them_ends(limits: dict[str, Any]) -> None:
+    kept, local, remote = RunningAlone(), Slow(), Slow()
+    generate = conditional(decider(1.0, kept=kept, **limits), kept.counting(local), remote)
+    asked = [request(token_ids=[1, 2, 3], max_tokens=10) for _ in range(4)]
+
+    running = [await begun(generate, each) for each in asked[:3]]
+
+    assert [each.trace.reason for each in asked[:3]] == ["decode_busy", "decode_busy", "kept_enough"]
+    assert (local.running, remote.running) == (2, 1)
+    assert (kept.requests, kept.tokens) == (2, 26)
+    await running[0].aclose()
+    running.append(await begun(generate, asked[3]))
+    assert asked[3].trace.reason == "decode_busy"
+    for each in running:
+        await each.aclose()
+    assert (kept.requests, kept.tokens, local.running, remote.running) == (0, 0, 0, 0)
+
+
+# -- in a worker
+
+
+def worker(
+    stage: RecordingStageClient, told: Occupancy | None, strategy: str = "prefill_first", **settings: Any
+) -> Generate:
+    config = WorkerConfig(
+        model="org/model",
+        role=Role.PREFILL,
+        strategy=strategy,
+        prefill_decider=NAME,
+        publish_metrics=True,
+        **settings,
+    )
+    return build_generate(config, recording_engine(), stage, occupancies=Told(told))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"), [("prefill_first", "decode_busy"), ("auto", "auto_decode_busy")]
+)
+async def test_a_kept_request_runs_whole_and_calls_no_decode_worker(strategy: str, reason: str) -> None:
+    client = make_pair("prefill_first").client
+    asked = request(token_ids=list(range(1, 40)))
+    thresholds = {"max_local_prefill_length": 8}
+
+    chunks = await collect(worker(client, Occupancy(0.95, 0.0), strategy, thresholds=thresholds), asked)
+
+    assert len(tokens_of(chunks)) == 5
+    assert (asked.trace.strategy, asked.trace.reason) == ("local", reason)
+    assert client.requests == []
+
+
+async def test_auto_goes_to_a_decode_worker_that_has_room() -> None:
+    asked = request(token_ids=list(range(1, 40)))
+    client = make_pair("prefill_first").client
+    generate = worker(client, Occupancy(0.2, 0.0), "auto", thresholds={"max_local_prefill_length": 8})
+    await collect(generate, asked)
+    await client.idle()
+    assert (asked.trace.strategy, asked.trace.reason) == ("prefill_first", "auto_long")
+
+
+def test_without_statistics_the_decider_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'decode_occupancy' is not allowed; .* --publish-metrics"):
+        WorkerConfig(model="m", role=Role.PREFILL, prefill_decider=NAME, publish_metrics=False)
+
+
+# -- what the other stage says
+
+
+@dataclass
+class Instance:
+    instance_id: int
+    answer: dict[str, Any] | Exception
+    asked: int = 0
+
+    async def describe(self) -> dict[str, Any]:
+        self.asked += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def call(
+        self, request: dict[str, Any], context: RequestContext | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        raise AssertionError("only its description is wanted")
+
+
+@dataclass
+class Stage:
+    instances: dict[int, Instance] = field(default_factory=dict)
+
+    def instance_ids(self) -> Collection[int]:
+        return list(self.instances)
+
+    def instance(self, instance_id: int) -> StageInstance:
+        return self.instances[instance_id]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stage(*answers: dict[str, Any] | Exception) -> Stage:
+    return Stage({number: Instance(number, answer) for number, answer in enumerate(answers)})
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_the_occupancy_of_a_stage_is_the_mean_of_those_that_tell_it() -> None:
+    told: list[dict[str, Any] | Exception] = [
+        {"kv_occupancy": 0.9},
+        {"kv_occupancy": 0.5},
+        {},
+        {"kv_occupancy": "full"},
+        {"kv_occupancy": 7},
+    ]
+    there = stage(*told, PeerUnavailableError("dead"), NoInstanceError("gone"))
+    clock = Clock()
+    occupancy = StageOccupancy(there, clock)
+    assert occupancy.now() is None, "the first request after a pause waits for no answer"
+    await settled()
+    clock.now += 0.2
+    assert occupancy.now() == pytest.approx((0.7, 0.2))
+
+
+async def test_each_instance_is_asked_once_in_a_while_however_many_requests_come() -> None:
+    there = stage({"kv_occupancy": 0.5})
+    clock = Clock()
+    occupancy = StageOccupancy(there, clock)
+    for _ in range(100):
+        occupancy.now()
+        await asyncio.sleep(0)
+    assert there.instances[0].asked == 1
+    clock.now += 0.25
+    occupancy.now()
+    await settled()
+    assert there.instances[0].asked == 2
+
+
+async def test_what_an_instance_said_is_forgotten_when_it_goes_or_says_no_more() -> None:
+    there = stage({"kv_occupancy": 1.0}, {"kv_occupancy": 0.0})
+    clock = Clock()
+    occupancy = StageOccupancy(there, clock)
+    occupancy.now()
+    await settled()
+    del there.instances[1]
+    assert occupancy.now() == (1.0, 0.0)
+    there.instances[0].answer = PeerUnavailableError("frozen")
+    clock.now += 2.1
+    assert occupancy.now() is None
+    await settled()
+    assert occupancy.now() is None
+
+
+def test_own_occupancy_is_the_mean_over_ranks_and_zero_before_the_first_step() -> None:
+    own = OwnOccupancy()
+    assert own.share == 0.0
+    for rank, count in ((0, 50), (1, 100), (0, 80)):
+        own.update({"attentionDpRank": rank, "kvCacheStats": {"usedNumBlocks": count, "maxNumBlocks": 100}})
+    own.update({"kvCacheStats": None})
+    assert own.share == pytest.approx(0.9)
+
+
+# -- the fallback's budget
+
+
+@pytest.mark.parametrize(
+    ("limits", "flag"),
+    [
+        ({"max_local_fallbacks": 2}, "--max-local-fallbacks 2"),
+        ({"max_local_fallback_tokens": 30}, "--max-local-fallback-tokens 30"),
+    ],
+)
+async def test_requests_beyond_the_fallback_budget_are_overloaded(limits: dict[str, int], flag: str) -> None:
+    local = Slow()
+    generate = within_fallback_budget(local, live(**limits))
+    asked = request(token_ids=[1, 2, 3], max_tokens=10)
+    running = [await begun(generate, asked) for _ in range(2)]
+    with pytest.raises(OverloadedError, match=rf"serves 2 requests of up to 26 tokens \({flag}\) alone"):
+        await begun(generate, asked)
+    await running[0].aclose()
+    running.append(await begun(generate, asked))
+    local.go_on.set()
+    for each in running[1:]:
+        async with aclosing(each):
+            assert [token async for chunk in each for token in chunk.token_ids] == [2]
+    assert local.running == 0
+    await (await begun(generate, asked)).aclose()
+
+
+async def test_one_request_alone_may_be_longer_than_the_token_budget() -> None:
+    generate = within_fallback_budget(Slow(), live(max_local_fallback_tokens=5))
+    await (await begun(generate, request(token_ids=[1, 2, 3], max_tokens=10))).aclose()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("limit", [0, 3])
+async def test_a_lost_stage_costs_the_other_one_no_more_than_its_budget(role: Role, limit: int) -> None:
+    strategy = "prefill_first" if role is Role.PREFILL else "decode_first"
+    config = WorkerConfig(
+        model="org/model", role=role, strategy=strategy, max_tries=1, max_local_fallbacks=limit
+    )
+    generate = build_generate(config, recording_engine(), RecordingStageClient(), Policy.of(config, 4))
+
+    outcomes = await asyncio.gather(
+        *(collect(generate, request(max_tokens=3)) for _ in range(8)), return_exceptions=True
+    )
+
+    refused = [each for each in outcomes if isinstance(each, OverloadedError)]
+    answered = [tokens_of(each) for each in outcomes if isinstance(each, list)]
+    assert len(refused) + len(answered) == 8
+    assert all(len(tokens) == 3 for tokens in answered)
+    assert len(answered) == (3 if limit else 8)
+    assert len(tokens_of(await collect(generate, request(max_tokens=3)))) == 3, "the budget is free again"
