@@ -167,7 +167,7 @@ def _with_values(arguments: list[str]) -> list[str]:
 
 
 #: Flags of any command that takes as its value the flags of another program.
-_TAKE_FLAGS = ("--worker-args", "--frontend-args")
+_TAKE_FLAGS = ("--worker-args", "--frontend-args", "--prefill-flags", "--decode-flags")
 
 
 def _command(name: str) -> Command:

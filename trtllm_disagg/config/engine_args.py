@@ -12,7 +12,7 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,19 +135,45 @@ def _read_yaml(config: WorkerConfig) -> Args:
 
 
 def _read_json(config: WorkerConfig) -> Args:
-    text = config.override_engine_args
-    if not text:
-        return {}
     flag = flag_of("override_engine_args")
+    return check_engine_keys(_parsed_json(config), flag, config.engine_spec.has_known_arguments)
+
+
+def _parsed_json(config: WorkerConfig) -> Any:
+    text = config.override_engine_args
     try:
-        content = json.loads(text)
+        return json.loads(text) if text else {}
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{flag} is not JSON: {error} in {text!r}") from error
-    return check_engine_keys(content, flag, config.engine_spec.has_known_arguments)
+        raise ConfigError(f"{flag_of('override_engine_args')} is not JSON: {error} in {text!r}") from error
+
+
+def with_flags(from_file: Mapping[str, Any], config: WorkerConfig) -> tuple[Args, list[str]]:
+    """What a file, and the flags beside it, give of the engine's arguments, unchecked and without any default; and a
+    sentence for each flag that the file has overruled. The model is left out.
+    """
+    flags: Args = {}
+    for name, key in _KEYS.items():
+        if name != "model" and config.is_explicit(name):
+            _set(flags, key, getattr(config, name))
+    together = _merge(flags, from_file)
+    override = _parsed_json(config)
+    if not isinstance(override, Mapping):
+        raise ConfigError(f"{flag_of('override_engine_args')}: expected keys with values")
+    return _merge(together, override), [
+        told for name, told in _overruled(together, config) if name != "model"
+    ]
 
 
 def _tell_what_files_win(args: Args, config: WorkerConfig) -> None:
     """`args`: flags and file together. A warning for each flag that the file has overruled."""
+    for name, told in _overruled(args, config):
+        logger.warning("%s", told)
+        if name == "model":
+            args["model"] = config.model
+
+
+def _overruled(args: Args, config: WorkerConfig) -> Iterator[tuple[str, str]]:
+    """Setting, and the sentence that names both values."""
     source = config.extra_engine_args
     for name, key in _KEYS.items():
         if not config.is_explicit(name):
@@ -156,10 +182,9 @@ def _tell_what_files_win(args: Args, config: WorkerConfig) -> None:
         if other == value:
             continue
         if name == "model":
-            logger.warning("%s %s wins over %s: %s of %s", flag_of(name), value, key, other, source)
-            args[key] = value
+            yield name, f"{flag_of(name)} {value} wins over {key}: {other} of {source}"
         else:
-            logger.warning("%s: %s of %s wins over %s %s", key, other, source, flag_of(name), value)
+            yield name, f"{key}: {other} of {source} wins over {flag_of(name)} {value}"
 
 
 # -- checks of the whole

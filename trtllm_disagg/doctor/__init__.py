@@ -6,13 +6,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion, installed_version
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import disaggregated
+
+if TYPE_CHECKING:
+    from trtllm_disagg.doctor.pair import Deployment, Side
 
 #: As Dynamo's launch scripts name them.
 _GPU_VARIABLES = {Role.PREFILL: "PREFILL_CUDA_VISIBLE_DEVICES", Role.DECODE: "DECODE_CUDA_VISIBLE_DEVICES"}
@@ -53,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-block-size", type=int, metavar="N", help="of the router (default: as the files say)")
     for role, variable in _GPU_VARIABLES.items():
+        add(
+            f"--{role}-flags",
+            type=shlex.split,
+            default=[],
+            metavar="'...'",
+            help=f"the {role} worker's flags, or its whole command line: with its file, or instead of one",
+        )
         add(f"--{role}-gpus", metavar="0,1", help=f"GPUs of the {role} worker (default: {variable})")
     add(
         "--timeout",
@@ -74,8 +87,11 @@ def run(args: argparse.Namespace) -> int:
         if files:
             raise ConfigError.bad_value("--url", args.url, "either a URL or two files")
         return _of_deployment(args)
-    if len(files) < len(_GPU_VARIABLES):
-        raise ConfigError("doctor needs the YAML files of a prefill and a decode worker, or --url")
+    if len(files) < len(_GPU_VARIABLES) and (files or not (args.prefill_flags and args.decode_flags)):
+        raise ConfigError(
+            "doctor needs the YAML files of a prefill and a decode worker, or --prefill-flags and --decode-flags, "
+            "or --url"
+        )
     return _of_files(args)
 
 
@@ -101,7 +117,7 @@ def _of_deployment(args: argparse.Namespace) -> int:
 
 def _of_files(args: argparse.Namespace) -> int:
     from trtllm_disagg.doctor.diagnosis import diagnose, has_errors
-    from trtllm_disagg.doctor.pair import Deployment, Pair, read_side
+    from trtllm_disagg.doctor.pair import Deployment, Pair
     from trtllm_disagg.doctor.report import show, to_json
 
     deployment = Deployment(
@@ -111,9 +127,10 @@ def _of_files(args: argparse.Namespace) -> int:
         args.kv_block_size,
         dict(os.environ),
     )
-    prefill, decode = (
-        read_side(role, getattr(args, role.value), args.model, deployment, _gpus(args, role))
-        for role in _GPU_VARIABLES
+    prefill, decode = (_side(args, role, deployment) for role in _GPU_VARIABLES)
+    asked_for = prefill.config
+    deployment = replace(
+        deployment, strategy=asked_for.strategy, schedule_style=asked_for.schedule_style.value
     )
     pair = Pair(prefill, decode, deployment)
     rows = diagnose(pair)
@@ -122,6 +139,23 @@ def _of_files(args: argparse.Namespace) -> int:
     else:
         show(pair, rows)
     return 1 if has_errors(rows) else 0
+
+
+def _side(args: argparse.Namespace, role: Role, deployment: Deployment) -> Side:
+    from trtllm_disagg.doctor.flags import settings_of
+    from trtllm_disagg.doctor.pair import read_side
+
+    config = settings_of(
+        role, getattr(args, f"{role}_flags"), strategy=args.strategy, schedule_style=args.schedule_style
+    )
+    file: Path | None = getattr(args, role.value)
+    if config.extra_engine_args:
+        if file is not None:
+            raise ConfigError(
+                f"--{role}-flags: --extra-engine-args {config.extra_engine_args} and the file {file}: give one of them"
+            )
+        file = Path(config.extra_engine_args)
+    return read_side(role, file, args.model, deployment, _gpus(args, role), config)
 
 
 def _version(given: str | None) -> TrtllmVersion:

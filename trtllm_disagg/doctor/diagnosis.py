@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from trtllm_disagg.config.engine_args import build_engine_args
-from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.doctor.flags import ANY_MODEL
 from trtllm_disagg.doctor.pair import Pair
 from trtllm_disagg.doctor.rules import RULES, Problem, Rule, Severity
 from trtllm_disagg.errors import ConfigError
@@ -61,18 +61,13 @@ def _accepted(pair: Pair) -> Row:
     """Whatever the rules do not know, the worker's own checks may."""
     refusals = []
     for side in pair.sides:
-        config = WorkerConfig(
-            model=side.model or "org/model",
-            role=side.role,
-            strategy=pair.deployment.strategy,
-            engine=side.fingerprint.engine,
-            extra_engine_args=side.source if os.path.exists(side.source) else "",
+        is_file = os.path.exists(side.source)
+        config = replace(
+            side.config, model=side.model or ANY_MODEL, extra_engine_args=side.source if is_file else ""
         )
         try:
             build_engine_args(config)
         except ConfigError as error:
             refusals.append(str(error))
     verdict = Severity.ERROR.value if refusals else FINE
-    return Row(
-        "worker", verdict, "", "", "`trtllm-disagg worker` starts with these files", "; ".join(refusals)
-    )
+    return Row("worker", verdict, "", "", "`trtllm-disagg worker` starts with them", "; ".join(refusals))

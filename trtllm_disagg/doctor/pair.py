@@ -1,10 +1,10 @@
-"""Two engine YAML files, read and typed: what the rules look at."""
+"""Two engine YAML files, and the flags beside them, read and typed: what the rules look at."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trtllm_disagg.config.engine_args import nearest_key
+from trtllm_disagg.config.engine_args import nearest_key, with_flags
 from trtllm_disagg.config.thresholds import read_yaml
-from trtllm_disagg.config.worker_config import Role
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.doctor.flags import ANY_MODEL, ENGINE, settings_of
 from trtllm_disagg.embedded.params.llm_args import TENSORRT_LLM_BACKENDS, LlmArgs
-from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.model_facts import ModelFacts, read_model_facts
@@ -26,7 +26,6 @@ _TRANSCEIVER = "cache_transceiver_config"
 _BACKEND = "backend"
 #: As Dynamo's worker has it, and this one.
 DEFAULT_BLOCK_SIZE = 32
-_ENGINE = ENGINES["tensorrt_llm"].name
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,11 @@ class BadKey:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One file. `args` has TensorRT-LLM's defaults where it says nothing."""
+    """One file, and the flags beside it. `args` has TensorRT-LLM's defaults where they say nothing."""
 
     role: Role
     source: str
-    #: As in the file.
+    #: As in the file and the flags.
     given: Mapping[str, Any]
     args: LlmArgs
     bad_keys: tuple[BadKey, ...]
@@ -53,11 +52,15 @@ class Side:
     model: str | None
     facts: ModelFacts
     fingerprint: Fingerprint
+    #: What its flags say.
+    config: WorkerConfig
+    #: A sentence for each flag that the file has overruled.
+    overruled: tuple[str, ...] = ()
     #: The GPUs of this worker; empty where that is not known.
     gpus: tuple[str, ...] = ()
 
     def gave(self, *path: str) -> bool:
-        """The file has this key."""
+        """The file or a flag has this key."""
         content: Any = self.given
         for name in path:
             if not isinstance(content, Mapping) or name not in content:
@@ -114,9 +117,18 @@ class Pair:
 
 
 def read_side(
-    role: Role, path: Path, model: str | None, deployment: Deployment, gpus: tuple[str, ...] = ()
+    role: Role,
+    path: Path | None,
+    model: str | None,
+    deployment: Deployment,
+    gpus: tuple[str, ...] = (),
+    config: WorkerConfig | None = None,
 ) -> Side:
-    """Raises ConfigError, naming the file, for one that cannot be read or is not a YAML mapping."""
+    """`path`: None where the flags, in `config`, are all. Raises ConfigError, naming the file, for one that cannot be
+    read or is not a YAML mapping.
+    """
+    if path is None:
+        return side_of(role, "flags", {}, model, deployment, gpus, config)
     try:
         content = read_yaml(path)
     except OSError as error:
@@ -128,26 +140,35 @@ def read_side(
     given = content if content is not None else {}
     if not isinstance(given, dict):
         raise ConfigError(f"{path}: expected keys with values, got {type(given).__name__}")
-    return side_of(role, str(path), given, model, deployment, gpus)
+    return side_of(role, str(path), given, model, deployment, gpus, config)
 
 
 def side_of(
     role: Role,
     source: str,
-    given: Mapping[str, Any],
+    from_file: Mapping[str, Any],
     model: str | None,
     deployment: Deployment,
     gpus: tuple[str, ...] = (),
+    config: WorkerConfig | None = None,
 ) -> Side:
+    config = config or settings_of(
+        role, (), strategy=deployment.strategy, schedule_style=deployment.schedule_style
+    )
+    config = replace(config, extra_engine_args=source)
+    given, overruled = with_flags(from_file, config)
     args, bad_keys = _validated(given)
-    own_model = given.get("model") or model
+    named = None if config.model == ANY_MODEL else config.model
+    own_model = named or given.get("model") or model
     facts = read_model_facts(own_model or "")
     block_size = args.kv_cache_config.tokens_per_block
     told = dict(given) | {_TRANSCEIVER: _transceiver(args, given)}
     fingerprint = Fingerprint.of(
-        _ENGINE, told, block_size, facts, str(deployment.trtllm_version), deployment.environ
+        ENGINE, told, block_size, facts, str(deployment.trtllm_version), deployment.environ
     )
-    return Side(role, source, given, args, bad_keys, own_model, facts, fingerprint, gpus)
+    return Side(
+        role, source, given, args, bad_keys, own_model, facts, fingerprint, config, tuple(overruled), gpus
+    )
 
 
 def _transceiver(args: LlmArgs, given: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -67,6 +67,24 @@ def _keys(pair: Pair) -> Problem | None:
     return None
 
 
+def _flags(pair: Pair) -> Problem | None:
+    told = [f"{side.role}: {sentence}" for side in pair.sides for sentence in side.overruled]
+    return _note("; ".join(told)) if told else None
+
+
+#: Flags that both workers must have in common; their engine arguments have rules of their own.
+_COMMON = ("strategy", "schedule_style", "handoff_protocol", "prefill_dispatch")
+
+
+def _settings(pair: Pair) -> Problem | None:
+    unequal = [
+        BY_KEY[key].setting
+        for key in _COMMON
+        if getattr(pair.prefill.config, key) != getattr(pair.decode.config, key)
+    ]
+    return _error(f"the same {', '.join(unequal)} on both sides") if unequal else None
+
+
 def _version(pair: Pair) -> Problem | None:
     version = pair.deployment.trtllm_version
     if version < OLDEST_SERVED:
@@ -348,6 +366,18 @@ RULES = (
         "TensorRT-LLM refuses arguments that it does not know, after minutes of loading others",
         _shown_keys,
         _keys,
+    ),
+    Rule(
+        "flags",
+        "a file beats the flags, as in the worker",
+        lambda side: f"{len(side.overruled)} overruled" if side.overruled else "",
+        _flags,
+    ),
+    Rule(
+        "strategy",
+        "a worker calls the other one, and reads its answers, by these",
+        lambda side: f"{side.config.strategy}, {side.config.schedule_style}",
+        _settings,
     ),
     Rule(
         "TensorRT-LLM",

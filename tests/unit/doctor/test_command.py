@@ -115,3 +115,67 @@ def test_a_file_that_is_none_ends_with_2(
 def test_the_pairs_that_are_shipped_are_clean(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(folder / "prefill.yaml", folder / "decode.yaml", "--json") == 0
     assert json.loads(capsys.readouterr().out)["notes"] == 0
+
+
+FLAGS = "--max-seq-len 8192 --trtllm.kv_cache_config.dtype fp8"
+
+
+def test_flags_are_compared_as_engine_arguments(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair[1].write_text(yaml.safe_dump({key: value for key, value in DECODE.items() if key != "max_seq_len"}))
+    assert status_of(*pair, "--decode-flags", "--max-seq-len 8192") == 1
+    assert "error max_seq_len: decode: max_seq_len: 16384\n" in capsys.readouterr().out
+    assert status_of(*pair, "--decode-flags", "--max-seq-len 16384 --kv-block-size=32") == 0
+
+
+def test_a_file_beats_a_flag_with_a_note_that_names_both(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(*pair, "--decode-flags", "--max-seq-len 8192") == 0
+    told = f"decode: max_seq_len: 16384 of {pair[1]} wins over --max-seq-len 8192"
+    shown = "".join(capsys.readouterr().out.split())
+    assert "note flags: ".replace(" ", "") + told.replace(" ", "") in shown
+    assert "0 errors, 1 notes".replace(" ", "") in shown
+
+
+def test_an_override_beats_the_file(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(*pair, "--decode-flags", "--trtllm.max_seq_len 8192") == 1
+    assert "error max_seq_len: decode" in capsys.readouterr().out
+
+
+def test_two_whole_command_lines_need_no_files(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = "python3 -m dynamo.trtllm --model-path Qwen/Qwen3-8B --disaggregation-strategy prefill_first"
+    prefill = f"{shared} --disaggregation-mode prefill --extra-engine-args {pair[0]}"
+    decode = f"{shared} --disaggregation-mode decode --extra-engine-args {pair[1]}"
+    assert status_of("--prefill-flags", prefill, "--decode-flags", decode) == 0
+    assert "TensorRT-LLM 1.3.0rc29, prefill_first" in capsys.readouterr().out
+    assert status_of("--prefill-flags", FLAGS, "--decode-flags", "--max-seq-len 8192") == 1
+    assert "error KV dtype" in capsys.readouterr().out
+
+
+def test_strategies_that_differ_are_an_error(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(*pair, "--decode-flags", "--disaggregation-strategy prefill_first") == 1
+    assert "error strategy: the same --disaggregation-strategy on both sides" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--max-seq-lem 5", "--prefill-flags: unknown flag --max-seq-lem; did you mean --max-seq-len?"),
+        ("--max-seq-len many", "--prefill-flags: --max-seq-len: 'many' is not allowed"),
+        ("--disaggregation-mode decode", "'decode' is not allowed; expected prefill"),
+        ("--engine embedded", "expected tensorrt_llm, whose rules doctor knows"),
+        ("--extra-engine-args other.yaml", "give one of them"),
+        ("--override-engine-args {", "--override-engine-args is not JSON"),
+    ],
+)
+def test_flags_that_a_worker_refuses_end_with_2(
+    pair: tuple[Path, Path], flags: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(*pair, "--prefill-flags", flags) == 2
+    assert told in capsys.readouterr().err
