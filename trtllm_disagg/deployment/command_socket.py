@@ -28,7 +28,6 @@ from trtllm_disagg.commands import (
     decode_up_command,
 )
 from trtllm_disagg.config.thresholds import check_thresholds
-from trtllm_disagg.deployment.limits import free_system_ports
 from trtllm_disagg.deployment.plan import (
     ProcessSpec,
     Role,
@@ -37,6 +36,7 @@ from trtllm_disagg.deployment.plan import (
     shared_env,
     worker_spec,
 )
+from trtllm_disagg.deployment.ports import free_system_ports
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError

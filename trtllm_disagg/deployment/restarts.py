@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from trtllm_disagg.deployment.limits import free_system_ports, is_free
 from trtllm_disagg.deployment.plan import (
     LOOPBACK,
     NO_WORKERS,
@@ -19,6 +18,7 @@ from trtllm_disagg.deployment.plan import (
     ProcessSpec,
     same_again,
 )
+from trtllm_disagg.deployment.ports import free_system_ports, is_free
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.status import continued, death_report, given_up_report
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trtllm_disagg.deployment.command_socket import serving_commands
 from trtllm_disagg.deployment.gpus import gpus_of
-from trtllm_disagg.deployment.limits import free_http_port, free_system_ports, look_at_limits
+from trtllm_disagg.deployment.limits import look_at_limits
 from trtllm_disagg.deployment.plan import (
     DeploymentConfig,
     DeploymentFailedError,
@@ -24,6 +24,7 @@ from trtllm_disagg.deployment.plan import (
     plan,
     worker_arguments,
 )
+from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
 from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import SilentStatus, Status

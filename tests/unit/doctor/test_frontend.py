@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.unit.doctor.test_command import status_of
-from trtllm_disagg.deployment.limits import free_http_port
 from trtllm_disagg.deployment.plan import LOOPBACK
+from trtllm_disagg.deployment.ports import free_http_port
 from trtllm_disagg.doctor.frontend import Answer, HttpFrontend, ProbeFailedError, Sizes, Trace, fresh_prompt
 from trtllm_disagg.doctor.machine import listener
 from trtllm_disagg.errors import ConfigError

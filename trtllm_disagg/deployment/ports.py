@@ -1,0 +1,94 @@
+"""Ports for the processes of a deployment. Those that it picks itself, no other deployment of this machine picks.
+
+A port that is free now may be taken before the process that it is for listens on it. So a process that picks ports
+holds a name for them, an abstract Unix socket: its names are unique within one network namespace, as ports are, and
+end with the process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
+from trtllm_disagg.deployment.plan import LOOPBACK, PortInUseError
+
+# Dynamo reads DYN_SYSTEM_PORT as a signed 16 bit number. The kernel takes ephemeral ports from above these.
+SYSTEM_PORTS = range(20000, 32768)
+#: One name, and so one open file, holds as many.
+_BLOCK = 32
+
+
+class OwnPorts:
+    """Each port of `among` at most once in the life of this object, and of none other that holds the same ports."""
+
+    def __init__(self, among: Sequence[int] = SYSTEM_PORTS) -> None:
+        self._among = among
+        self._names: list[socket.socket] = []
+        self._held = self._hold()
+        self._lock = threading.Lock()
+
+    def take(self, count: int, host: str) -> list[int]:
+        """On which `host` can be listened on now. Raises PortInUseError when there are fewer."""
+        taken: list[int] = []
+        with self._lock:
+            while len(taken) < count:
+                port = next(self._held, None)
+                if port is None:
+                    raise PortInUseError(
+                        f"{count} free ports are needed in {self._among}, {len(taken)} were found"
+                    )
+                if is_free(host, port):
+                    taken.append(port)
+        return taken
+
+    def close(self) -> None:
+        for name in self._names:
+            name.close()
+
+    def _hold(self) -> Iterator[int]:
+        blocks = [self._among[start : start + _BLOCK] for start in range(0, len(self._among), _BLOCK)]
+        for block in random.sample(blocks, len(blocks)):
+            name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                name.bind(f"\0trtllm-disagg/ports/{block[0]}")
+            except OSError:  # another process has them
+                name.close()
+            else:
+                self._names.append(name)
+                yield from block
+
+
+_OWN_PORTS = OwnPorts()
+
+
+def free_system_ports(count: int, host: str = LOOPBACK) -> list[int]:
+    """Distinct ports, for the workers' health and metrics among others. This process's own until it ends."""
+    return _OWN_PORTS.take(count, host)
+
+
+def free_http_port(host: str, port: int) -> int:
+    """`port` itself, or any free one when it is 0."""
+    try:
+        _listener(host, port).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        allowed = f"a port on {host} that can be listened on ({reason}); 0 takes any free one"
+        raise PortInUseError.bad_value("--http-port", port, allowed) from None
+    return port or free_system_ports(1, host)[0]
+
+
+def is_free(host: str, port: int) -> bool:
+    try:
+        _listener(host, port).close()
+    except OSError:
+        return False
+    return True
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    # create_server sets SO_REUSEADDR: connections of a previous run in TIME_WAIT do not count as use.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
