@@ -1,7 +1,7 @@
 # make demo   the main job on this machine: a model, both orders, one streamed answer each
 # make test   all tests that need no GPU
 # make test-fast   those that start no process and take no time
-# make lint   ruff and mypy
+# make lint   ruff, mypy, shellcheck and hadolint
 # Each of them first makes the virtual environment in .venv, once; test and lint then add their tools to it.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
@@ -9,6 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TOOLS := .venv/tools-installed
 MODEL := .cache/demo-model
+SCRIPTS = $(filter-out %/lib.sh,$(wildcard launch/*.sh launch/slurm/*.sh))
 # Two processes (tests/support/groups.py); PYTEST_ARGS="-n 0" for one.
 PYTEST = $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 # Some 400 tests run real processes on whatever machine this is. What fails is run once more, one test at a time; a failure that repeats
@@ -45,6 +46,7 @@ lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck -a -x -P SCRIPTDIR $(SCRIPTS)
 
 format: $(TOOLS)
 	$(BIN)/ruff check --fix .

@@ -10,30 +10,8 @@
 # Settings: launch/lib.sh, and those of the next lines; without DYN_FILE_KV, a discovery directory of its own.
 : "${PREFILL_SYSTEM_PORT:=8081}" "${DECODE_SYSTEM_PORT:=8082}"
 : "${STARTUP_TIMEOUT:=}" # seconds (300; 3600 on TensorRT-LLM, which loads and warms up for longer)
-: "${STOP_TIMEOUT:=20}" # seconds for requests in flight to end
 [[ -n ${DYN_FILE_KV:-} ]] || DYN_FILE_KV=$(mktemp -d) own_discovery=$DYN_FILE_KV
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-source "$here/lib.sh"
-
-# start NAME COMMAND...: in the background, out of reach of the terminal's Ctrl-C.
-declare -A started=()
-start() {
-    set -m
-    "${@:2}" </dev/null &
-    set +m
-    started[$1]=$!
-}
-
-# stop PID: SIGTERM, and SIGKILL for its whole group when it is still there after STOP_TIMEOUT.
-stop() {
-    local pid=$1 deadline=$((SECONDS + STOP_TIMEOUT))
-    kill -TERM "$pid" 2>/dev/null || true
-    while kill -0 "$pid" 2>/dev/null && ((SECONDS < deadline)); do
-        sleep 0.1
-    done
-    kill -KILL -- "-$pid" 2>/dev/null && echo "killed what was left of process group $pid" >&2
-    return 0
-}
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 # The stage that is called by the other one stops after it, so that requests in flight still find it: so says the list
 # of strategies.
@@ -80,9 +58,9 @@ if [[ $engine == tensorrt_llm ]]; then
     fi
 fi
 : "${STARTUP_TIMEOUT:=300}"
-start frontend "$here/frontend.sh"
-DYN_SYSTEM_PORT=$PREFILL_SYSTEM_PORT start prefill "$here/prefill.sh"
-DYN_SYSTEM_PORT=$DECODE_SYSTEM_PORT start decode "$here/decode.sh"
+start frontend "$launch/frontend.sh"
+DYN_SYSTEM_PORT=$PREFILL_SYSTEM_PORT start prefill "$launch/prefill.sh"
+DYN_SYSTEM_PORT=$DECODE_SYSTEM_PORT start decode "$launch/decode.sh"
 until is_ready; do
     for pid in "${started[@]}"; do
         kill -0 "$pid" 2>/dev/null || fail "a process ended while loading"

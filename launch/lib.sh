@@ -1,7 +1,8 @@
 # What the launch scripts share: their settings, all of them environment variables, and how a worker is started.
 # Sourced, never run.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034  # what some functions set is for the scripts
 set -euo pipefail
+launch="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
 : "${MODEL:=}"                # model directory or Hugging Face name; every worker needs it
 : "${SERVED_MODEL_NAME:=}"    # the name for clients (the name of the model directory when unset)
@@ -11,7 +12,9 @@ set -euo pipefail
 : "${NAMESPACE:=dynamo}"      # a frontend sees the workers of its Dynamo namespace only
 : "${HTTP_HOST:=127.0.0.1}"   # where clients reach the frontend; 0.0.0.0 for other machines
 : "${HTTP_PORT:=8000}"
+: "${STOP_TIMEOUT:=20}" # seconds for requests in flight to end, where one script starts several processes
 : "${PYTHON:=python3}"
+: "${TRANSFER_HOST:=}" # the embedded engine on several machines: where others fetch KV from this one (SECURITY.md)
 # Also read: PREFILL_CUDA_VISIBLE_DEVICES, DECODE_CUDA_VISIBLE_DEVICES and AGG_CUDA_VISIBLE_DEVICES, the GPUs of a worker of
 # that role (CUDA_VISIBLE_DEVICES when unset); DYN_SYSTEM_PORT, a worker's port for health and metrics, at most 32767 and one for each worker of a machine;
 # and, for several machines, the same on all of them: DYN_DISCOVERY_BACKEND=etcd ETCD_ENDPOINTS=http://HOST:2379, and a copy
@@ -51,7 +54,6 @@ fail() {
 read_strategy() {
     local spec
     spec=$("$PYTHON" -P -m trtllm_disagg.strategies "$STRATEGY") || exit 1
-    # shellcheck disable=SC2034  # disagg.sh reads stop_order
     { read -r routed_roles && read -r stop_order; } <<<"$spec"
 }
 
@@ -59,15 +61,17 @@ require_model() {
     [[ -n $MODEL ]] || fail "MODEL: set it to a model directory or a Hugging Face name"
 }
 
-# exec_worker ROLE SYSTEM_PORT [ARG...]: becomes a worker.
-exec_worker() {
-    local role=$1 routed_roles=$1
+# take_gpus ROLE: those that were given to workers of this role.
+take_gpus() {
     local devices="${1^^}_CUDA_VISIBLE_DEVICES"
     [[ -z ${!devices:-} ]] || export CUDA_VISIBLE_DEVICES="${!devices}"
-    export DYN_SYSTEM_PORT="${DYN_SYSTEM_PORT:-$2}"
-    shift 2
+}
+
+# worker_arguments ROLE [ARG...]: sets argv, what a worker is started with.
+worker_arguments() {
+    local role=$1 routed_roles=$1
     require_model
-    local argv=(--model "$MODEL" --served-model-name "$SERVED_MODEL_NAME" --namespace "$NAMESPACE")
+    argv=(--model "$MODEL" --served-model-name "$SERVED_MODEL_NAME" --namespace "$NAMESPACE")
     argv+=(--disaggregation-mode "$role")
     if [[ $role != agg ]]; then
         read_strategy
@@ -77,8 +81,55 @@ exec_worker() {
     [[ " $routed_roles " != *" $role "* ]] || argv+=(--publish-kv-events)
     [[ -z $ENGINE ]] || argv+=(--engine "$ENGINE")
     [[ -z $ENGINE_CONFIGS ]] || argv+=(--extra-engine-args "$ENGINE_CONFIGS/$role.yaml")
+    [[ -z $TRANSFER_HOST ]] || argv+=(--trtllm.embedded.transfer_host "$TRANSFER_HOST")
+    argv+=("${@:2}")
+}
+
+# exec_worker ROLE SYSTEM_PORT [ARG...]: becomes a worker.
+exec_worker() {
+    take_gpus "$1"
+    export DYN_SYSTEM_PORT="${DYN_SYSTEM_PORT:-$2}"
+    worker_arguments "$1" "${@:3}"
     # This user's own, made once.
     : "${TRTLLM_DISAGG_ADMIN_KEY_FILE:=$("$PYTHON" -P -m trtllm_disagg.keys)}"
     [[ -z $TRTLLM_DISAGG_ADMIN_KEY_FILE ]] || export TRTLLM_DISAGG_ADMIN_KEY_FILE
-    exec "$PYTHON" -P -m trtllm_disagg worker "${argv[@]}" "$@"
+    exec "$PYTHON" -P -m trtllm_disagg worker "${argv[@]}"
+}
+
+# read_ranks ROLE [ARG...]: sets argv, and what one worker of this role needs: ranks (processes), on_gpus (yes or no),
+# srun_mpi, and launcher, what runs in every rank in front of the worker.
+read_ranks() {
+    local answer launches
+    [[ $1 == agg || $1 == prefill || $1 == decode ]] || fail "ROLE: '$1' is not allowed; expected agg, prefill or decode"
+    worker_arguments "$@"
+    answer=$("$PYTHON" -P -m trtllm_disagg.deployment.ranks "${argv[@]}") || exit 2
+    read -r ranks on_gpus srun_mpi launches <<<"$answer"
+    launcher=()
+    [[ -n $launches ]] || return 0
+    launcher=("$launches" "$launch/all_or_none.sh")
+    local word
+    for word in "$launch" "${@:2}"; do
+        [[ $word != *[[:space:]*?[]* ]] ||
+            fail "$launches splits its arguments again, so none may have a space, *, ? or [: '$word'"
+    done
+}
+
+# start NAME COMMAND...: in the background, out of reach of the terminal's Ctrl-C.
+declare -A started=()
+start() {
+    set -m
+    "${@:2}" </dev/null &
+    set +m
+    started[$1]=$!
+}
+
+# stop PID: SIGTERM, and SIGKILL for its whole group when it is still there after STOP_TIMEOUT.
+stop() {
+    local pid=$1 deadline=$((SECONDS + STOP_TIMEOUT))
+    kill -TERM "$pid" 2>/dev/null || true
+    while kill -0 "$pid" 2>/dev/null && ((SECONDS < deadline)); do
+        sleep 0.1
+    done
+    kill -KILL -- "-$pid" 2>/dev/null && echo "killed what was left of process group $pid" >&2
+    return 0
 }

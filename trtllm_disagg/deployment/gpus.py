@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
+from trtllm_disagg.config.dotted_flags import with_dotted_flags
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.engines import ENGINES, resolve_engine
@@ -128,22 +129,31 @@ def gpus_of(
 def _worker_configs(
     workers: Mapping[str, Sequence[str]], environ: Mapping[str, str]
 ) -> Iterator[tuple[str, WorkerConfig]]:
-    """As the workers will read them. An argument that is wrong is the worker's to refuse, in its own words."""
+    """An argument that is wrong is the worker's to refuse, in its own words."""
     for role, arguments in workers.items():
-        parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
-        add_worker_arguments(parser)
         with suppress(argparse.ArgumentError, ConfigError):
-            namespace, _ = parser.parse_known_args(list(arguments))
-            config = config_from_namespace(namespace, environ)
-            yield role, replace(config, engine=resolve_engine(config.engine))
+            yield role, read_worker(arguments, environ)
+
+
+def read_worker(arguments: Sequence[str], environ: Mapping[str, str]) -> WorkerConfig:
+    """As the worker will read them. Raises ConfigError or ArgumentError."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    add_worker_arguments(parser)
+    namespace, _ = parser.parse_known_args(with_dotted_flags(arguments))
+    config = config_from_namespace(namespace, environ)
+    return replace(config, engine=resolve_engine(config.engine))
 
 
 def _needs(config: WorkerConfig) -> GpuNeeds:
     args: Mapping[str, Any] = build_engine_args(config)
     cache = args.get("kv_cache_config")
     fraction = cache.get("free_gpu_memory_fraction") if isinstance(cache, Mapping) else None
-    num_gpus = math.prod(int(args.get(name) or 1) for name in _PARALLEL)
-    return GpuNeeds(num_gpus, _FRACTION if fraction is None else float(fraction))
+    return GpuNeeds(num_ranks(args), _FRACTION if fraction is None else float(fraction))
+
+
+def num_ranks(engine_args: Mapping[str, Any]) -> int:
+    """Of one worker, each on a GPU of its own where the engine has them."""
+    return math.prod(int(engine_args.get(name) or 1) for name in _PARALLEL)
 
 
 def _parse(key: str, text: str) -> tuple[str, ...]:

@@ -25,6 +25,10 @@ class EngineSpec:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     #: "module:function" that takes part in the engine of rank 0 under mpiexec; None: it has a launcher of its own.
     rank_server: str | None = None
+    #: What `srun --mpi` has to be for its ranks.
+    srun_mpi: str = "none"
+    #: A program that runs in every rank, and in the first one the worker; empty where ranks do without.
+    rank_launcher: str = ""
     #: Of this project: `pip install 'trtllm-disagg[EXTRA]'`. Empty when nothing more is needed.
     extra: str = ""
     #: Imported only when an engine is built, so they are looked for before.
@@ -48,6 +52,8 @@ ENGINES: dict[str, EngineSpec] = {
             "tensorrt_llm",
             is_flat=False,
             takes_embedded_arguments=False,
+            srun_mpi="pmix",
+            rank_launcher="trtllm-llmapi-launch",
             extra="tensorrt-llm",
         ),
         EngineSpec(
@@ -59,6 +65,7 @@ ENGINES: dict[str, EngineSpec] = {
             # cores (docs/decisions/0023-load.md).
             defaults={"max_batch_size": 64, "max_num_tokens": 512, "enable_chunked_prefill": True},
             rank_server="trtllm_disagg.embedded.tensor_parallel.launch:serve_as_rank",
+            srun_mpi="pmi2",
             extra="embedded",
             needs=("torch", "transformers"),
         ),

@@ -75,7 +75,8 @@ async def run_worker(config: WorkerConfig) -> None:
     reporter.tell("checking its settings")
     config, engine_args = _resolve(config)
     api = load_api(config.engine)
-    if await asyncio.to_thread(serve_as_rank, config.engine, engine_args):
+    # Blocks where it is true; nothing else runs on that rank.
+    if serve_as_rank(config.engine, engine_args):
         return
     dump_config(config, engine_args)
     advertised = Advertised.of(config, guides=bool(engine_args.get("guided_decoding_backend")))

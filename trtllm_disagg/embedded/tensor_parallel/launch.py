@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sysconfig
 import time
@@ -164,13 +165,16 @@ def core_launch(size: int, num_threads: int, environment: Mapping[str, str]) -> 
 
 
 def serve_as_rank(size: int, num_threads: int, environment: Mapping[str, str]) -> bool:
-    """In a job, on every rank but rank 0: take part in its engine until that ends, then True.
+    """In a job, on every rank but rank 0: take part in its engine until that ends, then True. From the main thread.
 
     False on rank 0, and where there is no job. Raises ConfigError as `require_ranks`.
     """
     job = require_ranks(size, environment)
     if job is None or job.rank == 0:
         return False
+    # srun and mpiexec tell all ranks to stop. Rank 0 then drains, for which it needs the others, and ends them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     with core_launch(size, num_threads, environment).start() as process:
         process.wait()
     return True
