@@ -253,6 +253,7 @@ def test_the_stand_ins_are_there() -> None:
     ("module", "heavy"),
     [
         ("embedded", "torch transformers dynamo numpy"),
+        ("embedded.guided_decoding.trial_process", "torch transformers"),
         ("engine.engine", "torch transformers dynamo tensorrt_llm"),
         ("handlers.services", "torch transformers dynamo tensorrt_llm"),
         ("strategies", "torch transformers dynamo tensorrt_llm msgspec pydantic yaml trtllm_disagg.handlers"),

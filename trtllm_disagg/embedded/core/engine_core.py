@@ -343,7 +343,8 @@ def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
     """What guiding needs is imported only where an engine guides."""
     if args.guided_decoding_backend is None:
         return NoGuides()
-    from trtllm_disagg.embedded.guided_decoding.guides import Guides, read_guide_tokenizer
+    from trtllm_disagg.embedded.guided_decoding.guides import Guides
+    from trtllm_disagg.embedded.guided_decoding.matchers import read_guide_tokenizer
 
     tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
     return Guides(tokenizer, shape.config.vocab_size, shape.end_ids)

@@ -37,8 +37,8 @@ TAG = '{"structures": [{"begin": "a", "schema": "start: /a+/ start", "end": "a"}
 WALK = """
 import json, signal, sys
 from pathlib import Path
-from trtllm_disagg.embedded.guided_decoding.guides import read_guide_tokenizer
-from trtllm_disagg.embedded.guided_decoding.guides import Matchers
+from trtllm_disagg.embedded.guided_decoding.matchers import read_guide_tokenizer
+from trtllm_disagg.embedded.guided_decoding.matchers import Matchers
 directory, size, end, token, grammars = json.loads(sys.stdin.readline())
 matchers = Matchers(read_guide_tokenizer(Path(directory)), size, [end])
 for grammar in grammars:
