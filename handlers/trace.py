@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -42,12 +42,25 @@ def record_transfer(trace: RequestTrace, result: Any) -> None:
         trace.facts[KV_TRANSFER_BYTES] = timing.kv_cache_size
 
 
+class RequestSink(Protocol):
+    """Hears of single requests, for histograms."""
+
+    def transferred(self, seconds: float, num_bytes: int) -> None:
+        """KV came to this worker."""
+        ...
+
+    def ended(self, *, is_guided: bool, is_aborted: bool) -> None:
+        """`is_aborted`: its client left before the end."""
+        ...
+
+
 class RequestCounts:
     """How many whole requests took which way here: (strategy, reason, last fallback) -> number."""
 
     LABELS = ("strategy", "reason", "fallback")
 
     def __init__(self) -> None:
+        self.sinks: list[RequestSink] = []
         self.ended: Counter[tuple[str, str, str]] = Counter()
         #: KV transfers that the engine measured, their seconds and their bytes.
         self.num_transfers, self.transfer_seconds, self.transfer_bytes = 0, 0.0, 0
@@ -56,9 +69,12 @@ class RequestCounts:
         last = trace.fallbacks[-1].partition(":")[0] if trace.fallbacks else "none"
         self.ended[trace.strategy, trace.reason, last] += 1
         if KV_TRANSFER_MS in trace.facts:
+            seconds, num_bytes = trace.facts[KV_TRANSFER_MS] / 1000, trace.facts[KV_TRANSFER_BYTES]
             self.num_transfers += 1
-            self.transfer_seconds += trace.facts[KV_TRANSFER_MS] / 1000
-            self.transfer_bytes += trace.facts[KV_TRANSFER_BYTES]
+            self.transfer_seconds += seconds
+            self.transfer_bytes += num_bytes
+            for sink in self.sinks:
+                sink.transferred(seconds, num_bytes)
 
 
 def with_request_log(
@@ -109,6 +125,9 @@ class _Record:
         trace = self._request.trace.to_json()
         if trace:
             self._counts.add(self._request.trace)
+        is_aborted = self._finish_reason is None and self._context.is_stopped()
+        for sink in self._counts.sinks:
+            sink.ended(is_guided=bool(self._request.sampling.guided_decoding), is_aborted=is_aborted)
         times = self._times
         entry = {
             "request": self._context.id(),

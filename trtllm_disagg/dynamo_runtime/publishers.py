@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from dynamo.llm import KvEventPublisher, WorkerMetricsPublisher
 
 from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.dynamo_runtime.dynamo_metrics import DynamoMetrics
 from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics, expose
 from trtllm_disagg.dynamo_runtime.polling import (
     EVENTS_TIMEOUT,
@@ -20,6 +21,7 @@ from trtllm_disagg.dynamo_runtime.polling import (
     PollingPublisher,
     Publisher,
 )
+from trtllm_disagg.dynamo_runtime.worker_endpoint import ServedModel
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.handlers.services import Policy
 
@@ -94,16 +96,21 @@ class KvEventForwarder(PollingPublisher):
     since each rank has a cache of its own.
     """
 
-    def __init__(self, llm: Any, ranks: Sequence[EventsOfRank]) -> None:
+    def __init__(
+        self, llm: Any, ranks: Sequence[EventsOfRank], polled: Callable[[int], None] = lambda count: None
+    ) -> None:
+        """`polled` is told how many events came at once."""
         super().__init__("kv-events")
         self._llm = llm
         self._ranks = ranks
+        self._polled = polled
 
     def records(self) -> AsyncIterator[dict[str, Any]]:
         events: AsyncIterator[dict[str, Any]] = self._llm.get_kv_cache_events_async(timeout=EVENTS_TIMEOUT)
         return events
 
     def publish(self, records: list[dict[str, Any]]) -> None:
+        self._polled(len(records))
         for event in records:
             try:
                 self._ranks[event.get("attention_dp_rank") or 0].forward(event)
@@ -119,9 +126,9 @@ class EventsOfRank:
         self,
         sinks: Sequence[EventSink],
         block_size: int,
-        on_gap: Callable[[], None] = lambda: None,
+        on_gap: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """`on_gap` is told when events were lost."""
+        """`on_gap` is told how many events were lost."""
         self._on_gap = on_gap
         self._sinks = sinks
         self._block_size = block_size
@@ -183,7 +190,7 @@ class EventsOfRank:
                 event_id,
                 due,
             )
-            self._on_gap()
+            self._on_gap(max(0, event_id - due))
         self._next_event_id = event_id + 1
 
 
@@ -208,11 +215,20 @@ def signed(block_hash: int | str) -> int:
 
 
 async def create_publishers(
-    config: WorkerConfig, endpoint: Any, peer_endpoint: Any, engine: Engine, block_size: int, policy: Policy
+    config: WorkerConfig,
+    endpoint: Any,
+    peer_endpoint: Any,
+    engine: Engine,
+    model: ServedModel,
+    policy: Policy,
+    load_seconds: float,
 ) -> list[Publisher]:
     """One for cache events and one for statistics; null ones where the flags say so. `endpoint` is where frontends find
-    this worker, `peer_endpoint` where workers do.
+    this worker, `peer_endpoint` where workers do; `load_seconds` is what the engine took to start.
     """
+    block_size = model.block_size
+    dynamo = DynamoMetrics(config, model.num_blocks, model.num_ranks)
+    dynamo.loaded(load_seconds)
     listened_at = [(endpoint, config.publish_kv_events), (peer_endpoint, config.tells_peers)]
     listeners = [each for each, is_listened_at in listened_at if is_listened_at]
     loop = asyncio.get_running_loop()
@@ -226,19 +242,23 @@ async def create_publishers(
         if config.reads_kv_events:
             sinks.append(OnLoop(cached, loop))
 
-        def forget() -> None:
+        def forget(num_lost: int) -> None:
+            dynamo.lost_events(num_lost)
             loop.call_soon_threadsafe(cached.clear)
 
         return EventsOfRank(sinks, block_size, on_gap=forget)
 
     events: Publisher = NullPublisher()
     if listeners or config.reads_kv_events:
-        events = KvEventForwarder(engine.llm, [of_rank(rank) for rank in range(engine.num_ranks)])
+        ranks = [of_rank(rank) for rank in range(engine.num_ranks)]
+        events = KvEventForwarder(engine.llm, ranks, dynamo.polled_events)
     stats: Publisher = NullPublisher()
     if config.publish_metrics:
         load, metrics = WorkerMetricsPublisher(), EngineMetrics(policy.counts, policy.queued)
         await load.create_endpoint(endpoint)
         expose(metrics, endpoint, config)
-        sinks = (metrics, engine.handoffs, policy.occupancy)
+        dynamo.expose(endpoint, config)
+        policy.counts.sinks.append(dynamo)
+        sinks = (metrics, dynamo, engine.handoffs, policy.occupancy)
         stats = StatsForwarder(engine.llm, load, *sinks, num_ranks=engine.num_ranks)
     return [events, stats]

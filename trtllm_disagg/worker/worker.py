@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
@@ -91,12 +92,14 @@ async def run_worker(config: WorkerConfig) -> None:
         await checks.before_loading()
         log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
         reporter.tell("starting the engine")
+        began = time.monotonic()
         engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
+        load_seconds = time.monotonic() - began
         try:
             for missing in engine.capabilities.missing():
                 log.info("the engine cannot %s", missing)
             me = with_engine(me, _capacity(config, engine)[0], engine.ctx_info_endpoint, engine.ctx_dp_rank)
-            await _serve(config, me, engine, runtime, queue, checks, verifier, reporter)
+            await _serve(config, me, engine, runtime, queue, checks, verifier, reporter, load_seconds)
         finally:
             has_ended = await close(engine)
         if not has_ended:
@@ -137,6 +140,7 @@ async def _serve(
     checks: StartupChecks,
     verifier: Verifier,
     reporter: Reporter,
+    load_seconds: float,
 ) -> None:
     block_size, num_blocks = _capacity(config, engine)
     reporter.tell("looking for the other stage")
@@ -168,7 +172,9 @@ async def _serve(
     generate = with_request_log(generate, _part(config), policy.counts, drain)
     generate = state.counting(generate)
     generate = Admission(policy.thresholds, policy.queued).admitting(generate)
-    publishers = await create_publishers(config, runtime.front, runtime.peer, engine, block_size, policy)
+    publishers = await create_publishers(
+        config, runtime.front, runtime.peer, engine, model, policy, load_seconds
+    )
     for publisher in publishers:
         await publisher.start()
 

@@ -201,7 +201,7 @@ async def test_stopping_in_the_middle_of_a_wait_takes_no_time() -> None:
 
 def test_after_lost_events_nothing_is_taken_for_cached() -> None:
     index = CachedPrefix(BLOCK)
-    forwarder = EventsOfRank([index], BLOCK, on_gap=index.clear)
+    forwarder = EventsOfRank([index], BLOCK, on_gap=lambda num_lost: index.clear())
     forwarder.forward(stored(block(1, [10, 11, 12, 13]), event_id=1))
     assert len(index) == 1
     forwarder.forward(stored(block(2, [14, 15, 16, 17]), event_id=5))
