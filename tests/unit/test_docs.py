@@ -1,0 +1,64 @@
+"""What README and docs name exists: files, links, commands and their flags."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+#: Not the log and the decisions: those tell of their time.
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], key=str)
+PAGES = [page for page in PAGES if page.name not in ("CHANGELOG.md", "log.md")]
+
+_PATH = re.compile(
+    r"`((?:trtllm_disagg|handlers|launch|deploy|tests|tools|engine_configs|requirements)/[\w/.-]+)`"
+)
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+_COMMAND = re.compile(rf"trtllm-disagg ({'|'.join(COMMANDS)})\b((?:[^`\n]|\\\n)*)")
+_FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@cache
+def help_of(*command: str) -> str:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code in (None, 0)
+    return shown.getvalue()
+
+
+@every_page
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = {path for path in _PATH.findall(text) if not re.search("[A-Z]{3}", path)}
+    missing = {path for path in named if not (ROOT / path).exists()}
+    missing |= {link for link in _LINK.findall(text) if not (page.parent / link).exists()}
+    assert not missing
+
+
+@every_page
+def test_flags_of_commands_that_a_page_shows_exist(page: Path) -> None:
+    unknown = []
+    for name, arguments in _COMMAND.findall(page.read_text(encoding="utf-8")):
+        first = arguments.split()[:1]
+        subcommand = first if name == "bench" and first and not first[0].startswith("-") else []
+        told = set(_FLAG.findall(help_of(name, *subcommand)))
+        # What stands in quotes is for the workers.
+        flags = _FLAG.findall(re.sub(r"'[^']*'|#.*", "", arguments))
+        unknown += [(name, flag) for flag in flags if flag not in told]
+    assert not unknown
+
+
+def test_the_examples_in_help_are_of_flags_that_exist() -> None:
+    for name, command in COMMANDS.items():
+        assert command.example.startswith(f"trtllm-disagg {name} ")
+        assert set(_FLAG.findall(command.example)) <= set(_FLAG.findall(help_of(name)))
