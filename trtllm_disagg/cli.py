@@ -51,6 +51,12 @@ COMMANDS = {
         "trtllm_disagg.admin.scale_command",
         "trtllm-disagg scale --run-dir DIR --prefill 2 --decode 3",
     ),
+    "k8s": Command(
+        "write a deployment as manifests for Dynamo's Kubernetes operator",
+        "trtllm_disagg.k8s",
+        "trtllm-disagg k8s --strategy decode_first --model Qwen/Qwen3-8B --engine-configs engine_configs/qwen3 "
+        "--image registry.example/trtllm-disagg:0.2.0",
+    ),
     "doctor": Command(
         "check the engine files of a prefill and a decode worker, or a deployment that serves",
         "trtllm_disagg.doctor",

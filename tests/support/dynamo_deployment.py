@@ -24,7 +24,7 @@ from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
 PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -97,7 +97,7 @@ class DynamoDeployment:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 # A test run that is killed has no teardown.
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def wait_ready(self, body: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ LAYERS = (
     ("prefill_queue",),
     ("worker",),
     ("worker.worker_command", "deployment"),
-    ("cli", "admin", "demo", "demo_model", "doctor", "bench"),
+    ("cli", "admin", "demo", "demo_model", "doctor", "bench", "k8s"),
     ("__main__",),
 )
 

@@ -123,7 +123,7 @@ def gpus_of(
         role: _parse(name, environ[name]) if environ.get(name := ROLE_VARIABLES[role]) else everything
         for role in on_gpus
     }
-    return Gpus(devices, {role: _needs(config) for role, config in on_gpus.items() if devices[role]})
+    return Gpus(devices, {role: needs_of(config) for role, config in on_gpus.items() if devices[role]})
 
 
 def _worker_configs(
@@ -144,7 +144,8 @@ def read_worker(arguments: Sequence[str], environ: Mapping[str, str]) -> WorkerC
     return replace(config, engine=resolve_engine(config.engine))
 
 
-def _needs(config: WorkerConfig) -> GpuNeeds:
+def needs_of(config: WorkerConfig) -> GpuNeeds:
+    """Of a worker on TensorRT-LLM. Raises ConfigError for wrong engine arguments."""
     args: Mapping[str, Any] = build_engine_args(config)
     cache = args.get("kv_cache_config")
     fraction = cache.get("free_gpu_memory_fraction") if isinstance(cache, Mapping) else None

@@ -51,7 +51,7 @@ TUNABLE_ENV: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
 }
 
-_KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
+KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
 
 # A fixed port can be held by one process only, so none of these may be inherited from the user's environment.
 PER_PROCESS_ENV = ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT", "DYN_TCP_RESPONSE_STREAM_PORT")
@@ -258,17 +258,24 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
 def _frontend(config: DeploymentConfig, env: Mapping[str, str]) -> ProcessSpec:
     argv = [
         *config.frontend_command,
-        *("--router-mode", "kv"),
         *("--http-host", config.http_host),
         *("--http-port", str(config.http_port)),
         *("--discovery-backend", "file"),
+        *frontend_flags(config),
+    ]
+    # No system port: the frontend opens no system server, its health is on the HTTP port.
+    return ProcessSpec("frontend", "frontend", tuple(argv), env, http_port=config.http_port)
+
+
+def frontend_flags(config: DeploymentConfig) -> tuple[str, ...]:
+    """Of a frontend of this deployment, wherever it runs."""
+    return (
+        *("--router-mode", "kv"),
         *("--request-plane", "tcp"),
         *("--event-plane", "zmq"),
         *_flag("--kv-cache-block-size", config.kv_block_size),
         *config.frontend_args,
-    ]
-    # No system port: the frontend opens no system server, its health is on the HTTP port.
-    return ProcessSpec("frontend", "frontend", tuple(argv), env, http_port=config.http_port)
+    )
 
 
 def _nats(config: DeploymentConfig, port: int, health_port: int) -> ProcessSpec:
@@ -293,11 +300,30 @@ def worker_spec(
     queue_flags: Iterable[str] = (),
 ) -> ProcessSpec:
     """One worker; `env` is `shared_env`, and the worker's GPUs."""
-    argv = [
+    argv = (
         *config.worker_command,
+        *("--namespace", config.namespace),
+        *worker_flags(config, role, queue_flags),
+    )
+    return ProcessSpec(
+        name=f"{role}-{index}",
+        role=role,
+        argv=argv,
+        env={
+            **env,
+            KEY_VARIABLE: str(config.run_dir / KEY_FILE),
+            "DYN_SYSTEM_PORT": str(system_port),
+            ACTIVITY_VARIABLE: str(config.run_dir / f"{role}-{index}.activity"),
+        },
+        system_port=system_port,
+    )
+
+
+def worker_flags(config: DeploymentConfig, role: Role, queue_flags: Iterable[str] = ()) -> tuple[str, ...]:
+    """Of a worker of this deployment, wherever it runs."""
+    return (
         *("--model", config.model),
         *("--served-model-name", config.served_model_name),
-        *("--namespace", config.namespace),
         *_stage_flags(config.strategy, role),
         *_flag("--engine", config.engine),
         *_flag("--extra-engine-args", config.engine_configs.get(role)),
@@ -307,18 +333,6 @@ def worker_spec(
         *queue_flags,
         *config.worker_args,
         *(text for name, value in config.thresholds.items() for text in (flag_of(name), str(value))),
-    ]
-    return ProcessSpec(
-        name=f"{role}-{index}",
-        role=role,
-        argv=tuple(argv),
-        env={
-            **env,
-            _KEY_VARIABLE: str(config.run_dir / KEY_FILE),
-            "DYN_SYSTEM_PORT": str(system_port),
-            ACTIVITY_VARIABLE: str(config.run_dir / f"{role}-{index}.activity"),
-        },
-        system_port=system_port,
     )
 
 

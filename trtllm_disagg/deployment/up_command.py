@@ -33,12 +33,7 @@ from trtllm_disagg.strategies import STRATEGIES, spec_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = DeploymentConfig
     add = parser.add_argument
-    add("--strategy", required=True, choices=STRATEGIES, help="which stage takes the request first")
-    add("--model", required=True, help="model directory or Hugging Face name")
-    add("--served-model-name", help="name for clients (default: the name of the model directory)")
-    add("--prefill-workers", type=int, metavar="N", help=f"(default: {default.prefill_workers})")
-    add("--decode-workers", type=int, metavar="N", help=f"(default: {default.decode_workers})")
-    add("--agg-workers", type=int, metavar="N", help=f"only with agg (default: {default.agg_workers})")
+    add_deployment_arguments(parser)
     add("--http-host", default=default.http_host, help="(default: %(default)s)")
     add(
         "--http-port",
@@ -54,6 +49,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="logs and processes.json (default: a temporary directory, kept when something failed)",
     )
+    add(
+        "--gpus",
+        dest="gpu_devices",
+        metavar="LIST",
+        help="GPUs for the workers, as CUDA numbers them: each gets as many of its own as its engine config says "
+        f"(default: {', '.join(ROLE_VARIABLES[role] for role in ('prefill', 'decode'))}, or CUDA_VISIBLE_DEVICES, or "
+        "all of the machine; only --engine tensorrt_llm)",
+    )
+    add(
+        "--stop-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"when a process that was told to stop is killed (default: {BEYOND_DRAIN_SECONDS:g} s after draining)",
+    )
+    add(
+        "--no-restart",
+        dest="restart",
+        action="store_false",
+        help="a process that dies is not started again (default: it is, after 1, 2, 4 ... 30 s)",
+    )
+
+
+def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a deployment is, wherever it runs."""
+    default = DeploymentConfig
+    add = parser.add_argument
+    add("--strategy", required=True, choices=STRATEGIES, help="which stage takes the request first")
+    add("--model", required=True, help="model directory or Hugging Face name")
+    add("--served-model-name", help="name for clients (default: the name of the model directory)")
+    add("--prefill-workers", type=int, metavar="N", help=f"(default: {default.prefill_workers})")
+    add("--decode-workers", type=int, metavar="N", help=f"(default: {default.decode_workers})")
+    add("--agg-workers", type=int, metavar="N", help=f"only with agg (default: {default.agg_workers})")
     add("--engine", help="which module offers the LLM API (default: the worker's)")
     add(
         "--engine-configs",
@@ -76,15 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-dispatch",
         choices=choices_of("prefill_dispatch"),
         default=default.prefill_dispatch,
-        help="queue: starts a NATS server, and prefill workers pull from it (default: %(default)s)",
-    )
-    add(
-        "--gpus",
-        dest="gpu_devices",
-        metavar="LIST",
-        help="GPUs for the workers, as CUDA numbers them: each gets as many of its own as its engine config says "
-        f"(default: {', '.join(ROLE_VARIABLES[role] for role in ('prefill', 'decode'))}, or CUDA_VISIBLE_DEVICES, or "
-        "all of the machine; only --engine tensorrt_llm)",
+        help="queue: prefill workers pull from a queue on NATS, which `up` starts (default: %(default)s)",
     )
     add(
         "--startup-timeout",
@@ -99,18 +118,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a worker that leaves waits for its requests; then other workers go on with them "
         f"(default: {SETTINGS['drain_seconds'].default:g}) [{drain.variables[0]}]",
-    )
-    add(
-        "--stop-timeout",
-        type=float,
-        metavar="SECONDS",
-        help=f"when a process that was told to stop is killed (default: {BEYOND_DRAIN_SECONDS:g} s after draining)",
-    )
-    add(
-        "--no-restart",
-        dest="restart",
-        action="store_false",
-        help="a process that dies is not started again (default: it is, after 1, 2, 4 ... 30 s)",
     )
     add(
         "--worker-args",

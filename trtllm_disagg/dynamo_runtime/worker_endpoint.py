@@ -24,7 +24,7 @@ from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.commands import DescribedInstance
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised
 from trtllm_disagg.dynamo_runtime.discovery import KvOverlaps, described, list_instances
 from trtllm_disagg.dynamo_runtime.handler import (
@@ -82,12 +82,7 @@ class Runtime:
     def __init__(self, config: WorkerConfig, advertised: Advertised = NOTHING) -> None:
         self._config = config
         self._advertised = advertised
-        self._runtime = DistributedRuntime(
-            asyncio.get_running_loop(),
-            config.discovery_backend,
-            config.request_plane,
-            event_plane=config.event_plane,
-        )
+        self._runtime = _open(config)
         #: Where workers of the other role call this one, and where frontends do while it is a first stage.
         self.peer = self._endpoint(config.peer_endpoint_id)
         self.front = self._endpoint(config.front_endpoint_id)
@@ -265,6 +260,19 @@ class Runtime:
     def shutdown(self) -> None:
         self._is_shut_down = True
         self._runtime.shutdown()
+
+
+def _open(config: WorkerConfig) -> Any:
+    """Raises ConfigError where the discovery cannot be had: outside of a pod, for one."""
+    try:
+        return DistributedRuntime(
+            asyncio.get_running_loop(),
+            config.discovery_backend,
+            config.request_plane,
+            event_plane=config.event_plane,
+        )
+    except Exception as error:
+        raise ConfigError(f"{flag_of('discovery_backend')} {config.discovery_backend}: {error}") from error
 
 
 class Registration:

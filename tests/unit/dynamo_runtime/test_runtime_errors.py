@@ -350,3 +350,9 @@ async def test_a_client_that_leaves_stops_both_stages() -> None:
     assert tokens_of(seen)[:3] == expected_tokens(3)
     assert result.aborts == [3]
     assert len(LLM.kv_store) == 0
+
+
+async def test_kubernetes_outside_of_a_pod_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POD_NAME", raising=False)
+    with pytest.raises(ConfigError, match="--discovery-backend kubernetes: POD_NAME not available"):
+        Runtime(WorkerConfig(model="m", discovery_backend="kubernetes"))

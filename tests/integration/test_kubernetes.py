@@ -1,0 +1,141 @@
+"""The containers of a rendered manifest as processes, which find each other through Kubernetes' API and answer."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.deployments import DEMO_CONFIGS, demo_model, wait_until
+from tests.support.kubernetes import WORKERS, Cluster, Kubelet, Pod, components, rendered
+from trtllm_disagg.deployment.plan import LOOPBACK
+from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
+
+START_SECONDS = 120.0
+NAMESPACE = "serving-demo"
+#: What Dynamo's operator gives every container, and workers, of the graph `demo` in the namespace `serving`.
+OF_OPERATOR = {
+    "DYN_NAMESPACE": NAMESPACE,
+    "DYN_DISCOVERY_BACKEND": "kubernetes",
+    "DYN_PARENT_DGD_K8S_NAME": "demo",
+    "DYN_PARENT_DGD_K8S_NAMESPACE": "serving",
+    "POD_NAMESPACE": "serving",
+    # Of this machine of one: nothing listens elsewhere.
+    "DYN_LOG": "info,tower_http=off",
+    "DYN_SYSTEM_HOST": LOOPBACK,
+    "DYN_TCP_RPC_HOST": LOOPBACK,
+    "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK,
+    "DYN_EVENT_PLANE_HOST": LOOPBACK,
+}
+OF_WORKERS = {
+    "DYN_SYSTEM_ENABLED": "true",
+    "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": '["generate"]',
+    "DYN_NAMESPACE_WORKER_SUFFIX": "1a2b3c4d",
+    "DYN_FORWARDPASS_METRIC_PORT": "20380",
+}
+OF_FRONTENDS = {
+    "DYN_HTTP_HOST": LOOPBACK,
+    "DYN_NAMESPACE_PREFIX": NAMESPACE,
+    "DYN_NAMESPACE_PREFIX_STRICT": "true",
+}
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    path = tmp_path / "key"
+    path.touch(0o600)
+    path.write_bytes(secrets.token_bytes(40))
+    return str(path)
+
+
+def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(
+    cluster: Cluster, key: str, tmp_path: Path
+) -> None:
+    manifests = rendered(
+        *("--strategy", "decode_first", "--model", str(demo_model().absolute()), "--name", "demo"),
+        *(
+            "--engine",
+            "embedded",
+            "--engine-configs",
+            str(DEMO_CONFIGS),
+            "--image",
+            "registry.example/demo:1",
+        ),
+        *("--admin-key-file", key, "--transfer-key-file", key, "--drain-seconds", "5"),
+    )
+    graph = components(manifests)
+    kubelet = Kubelet(cluster, manifests, tmp_path)
+    http_port = free_http_port(LOOPBACK, 0)
+    try:
+        kubelet.start(graph["frontend"], http_port, OF_OPERATOR | OF_FRONTENDS)
+        for role, port in zip(("prefill", "decode"), free_system_ports(2), strict=True):
+            kubelet.start(graph[role], port, OF_OPERATOR | OF_WORKERS)
+        become_ready(kubelet.pods[1:], cluster)
+        decode = kubelet.pods[-1]
+        with httpx.Client(base_url=f"http://{LOOPBACK}:{http_port}", timeout=60.0) as client:
+            wait_until(lambda: client.get("/v1/models").json()["data"], "a model", START_SECONDS)
+            prompts = (f"About a list of {n}:" for n in itertools.count())
+
+            def crosses_both_stages() -> bool:
+                """Decode may learn of prefill a moment after the frontend has learned of decode."""
+                body = {"model": "demo-model", "prompt": next(prompts), "max_tokens": 8, "temperature": 0.0}
+                answer = client.post("/v1/completions", json=body)
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["usage"]["completion_tokens"] == 8
+                return pulls(decode) > 0
+
+            wait_until(crosses_both_stages, "KV has moved")
+            namespace = f"{NAMESPACE}-{OF_WORKERS['DYN_NAMESPACE_WORKER_SUFFIX']}"
+            switch = decode.exec(
+                *("-m", "trtllm_disagg", "switch", "--to", "prefill_first", "--namespace", namespace)
+            )
+            assert switch.returncode == 0, switch.stderr
+            before = pulls(decode)
+            assert crosses_both_stages()
+            assert pulls(decode) > before
+        assert cluster.names(WORKERS) >= {"prefill-0", "decode-0"}
+        decode.process.terminate()
+        grace_seconds = graph["decode"]["podTemplate"]["spec"]["terminationGracePeriodSeconds"]
+        assert decode.process.wait(grace_seconds) == 0, decode.log.read_text()[-2000:]
+    finally:
+        kubelet.close()
+
+
+def pulls(pod: Pod) -> float:
+    page = httpx.get(f"http://{LOOPBACK}:{pod.port}/metrics").text
+    found = re.findall(r"^trtllm_disagg_kv_pulls_total\{.*\} (\S+)$", page, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def become_ready(pods: Sequence[Pod], cluster: Cluster) -> None:
+    """As a kubelet sees it, and then the endpoint controller: a pod that loads is neither started nor ready."""
+    seen: dict[str, list[int]] = {pod.name: [] for pod in pods}
+
+    def is_started(pod: Pod) -> bool:
+        assert pod.process.poll() is None, pod.log.read_text()[-4000:]
+        with contextlib.suppress(httpx.TransportError):
+            seen[pod.name].append(httpx.get(pod.url_of("startupProbe")).status_code)
+        return seen[pod.name][-1:] == [200]
+
+    def are_started() -> bool:
+        started = [is_started(pod) for pod in pods]
+        return all(started)
+
+    wait_until(are_started, "the workers have started", START_SECONDS)
+    assert {statuses[0] for statuses in seen.values()} == {503}
+    for pod in pods:
+        assert httpx.get(pod.url_of("readinessProbe")).status_code == 200
+        cluster.now_ready(pod.name)

@@ -1,0 +1,280 @@
+"""A cluster of one machine: as much of Kubernetes' API as Dynamo's discovery asks for, and a kubelet that starts the
+containers of a manifest as processes, with what Dynamo's operator adds to them.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import yaml
+
+from tests.support.dynamo_deployment import die_with_parent
+from trtllm_disagg import cli
+from trtllm_disagg.deployment.plan import LOOPBACK
+from trtllm_disagg.k8s.pods import MOUNTED
+
+Manifest = dict[str, Any]
+
+SLICES, WORKERS = "endpointslices", "dynamoworkermetadatas"
+_KINDS = {
+    SLICES: ("discovery.k8s.io/v1", "EndpointSlice"),
+    WORKERS: ("nvidia.com/v1alpha1", "DynamoWorkerMetadata"),
+}
+_WATCH_SECONDS = 60.0
+
+
+def rendered(*flags: str) -> list[Manifest]:
+    """What `trtllm-disagg k8s` writes to stdout."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert cli.run(["k8s", *flags]) == 0
+    return list(yaml.safe_load_all(out.getvalue()))
+
+
+def components(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """By their names."""
+    (graph,) = (each for each in manifests if each["kind"] == "DynamoGraphDeployment")
+    return {component["name"]: component for component in graph["spec"]["components"]}
+
+
+def container(component: Manifest) -> Manifest:
+    (only,) = component["podTemplate"]["spec"]["containers"]
+    return dict(only)
+
+
+class Cluster:
+    """Lists and watches of two kinds, and server-side apply."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        #: (kind, resource version, what it was, object), the oldest first.
+        self._events: list[tuple[str, int, str, Manifest]] = []
+        self._objects: dict[tuple[str, str], Manifest] = {}
+        self._closed = False
+        cluster = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                url = urlsplit(self.path)
+                kind, query = url.path.rpartition("/")[2], parse_qs(url.query)
+                if query.get("watch") == ["true"]:
+                    self._watch(kind, int(query["resourceVersion"][0]))
+                else:
+                    self._answer(cluster.listed(kind))
+
+            def do_PATCH(self) -> None:
+                _, kind, name = urlsplit(self.path).path.rsplit("/", 2)
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                self._answer(cluster.apply(kind, name, json.loads(body)))
+
+            def _answer(self, found: Manifest) -> None:
+                body = json.dumps(found).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def _watch(self, kind: str, since: int) -> None:
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    for event in cluster.events(kind, since):
+                        line = json.dumps(event).encode() + b"\n"
+                        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+                        self.wfile.flush()
+                    self.wfile.write(b"0\r\n\r\n")
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Not into the tests' output."""
+
+        self._server = ThreadingHTTPServer((LOOPBACK, 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def listed(self, kind: str) -> Manifest:
+        version, name = _KINDS[kind]
+        with self._changed:
+            items = [item for (of, _), item in self._objects.items() if of == kind]
+            metadata = {"resourceVersion": str(len(self._events))}
+        return {"apiVersion": version, "kind": f"{name}List", "metadata": metadata, "items": items}
+
+    def apply(self, kind: str, name: str, made: Manifest) -> Manifest:
+        version, of_kind = _KINDS[kind]
+        with self._changed:
+            number, is_new = len(self._events) + 1, (kind, name) not in self._objects
+            metadata = {
+                **made.get("metadata", {}),
+                "name": name,
+                "uid": name,
+                "resourceVersion": str(number),
+                "generation": number,
+            }
+            stored = {**made, "apiVersion": version, "kind": of_kind, "metadata": metadata}
+            self._objects[kind, name] = stored
+            self._events.append((kind, number, "ADDED" if is_new else "MODIFIED", stored))
+            self._changed.notify_all()
+        return stored
+
+    def events(self, kind: str, since: int) -> Iterator[Manifest]:
+        while True:
+            with self._changed:
+                new = [event for event in self._events[since:] if event[0] == kind]
+                since = len(self._events)
+                if not new and not self._changed.wait_for(
+                    lambda: self._closed or len(self._events) > since,  # noqa: B023
+                    _WATCH_SECONDS,
+                ):
+                    return
+                if self._closed:
+                    return
+            for _, _, change, changed in new:
+                yield {"type": change, "object": changed}
+
+    def names(self, kind: str) -> set[str]:
+        return {name for of, name in self._objects if of == kind}
+
+    def now_ready(self, pod: str) -> None:
+        """The endpoint controller puts a pod that is ready into a slice; discovery takes no other one."""
+        labels = {f"nvidia.com/dynamo-discovery-{name}": value for name, value in _DISCOVERY_LABELS.items()}
+        endpoint = {
+            "addresses": [LOOPBACK],
+            "conditions": {"ready": True},
+            "targetRef": {"kind": "Pod", "name": pod, "uid": pod},
+        }
+        slice_ = {"metadata": {"labels": labels}, "addressType": "IPv4", "endpoints": [endpoint], "ports": []}
+        self.apply(SLICES, f"{pod}-slice", slice_)
+
+
+_DISCOVERY_LABELS = {"backend": "kubernetes", "enabled": "true"}
+
+
+@dataclass
+class Pod:
+    """One container as a process. Its probes are asked as a kubelet asks them."""
+
+    name: str
+    spec: Manifest
+    port: int
+    env: Mapping[str, str]
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def exec(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """As `kubectl exec` does."""
+        argv = [sys.executable, *command]
+        return subprocess.run(
+            argv, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=60
+        )
+
+    def url_of(self, probe: str) -> str:
+        return f"http://{LOOPBACK}:{self.port}{self.spec[probe]['httpGet']['path']}"
+
+
+class Kubelet:
+    """Starts containers with their files below `root`."""
+
+    def __init__(self, cluster: Cluster, manifests: Sequence[Manifest], root: Path) -> None:
+        self._cluster = cluster
+        self._objects = {each["metadata"]["name"]: each for each in manifests}
+        self._root = root
+        self.pods: list[Pod] = []
+        kubeconfig = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{"name": "test", "cluster": {"server": cluster.url}}],
+            "users": [{"name": "test", "user": {}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        }
+        (root / "kubeconfig").write_text(yaml.safe_dump(kubeconfig))
+
+    def start(self, component: Manifest, port: int, of_operator: Mapping[str, str]) -> Pod:
+        spec = container(component)
+        pod = f"{component['name']}-0"
+        self._mount(component["podTemplate"]["spec"].get("volumes", []), spec.get("volumeMounts", []))
+        own = {
+            each["name"]: each.get(
+                "value", LOOPBACK
+            )  # a pod's address is the only thing that is read from it
+            for each in spec["env"]
+        }
+        env = {
+            **of_operator,
+            **{name: self._in_root(value) for name, value in own.items()},
+            "POD_NAME": pod,
+            "POD_UID": pod,
+            "KUBECONFIG": str(self._root / "kubeconfig"),
+        }
+        # All pods of a cluster have the same one.
+        env |= {"DYN_SYSTEM_PORT": str(port)} if "DYN_SYSTEM_PORT" in env else {"DYN_HTTP_PORT": str(port)}
+        argv = [re.sub(r"\$\((\w+)\)", lambda found: own[found[1]], word) for word in spec["args"]]
+        log = self._root / f"{pod}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, *spec["command"][1:], *map(self._in_root, argv)],
+                env={**os.environ, **env},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        assert spec["command"][0] == "python3"
+        self.pods.append(Pod(pod, spec, port, env, process, log))
+        return self.pods[-1]
+
+    def close(self) -> None:
+        for pod in self.pods:
+            if pod.process.poll() is None:
+                pod.process.kill()
+            pod.process.wait()
+
+    def _in_root(self, text: str) -> str:
+        return text.replace(str(MOUNTED), f"{self._root}{MOUNTED}")
+
+    def _mount(self, volumes: Sequence[Manifest], mounts: Sequence[Manifest]) -> None:
+        paths = {mount["name"]: Path(self._in_root(mount["mountPath"])) for mount in mounts}
+        for volume in volumes:
+            path = paths[volume["name"]]
+            path.mkdir(parents=True, exist_ok=True)
+            for name, content in self._files(volume).items():
+                (path / name).write_bytes(content)
+                (path / name).chmod(0o600 if "secret" in volume else 0o644)
+
+    def _files(self, volume: Manifest) -> dict[str, bytes]:
+        if "configMap" in volume:
+            data = self._objects[volume["configMap"]["name"]]["data"]
+            return {name: text.encode() for name, text in data.items()}
+        data = self._objects[volume["secret"]["secretName"]]["data"]
+        return {name: base64.b64decode(text) for name, text in data.items()}

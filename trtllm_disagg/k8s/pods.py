@@ -1,0 +1,183 @@
+"""The pods of a deployment: what runs in each, checked as far as it can be where they do not run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from trtllm_disagg.config.args import (
+    add_worker_arguments,
+    config_from_namespace,
+    refuse_unknown_arguments,
+)
+from trtllm_disagg.config.dotted_flags import with_dotted_flags
+from trtllm_disagg.config.engine_args import build_engine_args
+from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.deployment.gpus import needs_of
+from trtllm_disagg.deployment.plan import (
+    GPU_STARTUP_SECONDS,
+    KEY_VARIABLE,
+    STARTUP_SECONDS,
+    TUNABLE_ENV,
+    DeploymentConfig,
+    Role,
+    frontend_flags,
+    worker_flags,
+)
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.kv_transfer.access import KEY_FILE_VARIABLE
+from trtllm_disagg.strategies import spec_of
+
+#: Where a pod finds what `up` keeps in its run directory.
+MOUNTED = Path("/etc/trtllm-disagg")
+ENGINE_CONFIGS, ADMIN_KEY, TRANSFER_KEY = "engine-configs", "admin-key", "transfer-key"
+#: The file in each secret.
+KEY = "key"
+#: Where the volume with the weights is.
+MODELS = PurePosixPath("/models")
+#: As Dynamo's operator has it.
+SYSTEM_PORT = 9090
+
+_OVERRIDE = "--override-engine-args"
+#: Read by the frontend: an error before the first token has a status, and a stream outlives the worker that began it.
+_FRONTEND_ENV = ("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS", "DYN_MIGRATION_LIMIT")
+#: Dynamo asks a worker that is silent for 10 s (DYN_CANARY_WAIT_TIME) for a token, which its engine has to make. Until
+#: one comes in time, /health and /live say 503, and the worker is out of discovery. Queued prompts are silence too.
+_PROBE_ENV = {"DYN_HEALTH_CHECK_ENABLED": "true", "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "30"}
+#: Of the model's files nothing is known here.
+_ANY_MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Of each worker's pod, as Kubernetes writes quantities; None: no bound."""
+
+    cpu: str | None
+    memory: str | None
+    shared_memory: str
+    gpus_per_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What pods need beside what `up` would start."""
+
+    name: str
+    namespace: str | None
+    image: str
+    dynamo_version: str
+    frontends: int
+    resources: Resources
+    #: Of a volume with the weights.
+    model_claim: str | None
+    #: Has HF_TOKEN in it.
+    hf_token_secret: str | None
+    admin_key: bytes | None
+    transfer_key: bytes | None
+    has_pod_monitor: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """Its one container. `env` is what it gets on top of what the operator gives every pod."""
+
+    role: Role
+    replicas: int
+    command: tuple[str, ...]
+    args: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPod(Pod):
+    """A worker of several nodes has as many of these for each replica."""
+
+    nodes: int
+    #: In each pod.
+    gpus: int
+    #: Until it counts as failed.
+    startup_seconds: float
+    #: Its YAML file.
+    engine_config: str | None
+
+
+def frontend_pod(config: DeploymentConfig, cluster: Cluster) -> Pod:
+    env = {name: TUNABLE_ENV[name] for name in _FRONTEND_ENV}
+    command = ("python3", "-m", "dynamo.frontend")
+    return Pod("frontend", cluster.frontends, command, frontend_flags(config), env)
+
+
+def worker_pods(config: DeploymentConfig, cluster: Cluster) -> tuple[WorkerPod, ...]:
+    """One for each role. Raises ConfigError for what a worker would refuse when it starts, but for its model."""
+    return tuple(_worker_pod(config, cluster, role) for role in spec_of(config.strategy).roles)
+
+
+def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: Role) -> WorkerPod:
+    file = config.engine_configs.get(role)
+    in_pod = {role: MOUNTED / ENGINE_CONFIGS / f"{role}.yaml"} if file else {}
+    args = worker_flags(replace(config, engine_configs=in_pod), role, _only_in_pods(config, cluster))
+    env = dict(_worker_env(cluster))
+    worker = replace(_parsed(args, env), extra_engine_args=str(file or ""), model=_ANY_MODEL)
+    build_engine_args(worker)
+    num_gpus = needs_of(worker).num_gpus if worker.engine_spec.is_tensorrt_llm else 0
+    nodes, gpus = _spread(num_gpus, cluster.resources.gpus_per_node, role)
+    return WorkerPod(
+        role,
+        config.workers[role],
+        ("python3", "-m", "trtllm_disagg", "worker"),
+        args,
+        env,
+        nodes,
+        gpus,
+        config.startup_timeout or (GPU_STARTUP_SECONDS if num_gpus else STARTUP_SECONDS),
+        file.read_text(encoding="utf-8") if file else None,
+    )
+
+
+def _only_in_pods(config: DeploymentConfig, cluster: Cluster) -> Iterator[str]:
+    if config.has_queue:
+        # The operator says where its NATS is (NATS_SERVER).
+        yield from ("--prefill-dispatch", "queue")
+    if cluster.transfer_key is not None:
+        if any(argument.startswith((_OVERRIDE, "--trtllm.")) for argument in config.worker_args):
+            raise ConfigError.bad_value(
+                "--worker-args",
+                " ".join(config.worker_args),
+                f"no {_OVERRIDE} with --transfer-key-file, which needs it; write it into the engine config",
+            )
+        # Kubernetes puts the pod's address in.
+        yield from (_OVERRIDE, json.dumps({"embedded": {"transfer_host": "$(POD_IP)"}}))
+
+
+def _worker_env(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    yield "DYN_SYSTEM_PORT", str(SYSTEM_PORT)
+    yield from _PROBE_ENV.items()
+    if cluster.admin_key is not None:
+        yield KEY_VARIABLE, str(MOUNTED / ADMIN_KEY / KEY)
+    if cluster.transfer_key is not None:
+        yield KEY_FILE_VARIABLE, str(MOUNTED / TRANSFER_KEY / KEY)
+
+
+def _parsed(args: tuple[str, ...], env: Mapping[str, str]) -> WorkerConfig:
+    """As the worker will read them."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    add_worker_arguments(parser)
+    try:
+        namespace, unknown = parser.parse_known_args(with_dotted_flags(args))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"--worker-args: {error}") from None
+    refuse_unknown_arguments(parser, unknown)
+    return config_from_namespace(namespace, env)
+
+
+def _spread(num_gpus: int, gpus_per_node: int, role: Role) -> tuple[int, int]:
+    """(nodes, GPUs of each). Raises ConfigError where nodes would have different numbers of them."""
+    if num_gpus <= gpus_per_node:
+        return 1, num_gpus
+    if num_gpus % gpus_per_node:
+        allowed = f"a divisor of {num_gpus}, which each {role} worker has by its engine config"
+        raise ConfigError.bad_value("--gpus-per-node", gpus_per_node, allowed)
+    return num_gpus // gpus_per_node, gpus_per_node
