@@ -56,9 +56,11 @@ if [[ $engine == tensorrt_llm ]]; then
         export PREFILL_CUDA_VISIBLE_DEVICES="${PREFILL_CUDA_VISIBLE_DEVICES:-0}"
         export DECODE_CUDA_VISIBLE_DEVICES="${DECODE_CUDA_VISIBLE_DEVICES:-1}"
     fi
+    require_gpus ''
 fi
 : "${STARTUP_TIMEOUT:=300}"
 start frontend "$launch/frontend.sh"
+export gpus_fit=yes
 DYN_SYSTEM_PORT=$PREFILL_SYSTEM_PORT start prefill "$launch/prefill.sh"
 DYN_SYSTEM_PORT=$DECODE_SYSTEM_PORT start decode "$launch/decode.sh"
 until is_ready; do

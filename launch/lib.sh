@@ -85,8 +85,23 @@ worker_arguments() {
     argv+=("${@:2}")
 }
 
+# require_gpus ROLE [ARG...]: ends where prefill and decode, on this machine, need more memory of a GPU than it has. With
+# the arguments that the worker of that role gets beside its usual ones.
+require_gpus() {
+    local both=() role argv
+    for role in prefill decode; do
+        if [[ $role == "$1" ]]; then worker_arguments "$role" "${@:2}"; else worker_arguments "$role"; fi
+        both+=("${argv[@]}" --)
+    done
+    "$PYTHON" -P -m trtllm_disagg.deployment.script_gpus "${both[@]}" || exit 1
+}
+
 # exec_worker ROLE SYSTEM_PORT [ARG...]: becomes a worker.
 exec_worker() {
+    # Where the GPUs of both roles are known; disagg.sh has looked itself.
+    if [[ $1 != agg && -n ${PREFILL_CUDA_VISIBLE_DEVICES:-} && -n ${DECODE_CUDA_VISIBLE_DEVICES:-} && -z ${gpus_fit:-} ]]; then
+        require_gpus "$1" "${@:3}"
+    fi
     take_gpus "$1"
     export DYN_SYSTEM_PORT="${DYN_SYSTEM_PORT:-$2}"
     worker_arguments "$1" "${@:3}"

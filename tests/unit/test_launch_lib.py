@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,8 @@ STAND_IN = f"""#!{sys.executable} -P
 import os, signal, sys
 if "-I" in sys.argv:
     sys.exit(1)  # it asks whether all are ready
-if {{"trtllm_disagg.strategies", "trtllm_disagg.engine.engines", "trtllm_disagg.keys"}} & set(sys.argv):
+if {{"trtllm_disagg.strategies", "trtllm_disagg.engine.engines", "trtllm_disagg.keys",
+    "trtllm_disagg.deployment.script_gpus"}} & set(sys.argv):
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 role = sys.argv[sys.argv.index("--disaggregation-mode") + 1] if "trtllm_disagg" in sys.argv else "frontend"
 def note(file, text):
@@ -155,3 +156,51 @@ def test_each_worker_has_the_gpus_of_its_role(
         f"decode:{decode}",
         f"frontend:{frontend}",
     }
+
+
+FRACTIONS = "tensor_parallel_size: {tp}\nkv_cache_config: {{free_gpu_memory_fraction: {fraction}}}\n"
+SHARED = {"PREFILL_CUDA_VISIBLE_DEVICES": "0,1", "DECODE_CUDA_VISIBLE_DEVICES": "1,2"}
+
+
+@pytest.fixture
+def engine_configs(tmp_path: Path) -> Callable[[float, int], dict[str, str]]:
+    def write(fraction: float, tp: int) -> dict[str, str]:
+        for role in ("prefill", "decode"):
+            (tmp_path / f"{role}.yaml").write_text(FRACTIONS.format(fraction=fraction, tp=tp))
+        return {"ENGINE_CONFIGS": str(tmp_path), "ENGINE": "tensorrt_llm"}
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("script", "fraction", "more"),
+    [
+        ("disagg.sh", 0.6, ()),
+        ("prefill.sh", 0.4, ("--trtllm.kv_cache_config.free_gpu_memory_fraction", "0.7")),
+    ],
+    ids=["both", "one, by its own flag"],
+)
+def test_gpus_that_overlap_are_refused_before_any_worker_starts_where_the_memory_does_not_fit(
+    scripts: Scripts,
+    script: str,
+    fraction: float,
+    more: tuple[str, ...],
+    engine_configs: Callable[[float, int], dict[str, str]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    refused = scripts.start(script, *more, **engine_configs(fraction, 2), **SHARED)
+    assert refused.wait(SECONDS) == 1
+    assert scripts.lines("started") == []
+    said = capfd.readouterr().err
+    assert said.startswith(
+        "error: PREFILL_CUDA_VISIBLE_DEVICES and DECODE_CUDA_VISIBLE_DEVICES: '1' is not allowed; expected GPUs of "
+        "their own, or kv_cache_config.free_gpu_memory_fraction that add up to at most 1 on one that they share; they "
+        f"are {more[1] if more else fraction} for prefill and {fraction} for decode"
+    )
+
+
+def test_gpus_of_lists_that_overlap_are_taken_where_the_memory_fits(
+    scripts: Scripts, engine_configs: Callable[[float, int], dict[str, str]]
+) -> None:
+    scripts.start("disagg.sh", "decode_first", **engine_configs(0.5, 2), **SHARED)
+    assert len(scripts.lines("started", 3)) == 3

@@ -17,6 +17,7 @@ from trtllm_disagg.deployment.plan import (
     same_again,
     worker_arguments,
 )
+from trtllm_disagg.deployment.script_gpus import require_room
 from trtllm_disagg.errors import ConfigError
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -136,3 +137,22 @@ def test_with_gpus_a_deployment_may_take_longer_to_load(tmp_path: Path) -> None:
     assert config.startup_seconds == STARTUP_SECONDS
     assert replace(config, gpus=gpus(config)).startup_seconds == GPU_STARTUP_SECONDS
     assert replace(config, startup_timeout=7.0, gpus=gpus(config)).startup_seconds == 7
+
+
+def test_workers_that_scripts_start_take_the_first_gpus_of_their_lists(tmp_path: Path) -> None:
+    config = deployment(tmp_path, {"fraction": 0.6}, {"fraction": 0.6})
+    workers = worker_arguments(config)
+    require_room(workers, {"PREFILL_" + DEVICES: "0,1", "DECODE_" + DEVICES: "1,0"})
+    with pytest.raises(
+        ConfigError, match=r"'4' is not allowed; expected GPUs of their own.*0\.6 for prefill"
+    ):
+        require_room(workers, {DEVICES: "4,5"})
+
+
+def test_workers_that_scripts_start_with_too_few_gpus_are_refused_by_name(tmp_path: Path) -> None:
+    workers = worker_arguments(deployment(tmp_path, {}, {"tp": 2}))
+    few = {"PREFILL_" + DEVICES: "0", "DECODE_" + DEVICES: "1"}
+    with pytest.raises(
+        ConfigError, match="DECODE_CUDA_VISIBLE_DEVICES: '1' is not allowed; expected at least 2"
+    ):
+        require_room(workers, few)
