@@ -62,7 +62,7 @@ def assert_work(deployed: Served, before: Mapping[str, Work], expected: Mapping[
         }
 
     deployed.wait_until_idle()
-    wait_until(lambda: done() == expected, f"{expected}, it is {done()}", seconds=5)
+    wait_until(lambda: done() == expected, f"{expected}, it is {done()}")
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
@@ -87,7 +87,7 @@ def test_the_receiver_of_the_kv_says_how_long_it_took(strategy: str, deployed: S
 
     complete(deployed, fresh_prompt(300))
 
-    wait_until(lambda: told("decode")[0] == before[0] + 1, "the transfer was counted", seconds=5)
+    wait_until(lambda: told("decode")[0] == before[0] + 1, "the transfer was counted")
     _, seconds, moved = (now - then for now, then in zip(told("decode"), before, strict=True))
     assert 0 < seconds < 10
     assert moved == math.ceil(300 / BLOCK) * bytes_per_block()

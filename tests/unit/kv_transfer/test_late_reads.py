@@ -78,4 +78,4 @@ def test_a_reader_is_served_although_its_lease_was_released_meanwhile(
     while transport.progressed.acquire(blocking=False):
         """What was done for the lease while it was held."""
 
-    assert all(transport.progressed.acquire(timeout=5.0) for _ in range(5))
+    assert all(transport.progressed.acquire(timeout=20.0) for _ in range(5))

@@ -208,7 +208,7 @@ async def test_forged_items_are_dropped_and_harm_no_request(queue: Queueing) -> 
 async def num_in_stream(queue: Queueing) -> int:
     client = await nats.connect(queue.server.url)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while True:
                 state = (await client.jetstream().stream_info(queue.names.stream)).state
                 if not state.messages:

@@ -75,7 +75,7 @@ async def test_pulling_goes_on_after_a_deletion(queue: Queueing) -> None:
             except QueueUnusableError:
                 await asyncio.sleep(0.01)
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert await answered() == expected_tokens(5)
     assert len(pulling.llm.results) == 2
 

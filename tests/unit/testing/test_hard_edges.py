@@ -83,8 +83,8 @@ async def test_asking_for_news_keeps_the_thread_until_the_timeout(method: str, t
     news = getattr(llm, method)(timeout=timeout)
     blocked = time.monotonic() - started
     assert [item async for item in news] == []
-    assert timeout <= blocked < timeout + 0.1
-    assert timeout <= time.monotonic() - started - blocked < timeout + 0.1
+    assert timeout <= blocked < timeout + 2
+    assert timeout <= time.monotonic() - started - blocked < timeout + 2
 
 
 async def test_asking_for_news_returns_with_the_first_ones() -> None:
