@@ -20,8 +20,8 @@ from tests.support.deployments import SETTLE_SECONDS, Worker, wait_until
 from trtllm_disagg.commands import Scale
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.command_socket import send_to_up
+from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import Role
-from trtllm_disagg.deployment.process import ManagedProcess
 
 NUM_STREAMS = 12
 #: Long enough that all of them run when the faults come.

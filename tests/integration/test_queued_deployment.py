@@ -17,8 +17,8 @@ from tests.integration.test_changes_under_load import scale, switch
 from tests.integration.test_faults import PROMPTS, Said, ask, ask_all, config, texts, told
 from tests.support.load import Load, bodies
 from trtllm_disagg.deployment import Deployment, running_deployment
+from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.deployment.process import ManagedProcess
 
 
 @pytest.fixture

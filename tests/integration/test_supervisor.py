@@ -22,8 +22,8 @@ from trtllm_disagg.deployment import (
     running_deployment,
 )
 from trtllm_disagg.deployment.command_socket import COMMAND_SOCKET
+from trtllm_disagg.deployment.managed_process import ManagedProcess, lists_model
 from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.deployment.process import ManagedProcess, lists_model
 from trtllm_disagg.deployment.run_dir import is_alive, read_processes
 from trtllm_disagg.deployment.running import ONE_INTERRUPT_SECONDS, serve
 from trtllm_disagg.deployment.status import SilentStatus

@@ -28,6 +28,7 @@ from trtllm_disagg.commands import (
     decode_up_command,
 )
 from trtllm_disagg.config.thresholds import check_thresholds
+from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import (
     ProcessSpec,
     Role,
@@ -37,7 +38,6 @@ from trtllm_disagg.deployment.plan import (
     worker_spec,
 )
 from trtllm_disagg.deployment.ports import free_system_ports
-from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.peer_process import peer_process

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import (
     LOOPBACK,
     NO_WORKERS,
@@ -19,7 +20,6 @@ from trtllm_disagg.deployment.plan import (
     same_again,
 )
 from trtllm_disagg.deployment.ports import free_system_ports, is_free
-from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.status import continued, death_report, given_up_report
 
 

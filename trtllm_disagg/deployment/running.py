@@ -16,6 +16,7 @@ from pathlib import Path
 from trtllm_disagg.deployment.command_socket import serving_commands
 from trtllm_disagg.deployment.gpus import gpus_of
 from trtllm_disagg.deployment.limits import look_at_limits
+from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import (
     DeploymentConfig,
     DeploymentFailedError,
@@ -25,7 +26,6 @@ from trtllm_disagg.deployment.plan import (
     worker_arguments,
 )
 from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
-from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import SilentStatus, Status
 from trtllm_disagg.deployment.supervisor import Supervisor, first_completed

@@ -13,8 +13,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from trtllm_disagg.deployment.limits import INOTIFY_KEY
+from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import NO_WORKERS
-from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.errors import ERROR_PREFIX
 from trtllm_disagg.processes.activity import DRAINING
 

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from trtllm_disagg.deployment.brokers import EventBroker
+from trtllm_disagg.deployment.managed_process import ManagedProcess, answers, is_ready
 from trtllm_disagg.deployment.orphan_reaper import MARK_VARIABLE, kill_marked, start_reaper, stop_reaper
 from trtllm_disagg.deployment.plan import (
     PER_PROCESS_ENV,
@@ -21,7 +22,6 @@ from trtllm_disagg.deployment.plan import (
     Role,
     stop_order,
 )
-from trtllm_disagg.deployment.process import ManagedProcess, answers, is_ready
 from trtllm_disagg.deployment.restarts import Restarts
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import (

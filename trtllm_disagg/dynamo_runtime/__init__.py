@@ -2,10 +2,10 @@
 
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.discovery import Controller, controller
-from trtllm_disagg.dynamo_runtime.errors import from_dynamo, to_dynamo
+from trtllm_disagg.dynamo_runtime.dynamo_stage_client import DynamoDirectory, DynamoStageInstance
+from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo, to_dynamo
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, refuse_control
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving
-from trtllm_disagg.dynamo_runtime.stage_client import DynamoDirectory, DynamoStageInstance
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Registration, Runtime, ServedModel
 
 __all__ = [

@@ -16,7 +16,7 @@ from dynamo.runtime import DistributedRuntime
 from trtllm_disagg.commands import CONTROL, Command, Describe, DescribedInstance, Signer
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.errors import from_dynamo
+from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.types import GenerateRequest

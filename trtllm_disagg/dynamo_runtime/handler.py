@@ -13,8 +13,8 @@ from dynamo.llm import exceptions as dynamo_errors
 
 from trtllm_disagg import errors
 from trtllm_disagg.commands import CONTROL, is_control
-from trtllm_disagg.dynamo_runtime import push
-from trtllm_disagg.dynamo_runtime.errors import to_dynamo
+from trtllm_disagg.dynamo_runtime import pushed_answers
+from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.types import Generate
 from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
@@ -95,6 +95,6 @@ def as_dynamo_handler(
         request: dict[str, Any], context: Any, response_sender: Any = None
     ) -> AsyncGenerator[dict[str, Any], None]:
         answers = handle(request, context)
-        return answers if response_sender is None else push.pushed(answers, response_sender)
+        return answers if response_sender is None else pushed_answers.pushed(answers, response_sender)
 
     return handle_pushing if pushes else handle

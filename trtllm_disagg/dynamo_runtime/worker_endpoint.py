@@ -27,6 +27,7 @@ from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised
 from trtllm_disagg.dynamo_runtime.discovery import KvOverlaps, described, list_instances
+from trtllm_disagg.dynamo_runtime.dynamo_stage_client import DynamoDirectory
 from trtllm_disagg.dynamo_runtime.handler import (
     PROBE,
     HandleCommand,
@@ -34,7 +35,6 @@ from trtllm_disagg.dynamo_runtime.handler import (
     answers_by_itself,
     as_dynamo_handler,
 )
-from trtllm_disagg.dynamo_runtime.stage_client import DynamoDirectory
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.types import Generate
 

@@ -14,8 +14,8 @@ from trtllm_disagg.errors import QueueUnusableError
 from trtllm_disagg.handlers.remote import StageClient
 from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
 from trtllm_disagg.prefill_queue.messages import Names
-from trtllm_disagg.prefill_queue.pull import Puller, Room
-from trtllm_disagg.prefill_queue.push import QueueClient
+from trtllm_disagg.prefill_queue.puller import Puller, Room
+from trtllm_disagg.prefill_queue.queue_client import QueueClient
 from trtllm_disagg.types import Generate
 
 _ASK_SECONDS = 0.25

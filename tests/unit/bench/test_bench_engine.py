@@ -14,8 +14,8 @@ import pytest
 from trtllm_disagg import cli
 from trtllm_disagg.bench.engine import overheads, peer_checkpoints, scaling, speed
 from trtllm_disagg.bench.engine.contestants import CONTESTANTS, PEERS
+from trtllm_disagg.bench.engine.measurement_plan import QUICK, Plan
 from trtllm_disagg.bench.engine.overheads import Overheads
-from trtllm_disagg.bench.engine.plan import QUICK, Plan
 from trtllm_disagg.bench.engine.scaling import Curve
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, Speeds, decode_of
 from trtllm_disagg.bench.figures import Figure, Section

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import ProcessSpec
-from trtllm_disagg.deployment.process import ManagedProcess
 from trtllm_disagg.deployment.status import cause_in, continued, death_report
 
 OURS = "error: model: toy holds no *.safetensors file"

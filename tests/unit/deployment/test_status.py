@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from trtllm_disagg.deployment.managed_process import ManagedProcess, State
 from trtllm_disagg.deployment.plan import ProcessSpec, Role
-from trtllm_disagg.deployment.process import ManagedProcess, State
 from trtllm_disagg.deployment.status import SILENCE_SECONDS, PlainStatus, process_table, what_it_does
 from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE, FileReporter
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtllm_disagg.bench.engine.contestants import PEERS, install_peers
+from trtllm_disagg.bench.engine.measurement_plan import DTYPES, QUICK, Plan
 from trtllm_disagg.bench.engine.peer_checkpoints import DEFAULT_DIRECTORY
-from trtllm_disagg.bench.engine.plan import DTYPES, QUICK, Plan
 from trtllm_disagg.bench.figures import Section
 from trtllm_disagg.bench.models import SIZES
 from trtllm_disagg.bench.report import Say, add_choice, add_output_arguments, run_benchmark

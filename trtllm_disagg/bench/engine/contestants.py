@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trtllm_disagg.bench.child_process import ChildProcess
-from trtllm_disagg.bench.engine import peer_checkpoints, peers
-from trtllm_disagg.bench.engine.plan import DTYPES, Plan
+from trtllm_disagg.bench.engine import other_engines, peer_checkpoints
+from trtllm_disagg.bench.engine.measurement_plan import DTYPES, Plan
 from trtllm_disagg.bench.models import Size
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.errors import EngineError
@@ -117,7 +117,7 @@ def own(kind: str) -> Contestant:
 
 def _peer(kind: str) -> str:
     """By its file: another interpreter has not got this package."""
-    return f"{peers.__file__}:{kind}"
+    return f"{other_engines.__file__}:{kind}"
 
 
 CONTESTANTS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from trtllm_disagg.bench.engine.contestants import alone
-from trtllm_disagg.bench.engine.plan import Plan, computed_in
+from trtllm_disagg.bench.engine.measurement_plan import Plan, computed_in
 from trtllm_disagg.bench.figures import Figure, Section
 from trtllm_disagg.bench.models import ITEM_BYTES, SIZES, Size
 from trtllm_disagg.bench.report import Say

@@ -22,10 +22,10 @@ import psutil
 import torch
 import uvloop
 
-from trtllm_disagg.bench.engine.peers import Arrivals, Peer
+from trtllm_disagg.bench.engine.other_engines import Arrivals, Peer
 from trtllm_disagg.embedded import LLM, SamplingParams
-from trtllm_disagg.embedded.core import process as core_process
-from trtllm_disagg.embedded.core.client import REPORTS
+from trtllm_disagg.embedded.core import core_process as core_process
+from trtllm_disagg.embedded.core.core_client import REPORTS
 from trtllm_disagg.embedded.core.engine_core import EngineCore
 from trtllm_disagg.embedded.ipc.link import Link, accept, listen
 from trtllm_disagg.embedded.ipc.messages import AddRequest, Report, SamplingSpec, StepReport
@@ -162,7 +162,7 @@ class _TimedRunner:
 
 
 def _ipc_seconds(reports: Sequence[StepReport]) -> list[float]:
-    """To encode and send each report, and to ask for commands: what process.py does between two steps."""
+    """To encode and send each report, and to ask for commands: what core_process.py does between two steps."""
     listener, address = listen()
     with listener:
         process = core_process.CoreProcess(core_process.Start({}, address))

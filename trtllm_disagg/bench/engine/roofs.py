@@ -12,7 +12,7 @@ import torch
 from numba import njit
 from torch.nn.functional import linear
 
-from trtllm_disagg.bench.engine.plan import computed_in
+from trtllm_disagg.bench.engine.measurement_plan import computed_in
 
 if TYPE_CHECKING:
     from trtllm_disagg.bench.engine.contestants import Start

@@ -12,8 +12,8 @@ import numpy as np
 
 from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine.contestants import alone
+from trtllm_disagg.bench.engine.measurement_plan import Plan
 from trtllm_disagg.bench.engine.own_engine import TOKENS_PER_BLOCK
-from trtllm_disagg.bench.engine.plan import Plan
 from trtllm_disagg.bench.figures import Figure, Section
 from trtllm_disagg.bench.models import Size
 from trtllm_disagg.bench.plot import Lines

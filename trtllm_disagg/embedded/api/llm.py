@@ -20,7 +20,7 @@ from tqdm import tqdm
 from trtllm_disagg.embedded.api import request as checks
 from trtllm_disagg.embedded.api.result import RequestOutput, decoder
 from trtllm_disagg.embedded.api.streams import Feed, RunningRequests
-from trtllm_disagg.embedded.core.client import CoreClient
+from trtllm_disagg.embedded.core.core_client import CoreClient
 from trtllm_disagg.embedded.guided_decoding.trials import GrammarTrials, TrialStart
 from trtllm_disagg.embedded.ipc.messages import AbortRequest, AddRequest, StepReport, TokenOutput
 from trtllm_disagg.embedded.params.llm_args import LlmArgs, as_plain, core_args

@@ -1,4 +1,4 @@
-"""The engine core: requests in, steps, token outputs out. `process.py` has the sockets and the process."""
+"""The engine core: requests in, steps, token outputs out. `core_process.py` has the sockets and the process."""
 
 from __future__ import annotations
 

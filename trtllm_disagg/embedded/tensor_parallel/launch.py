@@ -35,7 +35,7 @@ _DIVIDED = {
     "moe_intermediate_size": "feed-forward dimensions of an expert",
     "shared_expert_intermediate_size": "feed-forward dimensions of the shared expert",
 }
-_CORE = ("-m", "trtllm_disagg.embedded.core.process")
+_CORE = ("-m", "trtllm_disagg.embedded.core.core_process")
 #: An argument of the core: the ranks were started by an MPI launcher, and each has its own LLM object.
 IN_JOB = "--in-job"
 _EXTRA = "mpi4py and mpich (pip install 'trtllm-disagg[mpi]')"

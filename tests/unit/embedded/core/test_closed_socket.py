@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from trtllm_disagg.embedded.core import client as core_client
-from trtllm_disagg.embedded.core.client import CoreClient
+from trtllm_disagg.embedded.core import core_client
+from trtllm_disagg.embedded.core.core_client import CoreClient
 from trtllm_disagg.embedded.ipc.messages import AbortRequest
 from trtllm_disagg.embedded.tensor_parallel.launch import Launch
 from trtllm_disagg.errors import EngineError

@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from trtllm_disagg.embedded.core.client import REPORTS
+from trtllm_disagg.embedded.core.core_client import REPORTS
 from trtllm_disagg.embedded.ipc.link import Link, accept, listen
 from trtllm_disagg.embedded.ipc.messages import Failed
 
 FAIL = """
 import sys
-from trtllm_disagg.embedded.core.process import CoreProcess, Start
+from trtllm_disagg.embedded.core.core_process import CoreProcess, Start
 CoreProcess(Start({}, sys.argv[1])).fail("rank 1 died")
 """
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from trtllm_disagg.embedded import LLM, RequestError, SamplingParams
-from trtllm_disagg.embedded.core.process import StepWatch
+from trtllm_disagg.embedded.core.core_process import StepWatch
 
 
 class Failures:

@@ -1,6 +1,6 @@
 """The engine core as a process of its own: commands in, one report a step out, over a Unix socket.
 
-Started by client.py. Standard input carries the start message and then stays open: when it closes, the
+Started by core_client.py. Standard input carries the start message and then stays open: when it closes, the
 worker is gone, and so is this process.
 """
 

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from trtllm_disagg import errors
-from trtllm_disagg.dynamo_runtime.errors import from_dynamo
+from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
 from trtllm_disagg.types import RequestContext
 
