@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from trtllm_disagg.embedded.connector.create import TwoSidedConnector
+from trtllm_disagg.embedded.connector.two_sided import TwoSidedConnector
+from trtllm_disagg.embedded.core.build import build_core
 from trtllm_disagg.embedded.core.engine_core import EngineCore
 from trtllm_disagg.embedded.ipc.messages import (
     AddRequest,
@@ -72,11 +73,14 @@ class Core:
             "enable_iter_perf_stats": True,
         }
         self.woken = threading.Event()
-        self.engine = EngineCore(LlmArgs(**(settings | args)), self.woken.set, team, **injected)
+        self.engine = self._build(settings | args, team, injected)
         self.answers: dict[tuple[int, int], Answer] = {}
         self.events: list[dict[str, Any]] = []
         self.stats: list[dict[str, Any]] = []
         self._ids = itertools.count(1)
+
+    def _build(self, args: dict[str, Any], team: Team | None, injected: dict[str, Any]) -> EngineCore:
+        return build_core(LlmArgs(**args), self.woken.set, team, **injected)
 
     # -- requests
 

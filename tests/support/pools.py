@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trtllm_disagg.kv_transfer.access import Network, OneHost, TransferScope
-from trtllm_disagg.kv_transfer.base import KvLayout, KvTransport, PeerMetadata
+from trtllm_disagg.kv_transfer.base import KvLayout, PeerMetadata, StagingTransport
 from trtllm_disagg.kv_transfer.transports import create_transport
 
 ONE_HOST = OneHost()
@@ -35,7 +35,7 @@ class Pool:
         num_blocks: int,
         name: str,
         scope: TransferScope = ONE_HOST,
-        transport: KvTransport | None = None,
+        transport: StagingTransport | None = None,
     ) -> None:
         """`transport`: instead of one of this backend."""
         self.transport = transport or create_transport(backend, scope)

@@ -22,7 +22,7 @@ from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.models import ITEM_BYTES
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.access import OneHost
-from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport
+from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, StagingTransport
 from trtllm_disagg.kv_transfer.handle import decode_handle
 from trtllm_disagg.kv_transfer.host import huge_page_tensor
 from trtllm_disagg.kv_transfer.peers import Peers
@@ -77,7 +77,7 @@ class KvShape:
     def layout(self) -> KvLayout:
         return KvLayout("bench", self.layers, self.tokens_per_block, self.kv_heads, self.head_dim, self.dtype)
 
-    def pool_of(self, transport: KvTransport) -> torch.Tensor:
+    def pool_of(self, transport: StagingTransport) -> torch.Tensor:
         """(blocks, layers, K and V, tokens, heads, head dimension)"""
         size = (self.pool_blocks, self.layers, 2, self.tokens_per_block, self.kv_heads, self.head_dim)
         return transport.allocate(size, getattr(torch, self.dtype), torch.device("cpu"))

@@ -105,10 +105,6 @@ class KvTransport(Protocol):
 
     name: str
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the pool that this transport can serve to peers. Zeroed."""
-        ...
-
     def serve(self, sender: str) -> bytes:
         """Make the pool readable under this name; return `PeerMetadata.address`."""
         ...
@@ -140,7 +136,11 @@ class KvTransport(Protocol):
 
 
 class StagingTransport(KvTransport, Protocol):
-    """Reads blocks also when they do not fit into the pool as they are."""
+    """Has a pool, and reads blocks also when they do not fit into it as they are."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the pool that this transport can serve to peers. Zeroed."""
+        ...
 
     def fetched(
         self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float

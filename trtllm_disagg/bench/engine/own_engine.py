@@ -24,11 +24,13 @@ import uvloop
 
 from trtllm_disagg.bench.engine.other_engines import Arrivals, Peer
 from trtllm_disagg.embedded import LLM, SamplingParams
-from trtllm_disagg.embedded.core import core_process as core_process
+from trtllm_disagg.embedded.core import core_process
+from trtllm_disagg.embedded.core.build import build_core
 from trtllm_disagg.embedded.core.core_client import REPORTS
 from trtllm_disagg.embedded.core.engine_core import EngineCore
 from trtllm_disagg.embedded.ipc.link import Link, accept, listen
 from trtllm_disagg.embedded.ipc.messages import AddRequest, Report, SamplingSpec, StepReport
+from trtllm_disagg.embedded.ipc.messages import Start as ProcessStart
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.scheduler.scheduler import Row
 
@@ -53,7 +55,7 @@ class OwnEngine:
         self.core = self._build(rows + _SPARE_TOKENS // TOKENS_PER_BLOCK)
 
     def _build(self, blocks: int) -> EngineCore:
-        return EngineCore(LlmArgs(**_arguments(self._start, blocks * TOKENS_PER_BLOCK)), lambda: None)
+        return build_core(LlmArgs(**_arguments(self._start, blocks * TOKENS_PER_BLOCK)), lambda: None)
 
     def rebuild(self, blocks: int) -> None:
         """The same engine with a pool of another size."""
@@ -71,7 +73,7 @@ class OwnEngine:
     def split(self, prompts: list[list[int]], steps: int) -> dict[str, list[float]]:
         """Seconds of each decode step: all of it, the forward, and what the report costs the process."""
         core: Any = self.core
-        runner = core._runner = _TimedRunner(core._runner)
+        runner = core._model.runner = _TimedRunner(core._model.runner)
         whole, forward, reports = [], [], []
         try:
             with self._decoding(prompts, steps):
@@ -81,7 +83,7 @@ class OwnEngine:
                     forward.append(runner.seconds)
                     reports.append(report)
         finally:
-            core._runner = runner._runner
+            core._model.runner = runner._runner
         return {"step": whole, "forward": forward, "ipc": _ipc_seconds(reports)}
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -165,7 +167,7 @@ def _ipc_seconds(reports: Sequence[StepReport]) -> list[float]:
     """To encode and send each report, and to ask for commands: what core_process.py does between two steps."""
     listener, address = listen()
     with listener:
-        process = core_process.CoreProcess(core_process.Start({}, address))
+        process = core_process.CoreProcess(ProcessStart({}, address))
         incoming = Link(accept(listener), REPORTS)
     reader = threading.Thread(target=lambda: _read_all(incoming))
     reader.start()

@@ -92,8 +92,8 @@ class LLM:
         tokenizer_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self.args = LlmArgs(
-            model=model_directory(str(model), "model"),
+        self.args = self._read_args(
+            model=model,
             tokenizer=tokenizer,
             tokenizer_mode=tokenizer_mode,
             skip_tokenizer_init=skip_tokenizer_init,
@@ -104,10 +104,6 @@ class LLM:
             tokenizer_revision=tokenizer_revision,
             **{name: as_plain(value) for name, value in kwargs.items()},
         )
-        if ignored := refuse_unsupported(self.args):
-            log.info("these settings have no effect on the embedded engine: %s", ", ".join(ignored))
-        require_divides(Path(self.args.model), self.args.tensor_parallel_size)
-        serve_other_ranks(self.args.tensor_parallel_size, self.args.embedded.num_threads)
         self._num_active = 0
         self._running = RunningRequests()
         self._ids = itertools.count(1)
@@ -115,12 +111,7 @@ class LLM:
         self._stats = Feed(None if self.args.max_stats_len < 0 else self.args.max_stats_len)
         self._fatal_error: BaseException | None = None
         self._shut_down = False
-        self._core = CoreClient(
-            core_args(self.args),
-            num_threads=self.args.embedded.num_threads,
-            on_report=self._on_report,
-            on_death=self._on_death,
-        )
+        self._core = self._start_core()
         ready = self._core.ready
         tokenizer_path = str(self.args.tokenizer or self.args.model)
         start = TrialStart(tokenizer_path, ready.vocab_size, list(ready.end_ids))
@@ -162,7 +153,7 @@ class LLM:
         """Start a request; returns at once. Invalid arguments raise ValueError, TypeError or NotImplementedError
         here; a request that fails later raises RequestError out of the iteration.
         """
-        arrived = time.monotonic()
+        arrived = self._now()
         if reason := self._ended():
             raise RuntimeError(f"LLM is shutting down ({reason})")
         adapters = {"lora_request": lora_request, "prompt_adapter_request": prompt_adapter_request}
@@ -308,6 +299,34 @@ class LLM:
     def kv_transport(self) -> str:
         """How KV leaves this engine, for one line in the log (embedded engine only)."""
         return self._core.ready.transport
+
+    # -- internals: the engine itself
+
+    def _read_args(self, model: str | Path, **given: Any) -> LlmArgs:
+        """All that can be refused before anything is built. The only rank that returns is the one that requests come
+        to.
+        """
+        args = LlmArgs(model=model_directory(str(model), "model"), **given)
+        if ignored := refuse_unsupported(args):
+            log.info("these settings have no effect on the embedded engine: %s", ", ".join(ignored))
+        require_divides(Path(args.model), args.tensor_parallel_size)
+        serve_other_ranks(args.tensor_parallel_size, args.embedded.num_threads)
+        return args
+
+    def _start_core(self) -> CoreClient:
+        own = self.args.embedded
+        return CoreClient(
+            core_args(self.args),
+            num_threads=own.num_threads,
+            num_ranks=self.args.tensor_parallel_size,
+            step_timeout_seconds=own.step_timeout_seconds,
+            on_report=self._on_report,
+            on_death=self._on_death,
+        )
+
+    def _now(self) -> float:
+        """By the clock that the engine measures with."""
+        return time.monotonic()
 
     # -- internals
 

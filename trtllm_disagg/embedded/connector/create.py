@@ -1,225 +1,22 @@
-"""One engine's KV connector over one transport, made from its arguments; or the null one."""
+"""The embedded engine's KV connector, made from its arguments; or the null one."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
 
-from trtllm_disagg.embedded.connector.connector import (
-    BlocksInTransfer,
-    BlocksReleased,
-    KvConnector,
-    KvEvent,
-    NullKvConnector,
-)
-from trtllm_disagg.embedded.connector.incoming import IncomingReads, IncomingWrites
-from trtllm_disagg.embedded.connector.outgoing import OutgoingWrites
-from trtllm_disagg.embedded.ipc.messages import AddRequest, MadeHandoff, TokenOutput
+from trtllm_disagg.embedded.connector.connector import KvConnector, NullKvConnector
+from trtllm_disagg.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
 from trtllm_disagg.embedded.model.sizing import PoolShape
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import scope_of
-from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.embedded.tensor_parallel.channel import Peer
 from trtllm_disagg.embedded.tensor_parallel.transfers import TeamTransport
-from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError
-from trtllm_disagg.kv_transfer.access import PeerAuthentication
-from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, StagingTransport, prompt_digest
-from trtllm_disagg.kv_transfer.control import MessageHandlers
-from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
+from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, StagingTransport
 from trtllm_disagg.kv_transfer.host import new_memory
-from trtllm_disagg.kv_transfer.messages import Failure, Notice, Offer, StillOffered, Watch, Withdraw
-from trtllm_disagg.kv_transfer.peers import Peers
-from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender
-from trtllm_disagg.kv_transfer.push import KvPusher, OfferBook
-from trtllm_disagg.kv_transfer.push_receiver import PushReceiver
 from trtllm_disagg.kv_transfer.transports import create_transport, is_needed
-
-log = logging.getLogger(__name__)
-
-
-class TwoSidedConnector:
-    """An engine may prefill for one and decode for another."""
-
-    def __init__(
-        self,
-        transport: KvTransport,
-        layout: KvLayout,
-        num_blocks: int,
-        *,
-        authentication: PeerAuthentication,
-        timeouts: KvTimeouts,
-        takes_offers: bool,
-        wake: Callable[[], None],
-    ) -> None:
-        """`wake` is called from other threads when `poll` has something to say. Not `takes_offers`: what prefill
-        writes would have to be divided among several ranks.
-        """
-        seconds, size = timeouts.transfer, layout.tokens_per_block
-        self._transport = transport
-        self._layout = layout
-        self._takes_offers = takes_offers
-        self.sender = KvSender(
-            transport,
-            layout,
-            num_blocks,
-            authentication=authentication,
-            timeouts=timeouts,
-            on_lease_ended=wake,
-        )
-        name, endpoint = self.sender.name, self.sender.endpoint
-        self.peers = Peers(transport, layout, authentication=authentication, timeouts=timeouts, on_news=wake)
-        self.receiver = KvReceiver(self.peers, on_finished=wake)
-        self.offers = OfferBook(name, layout.fingerprint(), wake, timeouts=timeouts)
-        self.pusher = KvPusher(self.peers, on_finished=wake)
-        self.push_receiver = PushReceiver(
-            name, endpoint, self.peers, on_news=wake, on_busy=self.sender.progress_thread.expect_peer
-        )
-        self._blocks = BlocksInTransfer()
-        self._reads = IncomingReads(self.receiver, self.peers.late, self._blocks)
-        self._incoming = IncomingWrites(self.push_receiver, self._blocks, size, seconds)
-        self._outgoing = OutgoingWrites(
-            self.offers, self.pusher, self.peers.late, self._blocks, size, seconds
-        )
-        self.sender.start(self._message_handlers(), lambda: self.push_receiver.is_busy)
-        self.description = f"{transport.name} (leases and reads end after {seconds:g} s)"
-        log.info(
-            "KV transfer by %s as %s, control channel %s", self.description, self.sender.name, self.endpoint
-        )
-
-    @property
-    def endpoint(self) -> str:
-        return self.sender.endpoint
-
-    @property
-    def num_leases(self) -> int:
-        return len(self.sender.leases)
-
-    @property
-    def num_active(self) -> int:
-        """Requests that decode expects are counted by the scheduler."""
-        return self.num_leases + self._outgoing.num_awaited + self._blocks.num_held
-
-    @property
-    def has_news(self) -> bool:
-        return self._outgoing.has_news
-
-    def accept(self, request: AddRequest) -> KvHandle | None:
-        meeting = request.rendezvous
-        if meeting is not None and not self._takes_offers:
-            raise InvalidRequestError("schedule_style GENERATION_FIRST needs tensor_parallel_size 1")
-        if meeting is None:
-            return self._fitting_handle(request) if request.request_type == "generation_only" else None
-        if request.request_type == "context_only" and self._outgoing.is_awaited(meeting.request):
-            raise InvalidRequestError(f"disagg_request_id {meeting.request} is in use")
-        return None
-
-    def awaits_offer(self, sequence: Sequence) -> bool:
-        is_pushed = sequence.rendezvous is not None and not sequence.is_generation_only
-        if is_pushed:
-            self._outgoing.await_offer(sequence)
-        return is_pushed
-
-    def start(self, sequence: Sequence) -> None:
-        if sequence.rendezvous is None:
-            self._reads.start(sequence)
-        elif sequence.is_generation_only:
-            self._incoming.start(sequence)
-        else:
-            self._outgoing.start(sequence)
-
-    def computed(self, sequence: Sequence) -> None:
-        self._outgoing.computed(sequence)
-
-    def hand_off(self, sequence: Sequence, output: TokenOutput) -> bool:
-        if sequence.rendezvous is not None:
-            self._outgoing.hand_off(sequence, output)
-            return False
-        output.handoff = self._lease(sequence)
-        return True
-
-    def release(self, sequence: Sequence) -> list[int]:
-        return (self._incoming if sequence.is_generation_only else self._outgoing).release(sequence)
-
-    def decline(self, handle: KvHandle) -> None:
-        self.receiver.release(handle)
-
-    def abort(self, request_id: int) -> Sequence | None:
-        waiting = self._outgoing.abort(request_id)
-        if waiting is None:
-            self.sender.leases.release_request(request_id)
-        return waiting
-
-    def poll(self) -> Iterator[KvEvent]:
-        yield from self._reads.poll()
-        yield from self._outgoing.poll()
-        yield from self._incoming.poll()
-        for late in self.peers.late.take_news():
-            if late.ended:
-                yield from self._blocks.free(late)
-            else:
-                yield from self._blocks.quarantine(late, late.endpoint)
-        for lease in self.sender.leases.take_ended():
-            yield BlocksReleased(lease.blocks)
-
-    def seconds_to_deadline(self) -> float | None:
-        lease = self.sender.leases.next_deadline()
-        ends = [*self._outgoing.deadlines, *self._incoming.deadlines, *([] if lease is None else [lease])]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
-
-    def close(self) -> None:
-        self.push_receiver.close()
-        self.peers.close()
-        self.sender.close()
-        self._transport.close()
-
-    def _message_handlers(self) -> MessageHandlers:
-        return {
-            Offer: self.offers.offered,
-            Withdraw: lambda message, _: self.offers.withdrawn(message),
-            Watch: lambda message, _: self.offers.watched(message),
-            Notice: lambda message, _: self.push_receiver.noticed(message),
-            Failure: lambda message, _: self.push_receiver.failed(message),
-            StillOffered: lambda message, _: self.push_receiver.still_offered(message),
-        }
-
-    def _lease(self, sequence: Sequence) -> MadeHandoff:
-        """The prompt's blocks go to a lease."""
-        blocks, sequence.blocks = sequence.blocks, []
-        opaque_state = self.sender.lease(
-            sequence.request_id,
-            blocks,
-            prompt_digest=prompt_digest(sequence.tokens[: sequence.num_prompt], sequence.cache_salt),
-            num_tokens=sequence.num_prompt,
-            seed=sequence.seed,
-            cached_tokens=sequence.num_cached,
-        )
-        return MadeHandoff(
-            opaque_state=opaque_state,
-            first_gen_tokens=sequence.output,
-            ctx_request_id=sequence.request_id,
-            ctx_info_endpoint=self.endpoint,
-        )
-
-    def _fitting_handle(self, request: AddRequest) -> KvHandle:
-        """Raise HandoffRefusedError unless the handoff is of this prompt and fits this engine."""
-        if request.handoff is None:
-            raise HandoffRefusedError("a generation_only request needs opaque_state and first_gen_tokens")
-        handle = decode_handle(request.handoff.opaque_state)
-        if handle.prompt != prompt_digest(request.prompt, request.cache_salt):
-            raise HandoffRefusedError("the handoff belongs to another prompt")
-        expected = -(-len(request.prompt) // self._layout.tokens_per_block)
-        if handle.layout == self._layout.fingerprint() and (
-            handle.num_tokens != len(request.prompt) or len(handle.blocks) != expected
-        ):
-            raise HandoffRefusedError(
-                f"the handoff holds {len(handle.blocks)} blocks for {handle.num_tokens} tokens; "
-                f"this prompt of {len(request.prompt)} tokens has {expected}"
-            )
-        return handle
 
 
 def create_connector(
@@ -246,9 +43,6 @@ def create_connector(
         needs_cma=is_needed(scope, pool.device.type),
         on_gpu=pool.device.type == "cuda",
     )
-    if timeouts is None:
-        milliseconds = config.kv_transfer_timeout_ms
-        timeouts = KvTimeouts() if milliseconds is None else KvTimeouts(transfer=milliseconds / 1000)
     team = TeamTransport(chosen, peers)
     kv = team.allocate(pool.shape, pool.dtype, pool.device)
     connector = TwoSidedConnector(
@@ -256,7 +50,7 @@ def create_connector(
         layout,
         pool.num_blocks,
         authentication=scope.authentication(),
-        timeouts=timeouts,
+        timeouts=timeouts or timeouts_of(config),
         takes_offers=args.tensor_parallel_size == 1,
         wake=wake,
     )

@@ -15,7 +15,16 @@ import msgspec
 
 from trtllm_disagg import errors
 from trtllm_disagg.embedded.ipc.link import Link, accept, listen
-from trtllm_disagg.embedded.ipc.messages import Command, Failed, Ready, Report, Shutdown, StepReport
+from trtllm_disagg.embedded.ipc.messages import (
+    BUILDER,
+    Command,
+    Failed,
+    Ready,
+    Report,
+    Shutdown,
+    Start,
+    StepReport,
+)
 from trtllm_disagg.embedded.tensor_parallel.launch import RankWatch, core_launch
 
 log = logging.getLogger(__name__)
@@ -33,6 +42,9 @@ class CoreClient:
         args: dict[str, Any],
         *,
         num_threads: int,
+        num_ranks: int = 1,
+        builder: str = BUILDER,
+        step_timeout_seconds: float | None = None,
         on_report: Callable[[StepReport], None],
         on_death: Callable[[str], None],
     ) -> None:
@@ -44,7 +56,8 @@ class CoreClient:
         self._open = contextlib.ExitStack()
         listener, address = listen()
         self._open.enter_context(listener)
-        self._process = self._spawn(args, address, num_threads)
+        start = Start(args, address, builder, step_timeout_seconds)
+        self._process = self._spawn(start, num_ranks, num_threads)
         try:
             self._link = self._open.enter_context(contextlib.closing(self._accept(listener)))
             self._link.wait_at_most(_POLL_SECONDS)
@@ -78,9 +91,8 @@ class CoreClient:
 
     # -- internals
 
-    def _spawn(self, args: dict[str, Any], address: str, num_threads: int) -> subprocess.Popen[bytes]:
-        process = core_launch(args["tensor_parallel_size"], num_threads, os.environ).start()
-        start = {"args": args, "address": address}
+    def _spawn(self, start: Start, num_ranks: int, num_threads: int) -> subprocess.Popen[bytes]:
+        process = core_launch(num_ranks, num_threads, os.environ).start()
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already; _accept says so
             process.stdin.write(msgspec.json.encode(start) + b"\n")

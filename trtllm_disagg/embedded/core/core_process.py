@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import logging
 import os
 import select
@@ -30,10 +31,10 @@ from trtllm_disagg.embedded.ipc.messages import (
     Ready,
     Report,
     Shutdown,
+    Start,
     StepReport,
 )
-from trtllm_disagg.embedded.tensor_parallel.group import leave, own_rank, use_cpus
-from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB
+from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB, own_rank
 from trtllm_disagg.processes.activity import reporter_of
 
 log = logging.getLogger("trtllm_disagg.embedded")
@@ -46,15 +47,6 @@ _commands = msgspec.msgpack.Decoder(Command)
 _IDLE_SECONDS = 1.0
 #: So often a step is looked at before its time is over.
 _LOOKS_A_STEP = 10
-
-
-class Start(msgspec.Struct):
-    """The first line of standard input, JSON."""
-
-    args: dict[str, Any]
-    #: Of the worker's socket.
-    address: str
-    log_level: str = "INFO"
 
 
 class StepWatch:
@@ -210,18 +202,20 @@ def main() -> int:
     process = CoreProcess(start)
     _exit_with_parent(process)
     try:
-        core, step_timeout_seconds = _build(start, process)
+        core = _build(start, process)
     except Exception as error:  # whatever it is, the worker must hear of it
         log.debug("engine start failed", exc_info=True)
         process.report(Failed(type(error).__name__, str(error)))
         process.close()
         return 1
     try:
-        process.serve(core, step_timeout_seconds)
+        process.serve(core, start.step_timeout_seconds)
     finally:
         core.close()
         process.close()
     if IN_JOB in sys.argv:
+        from trtllm_disagg.embedded.tensor_parallel.group import leave
+
         leave()
     return 0
 
@@ -235,20 +229,13 @@ def _read_line() -> bytes:
     return bytes(line)
 
 
-def _build(start: Start, process: CoreProcess) -> tuple[Any, float | None]:
-    """The engine core, and how long a step of it may take."""
+def _build(start: Start, process: CoreProcess) -> Any:
     reporter = reporter_of(os.environ)
     reporter.tell("loading libraries")
-    from trtllm_disagg.embedded.core.engine_core import EngineCore
-    from trtllm_disagg.embedded.params.llm_args import LlmArgs
-    from trtllm_disagg.embedded.tensor_parallel.team import open_team
-
-    args = LlmArgs.model_validate(start.args)
-    team = open_team(args, process.fail)
-    use_cpus(args, rank=0)
-    core = EngineCore(args, process.wake, team, reporter)
+    module, _, function = start.builder.partition(":")
+    core = getattr(importlib.import_module(module), function)(start.args, process, reporter)
     gc.collect()
-    return core, args.embedded.step_timeout_seconds
+    return core
 
 
 def _return_free_memory() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from trtllm_disagg.embedded.connector.connector import (
     BlocksQuarantined,
@@ -14,16 +14,14 @@ from trtllm_disagg.embedded.connector.connector import (
     BlocksRestored,
     HandedOff,
     KvArrived,
+    KvConnector,
     KvEvent,
     KvFailed,
     Offered,
     PrefixArrived,
     ReadEnded,
 )
-from trtllm_disagg.embedded.connector.create import create_connector
 from trtllm_disagg.embedded.core.outputs import Outbox, of_token
-from trtllm_disagg.embedded.core.precompile import warm_up
-from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.ipc.messages import (
     AddRequest,
     LogprobEntry,
@@ -32,103 +30,79 @@ from trtllm_disagg.embedded.ipc.messages import (
     StepReport,
     TokenOutput,
 )
-from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
-from trtllm_disagg.embedded.kv_cache.memory import KvPool, LocalKvMemory
-from trtllm_disagg.embedded.model.attention import TILE
-from trtllm_disagg.embedded.model.forward import ModelRunner
-from trtllm_disagg.embedded.model.forward_plan import choose_forward
-from trtllm_disagg.embedded.model.model_loader import ModelShape, load_model, read_shape
-from trtllm_disagg.embedded.model.sampler import sample
-from trtllm_disagg.embedded.model.sizing import (
-    choose_device,
-    kv_layout,
-    max_seq_len,
-    new_pool,
-    num_kv_blocks,
-)
-from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager, KvEventLog
+from trtllm_disagg.embedded.model.rows import Sampled
 from trtllm_disagg.embedded.scheduler.capacity import require_room
-from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
-from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status, judge
+from trtllm_disagg.embedded.scheduler.scheduler import Row, Scheduler
+from trtllm_disagg.embedded.scheduler.sequence import Clock, Sequence, Status, judge
 from trtllm_disagg.embedded.scheduler.statistics import IterationStats
-from trtllm_disagg.embedded.tensor_parallel.team import SingleRank, Team
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError
-from trtllm_disagg.kv_transfer.base import KvTimeouts, StagingTransport
-from trtllm_disagg.processes.activity import LOADING, NullReporter, Reporter
 
 if TYPE_CHECKING:
-    from trtllm_disagg.embedded.guided_decoding.guides import Guides
+    from trtllm_disagg.embedded.guided_decoding.guides import Guide
 
 log = logging.getLogger(__name__)
+
+
+class StepModel(Protocol):
+    """Whatever makes tokens."""
+
+    def run(self, rows: list[Row]) -> list[Sampled]:
+        """One token for each of `rows` that samples, in their order."""
+
+    def close(self) -> None: ...
+
+
+class Guiding(Protocol):
+    def start(self, sampling: SamplingSpec) -> Guide | None:
+        """What guides this request, if anything. Raises a DisaggError for a grammar that cannot be served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreParts:
+    """What an engine core is made of; `build.py` makes those of the embedded engine."""
+
+    ready: Ready
+    blocks: BlockManager
+    events: KvEventLog
+    scheduler: Scheduler
+    connector: KvConnector
+    model: StepModel
+    guides: Guiding
+    stats: IterationStats
+    #: Tokens of the longest prompt that steps can take.
+    max_prompt: int
+    #: Of KV, in one block.
+    block_bytes: int
+    #: Of all that is measured.
+    clock: Clock = time.monotonic
+    #: After the model and the connector.
+    close: Callable[[], None] = lambda: None
 
 
 class EngineCore:
     """`add` and `abort` requests, call `step` while `has_work`. Used by one thread."""
 
-    def __init__(
-        self,
-        args: LlmArgs,
-        wake: Callable[[], None],
-        team: SingleRank | Team | None = None,
-        reporter: Reporter | None = None,
-        *,
-        transport: StagingTransport | None = None,
-        timeouts: KvTimeouts | None = None,
-    ) -> None:
-        """`wake` is called from other threads when a transfer ended and `step` has something to do.
-
-        `transport` and `timeouts`: for KV transfer, instead of those of `args`.
-        """
-        reporter = reporter or NullReporter()
-        self._team = team = team or SingleRank()
-        device = choose_device(args.embedded.device, team.size)
-        self.shape = read_shape(Path(args.model), args.dtype)
-        plan = choose_forward(Path(args.model), args.embedded, self.shape, device, this_cpu())
-        for remark in plan.remarks:
-            log.info("%s", remark)
-        kv_config = args.kv_cache_config
-        size = kv_config.tokens_per_block
-        self.max_seq_len = max_seq_len(args, self.shape)
-        num_blocks = num_kv_blocks(args, self.shape, device)
-        self._events = KvEventLog(kv_config.event_buffer_max_size, self.max_seq_len)
-        self.blocks = create_blocks(kv_config, num_blocks, self._events)
-        self._max_prompt = self.max_seq_len if args.enable_chunked_prefill else args.max_num_tokens
-        team.start(plan.told_to_all(args), num_blocks)
-        reporter.tell(LOADING)
-        model = load_model(Path(args.model), self.shape, plan.kind)
-        team.shard(model)
-        wanted = new_pool(self.shape, num_blocks, size, device, team.size)
-        layout = kv_layout(self.shape, size)
-        self.connector, kv = create_connector(
-            args, layout, wanted, wake, team.peers, transport=transport, timeouts=timeouts
-        )
-        self.scheduler = create_scheduler(args, self.blocks, team.memory(LocalKvMemory(kv)), TILE)
-        pool = KvPool(kv)
-        with plan.ops.compiling_told(reporter):
-            forward = plan.make_forward(model, pool, self.max_seq_len, reporter)
-            self._runner = team.broadcasting(ModelRunner(forward, pool, plan.ops))
-            reporter.tell("warming up")
-            warm_up(self._runner, Path(args.model), num_blocks, size)
-        self._is_exact = plan.is_exact
-        self._guides = create_guides(args, self.shape)
-        self._stats = IterationStats(args)
-        self._block_bytes = kv.nbytes // num_blocks
+    def __init__(self, parts: CoreParts) -> None:
+        self._ready = parts.ready
+        self.max_seq_len = parts.ready.max_seq_len
+        self.blocks = parts.blocks
+        self.scheduler = parts.scheduler
+        self.connector = parts.connector
+        self._events = parts.events
+        self._model = parts.model
+        self._guides = parts.guides
+        self._stats = parts.stats
+        self._max_prompt = parts.max_prompt
+        self._block_bytes = parts.block_bytes
+        self._clock = parts.clock
+        self._close = parts.close
         self._outbox = Outbox()
         self._has_shrunk = False
         self._num_steps = 0
 
     def ready(self) -> Ready:
-        return Ready(
-            num_blocks=self.blocks.num_blocks,
-            tokens_per_block=self.blocks.tokens_per_block,
-            vocab_size=self.shape.config.vocab_size,
-            max_seq_len=self.max_seq_len,
-            transport=self.connector.description,
-            end_ids=self.shape.end_ids,
-            endpoint=self.connector.endpoint,
-            pids=self._team.pids,
-            is_exact=self._is_exact,
-        )
+        return self._ready
 
     # -- commands
 
@@ -136,7 +110,9 @@ class EngineCore:
         """A request that cannot run is answered with an error output; it never raises."""
         try:
             handle = self.connector.accept(request)
-            sequences = [Sequence.from_request(request, i, handle) for i in range(request.num_choices)]
+            sequences = [
+                Sequence.from_request(request, i, handle, self._clock) for i in range(request.num_choices)
+            ]
             for sequence in sequences:
                 self._require_fits(sequence)
                 sequence.guide = self._guides.start(request.sampling)
@@ -175,7 +151,7 @@ class EngineCore:
 
     def step(self) -> StepReport:
         """Admit, run one fused forward, and report every token that came out of it."""
-        started = time.perf_counter()
+        started = self._clock()
         for event in self.connector.poll():
             self._apply(event)
         if self._has_shrunk:
@@ -186,7 +162,7 @@ class EngineCore:
         if rows:
             self._run(rows)
         stats = self._stats.of_step(
-            rows, self.scheduler, self.blocks, self.connector.num_leases, time.perf_counter() - started
+            rows, self.scheduler, self.blocks, self.connector.num_leases, self._clock() - started
         )
         return StepReport(self._outbox.take(), self.num_active, self._events.take(), stats)
 
@@ -199,9 +175,9 @@ class EngineCore:
         self.blocks.check()
 
     def close(self) -> None:
-        self._runner.close()
+        self._model.close()
         self.connector.close()
-        self._team.close()
+        self._close()
 
     # -- internals
 
@@ -242,8 +218,7 @@ class EngineCore:
             row.sequence.timer.scheduled(self._num_steps)
         sampling = [row.sequence for row in rows if row.samples]
         try:
-            logits = self._runner.run(rows)
-            sampled = sample(logits, sampling) if sampling else []
+            sampled = self._model.run(rows)
         except Exception as error:
             # Out of memory, a bad kernel: these requests fail, the engine goes on.
             log.exception("a step of %d rows failed", len(rows))
@@ -337,14 +312,3 @@ class NoGuides:
     def start(self, sampling: SamplingSpec) -> None:
         if sampling.grammar is not None:
             raise InvalidRequestError("guided decoding needs guided_decoding_backend, which is not set")
-
-
-def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
-    """What guiding needs is imported only where an engine guides."""
-    if args.guided_decoding_backend is None:
-        return NoGuides()
-    from trtllm_disagg.embedded.guided_decoding.guides import Guides
-    from trtllm_disagg.embedded.guided_decoding.matchers import read_guide_tokenizer
-
-    tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
-    return Guides(tokenizer, shape.config.vocab_size, shape.end_ids)

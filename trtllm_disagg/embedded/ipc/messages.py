@@ -10,6 +10,23 @@ import msgspec
 LogprobEntry = list[tuple[int, float, int]]
 
 
+#: Of the embedded engine.
+BUILDER = "trtllm_disagg.embedded.core.build:for_process"
+
+
+class Start(msgspec.Struct):
+    """The first line of standard input, JSON."""
+
+    args: dict[str, Any]
+    #: Of the worker's socket.
+    address: str
+    #: `module:function` that makes the core, from the arguments, this process and a `Reporter`.
+    builder: str = BUILDER
+    #: None: a step may take for ever.
+    step_timeout_seconds: float | None = None
+    log_level: str = "INFO"
+
+
 class SamplingSpec(msgspec.Struct, frozen=True):
     """SamplingParams after validation: no None, nothing left to decide in the hot loop."""
 

@@ -16,41 +16,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.kv_cache.pool import KvPool
+from trtllm_disagg.embedded.model.rows import TILE, ForwardRow
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.model.compiled_ops import DecodeRows
 
 
 NAME = "trtllm_disagg_paged"
-TILE = 32
 
 #: What transformers passes along besides what we use; anything else might change the answer, so it raises.
 _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "is_causal", "cache_position"}
 _HARMLESS |= {"output_router_logits"}
-
-
-class ForwardRow(msgspec.Struct, array_like=True):
-    """A run of tokens of one sequence, in a step. Rows that decode come first."""
-
-    #: The tokens to compute, at the positions from `num_computed` on; the KV of those before is in `blocks`.
-    tokens: list[int]
-    num_computed: int
-    #: Of the pool, in the order of the positions; at least as many as this step reads and writes.
-    blocks: list[int]
-    #: Whether these are tokens of the prompt: attention then runs in tiles.
-    in_prefill: bool
-    #: Whether the logits of the last token are wanted.
-    samples: bool
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

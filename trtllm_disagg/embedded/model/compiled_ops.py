@@ -11,11 +11,12 @@ import torch
 from trtllm_disagg.embedded.cpu_kernels import attention_kernels, layer_kernels
 from trtllm_disagg.embedded.cpu_kernels.compiled import compiling_told
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
-from trtllm_disagg.embedded.kv_cache.memory import KvPool
-from trtllm_disagg.embedded.model.attention import ForwardRow, LayerAttention, StepLayout
+from trtllm_disagg.embedded.kv_cache.pool import KvPool
+from trtllm_disagg.embedded.model.attention import LayerAttention, StepLayout
 from trtllm_disagg.embedded.model.fused_decode import FusedDecode
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
+from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.processes.activity import Reporter
 
 

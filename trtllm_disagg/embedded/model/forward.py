@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from trtllm_disagg.embedded.kv_cache.memory import KvPool
-from trtllm_disagg.embedded.model.attention import ForwardRow, StepLayout
+from trtllm_disagg.embedded.kv_cache.pool import KvPool
+from trtllm_disagg.embedded.model.attention import StepLayout
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
+from trtllm_disagg.embedded.model.rows import ForwardRow
 
 
 class Forward(Protocol):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from trtllm_disagg.embedded.ipc.messages import LogprobEntry, SamplingSpec
+from trtllm_disagg.embedded.model.rows import Sampled
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.guided_decoding.guides import Guide
@@ -177,12 +178,6 @@ def _first(scores: torch.Tensor, lowest: torch.Tensor, counts: torch.Tensor) -> 
         ties = scores == lowest
         within &= ~ties | (ties.cumsum(-1) <= ties.sum(-1, keepdim=True) - surplus)
     return within
-
-
-@dataclass(slots=True)
-class Sampled:
-    token: int
-    logprobs: LogprobEntry | None
 
 
 def sample(logits: torch.Tensor, sequences: Seq[SampledSequence]) -> list[Sampled]:

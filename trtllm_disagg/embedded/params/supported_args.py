@@ -29,13 +29,13 @@ class Served:
     def __init__(self, *values: Any, expected: str = "no value") -> None:
         """Enums by name. `expected`: how an error says so."""
         self._values = values
-        self._expected = f"{expected}, on the embedded engine"
+        self._expected = expected
 
-    def check(self, key: str, value: Any) -> None:
+    def check(self, key: str, value: Any, engine: str = "embedded") -> None:
         """Raises ConfigError for another value."""
         value = value.name if isinstance(value, Enum) else value
         if value not in self._values:
-            raise ConfigError.bad_value(key, value, self._expected)
+            raise ConfigError.bad_value(key, value, f"{self._expected}, on the {engine} engine")
 
 
 #: Marks an argument that tunes GPUs, or another runtime: answers are the same without it.
@@ -47,19 +47,25 @@ def refuse_unsupported(args: LlmArgs) -> list[str]:
 
     Returns the names of the arguments that were set but have no effect here, for one line in the log.
     """
-    ignored = []
-    for key, value, field in _all_arguments(args):
-        for mark in field.metadata:
-            if isinstance(mark, Served):
-                mark.check(key, value)
-            elif mark is NO_EFFECT and value != field.get_default(call_default_factory=True):
-                ignored.append(key)
+    ignored = check_marks(args)
     _check_kv_dtype(args)
     _check_tokenizer(args)
     _check_ranks(args)
     _check_processors(args)
     _check_scope(args)
     this_cpu()  # refuses a level that there is not
+    return ignored
+
+
+def check_marks(args: LlmArgs, engine: str = "embedded") -> list[str]:
+    """`refuse_unsupported`, as far as the arguments' own marks say it."""
+    ignored = []
+    for key, value, field in _all_arguments(args):
+        for mark in field.metadata:
+            if isinstance(mark, Served):
+                mark.check(key, value, engine)
+            elif mark is NO_EFFECT and value != field.get_default(call_default_factory=True):
+                ignored.append(key)
     return ignored
 
 

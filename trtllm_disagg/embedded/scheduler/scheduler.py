@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager, KvEventLog
 from trtllm_disagg.embedded.kv_cache.memory import KvMemory, SwapSpace, create_partial_reuse
-from trtllm_disagg.embedded.model.attention import ForwardRow
+from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.embedded.params.llm_args import KvCacheConfig, LlmArgs
 from trtllm_disagg.embedded.scheduler.capacity import Capacity, Plan, Reservations, create_capacity
 from trtllm_disagg.embedded.scheduler.chunking import Chunking, create_chunking
-from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
+from trtllm_disagg.embedded.scheduler.sequence import Clock, Sequence, Status
 from trtllm_disagg.errors import ConfigError
 
 #: Of the pool, what may be put aside when `embedded.swap_tokens` does not say.
@@ -70,6 +70,7 @@ class Scheduler:
         max_batch_size: int,
         max_num_tokens: int,
         by_priority: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._reservations = reservations
         self._capacity = capacity
@@ -78,6 +79,7 @@ class Scheduler:
         self._max_active = min(max_batch_size, max_num_tokens)
         self._max_num_tokens = max_num_tokens
         self._by_priority = by_priority
+        self._clock = clock
         self.counts = Counts()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -178,7 +180,7 @@ class Scheduler:
     def _count_in(self, sequence: Sequence) -> None:
         sequence.admission_number = self.counts.admitted
         self.counts.admitted += 1
-        self.counts.queued_seconds += time.monotonic() - sequence.arrived
+        self.counts.queued_seconds += self._clock() - sequence.arrived
 
     def _pause(self, sequence: Sequence) -> None:
         self.counts.paused += 1
@@ -197,7 +199,13 @@ def create_blocks(config: KvCacheConfig, num_blocks: int, events: KvEventLog) ->
     )
 
 
-def create_scheduler(args: LlmArgs, blocks: BlockManager, memory: KvMemory, alignment: int) -> Scheduler:
+def create_scheduler(
+    args: LlmArgs,
+    blocks: BlockManager,
+    memory: KvMemory,
+    alignment: int,
+    clock: Clock = time.monotonic,
+) -> Scheduler:
     """Every policy that the arguments of LLM(...) ask for is chosen here, once.
 
     `alignment`: where a prefill chunk may end, in tokens from the prompt's start. Raises ConfigError when a step
@@ -215,6 +223,7 @@ def create_scheduler(args: LlmArgs, blocks: BlockManager, memory: KvMemory, alig
         max_batch_size=args.max_batch_size,
         max_num_tokens=args.max_num_tokens,
         by_priority=args.scheduler_config.waiting_queue_policy == "priority",
+        clock=clock,
     )
 
 

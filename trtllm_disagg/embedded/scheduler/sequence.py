@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -24,6 +25,10 @@ from trtllm_disagg.kv_transfer.handle import KvHandle
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.guided_decoding.guides import Guide
+
+
+#: Seconds.
+Clock = Callable[[], float]
 
 
 class NullRequestTimer:
@@ -49,28 +54,29 @@ class NullRequestTimer:
 class RequestTimer(NullRequestTimer):
     """How long the stages of one choice take and what its KV costs, for requests with `return_perf_metrics`."""
 
-    def __init__(self, arrived: float) -> None:
-        """`arrived`: by the monotonic clock."""
+    def __init__(self, arrived: float, clock: Clock = time.monotonic) -> None:
+        """`arrived`: by `clock`."""
+        self._clock = clock
         self._measured = Measured(arrived)
 
     def scheduled(self, step: int) -> None:
         measured = self._measured
         if measured.first_step is None:
             measured.first_step = step
-            measured.first_scheduled = measured.first_scheduled or time.monotonic()
+            measured.first_scheduled = measured.first_scheduled or self._clock()
 
     def has_token(self, step: int) -> None:
         measured = self._measured
-        measured.last_token, measured.last_step = time.monotonic(), step
+        measured.last_token, measured.last_step = self._clock(), step
         measured.first_token = measured.first_token or measured.last_token
 
     def transfer_began(self) -> None:
-        self._measured.transfer_start = time.monotonic()
+        self._measured.transfer_start = self._clock()
 
     def transfer_ended(self, num_bytes: int) -> None:
         # Until now it has waited: its first token may be there before its first step.
         measured = self._measured
-        measured.transfer_end = measured.first_scheduled = time.monotonic()
+        measured.transfer_end = measured.first_scheduled = self._clock()
         measured.transfer_bytes = num_bytes
 
     def snapshot(self, admission: Admission) -> Measured | None:
@@ -136,7 +142,13 @@ class Sequence:
     num_fetchable: int = 0
 
     @classmethod
-    def from_request(cls, request: AddRequest, index: int, handle: KvHandle | None) -> Sequence:
+    def from_request(
+        cls,
+        request: AddRequest,
+        index: int,
+        handle: KvHandle | None,
+        clock: Clock = time.monotonic,
+    ) -> Sequence:
         seed = request.sampling.seed
         if seed is None:
             seed = handle.seed if handle is not None else _seeds.getrandbits(63)
@@ -153,7 +165,8 @@ class Sequence:
             handoff=request.handoff,
             handle=handle,
             rendezvous=request.rendezvous,
-            timer=NO_TIMER if request.arrived is None else RequestTimer(request.arrived),
+            timer=NO_TIMER if request.arrived is None else RequestTimer(request.arrived, clock),
+            arrived=clock(),
             stream_interval=request.stream_interval,
         )
 

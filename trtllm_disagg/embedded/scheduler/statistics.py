@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
 import psutil
-import torch
 
 from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
@@ -67,7 +67,9 @@ def _transfer(sequence: Sequence) -> dict[str, Any] | None:
 
 
 class IterationStats:
-    def __init__(self, args: LlmArgs) -> None:
+    def __init__(self, args: LlmArgs, gpu_bytes: Callable[[], int] = int) -> None:
+        """`gpu_bytes`: GPU memory that is taken."""
+        self._gpu_bytes = gpu_bytes
         self._enabled = args.enable_iter_perf_stats
         self._tells_requests = args.enable_iter_req_stats
         self._prints = args.print_iter_log
@@ -146,7 +148,7 @@ class IterationStats:
                 "numCompletedRequests": counts.finished - before.finished,
                 "maxNumActiveRequests": self._max_batch_size,
                 **self._sizes,
-                "gpuMemUsage": torch.cuda.memory_allocated(),
+                "gpuMemUsage": self._gpu_bytes(),
                 "cpuMemUsage": self._process.memory_info().rss,
                 "pinnedMemUsage": 0,
                 "kvCacheStats": {

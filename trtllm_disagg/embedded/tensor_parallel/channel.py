@@ -20,7 +20,7 @@ import msgspec
 
 from trtllm_disagg.embedded.ipc import link as local_socket
 from trtllm_disagg.embedded.kv_cache.memory import KvCommand
-from trtllm_disagg.embedded.model.attention import ForwardRow
+from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.processes.framing import framed, receive_exactly, receive_frame
 

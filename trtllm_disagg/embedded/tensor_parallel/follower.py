@@ -13,7 +13,8 @@ import msgspec
 import torch
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.kv_cache.memory import CopyStart, Drop, KvPool, LocalKvMemory, Restore, Save
+from trtllm_disagg.embedded.kv_cache.memory import CopyStart, Drop, Restore, Save
+from trtllm_disagg.embedded.kv_cache.pool import KvPool, LocalKvMemory
 from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.model.forward_plan import choose_forward
 from trtllm_disagg.embedded.model.model_loader import load_model, read_shape

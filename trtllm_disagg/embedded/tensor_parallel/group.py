@@ -85,11 +85,6 @@ def _byte_type() -> Any:
     return MPI.BYTE
 
 
-def own_rank() -> int:
-    """0 for rank 0, and for a process that is no rank of anything. MPI need not have started."""
-    return int(os.environ.get("PMI_RANK", "0"))
-
-
 def join_as_leader(size: int, on_lost: Callable[[str], None]) -> tuple[RankGroup, list[Peer]]:
     """Waits for the others. `on_lost` is called, from a thread, when they do not come: no call of MPI returns then.
 

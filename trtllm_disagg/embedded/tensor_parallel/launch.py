@@ -112,6 +112,11 @@ def job_of(environment: Mapping[str, str]) -> Job | None:
     return None
 
 
+def own_rank() -> int:
+    """0 for rank 0, and for a process that is no rank of anything. MPI need not have started."""
+    return int(os.environ.get("PMI_RANK", "0"))
+
+
 def require_ranks(size: int, environment: Mapping[str, str]) -> Job | None:
     """The job to join; None when there is none. Raises ConfigError for one of another size, without MPI, or without
     room for its shared memory.

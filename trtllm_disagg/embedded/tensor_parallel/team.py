@@ -16,8 +16,8 @@ import torch
 
 from trtllm_disagg import errors
 from trtllm_disagg.embedded.kv_cache.memory import KvCommand, KvMemory
-from trtllm_disagg.embedded.model.attention import ForwardRow
 from trtllm_disagg.embedded.model.forward import ModelRunner
+from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.embedded.params.llm_args import LlmArgs, core_args
 from trtllm_disagg.embedded.tensor_parallel.channel import (
     Broken,

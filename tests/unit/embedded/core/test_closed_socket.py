@@ -37,7 +37,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def client(monkeypatch: pytest.MonkeyPatch, said: str, died: queue.SimpleQueue[str]) -> CoreClient:
     launch = Launch((sys.executable, "-c", STAYS, said), {})
     monkeypatch.setattr(core_client, "core_launch", lambda *_: launch)
-    return CoreClient({"tensor_parallel_size": 1}, num_threads=1, on_report=lambda _: None, on_death=died.put)
+    return CoreClient({}, num_threads=1, on_report=lambda _: None, on_death=died.put)
 
 
 def test_its_requests_fail_and_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from trtllm_disagg.embedded.ipc.messages import Failed
 
 FAIL = """
 import sys
-from trtllm_disagg.embedded.core.core_process import CoreProcess, Start
+from trtllm_disagg.embedded.core.core_process import CoreProcess
+from trtllm_disagg.embedded.ipc.messages import Start
 CoreProcess(Start({}, sys.argv[1])).fail("rank 1 died")
 """
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
-from trtllm_disagg.embedded.core import engine_core as core_module
+from trtllm_disagg.embedded.core import build as core_module
 from trtllm_disagg.embedded.model import sampler
 from trtllm_disagg.embedded.params.model_config import FAMILIES
 

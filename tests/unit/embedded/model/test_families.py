@@ -11,7 +11,7 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
-from trtllm_disagg.embedded.core import engine_core as core_module
+from trtllm_disagg.embedded.core import build as core_module
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
 from trtllm_disagg.embedded.model.forward_plan import ForwardPlan
 from trtllm_disagg.embedded.params.model_config import FAMILIES, PLAIN_FAMILIES, read_config

@@ -57,7 +57,8 @@ def test_every_step_has_the_bits_of_the_unfused_one(
         return fused
 
     core = Core(checkpoints(family), dtype=dtype, embedded={"weights": weights})
-    runner: Any = core.engine._runner
+    model: Any = core.engine._model
+    runner = model.runner
     forward: PlainForward = runner._forward
     assert forward._decode is not None
     original = FusedDecode.__call__
@@ -69,7 +70,8 @@ def test_every_step_has_the_bits_of_the_unfused_one(
 
 def test_closing_ends_the_other_threads(checkpoints: Checkpoints, threads: int) -> None:
     core = Core(checkpoints("llama"))
-    runner: Any = core.engine._runner
+    model: Any = core.engine._model
+    runner = model.runner
     others = runner._forward._decode._threads
     assert len(others) == threads - 1
     core.close()

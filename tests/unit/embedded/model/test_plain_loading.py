@@ -166,9 +166,9 @@ def test_the_rotations_are_those_of_transformers(rope: dict[str, Any]) -> None:
 
 def test_an_engine_for_a_plain_decoder_starts_without_transformers(checkpoints: Checkpoints) -> None:
     program = (
-        "import sys; from trtllm_disagg.embedded.core.engine_core import EngineCore;"
+        "import sys; from trtllm_disagg.embedded.core.build import build_core;"
         "from trtllm_disagg.embedded.params.llm_args import LlmArgs;"
-        "EngineCore(LlmArgs(model=sys.argv[1], kv_cache_config={'max_tokens': 256}), print).close();"
+        "build_core(LlmArgs(model=sys.argv[1], kv_cache_config={'max_tokens': 256}), print).close();"
         "print('transformers' in sys.modules)"
     )
     # A process of its own: other tests have imported it here.

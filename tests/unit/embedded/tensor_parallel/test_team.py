@@ -17,8 +17,8 @@ import torch
 from tests.unit.embedded.tensor_parallel.test_sharding import ThreadCommunicator
 from trtllm_disagg.embedded.ipc.link import listen
 from trtllm_disagg.embedded.ipc.messages import AddRequest, SamplingSpec
-from trtllm_disagg.embedded.model.attention import ForwardRow
 from trtllm_disagg.embedded.model.forward import ModelRunner
+from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.embedded.scheduler.scheduler import Row
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.embedded.tensor_parallel.channel import (

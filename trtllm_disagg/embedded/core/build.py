@@ -1,0 +1,147 @@
+"""An embedded engine's core, made from the arguments of LLM(...)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trtllm_disagg.embedded.connector.create import create_connector
+from trtllm_disagg.embedded.core.engine_core import CoreParts, EngineCore, NoGuides
+from trtllm_disagg.embedded.core.precompile import warm_up
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.ipc.messages import Ready
+from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
+from trtllm_disagg.embedded.kv_cache.pool import KvPool, LocalKvMemory
+from trtllm_disagg.embedded.model.forward import ModelRunner
+from trtllm_disagg.embedded.model.forward_plan import choose_forward
+from trtllm_disagg.embedded.model.model_loader import ModelShape, load_model, read_shape
+from trtllm_disagg.embedded.model.rows import TILE, Sampled
+from trtllm_disagg.embedded.model.sampler import sample
+from trtllm_disagg.embedded.model.sizing import (
+    choose_device,
+    kv_layout,
+    max_seq_len,
+    new_pool,
+    num_kv_blocks,
+)
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
+from trtllm_disagg.embedded.scheduler.statistics import IterationStats
+from trtllm_disagg.embedded.tensor_parallel.group import use_cpus
+from trtllm_disagg.embedded.tensor_parallel.team import Runner, SingleRank, Team, open_team
+from trtllm_disagg.kv_transfer.base import KvTimeouts, StagingTransport
+from trtllm_disagg.processes.activity import LOADING, NullReporter, Reporter
+
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded.core.core_process import CoreProcess
+    from trtllm_disagg.embedded.guided_decoding.guides import Guides
+
+log = logging.getLogger(__name__)
+
+
+class SamplingModel:
+    """A model's logits, and a draw from them."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def run(self, rows: list[Row]) -> list[Sampled]:
+        logits = self.runner.run(rows)
+        sampling = [row.sequence for row in rows if row.samples]
+        return sample(logits, sampling) if sampling else []
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+def for_process(arguments: dict[str, Any], process: CoreProcess, reporter: Reporter) -> EngineCore:
+    """For a process that is the engine, or rank 0 of it."""
+    args = LlmArgs.model_validate(arguments)
+    team = open_team(args, process.fail)
+    use_cpus(args, rank=0)
+    return build_core(args, process.wake, team, reporter)
+
+
+def build_core(
+    args: LlmArgs,
+    wake: Callable[[], None],
+    team: SingleRank | Team | None = None,
+    reporter: Reporter | None = None,
+    *,
+    transport: StagingTransport | None = None,
+    timeouts: KvTimeouts | None = None,
+) -> EngineCore:
+    """`wake` is called from other threads when a transfer ended and `step` has something to do.
+
+    `transport` and `timeouts`: for KV transfer, instead of those of `args`.
+    """
+    reporter = reporter or NullReporter()
+    team = team or SingleRank()
+    device = choose_device(args.embedded.device, team.size)
+    shape = read_shape(Path(args.model), args.dtype)
+    plan = choose_forward(Path(args.model), args.embedded, shape, device, this_cpu())
+    for remark in plan.remarks:
+        log.info("%s", remark)
+    kv_config = args.kv_cache_config
+    size = kv_config.tokens_per_block
+    longest = max_seq_len(args, shape)
+    num_blocks = num_kv_blocks(args, shape, device)
+    events = KvEventLog(kv_config.event_buffer_max_size, longest)
+    blocks = create_blocks(kv_config, num_blocks, events)
+    team.start(plan.told_to_all(args), num_blocks)
+    reporter.tell(LOADING)
+    model = load_model(Path(args.model), shape, plan.kind)
+    team.shard(model)
+    wanted = new_pool(shape, num_blocks, size, device, team.size)
+    layout = kv_layout(shape, size)
+    connector, kv = create_connector(
+        args, layout, wanted, wake, team.peers, transport=transport, timeouts=timeouts
+    )
+    scheduler = create_scheduler(args, blocks, team.memory(LocalKvMemory(kv)), TILE)
+    pool = KvPool(kv)
+    with plan.ops.compiling_told(reporter):
+        forward = plan.make_forward(model, pool, longest, reporter)
+        runner = team.broadcasting(ModelRunner(forward, pool, plan.ops))
+        reporter.tell("warming up")
+        warm_up(runner, Path(args.model), num_blocks, size)
+    ready = Ready(
+        num_blocks=num_blocks,
+        tokens_per_block=size,
+        vocab_size=shape.config.vocab_size,
+        max_seq_len=longest,
+        transport=connector.description,
+        end_ids=shape.end_ids,
+        endpoint=connector.endpoint,
+        pids=team.pids,
+        is_exact=plan.is_exact,
+    )
+    return EngineCore(
+        CoreParts(
+            ready=ready,
+            blocks=blocks,
+            events=events,
+            scheduler=scheduler,
+            connector=connector,
+            model=SamplingModel(runner),
+            guides=create_guides(args, shape),
+            stats=IterationStats(args, torch.cuda.memory_allocated),
+            max_prompt=longest if args.enable_chunked_prefill else args.max_num_tokens,
+            block_bytes=kv.nbytes // num_blocks,
+            close=team.close,
+        )
+    )
+
+
+def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
+    """What guiding needs is imported only where an engine guides."""
+    if args.guided_decoding_backend is None:
+        return NoGuides()
+    from trtllm_disagg.embedded.guided_decoding.guides import Guides
+    from trtllm_disagg.embedded.guided_decoding.matchers import read_guide_tokenizer
+
+    tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
+    return Guides(tokenizer, shape.config.vocab_size, shape.end_ids)
