@@ -69,6 +69,8 @@ ENGINES: dict[str, EngineSpec] = {
             extra="embedded",
             needs=("torch", "transformers"),
         ),
+        # A GPU's step times around the embedded engine's scheduler. What is not under `measured` needs the tables.
+        EngineSpec("modelled", "trtllm_disagg.modelled", takes_embedded_arguments=False, extra="modelled"),
         # Makes no real tokens: for measuring and testing what is around an engine. `auto` never means it.
         EngineSpec("recording", "trtllm_disagg.testing.recording", defaults={"recording": {}}),
     )

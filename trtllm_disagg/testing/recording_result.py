@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import zlib
-from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,22 +16,17 @@ from trtllm_disagg.embedded.params.request_params import (
     DisaggScheduleStyle,
     SamplingParams,
 )
+from trtllm_disagg.scripted_tokens import checksum, extended, token_after
 from trtllm_disagg.testing.hard_edges import HardEdges, KvHolder, Meeting, RequestError
 
 #: Never made by `scripted_token`; put it into a script to end an answer.
 EOS_TOKEN = 2
-#: Printable ASCII in a vocabulary of bytes: every token is text at once.
-FIRST_TOKEN, NUM_TOKENS = 16, 64
 _MAX_POSITIONS = 1 << 20
 _ENDPOINT = "tcp://prefill/"
 
 
 def scripted_token(prompt: Sequence[int], position: int, index: int = 0) -> int:
-    """The token at a position of an answer: the same in every process, whatever ran before.
-
-    As in a model it follows from the text before it: a prompt that ends with the start of an answer goes on with
-    the rest of that answer.
-    """
+    """The token at a position of an answer."""
     return _Answer(prompt, index).token(position)
 
 
@@ -43,7 +36,7 @@ class _Answer:
     __slots__ = ("_sum", "_tokens")
 
     def __init__(self, prompt: Sequence[int], index: int) -> None:
-        self._sum = zlib.crc32(array("I", prompt), index * 101)
+        self._sum = checksum(prompt, index)
         self._tokens: list[int] = []
 
     def token(self, position: int) -> int:
@@ -51,16 +44,10 @@ class _Answer:
 
     def until(self, length: int) -> list[int]:
         """At least so many."""
-        tokens, checksum = self._tokens, self._sum
-        while len(tokens) < length:
-            token = FIRST_TOKEN + checksum % NUM_TOKENS
-            tokens.append(token)
-            checksum = zlib.crc32(_BYTES[token], checksum)
-        self._sum = checksum
-        return tokens
-
-
-_BYTES = [token.to_bytes(4, "little") for token in range(FIRST_TOKEN + NUM_TOKENS)]
+        while len(self._tokens) < length:
+            self._tokens.append(token := token_after(self._sum))
+            self._sum = extended(self._sum, token)
+        return self._tokens
 
 
 class Pace(BaseModel):

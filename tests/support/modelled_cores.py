@@ -1,0 +1,88 @@
+"""Modelled engines in this process, in a time that passes only when an engine waits for it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.cores import Core
+from trtllm_disagg.embedded.core.engine_core import EngineCore
+from trtllm_disagg.embedded.tensor_parallel.team import Team
+from trtllm_disagg.modelled.build import build_core
+from trtllm_disagg.modelled.clock import Clock
+from trtllm_disagg.modelled.config import ModelledArgs
+
+#: A step of 2 ms, 10 us a prompt token, 100 us a decoding sequence.
+MEASURED: dict[str, Any] = {
+    "step_ms": 2.0,
+    "prefill_token_us": 10.0,
+    "prefill_context_us": 1.0,
+    "decode_token_us": 100.0,
+    "decode_context_us": 10.0,
+    "kv_pool_tokens": 4096,
+    "kv_bytes_per_token": 1000,
+}
+TOKENS_PER_BLOCK = 32
+_CONFIG = {"vocab_size": 258, "max_position_embeddings": 2048, "num_hidden_layers": 4, "model_type": "llama"}
+
+
+class VirtualClock:
+    """Used by several threads; whoever waits moves it on."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+        self._lock = threading.Lock()
+
+    def now(self) -> float:
+        return self.time
+
+    def wait_until(self, moment: float) -> None:
+        with self._lock:
+            self.time = max(self.time, moment)
+
+
+@functools.cache
+def model_directory() -> Path:
+    """All that an engine reads of it."""
+    directory = Path(tempfile.mkdtemp(prefix="trtllm-disagg-modelled-"))
+    (directory / "config.json").write_text(json.dumps(_CONFIG))
+    return directory
+
+
+class ModelledTestCore(Core):
+    """As `Core`. `modelled`: over `MEASURED` steps."""
+
+    def __init__(
+        self, clock: Clock | None = None, modelled: dict[str, Any] | None = None, **args: Any
+    ) -> None:
+        self.clock = clock or VirtualClock()
+        defaults: dict[str, Any] = {
+            "kv_cache_config": {"event_buffer_max_size": 10_000},
+            "max_seq_len": 2048,
+            "enable_chunked_prefill": True,
+            "cache_transceiver_config": {"backend": "DEFAULT"},
+            "modelled": {"measured": MEASURED} | (modelled or {}),
+        }
+        super().__init__(model_directory(), **(defaults | args))
+
+    def _build(self, args: dict[str, Any], team: Team | None, injected: dict[str, Any]) -> EngineCore:
+        return build_core(ModelledArgs(**args), self.woken.set, self.clock)
+
+    def seconds_of(self, prompt: Sequence[int], max_tokens: int) -> list[float]:
+        """When each token of a request came, after it was added."""
+        begun = self.clock.now()
+        request = self.add(prompt, max_tokens)
+        moments: list[float] = []
+        while not self.answers[request, 0].done:
+            self.step()
+            moments += [self.clock.now() - begun] * (len(self.answers[request, 0].tokens) - len(moments))
+        return moments
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    return [5 + (7 * i + salt) % 83 for i in range(length)]

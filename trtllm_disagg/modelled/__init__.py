@@ -1,0 +1,55 @@
+"""The modelled engine: the embedded engine with a clock in place of the model, and a link's in place of KV transfer.
+
+Step times are those of a GPU (docs/modelled.md). Everything else is real: API, scheduler, KV blocks, prefix cache,
+events, statistics, leases. Importing this imports neither torch nor the tables.
+"""
+
+from trtllm_disagg.embedded import (
+    DEFAULT_REQUEST_PRIORITY,
+    CacheTransceiverConfig,
+    CapacitySchedulerPolicy,
+    CompletionOutput,
+    ContextChunkingPolicy,
+    CudaGraphConfig,
+    DisaggregatedParams,
+    DisaggScheduleStyle,
+    DynamicBatchConfig,
+    GenerationResult,
+    GuidedDecodingParams,
+    KvCacheConfig,
+    LoadFormat,
+    Logprob,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    SchedulerConfig,
+    SchedulingParams,
+    get_global_disagg_request_id,
+)
+from trtllm_disagg.modelled.config import ModelledArgs as LlmArgs
+from trtllm_disagg.modelled.llm import LLM
+
+__all__ = [
+    "DEFAULT_REQUEST_PRIORITY",
+    "LLM",
+    "CacheTransceiverConfig",
+    "CapacitySchedulerPolicy",
+    "CompletionOutput",
+    "ContextChunkingPolicy",
+    "CudaGraphConfig",
+    "DisaggScheduleStyle",
+    "DisaggregatedParams",
+    "DynamicBatchConfig",
+    "GenerationResult",
+    "GuidedDecodingParams",
+    "KvCacheConfig",
+    "LlmArgs",
+    "LoadFormat",
+    "Logprob",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "SchedulerConfig",
+    "SchedulingParams",
+    "get_global_disagg_request_id",
+]

@@ -1,0 +1,72 @@
+"""The LLM API of the modelled engine: the embedded engine's, in front of another core."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from trtllm_disagg.embedded import LLM as EmbeddedLLM
+from trtllm_disagg.embedded.core.core_client import CoreClient
+from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig, core_args
+from trtllm_disagg.embedded.params.supported_args import check_marks
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.model_directory import model_directory
+from trtllm_disagg.modelled.config import ModelledArgs, ModelledConfig
+
+log = logging.getLogger(__name__)
+
+_BUILDER = "trtllm_disagg.modelled.build:for_process"
+#: Nothing is computed.
+_NUM_THREADS = 1
+
+
+class LLM(EmbeddedLLM):
+    """`model` is a directory with a tokenizer; what is modelled is said under `modelled`. Raises ConfigError for what
+    no table covers, besides what the embedded engine raises.
+    """
+
+    args: ModelledArgs
+
+    def _read_args(self, model: str | Path, **given: Any) -> ModelledArgs:
+        own = _read_own(given.pop("modelled", None) or {})
+        args = ModelledArgs(model=model_directory(str(model), "model"), modelled=own, **given)
+        if args.embedded != EmbeddedConfig():
+            raise ConfigError.bad_value("embedded", given["embedded"], "no value, on the modelled engine")
+        if ignored := check_marks(args, "modelled"):
+            log.info("these settings have no effect on the modelled engine: %s", ", ".join(ignored))
+        if not (Path(args.model) / "config.json").is_file():
+            raise ConfigError.bad_value("model", str(args.model), "a directory with a config.json")
+        # Its ranks are one to those who ask: the requests' shares are the core's to know.
+        self._has_attention_dp = args.enable_attention_dp
+        return args.model_copy(update={"enable_attention_dp": False})
+
+    def _start_core(self) -> CoreClient:
+        return CoreClient(
+            core_args(self.args) | {"enable_attention_dp": self._has_attention_dp},
+            num_threads=_NUM_THREADS,
+            builder=_BUILDER,
+            on_report=self._on_report,
+            on_death=self._on_death,
+        )
+
+    def _now(self) -> float:
+        return time.monotonic() / self.args.modelled.time_scale
+
+
+def _read_own(given: Any) -> ModelledConfig:
+    try:
+        return ModelledConfig.model_validate(given)
+    except ValidationError as errors:
+        first = errors.errors(include_url=False, include_context=False)[0]
+        key = ".".join(map(str, ("modelled", *first["loc"])))
+        if first["type"] == "extra_forbidden":
+            raise ConfigError.bad_value(
+                key, first["input"], f"no such key; there are {', '.join(ModelledConfig.model_fields)}"
+            ) from errors
+        raise ConfigError.bad_value(
+            key, first["input"], first["msg"].removeprefix("Input should be ")
+        ) from errors

@@ -1,0 +1,90 @@
+"""How long a GPU takes for a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.modelled.config import MeasuredSteps
+
+
+class Chunk(NamedTuple):
+    """A part of a prompt."""
+
+    tokens: int
+    #: Of the prompt, whose KV is there already.
+    before: int
+
+
+class StepParts(NamedTuple):
+    """Milliseconds of the parts of one step, which add up."""
+
+    #: All but attention, in which prefill's and decode's tokens are the same.
+    shared: float
+    prefill_attention: float = 0.0
+    decode_attention: float = 0.0
+
+
+class StepTimes(Protocol):
+    def parts(self, chunks: Sequence[Chunk], num_decode: int, context: int) -> StepParts:
+        """Of a step with these parts of prompts and so many sequences that decode, with a mean of `context` tokens
+        before the new one.
+        """
+        ...
+
+
+class StraightLines:
+    """`MeasuredSteps`."""
+
+    def __init__(self, measured: MeasuredSteps) -> None:
+        self._measured = measured
+
+    def parts(self, chunks: Sequence[Chunk], num_decode: int, context: int) -> StepParts:
+        given = self._measured
+        prompt_tokens = sum(chunk.tokens for chunk in chunks)
+        seen = sum(chunk.tokens * (chunk.before + chunk.tokens / 2) for chunk in chunks)
+        linear = prompt_tokens * given.prefill_token_us + num_decode * given.decode_token_us
+        return StepParts(
+            given.step_ms + linear / 1000,
+            seen / 1024 * given.prefill_context_us / 1000,
+            num_decode * context / 1024 * given.decode_context_us / 1000,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepPricer:
+    """Seconds of the rows of a step."""
+
+    times: StepTimes
+    prefill_factor: float = 1.0
+    decode_factor: float = 1.0
+    #: Of attention DP: the ranks take requests by turns, and the slowest one ends the step.
+    num_ranks: int = 1
+
+    def seconds(self, rows: Sequence[Row]) -> float:
+        if self.num_ranks == 1:
+            return self._of_rank(rows)
+        ranks: defaultdict[int, list[Row]] = defaultdict(list)
+        for row in rows:
+            ranks[row.sequence.admission_number % self.num_ranks].append(row)
+        return max(map(self._of_rank, ranks.values()))
+
+    def _of_rank(self, rows: Sequence[Row]) -> float:
+        # In the order of the scheduler, decode rows come first; a chunk may be of one token.
+        chunks = [Chunk(row.num_tokens, row.num_computed) for row in rows if row.in_prefill]
+        contexts = [row.num_computed for row in rows if not row.in_prefill]
+        num_decode = len(contexts)
+        parts = self.times.parts(chunks, num_decode, round(sum(contexts) / num_decode) if contexts else 0)
+        prompt_tokens = sum(chunk.tokens for chunk in chunks)
+        weight = (prompt_tokens * self.prefill_factor + num_decode * self.decode_factor) / (
+            prompt_tokens + num_decode
+        )
+        milliseconds = (
+            parts.shared * weight
+            + parts.prefill_attention * self.prefill_factor
+            + parts.decode_attention * self.decode_factor
+        )
+        return milliseconds / 1000
