@@ -20,6 +20,7 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.local import OutputCursor, finished
 from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance
 from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.handlers.trace import record_cache_hit
 from trtllm_disagg.types import (
     DecodePhase,
     Generate,
@@ -59,12 +60,13 @@ class LocalPush:
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
         result = self._engine.start_prefill(request)
         await finished(self._engine, result, context)
-        chunk = OutputCursor(len(request.token_ids)).advance(result)
-        if chunk is None or chunk.finish_reason == "cancelled":
+        chunks = OutputCursor(len(request.token_ids)).advance(result)
+        if not chunks or chunks[0].finish_reason == "cancelled":
             if context.is_stopped():
                 raise RequestCancelledError("the client left during prefill")
             raise KvTransferError("the engine gave the prefill up")
-        return chunk
+        record_cache_hit(request, result)
+        return chunks[0]
 
 
 class RemotePush:

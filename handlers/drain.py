@@ -66,13 +66,15 @@ class WorkerDrain:
             request: GenerateRequest, context: RequestContext
         ) -> AsyncGenerator[TokenChunk, None]:
             self._raise_if_over()
-            has_ended = False
+            has_ended, choices_left = False, request.num_choices
             with self._counted() as wait, record(request, context) as see:
                 async with aclosing(generate(request, context)) as chunks:
                     wait.arm()
                     async for chunk in chunks:
                         wait.disarm()
-                        has_ended = chunk.finish_reason is not None
+                        if chunk.finish_reason is not None:
+                            choices_left -= 1
+                            has_ended = choices_left <= 0
                         yield see(chunk)
                         if not has_ended:
                             self._raise_if_over()

@@ -309,7 +309,8 @@ def resume_migrated(generate: Generate, replays: Replays) -> Generate:
     def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         start = Start.read(request.raw.get(_LINK))
         asked, delivered = _as_it_began(request, start) if start is not None else (request, [])
-        if request.phase_request is not None or not replays(asked):
+        # Which tokens of several choices the client has is said by none.
+        if request.phase_request is not None or request.num_choices > 1 or not replays(asked):
             return generate(request, context)
         if delivered and has_ended(asked, delivered):
             asked.trace.chose("local", "nothing_left")

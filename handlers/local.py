@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard, abort_when_stopped, guarded, in_background
 from trtllm_disagg.handlers.streams import PerRequestStream
-from trtllm_disagg.handlers.trace import record_transfer
+from trtllm_disagg.handlers.trace import record_cache_hit, record_transfer
 from trtllm_disagg.types import (
     DecodePhase,
     GenerateRequest,
@@ -37,59 +38,114 @@ from trtllm_disagg.wire.bodies import encode_disaggregated_params, names_a_sende
 
 
 class OutputCursor:
-    """RequestOutput of the LLM API (cumulative) -> TokenChunk (what is new), for one choice."""
+    """RequestOutput of the LLM API (cumulative) -> TokenChunks (what is new), one for each choice that has grown."""
 
-    def __init__(self, num_prompt: int, *, skip: int = 0, cached_tokens: int | None = None) -> None:
-        """`skip` tokens have reached the client already; `cached_tokens` wins over this engine's count."""
+    def __init__(
+        self,
+        num_prompt: int,
+        *,
+        skip: int = 0,
+        cached_tokens: int | None = None,
+        was_fetched: bool = False,
+    ) -> None:
+        """`skip` tokens have reached the client already; `cached_tokens` wins over this engine's count, which of KV
+        that `was_fetched` has all of it.
+        """
         self._num_prompt = num_prompt
-        self._position = skip
+        self._skip = skip
         self._cached_tokens = cached_tokens
+        self._was_fetched = was_fetched
+        #: By choice.
+        self._positions: dict[int, int] = {}
 
-    def advance(self, result: Any) -> TokenChunk | None:
-        """What came since the last call, None when nothing did. Raises StageTimeoutError."""
-        output = result.outputs[0]
-        tokens = output.token_ids[self._position :]
+    def advance(self, result: Any) -> list[TokenChunk]:
+        """What came since the last call. Raises StageTimeoutError."""
+        return [chunk for output in result.outputs if (chunk := self._new(result, output)) is not None]
+
+    def _new(self, result: Any, output: Any) -> TokenChunk | None:
+        position = self._positions.get(output.index, self._skip)
+        tokens = output.token_ids[position:]
         finish_reason = output.finish_reason
         if finish_reason == "timeout":  # Dynamo's frontend has no such end
             raise StageTimeoutError("the engine ran out of time for this request")
-        if not tokens and finish_reason is None:
+        if not tokens and (finish_reason is None or position == _ENDED):
             return None
-        log_probs, top_logprobs = self._logprobs(output, tokens)
-        self._position += len(tokens)
-        return TokenChunk(
-            token_ids=list(tokens),
-            index=output.index,
-            log_probs=log_probs,
-            top_logprobs=top_logprobs,
-            finish_reason=finish_reason,
-            stop_reason=output.stop_reason if finish_reason else None,
-            completion_usage=self._usage(result, output) if finish_reason else None,
+        log_probs, top_logprobs = _logprobs(output, position, tokens)
+        self._positions[output.index] = _ENDED if finish_reason else position + len(tokens)
+        chunk = TokenChunk(list(tokens), output.index, log_probs, top_logprobs)
+        return self._end(chunk, result, output) if finish_reason else chunk
+
+    def _end(self, chunk: TokenChunk, result: Any, output: Any) -> TokenChunk:
+        cached, told = self._cached(result, output)
+        if (of_prompt := _prompt_logprobs(output)) is not None:
+            told["prompt_logprobs"] = of_prompt
+        # What the other choices have so far; the last one to end has all.
+        num_made = sum(len(each.token_ids) for each in result.outputs)
+        return msgspec.structs.replace(
+            chunk,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            completion_usage=Usage.of(self._num_prompt, num_made, cached),
+            engine_data=told or None,
         )
 
-    def _usage(self, result: Any, output: Any) -> Usage:
-        cached = self._cached_tokens if self._cached_tokens is not None else result.cached_tokens
-        return Usage.of(self._num_prompt, len(output.token_ids), cached or 0)
+    def _cached(self, result: Any, output: Any) -> tuple[int, dict[str, Any]]:
+        """Tokens of the prompt that no engine had to compute, and what to tell of the engine's own count."""
+        if self._cached_tokens is not None:
+            return self._cached_tokens, {}
+        counted = min(result.cached_tokens or 0, self._num_prompt)
+        measured = getattr(output.request_perf_metrics, "kv_cache_metrics", None)
+        if not self._was_fetched or measured is None:
+            return counted, {}
+        total = measured.num_reused_blocks + measured.num_missed_blocks
+        own = self._num_prompt * measured.num_reused_blocks // total if total else 0
+        return min(own, max(self._num_prompt - 1, 0)), {
+            "cached_tokens_engine_reported": result.cached_tokens or 0
+        }
 
-    def _logprobs(
-        self, output: Any, tokens: list[int]
-    ) -> tuple[list[float] | None, list[list[dict[str, Any]]] | None]:
-        """None when one is missing: a shorter list would be read as the logprobs of other tokens."""
-        entries = (output.logprobs or [])[self._position : self._position + len(tokens)]
-        if not tokens or len(entries) < len(tokens):
-            return None, None
-        if isinstance(entries[0], float):  # TensorRT-LLM, when the request asks for no alternatives
-            return list(entries), None
-        if any(token not in entry for token, entry in zip(tokens, entries, strict=True)):
-            return None, None
-        chosen = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
-        top = [
-            [
-                {"rank": lp.rank or 0, "token_id": token, "token": None, "logprob": lp.logprob}
-                for token, lp in entry.items()
-            ]
-            for entry in entries
+
+#: The position of a choice that the client has whole.
+_ENDED = sys.maxsize
+
+
+def _logprobs(
+    output: Any, position: int, tokens: list[int]
+) -> tuple[list[float] | None, list[list[dict[str, Any]]] | None]:
+    """None when one is missing: a shorter list would be read as the logprobs of other tokens."""
+    entries = (output.logprobs or [])[position : position + len(tokens)]
+    if not tokens or len(entries) < len(tokens):
+        return None, None
+    if isinstance(entries[0], float):  # TensorRT-LLM, when the request asks for no alternatives
+        return list(entries), None
+    if not all(entries):
+        return None, None
+    # Some TensorRT-LLM leaves out the token that it has drawn; Dynamo's worker takes the likeliest one's instead.
+    chosen = [
+        (entry.get(token) or next(iter(entry.values()))).logprob
+        for token, entry in zip(tokens, entries, strict=True)
+    ]
+    top = [
+        [
+            {"rank": lp.rank or 0, "token_id": token, "token": None, "logprob": lp.logprob}
+            for token, lp in entry.items()
         ]
-        return chosen, top
+        for entry in entries
+    ]
+    return chosen, top
+
+
+def _prompt_logprobs(output: Any) -> list[dict[str, dict[str, Any]] | None] | None:
+    """As Dynamo's frontend reads them; None when the engine has computed none."""
+    if not output.prompt_logprobs:
+        return None
+    return [
+        entry
+        and {
+            str(token): {"logprob": lp.logprob} | ({} if lp.rank is None else {"rank": lp.rank})
+            for token, lp in entry.items()
+        }
+        for entry in output.prompt_logprobs
+    ]
 
 
 #: Inside, the task is cancelled when what it waits for is gone.
@@ -184,10 +240,11 @@ class LocalPrefill:
         return Handoff(chunk, None)
 
     def _first(self, request: GenerateRequest, result: Any) -> TokenChunk:
-        chunk = OutputCursor(len(request.token_ids)).advance(result)
-        if chunk is None or chunk.finish_reason == "cancelled":
+        chunks = OutputCursor(len(request.token_ids)).advance(result)
+        if not chunks or chunks[0].finish_reason == "cancelled":
             raise EngineError("the engine ended the prefill without a token")
-        return chunk
+        record_cache_hit(request, result)
+        return chunks[0]
 
     def _handoff(self, request: GenerateRequest, context: RequestContext, result: Any) -> Handoff:
         try:
@@ -266,6 +323,7 @@ class LocalDecode:
             len(request.token_ids),
             skip=self._skip,
             cached_tokens=details.cached_tokens if details is not None else None,
+            was_fetched=True,
         )
 
         def finished(result: Any) -> None:
@@ -296,8 +354,11 @@ class LocalBoth:
         self._engine = engine
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        def finished(result: Any) -> None:
+            record_cache_hit(request, result)
+
         cursor = OutputCursor(len(request.token_ids))
-        return _stream(self._engine, lambda: self._engine.start_both(request), cursor, context)
+        return _stream(self._engine, lambda: self._engine.start_both(request), cursor, context, finished)
 
 
 async def _stream(
@@ -317,8 +378,7 @@ async def _stream(
         aclosing(newest_states(result, guard.may_abort, engine.awaited_by)) as states,
     ):
         async for state in states:
-            chunk = cursor.advance(state)
-            if chunk is not None:
+            for chunk in cursor.advance(state):
                 if chunk.finish_reason is not None:
                     finished(result)
                 yield chunk

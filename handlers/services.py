@@ -43,6 +43,7 @@ from trtllm_disagg.handlers.select import RequireConsumers
 from trtllm_disagg.handlers.trace import RequestCounts
 from trtllm_disagg.strategies import orders, spec_of
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.wire.bodies import require_splittable
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol, choose_protocol
 
 log = logging.getLogger(__name__)
@@ -138,6 +139,29 @@ def build_generate(
     have waited for one.
     """
     policy = policy or Policy.of(config, config.kv_block_size)
+    generate = _built(config, engine, stage, policy, prefills, waiting, occupancies or NotKnown())
+    return generate if config.role is Role.AGG else _splittable(generate)
+
+
+def _splittable(generate: Generate) -> Generate:
+    """Whether this worker would share a request or not: what only one that runs it whole can serve is refused."""
+
+    def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        require_splittable(request)
+        return generate(request, context)
+
+    return answer
+
+
+def _built(
+    config: WorkerConfig,
+    engine: Engine,
+    stage: StageClient,
+    policy: Policy,
+    prefills: StageClient | None,
+    waiting: QueueDepth | None,
+    occupancies: Occupancies,
+) -> Generate:
     replays = always if engine.is_exact else replay_if_needed
     name = "agg" if config.role is Role.AGG else config.strategy
     if not spec_of(name).is_worker_side:
@@ -158,7 +182,7 @@ def build_generate(
         choose_protocol(config.handoff_protocol),
         prefills and CircuitBreakerClient(_require_consumers(config, prefills, stage), breaker, timeouts),
     )
-    known = Known(config.role, policy.cached, waiting or watched, policy.occupancy, occupancies or NotKnown())
+    known = Known(config.role, policy.cached, waiting or watched, policy.occupancy, occupancies)
     chosen = _strategy_router(config, parts, watched, known, policy, replays)
     return resume_migrated(finish_if_budget_exhausted(served(parts, chosen)), replays)
 

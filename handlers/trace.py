@@ -26,6 +26,9 @@ KV_TRANSFER_BYTES = "kv_transfer_bytes"
 #: The key of `engine_data` under which the request trace is.
 ENGINE_DATA = "disagg"
 
+#: Dynamo's key there, in the last chunk: what its KV router reads of the worker that it chose.
+KV_CACHE_HIT = "kv_cache_hit"
+
 #: Starts every line of the request log.
 PREFIX = "journal "
 
@@ -40,6 +43,13 @@ def record_transfer(trace: RequestTrace, result: Any) -> None:
     if seconds > 0:
         trace.facts[KV_TRANSFER_MS] = round(seconds * 1000, 3)
         trace.facts[KV_TRANSFER_BYTES] = timing.kv_cache_size
+
+
+def record_cache_hit(request: GenerateRequest, result: Any) -> None:
+    """What the engine found of the prompt in its cache. `result` is the RequestOutput of a prefill that ran here."""
+    if result.cached_tokens is not None:
+        reused = int(result.cached_tokens)
+        request.trace.cache_hit = {"prompt_tokens": len(request.token_ids), "reused_tokens": reused}
 
 
 class RequestSink(Protocol):
@@ -145,10 +155,11 @@ class _Record:
 
 def _with_trace(chunk: TokenChunk, trace: RequestTrace) -> TokenChunk:
     """Where Dynamo lets a worker add to the answer: `nvext.extra_fields: ["engine_data"]`."""
-    known: dict[str, Any] = trace.to_json()
-    if not known:
-        return chunk
-    theirs = (chunk.engine_data or {}).get(ENGINE_DATA, {})
-    return msgspec.structs.replace(
-        chunk, engine_data=(chunk.engine_data or {}) | {ENGINE_DATA: theirs | known}
-    )
+    data = dict(chunk.engine_data or {})
+    # Of another worker's cache; the router has chosen this one.
+    data.pop(KV_CACHE_HIT, None)
+    if chunk.finish_reason is not None and trace.cache_hit is not None:
+        data[KV_CACHE_HIT] = trace.cache_hit
+    if known := trace.to_json():
+        data[ENGINE_DATA] = data.get(ENGINE_DATA, {}) | known
+    return msgspec.structs.replace(chunk, engine_data=data) if data else chunk

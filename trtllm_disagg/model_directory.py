@@ -30,25 +30,27 @@ def is_hub_name(model: str) -> bool:
     return _HUB_NAME.fullmatch(model) is not None and not path.exists() and not path.parent.is_dir()
 
 
-def model_directory(model: str, key: str = FLAG) -> Path:
+def model_directory(model: str, key: str = FLAG, revision: str | None = None) -> Path:
     """The directory of a model. One that only the hub has is downloaded first, with its progress on stderr.
 
-    A path is given back as it is, whatever is there. Raises ConfigError, naming `key`, when the cache does not have a
-    model and the hub does not give it.
+    A path is given back as it is, whatever is there; it has no `revision`. Raises ConfigError, naming `key`, when the
+    cache does not have a model and the hub does not give it.
     """
     if not is_hub_name(model):
+        if revision is not None:
+            raise ConfigError.bad_value("--revision", revision, f"no value with the directory {model}")
         return Path(model)
-    cached = _snapshot(model)
+    cached = _snapshot(model, revision)
     if cached is not None and _is_whole(cached):
         return cached
-    return _download(model, key, cached)
+    return _download(model, key, cached, revision)
 
 
-def servable_model(model: str, key: str = FLAG) -> Path:
+def servable_model(model: str, key: str = FLAG, revision: str | None = None) -> Path:
     """The directory of a model that a frontend can serve. Raises ConfigError as `model_directory`, and for a directory
     that is missing, is no model, or has nothing to make tokens with.
     """
-    directory = model_directory(model, key).expanduser()
+    directory = model_directory(model, key, revision).expanduser()
     if not directory.is_dir():
         raise ConfigError.bad_value(
             key,
@@ -67,15 +69,16 @@ def servable_model(model: str, key: str = FLAG) -> Path:
     return directory
 
 
-def _snapshot(name: str) -> Path | None:
+def _snapshot(name: str, revision: str | None) -> Path | None:
     """Of the local cache, whole or not; nothing is asked of the network."""
     from huggingface_hub import constants
 
     repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    wanted = revision or constants.DEFAULT_REVISION
     try:
-        commit = (repository / "refs" / "main").read_text().strip()
+        commit = (repository / "refs" / wanted).read_text().strip()
     except OSError:
-        return None
+        commit = wanted
     directory = repository / "snapshots" / commit
     return directory if directory.is_dir() else None
 
@@ -97,21 +100,29 @@ def _is_whole(directory: Path) -> bool:
     return weights and (directory / "config.json").exists()
 
 
-def _download(name: str, key: str, cached: Path | None) -> Path:
+def _download(name: str, key: str, cached: Path | None, revision: str | None) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
 
-    found = f"only a part of it, in {cached}" if cached is not None else f"no {name}"
+    called = name if revision is None else f"{name} at revision {revision}"
+    found = f"only a part of it, in {cached}" if cached is not None else f"no {called}"
     has_not = f"the Hugging Face cache {constants.HF_HUB_CACHE} has {found}"
-    remedy = f"run `hf download {name}` where the hub can be reached, or name a directory"
+    wanted = "" if revision is None else f" --revision {revision}"
+    remedy = f"run `hf download {name}{wanted}` where the hub can be reached, or name a directory"
     if constants.is_offline_mode():
         raise ConfigError(f"{key}: {has_not}, and HF_HUB_OFFLINE forbids to ask the hub; unset it, {remedy}")
     print(f"{has_not}; asking {constants.ENDPOINT}", file=sys.stderr, flush=True)
     try:
         _within(
             _REACH_SECONDS,
-            lambda: HfApi(endpoint=constants.ENDPOINT).model_info(name, timeout=_REACH_SECONDS / 2),
+            lambda: HfApi(endpoint=constants.ENDPOINT).model_info(
+                name, revision=revision, timeout=_REACH_SECONDS / 2
+            ),
         )
-        return Path(snapshot_download(name, allow_patterns=list(_FILES), endpoint=constants.ENDPOINT))
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=list(_FILES), endpoint=constants.ENDPOINT
+            )
+        )
     except Exception as error:  # of the HTTP library and of the hub's client, which have no common ancestor
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(

@@ -43,6 +43,8 @@ class OutputOptions(msgspec.Struct, frozen=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
+    #: Stop tokens are returned too.
+    no_stop_trim: bool | None = None
 
 
 class Routing(msgspec.Struct, frozen=True):
@@ -140,6 +142,8 @@ class RequestTrace:
     fallbacks: list[str] = field(default_factory=list)
     #: Further facts that the answer tells: {"prefill_instance": "1a2b", ...}.
     facts: dict[str, Any] = field(default_factory=dict)
+    #: What this worker's cache had of the prompt, for Dynamo's router; None where the engine does not tell.
+    cache_hit: dict[str, int] | None = None
 
     def chose(self, strategy: str, reason: str) -> None:
         """Later, lower decisions win: they are closer to what ran."""
@@ -173,11 +177,19 @@ class GenerateRequest:
     pins: dict[str, int | None] = field(default_factory=dict)
     #: The rank of attention DP that a router has chosen on this worker.
     dp_rank: int | None = None
+    #: The conversation that it belongs to.
+    session_id: str | None = None
+    #: Of the span around it, for the engine's own spans.
+    trace_headers: dict[str, str] | None = None
     #: A decode comes after this prefill, whatever `stop.max_tokens` says.
     decode_follows: bool = False
     #: Instances that failed this request already.
     avoid: frozenset[int] = frozenset()
     trace: RequestTrace = field(default_factory=RequestTrace, compare=False)
+
+    @property
+    def num_choices(self) -> int:
+        return self.sampling.n or 1
 
     def avoiding(self, instance_id: int) -> GenerateRequest:
         return replace(self, avoid=self.avoid | {instance_id})

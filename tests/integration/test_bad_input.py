@@ -236,7 +236,6 @@ BAD_REQUESTS: dict[str, tuple[Api, Any, dict[str, Any], str]] = {
     "repetition": ("chat", "Hello?", {"repetition_penalty": -1.0}, "-1"),
     "unknown_key": ("chat", "Hello?", {"bogus": 1}, "bogus"),
     "unknown_nvext": ("chat", "Hello?", {"nvext": {"bogus": 1}}, "bogus"),
-    "prompt_logprobs": ("completions", "Hello?", {"echo": True, "logprobs": 1}, "echo"),
 }
 
 

@@ -6,6 +6,7 @@ Float32 is exact in all of them, so nothing here has a tolerance (docs: embedded
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.parity.answers import Answer, Api, Question, Refusal, ask, without_ca
 from tests.parity.cases import BOTH, CASES, MIXTURE, ROOM, Case, say
 from tests.parity.conftest import Examination
 from tests.parity.oracle import Oracle
-from tests.support.deployments import FIXED, Served
+from tests.support.deployments import FIXED, MODEL_NAME, Served
 
 CASE = {case.name: case for case in CASES}
 
@@ -56,8 +57,8 @@ def test_same_answers_when_all_are_asked_at_once(
 
 @both_ways
 @pytest.mark.parametrize("api", BOTH)
-@every_strategy
-def test_several_choices_are_refused_alike(
+@pytest.mark.parametrize("strategy", [name for name in FIXED if name != "agg"])
+def test_several_choices_are_refused_where_workers_share_a_request(
     strategy: str, api: Api, stream: bool, examination: Examination
 ) -> None:
     """A handoff carries one choice. When all would be the same, the frontend says so first."""
@@ -71,8 +72,29 @@ def test_several_choices_are_refused_alike(
 
     assert [refusal.status for refusal in refusals if isinstance(refusal, Refusal)] == [400, 400]
     assert "n=2" in str(refusals[0])
-    if strategy != "agg":
-        assert refusals == examination.right_answers(strategy, questions)
+
+
+@pytest.mark.parametrize("strategy", ["agg"])
+def test_agg_answers_with_several_choices(strategy: str, deployed: Served) -> None:
+    options: dict[str, Any] = {"model": MODEL_NAME, "prompt": "Hello?", "n": 3, "temperature": 0.9, "seed": 5}
+    whole = deployed.openai.completions.create(**options, max_tokens=6)
+    pieces = list(
+        deployed.openai.completions.create(
+            **options, max_tokens=6, stream=True, stream_options={"include_usage": True}
+        )
+    )
+
+    texts = {choice.index: choice.text for choice in whole.choices}
+    assert sorted(texts) == [0, 1, 2]
+    assert len(set(texts.values())) > 1
+    streamed = dict.fromkeys(texts, "")
+    for choice in (choice for piece in pieces for choice in piece.choices):
+        streamed[choice.index] += choice.text
+    assert streamed == texts
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == pieces[-1].usage.prompt_tokens
+    assert whole.usage.completion_tokens == pieces[-1].usage.completion_tokens <= 3 * 6
+    assert whole.usage.completion_tokens > 6
 
 
 @pytest.mark.parametrize("api", BOTH)

@@ -70,6 +70,31 @@ def test_a_name_in_the_cache_is_its_snapshot(
     assert len(output.outputs[0].token_ids) == 2
 
 
+@pytest.mark.parametrize("revision", ["v2", "refs/pr/3", "0123abcd"])
+def test_a_revision_is_its_own_snapshot(
+    cache: HubCache, checkpoints: Checkpoints, offline: None, revision: str
+) -> None:
+    cache.add(checkpoints("llama"))
+    refs = cache.snapshot.parents[1] / "refs"
+    (refs / "main").write_text("another")
+    if revision != cache.snapshot.name:
+        (refs / revision).parent.mkdir(parents=True, exist_ok=True)
+        (refs / revision).write_text(cache.snapshot.name)
+    assert servable_model(NAME, revision=revision) == cache.snapshot
+
+
+def test_a_revision_that_is_not_there_is_named(cache: HubCache, offline: None) -> None:
+    with pytest.raises(ConfigError, match=f"has no {NAME} at revision v3.*hf download {NAME} --revision v3"):
+        model_directory(NAME, revision="v3")
+
+
+def test_a_directory_has_no_revision(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--revision: 'v3' is not allowed; expected no value with the dir"
+    ):
+        model_directory(str(tmp_path), revision="v3")
+
+
 @pytest.mark.parametrize("command", ["worker --disaggregation-mode agg", "up --strategy agg"])
 def test_a_name_that_is_not_there_is_one_sentence_with_the_remedy(
     cache: HubCache, offline: None, capfd: pytest.CaptureFixture[str], command: str

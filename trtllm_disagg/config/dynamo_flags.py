@@ -67,21 +67,7 @@ def _diffusion_switch(name: str, *, default: bool = False) -> NotServed:
 
 NOT_SERVED = (
     # Of the engine.
-    _off(
-        "--conversation-affinity",
-        "DYN_ENGINE_CONV_AFFINITY",
-        "requests of a conversation are kept together by the router",
-    ),
-    _value(
-        "--conversation-affinity-dp-rank-source",
-        "DYN_ENGINE_CONV_AFFINITY_DP_RANK_SOURCE",
-        ["engine"],
-        "as above",
-    ),
     _value("--model-loader-extra-config", "DYN_TRTLLM_MODEL_LOADER_EXTRA_CONFIG", [], _YAML),
-    _value(
-        "--revision", "DYN_TRTLLM_REVISION", [], "download that revision, and name its directory as --model"
-    ),
     # Of the runtime.
     _value(
         "--kv-state-endpoint", "DYN_KV_STATE_ENDPOINT", [], "KV state belongs to the endpoint that serves"
@@ -98,15 +84,9 @@ NOT_SERVED = (
         "KVBM and LMCache are not built in; kv_connector_config in the engine YAML is passed on",
         is_list=True,
     ),
-    _on(
-        "--exclude-tools-when-tool-choice-none",
-        "DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE",
-        "give --no-exclude-tools-when-tool-choice-none to the frontend",
-    ),
     _off("--dyn-enable-structural-tag", "DYN_ENABLE_STRUCTURAL_TAG", _TAG),
     _value("--dyn-structural-tag-scope", "DYN_STRUCTURAL_TAG_SCOPE", [], _TAG),
     _value("--dyn-structural-tag-schema", "DYN_STRUCTURAL_TAG_SCHEMA", [], _TAG),
-    _value("--health-check-payload", "DYN_HEALTH_CHECK_PAYLOAD", [], "this worker has a probe of its own"),
     # Multimodal.
     _off("--enable-multimodal", "DYN_TRTLLM_ENABLE_MULTIMODAL", _TEXT),
     _value("--modality", "DYN_TRTLLM_MODALITY", ["text"], _TEXT),
@@ -146,6 +126,21 @@ NOT_SERVED = (
     _diffusion("default-guidance-scale", "5.0"),
     _diffusion("default-num-frames", "81"),
     _diffusion("default-num-images-per-prompt", "1"),
+)
+
+
+def _variable(name: str, accepted: Sequence[str], instead: str) -> NotServed:
+    return NotServed(name, name, ("", *accepted), instead)
+
+
+_SNAPSHOT = "snapshots of a loaded worker are not taken; each one loads its model"
+
+#: Variables of Dynamo's that go with no flag.
+VARIABLES_NOT_SERVED = (
+    _variable("DYN_SNAPSHOT_CONTROL_DIR", [], _SNAPSHOT),
+    _variable("SNAPSHOT_RESTORE_STANDBY", ["0"], _SNAPSHOT),
+    _variable("DYN_ENABLE_TEST_LOGITS_PROCESSOR", ["0"], "it is for Dynamo's own tests"),
+    _variable("DYN_TRTLLM_KV_EVENT_HOSTS", [], "KV events are polled (--publish-kv-events), not streamed"),
 )
 
 #: Flags that only set the variable that Dynamo's runtime reads; True for switches.
@@ -224,7 +219,7 @@ DIFFERENCES: Mapping[str, str] = {
     "--endpoint": "both roles of a pair have a place for frontends and one for each other",
     "--discovery-backend": "file, unless ETCD_ENDPOINTS is set: one machine needs no etcd",
     "--event-plane": "zmq is named; Dynamo takes it when none is",
-    "--load-format": "the formats that TensorRT-LLM has",
+    "--load-format": "the formats that TensorRT-LLM has for text; without gms, whose memory service is not set up",
     "--disaggregation-mode": "without encode, which is for images; prefill_and_decode is another name of agg",
     "--dyn-tool-call-parser": "checked against Dynamo's list when the worker starts",
     "--dyn-reasoning-parser": "checked against Dynamo's list when the worker starts",
@@ -256,7 +251,7 @@ def add_dynamo_arguments(parser: argparse.ArgumentParser) -> None:
 
 def refuse_ignored_variables(environ: Mapping[str, str]) -> None:
     """Raise ConfigError for the first variable of Dynamo's that this worker would ignore."""
-    for flag in NOT_SERVED:
+    for flag in (*NOT_SERVED, *VARIABLES_NOT_SERVED):
         value = environ.get(flag.variable or "")
         if value is None:
             continue

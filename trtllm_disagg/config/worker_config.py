@@ -93,8 +93,11 @@ class WorkerConfig:
     served_model_name: str | None = option(
         None, "name for clients (default: the value of --model)", NOT_EMPTY, dynamo=DYNAMO_WORKER
     )
+    revision: str | None = option(
+        None, "branch, tag or commit of a model on the hub", NOT_EMPTY, dynamo=DYNAMO_WORKER
+    )
     load_format: str = option(
-        "auto", "how weights are loaded", one_of("auto", "dummy", "vision_only", "gms"), dynamo=DYNAMO_WORKER
+        "auto", "how weights are loaded", one_of("auto", "dummy", "vision_only"), dynamo=DYNAMO_WORKER
     )
 
     role: Role = option(  # noqa: RUF009
@@ -208,6 +211,32 @@ class WorkerConfig:
         SECONDS_OR_NONE,
     )
 
+    health_check_payload: str | None = option(
+        None,
+        "JSON, or @FILE with it: the request of a health probe (default: one token of a prompt of one)",
+        NOT_EMPTY,
+        group="health and process",
+        dynamo=DYNAMO_RUNTIME,
+    )
+    engine_health_check_interval: float = option(
+        0.5, "seconds between two questions whether the engine lives", SECONDS_OR_NONE, dynamo=DYNAMO_RUNTIME
+    )
+    engine_health_check_timeout: float = option(
+        30.0,
+        "seconds after which an engine that does not answer that is dead; 0: never",
+        SECONDS_OR_NONE,
+        dynamo=DYNAMO_RUNTIME,
+    )
+    engine_health_shutdown_timeout: float = option(
+        60.0, "max seconds of the engine's own shutdown; 0: no limit", SECONDS_OR_NONE, dynamo=DYNAMO_RUNTIME
+    )
+    server_disable_gc: bool = option(
+        False,
+        "Python's collector of cycles is off",
+        dynamo=DYNAMO_WORKER,
+        variables=("TRTLLM_SERVER_DISABLE_GC",),
+    )
+
     admin_key_file: str | None = option(
         None,
         "key with which `switch` and `set` are signed (default: none, and they are refused)",
@@ -233,6 +262,17 @@ class WorkerConfig:
     )
     enable_attention_dp: bool = option(
         False, "attention runs data-parallel instead of tensor-parallel", dynamo=DYNAMO_WORKER
+    )
+    conversation_affinity: bool = option(
+        False,
+        "with attention DP, the requests of a conversation run on one rank",
+        variables=("DYN_ENGINE_CONV_AFFINITY",),
+    )
+    conversation_affinity_dp_rank_source: str = option(
+        "engine",
+        "chooses the rank of a conversation's first request",
+        one_of("engine", "dynamo"),
+        variables=("DYN_ENGINE_CONV_AFFINITY_DP_RANK_SOURCE",),
     )
     gpus_per_node: int | None = option(
         None, "GPUs of one node (default: as found)", POSITIVE, dynamo=DYNAMO_WORKER
@@ -285,6 +325,9 @@ class WorkerConfig:
     )
     reasoning_parser: str | None = option(
         None, "parser of reasoning", NOT_EMPTY, flag="--dyn-reasoning-parser", dynamo=DYNAMO_RUNTIME
+    )
+    exclude_tools_when_tool_choice_none: bool = option(
+        True, "chats with tool_choice none show the model no tools", dynamo=DYNAMO_RUNTIME
     )
     default_thinking_mode: str | None = option(
         None,

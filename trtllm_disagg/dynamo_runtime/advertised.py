@@ -6,17 +6,20 @@ import contextlib
 import difflib
 import io
 import json
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.common.configuration.groups.router_args import build_router_config, parse_worker_router_config
+from dynamo.common.utils.topology import TopologyConfig, read_topology_config
 
 from trtllm_disagg.config.worker_config import WorkerConfig, flag_of
 from trtllm_disagg.errors import ConfigError
 
+_TOPOLOGY = "DYN_TOPOLOGY_ENABLED"
 _THINKING = "default_thinking_mode"
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
@@ -41,10 +44,15 @@ class Advertised:
     thinking_mode: str | None = None
     structural_tag: dict[str, Any] | None = None
     router: Any = None
+    excludes_tools: bool = True
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
 
     @classmethod
     def of(cls, config: WorkerConfig, *, guides: bool) -> Advertised:
-        """`guides`: the engine can hold an answer to a grammar. Raises ConfigError for what Dynamo does not know."""
+        """`guides`: the engine can hold an answer to a grammar. Raises ConfigError for what Dynamo does not know.
+
+        Blocks for up to 30 s where a topology is on, until its files are there.
+        """
         _check_name("tool_call_parser", config.tool_call_parser, get_tool_parser_names)
         _check_name("reasoning_parser", config.reasoning_parser, get_reasoning_parser_names)
         return cls(
@@ -53,6 +61,8 @@ class Advertised:
             config.default_thinking_mode,
             _structural_tag(config.structural_tag, guides),
             _router(config.router_flags),
+            config.exclude_tools_when_tool_choice_none,
+            _topology(config),
         )
 
     def put_on(self, card: Any) -> None:
@@ -62,6 +72,10 @@ class Advertised:
         if self.thinking_mode is not None:
             card.set_engine_specific(_THINKING, json.dumps(self.thinking_mode))
         card.set_structural_tag(self.structural_tag)
+        card.exclude_tools_when_tool_choice_none = self.excludes_tools
+        if self.topology.enabled:
+            for name, value in vars(self.topology).items():
+                setattr(card, name, value)
 
 
 NOTHING = Advertised()
@@ -90,6 +104,31 @@ def _structural_tag(given: str | None, guides: bool) -> dict[str, Any] | None:
             raise ConfigError.bad_value(flag_of("structural_tag"), given, allowed) from error
     built: dict[str, Any] = msgspec.to_builtins(tag)
     return built
+
+
+def _topology(config: WorkerConfig) -> TopologyConfig:
+    """Where this worker stands, and how near the frontend's router has to keep a pair's two workers. Dynamo reads its
+    variables, and the files that they name, itself.
+    """
+    if config.may_switch and os.environ.get(_TOPOLOGY, "").strip().lower() in _YES:
+        raise ConfigError.bad_value(
+            _TOPOLOGY,
+            os.environ[_TOPOLOGY],
+            f"no value with {flag_of('strategy')} {config.strategy}, where workers choose each other and look at no "
+            f"topology; {flag_of('strategy')} router leaves the choice to the frontend",
+        )
+    try:
+        return read_topology_config()
+    except SystemExit:
+        domain = os.environ.get("DYN_KV_TRANSFER_DOMAIN") or "not set"
+        where = os.environ.get("DYN_TOPOLOGY_MOUNT_PATH", "/etc/dynamo/topology")
+        allowed = (
+            f"no value, or DYN_KV_TRANSFER_DOMAIN ({domain}) that is the name of a file in {where} "
+            "(DYN_TOPOLOGY_MOUNT_PATH) with this worker's place in it"
+        )
+        raise ConfigError.bad_value(_TOPOLOGY, os.environ.get(_TOPOLOGY), allowed) from None
+    except ValueError as error:
+        raise ConfigError(f"DYN_KV_TRANSFER_PREFERRED_WEIGHT: {error}") from None
 
 
 def _router(flags: Sequence[str]) -> Any:

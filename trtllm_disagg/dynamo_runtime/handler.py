@@ -15,27 +15,25 @@ from trtllm_disagg import errors
 from trtllm_disagg.commands import CONTROL, is_control
 from trtllm_disagg.dynamo_runtime import pushed_answers
 from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
-from trtllm_disagg.types import Generate
+from trtllm_disagg.dynamo_runtime.health_check import PROBE
+from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
 log = logging.getLogger(__name__)
 
 #: A request with this key asks for the worker's description.
 DESCRIBE = "trtllm_disagg.describe"
-#: Dynamo's health probes send a request with this key. It costs one token: an engine that says that it lives may be
-#: stuck.
-PROBE = "trtllm_disagg.probe"
 
 
 #: What a worker does with a control command, however little it looks like one. Raises a DisaggError.
 HandleCommand = Callable[[Any], Awaitable[dict[str, Any]]]
 
 
-#: Raises a DisaggError when the engine does no work.
-Probe = Callable[[], Awaitable[None]]
+#: Runs the request of a health probe. Raises a DisaggError when the engine does no work.
+Probe = Callable[[GenerateRequest], Awaitable[None]]
 
 
-async def answers_by_itself() -> None:
+async def answers_by_itself(request: GenerateRequest) -> None:
     """For a handler without an engine."""
 
 
@@ -63,13 +61,14 @@ def as_dynamo_handler(
             return
         try:
             if PROBE in request:
-                await probe()
+                await probe(decode_request(request, longest_prompt))
                 yield describe()
                 return
             if is_control(request):
                 yield await handle_command(request[CONTROL])
                 return
-            async with aclosing(generate(decode_request(request, longest_prompt), context)) as chunks:
+            asked = decode_request(request, longest_prompt, context.trace_headers())
+            async with aclosing(generate(asked, context)) as chunks:
                 async for chunk in chunks:
                     yield encode_chunk(chunk)
         except asyncio.CancelledError:

@@ -29,12 +29,12 @@ from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised
 from trtllm_disagg.dynamo_runtime.discovery import KvOverlaps, described, list_instances
 from trtllm_disagg.dynamo_runtime.dynamo_stage_client import DynamoDirectory
 from trtllm_disagg.dynamo_runtime.handler import (
-    PROBE,
     HandleCommand,
     Probe,
     answers_by_itself,
     as_dynamo_handler,
 )
+from trtllm_disagg.dynamo_runtime.health_check import health_check_payload
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.types import Generate
 
@@ -80,8 +80,10 @@ class Runtime:
     """This worker in Dynamo's runtime; its creator calls `shutdown`."""
 
     def __init__(self, config: WorkerConfig, advertised: Advertised = NOTHING) -> None:
+        """Raises ConfigError for a --health-check-payload that is no request."""
         self._config = config
         self._advertised = advertised
+        self._health_check = health_check_payload(config.health_check_payload)
         self._runtime = _open(config)
         #: Where workers of the other role call this one, and where frontends do while it is a first stage.
         self.peer = self._endpoint(config.peer_endpoint_id)
@@ -253,7 +255,7 @@ class Runtime:
                 self._handler,
                 graceful_shutdown=True,
                 metrics_labels=[("model", self._config.model_name)],
-                health_check_payload={PROBE: True},
+                health_check_payload=self._health_check,
             )
         )
 

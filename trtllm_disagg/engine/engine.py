@@ -10,6 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,13 @@ from trtllm_disagg.engine.capabilities import CAN_BE_MET, COUNTS_REQUESTS, IS_EX
 from trtllm_disagg.engine.error_meaning import translate
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.llm_api import LlmApi
+from trtllm_disagg.engine.rank_placement import (
+    Affinity,
+    OneRank,
+    Placement,
+    RankOfConversation,
+    RankOfRouter,
+)
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -37,8 +45,10 @@ _MOST_STRETCHED = 8
 #: A failed request asks whether the engine lives; one that does not say so in this time is not alive to a client.
 _CHECK_SECONDS = 2.0
 _DEFAULT_LEASE_MS = 60_000
-#: As upstream's worker has it: the probes of one health check share no cached prefix with requests.
-_PROBE_SALT, _PROBE_TOKEN = "dynamo-health-check", 1
+_AFFINITY = "kv_cache_routing_conversation_affinity"
+_NO_AFFINITY = Affinity()
+#: As upstream's worker has it: the probes of a health check share no cached prefix with requests.
+_PROBE_SALT = "dynamo-health-check"
 
 
 class Engine:
@@ -53,12 +63,14 @@ class Engine:
         *,
         measures: bool = False,
         lease_seconds: float = math.inf,
+        affinity: Affinity = _NO_AFFINITY,
     ) -> None:
         """`max_seq_len` None: not known. `machine_id` in [0, 1021) tells this worker's handoff ids from the other
         workers'. `measures`: have the engine say of each request what it took. `lease_seconds`: how long it keeps KV
         that is not fetched.
 
-        Raises ConfigError for attention DP with an engine that takes no rank.
+        Raises ConfigError for attention DP with an engine that takes no rank, and for an `affinity` with one that knows
+        no conversations.
         """
         self._api = api
         self.llm = llm
@@ -73,12 +85,15 @@ class Engine:
         self.num_ranks = _num_ranks(args)
         if self.num_ranks > 1 and (TAKES_RANKS not in self.capabilities or api.scheduling_params is None):
             raise ConfigError.bad_value("enable_attention_dp", True, f"false with this version of {api.name}")
+        self._placement = _placement(api, self.num_ranks, affinity, args)
         #: Why there is no engine any more.
         self.death: str | None = None
         self._waiting: set[asyncio.Future[Any]] = set()
 
     @classmethod
-    def open(cls, api: LlmApi, engine_args: dict[str, Any], machine_id: int) -> Engine:
+    def open(
+        cls, api: LlmApi, engine_args: dict[str, Any], machine_id: int, affinity: Affinity = _NO_AFFINITY
+    ) -> Engine:
         """Build the LLM: loads the model, so it takes its time and blocks."""
         args = dict(engine_args)
         llm = api.llm(**args)
@@ -90,6 +105,7 @@ class Engine:
             # Metrics of steps without those of requests are of no use.
             measures=bool(args.get("enable_iter_perf_stats")),
             lease_seconds=_lease_seconds(args),
+            affinity=affinity,
         )
 
     @property
@@ -231,12 +247,14 @@ class Engine:
             return WorkerLeavingError(str(error))
         return translate(error, isinstance(error, self.request_error))
 
-    async def probe(self) -> None:
-        """One token through the engine: to say that it is alive is not to be able to work. Raises a DisaggError."""
+    async def probe(self, request: GenerateRequest) -> None:
+        """Run it, one token unless it asks for more: to say that it is alive is not to be able to work. Raises a
+        DisaggError.
+        """
+        salted = replace(request, cache_salt=request.cache_salt or _PROBE_SALT)
+        max_tokens = None if request.stop.max_tokens else 1
+        result = self.start_both(salted, streaming=False, max_tokens=max_tokens)
         try:
-            params = self._api.sampling_params(max_tokens=1, detokenize=False)
-            keywords = {"inputs": [_PROBE_TOKEN], "sampling_params": params, "cache_salt": _PROBE_SALT}
-            result = self.llm.generate_async(**keywords)
             await self.finished(result)
         except DisaggError:
             raise
@@ -286,9 +304,10 @@ class Engine:
             "disaggregated_params": params,
             "cache_salt": request.cache_salt,
             "priority": request.priority,
-            "scheduling_params": self._scheduling_params(request),
+            "trace_headers": request.trace_headers,
         }
         keywords |= {name: value for name, value in optional.items() if value is not None}
+        keywords |= self._placement.keywords(request)
         try:
             return self.llm.generate_async(**keywords)
         except self.request_error as error:
@@ -317,25 +336,18 @@ class Engine:
                 "enable_chunked_prefill"
             )
 
-    def _scheduling_params(self, request: GenerateRequest) -> Any:
-        """The rank whose cache the router has chosen."""
-        rank = request.dp_rank
-        if self.num_ranks == 1 or rank is None or self._api.scheduling_params is None:
-            return None
-        if not 0 <= rank < self.num_ranks:
-            raise InvalidRequestError(
-                f"routing.dp_rank: {rank} is not allowed; expected 0 to {self.num_ranks - 1}"
-            )
-        return self._api.scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)
-
     def _sampling_params(self, request: GenerateRequest, max_tokens: int | None) -> Any:
         options = _set_options(request.sampling)
+        if options.get("n", 1) > 1:
+            # TensorRT-LLM makes so many answers, and returns `n` of them.
+            options["best_of"] = options["n"]
         # -1 is OpenAI's way to say "no limit"; TensorRT-LLM's is 0.
         if options.get("top_k") == -1:
             options["top_k"] = 0
         guided = options.pop("guided_decoding", None) or {}
         stop = request.stop
-        ignore_eos = bool(stop.ignore_eos or stop.stop_token_ids_visible)
+        # TensorRT-LLM never returns the token that it stops at.
+        ignore_eos = bool(stop.ignore_eos or stop.stop_token_ids_visible or request.output.no_stop_trim)
         stop_ids = [] if ignore_eos else [*(stop.stop_token_ids or ()), *(stop.stop_token_ids_hidden or ())]
         # None: the engine, which knows, takes what there is.
         room = None if self.max_seq_len is None else max(1, self.max_seq_len - len(request.token_ids))
@@ -346,6 +358,7 @@ class Engine:
                 ignore_eos=ignore_eos,
                 stop_token_ids=stop_ids or None,
                 logprobs=None if request.output.logprobs is None else max(1, request.output.logprobs),
+                prompt_logprobs=request.output.prompt_logprobs,
                 # Dynamo's frontend makes the text.
                 detokenize=False,
                 guided_decoding=self._guided(guided),
@@ -390,6 +403,22 @@ def _longest_step(args: Any) -> float:
 def _num_ranks(args: Any) -> int:
     """Each rank of attention DP has requests and a cache of its own."""
     return int(args.tensor_parallel_size) if getattr(args, "enable_attention_dp", False) else 1
+
+
+def _placement(api: LlmApi, num_ranks: int, affinity: Affinity, args: Any) -> Placement:
+    given = getattr(args, "attention_dp_config", None)
+    said = given.get(_AFFINITY) if isinstance(given, dict) else getattr(given, _AFFINITY, None)
+    scheduling = api.scheduling_params
+    of_router = RankOfRouter(num_ranks, scheduling) if num_ranks > 1 and scheduling is not None else OneRank()
+    if not affinity.is_on and said is not True:
+        return of_router
+    if api.conversation_params is None:
+        key = "--conversation-affinity" if affinity.is_on else f"attention_dp_config.{_AFFINITY}"
+        raise ConfigError.bad_value(
+            key, True, f"false with this version of {api.name}, which has no ConversationParams"
+        )
+    first_turn = of_router if affinity.by_router else OneRank()
+    return RankOfConversation(api.conversation_params, first_turn)
 
 
 def _lease_seconds(args: dict[str, Any]) -> float:

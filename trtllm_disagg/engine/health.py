@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 
 log = logging.getLogger(__name__)
+
+
+_LEAST_BETWEEN, _MOST_BETWEEN_LOOKS = 0.05, 0.5
+_SHUTDOWN_DEAD = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +35,25 @@ class HealthTimes:
     check: float = 30.0
     #: For the event loop to hear of it; one that does not is held up by the dead engine.
     hear: float = 10.0
-    #: For the end of an engine that lives, and of one that does not.
-    shutdown: float = 60.0
-    shutdown_dead: float = 5.0
+    #: For the end of an engine that lives, and of one that does not. None: as long as it takes.
+    shutdown: float | None = 60.0
+    shutdown_dead: float = _SHUTDOWN_DEAD
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> HealthTimes:
+        """In the settings 0 is no time between two checks, and no limit, as Dynamo's worker has it."""
+        shutdown = config.engine_health_shutdown_timeout
+        return cls(
+            between=max(config.engine_health_check_interval, _LEAST_BETWEEN),
+            check=config.engine_health_check_timeout or math.inf,
+            shutdown=shutdown or None,
+            shutdown_dead=min(shutdown or math.inf, _SHUTDOWN_DEAD),
+        )
+
+    @property
+    def between_looks(self) -> float:
+        """However rarely the engine is asked, what it has noted of its own death costs nothing to read."""
+        return min(self.between / 2, _MOST_BETWEEN_LOOKS)
 
 
 TIMES = HealthTimes()
@@ -79,7 +101,7 @@ class EngineHealth:
             self._stopping.wait(self._times.between)
 
     def _watch(self) -> None:
-        while not self._stopping.wait(self._times.between / 2):
+        while not self._stopping.wait(self._times.between_looks):
             reason = self._reason()
             if reason is not None:
                 self._tell(reason)

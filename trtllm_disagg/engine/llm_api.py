@@ -13,7 +13,14 @@ from trtllm_disagg.engine.trtllm_version import require_taken
 from trtllm_disagg.errors import ConfigError
 
 #: Where TensorRT-LLM has what a text worker needs.
-_PARTS = ("sampling_params", "executor.result", "executor.utils", "llmapi.disagg_utils", "scheduling_params")
+_PARTS = (
+    "sampling_params",
+    "executor.result",
+    "executor.utils",
+    "llmapi.disagg_utils",
+    "scheduling_params",
+    "llmapi",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,8 @@ class LlmApi:
     new_disagg_request_id: Callable[..., int]
     #: None where the engine has no attention DP.
     scheduling_params: Callable[..., Any] | None = None
+    #: None where it keeps no conversation on one rank of it; TensorRT-LLM does from 1.3.0rc21 on.
+    conversation_params: Callable[..., Any] | None = None
 
 
 def load_api(name: str) -> LlmApi:
@@ -42,11 +51,11 @@ def load_api(name: str) -> LlmApi:
         allowed = f"an engine that is installed ({error}; pip install 'trtllm-disagg[{ENGINES[name].extra}]')"
         raise ConfigError.bad_value("--engine", name, allowed) from error
     if ENGINES[name].is_flat:
-        parts: tuple[Any, ...] = (module,) * 5
+        parts: tuple[Any, ...] = (module,) * len(_PARTS)
     else:
         require_taken(module)
         parts = tuple(importlib.import_module(f"tensorrt_llm.{part}") for part in _PARTS)
-    sampling, result, utils, ids, scheduling = parts
+    sampling, result, utils, ids, scheduling, llmapi = parts
     return LlmApi(
         name=name,
         llm=module.LLM,
@@ -57,6 +66,7 @@ def load_api(name: str) -> LlmApi:
         request_error=utils.RequestError,
         new_disagg_request_id=ids.get_global_disagg_request_id,
         scheduling_params=getattr(scheduling, "SchedulingParams", None),
+        conversation_params=getattr(llmapi, "ConversationParams", None),
     )
 
 

@@ -16,7 +16,7 @@ ROOT = "tensorrt_llm"
 #: submodule -> its names; where TensorRT-LLM keeps what a text worker imports.
 NAMES = {
     "": "LLM SamplingParams DisaggregatedParams",
-    "llmapi": "KvCacheConfig CacheTransceiverConfig SchedulerConfig DynamicBatchConfig",
+    "llmapi": "KvCacheConfig CacheTransceiverConfig SchedulerConfig DynamicBatchConfig ConversationParams",
     "llmapi.disagg_utils": "",
     "disaggregated_params": "DisaggregatedParams DisaggScheduleStyle",
     "sampling_params": "SamplingParams GuidedDecodingParams",

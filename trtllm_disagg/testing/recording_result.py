@@ -72,6 +72,10 @@ class Script:
     error_at: int = 0
     ends_with: str | None = None
     """The finish reason at the end, instead of `stop` or `length`."""
+    prompt_logprobs: Sequence[Any] = ()
+    """For a request that asks for them."""
+    cached_tokens: int = 0
+    """Of the prompt, where no KV was fetched."""
     perf_metrics: Any = None
     """What the engine has measured, for a request that asks for it."""
     gate: asyncio.Semaphore | None = None
@@ -121,7 +125,7 @@ class RequestOutput:
         self.prompt_token_ids = prompt_token_ids
         self.outputs = [CompletionOutput(index=index) for index in range(sampling.n)]
         self.context_logits: Any = None
-        self.cached_tokens = 0
+        self.cached_tokens = script.cached_tokens
         self.decoding_iter = 0
         self.metrics_dict: dict[str, Any] = {}
         self.disaggregated_params: DisaggregatedParams | None = None
@@ -359,6 +363,8 @@ class RequestOutput:
             del output.logprobs[output.length :]
 
     def _end(self, output: CompletionOutput, reason: str) -> None:
+        if self._sampling.prompt_logprobs is not None:
+            output.prompt_logprobs = list(self._script.prompt_logprobs)
         output.finish_reason = self._script.ends_with or reason
         measured = self._sampling.return_perf_metrics
         output.request_perf_metrics = self._script.perf_metrics if measured else None

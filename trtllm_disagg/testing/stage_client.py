@@ -38,6 +38,10 @@ class FakeContext:
     def id(self) -> str:
         return self._id
 
+    def trace_headers(self) -> dict[str, str] | None:
+        """Of a request outside all traces."""
+        return None
+
     def is_stopped(self) -> bool:
         return self._stopped.is_set()
 

@@ -84,7 +84,9 @@ _FOREIGN_KEYS = ("worker_id", "_epd_metadata")
 _SENDER_KEYS = ("opaque_state", "ctx_info_endpoint")
 
 
-def decode_request(raw: dict[str, Any], longest_prompt: float = math.inf) -> GenerateRequest:
+def decode_request(
+    raw: dict[str, Any], longest_prompt: float = math.inf, trace_headers: dict[str, str] | None = None
+) -> GenerateRequest:
     """Raise InvalidRequestError naming the key that does not fit. A prompt of more than `longest_prompt` tokens is
     refused before anything looks at them.
     """
@@ -105,7 +107,7 @@ def decode_request(raw: dict[str, Any], longest_prompt: float = math.inf) -> Gen
         stop=wire.stop_conditions or _NO_STOP,
         sampling=wire.sampling_options or _NO_SAMPLING,
         output=wire.output_options or _NO_OUTPUT,
-        cache_salt=routing.cache_salt,
+        cache_salt=routing.cache_salt or _salt_of_extension(raw),
         priority=wire.priority,
         annotations=tuple(wire.annotations or ()),
         prefill_result=given.prefill_result,
@@ -114,6 +116,8 @@ def decode_request(raw: dict[str, Any], longest_prompt: float = math.inf) -> Gen
         pins={"prefill": routing.prefill_worker_id, "decode": routing.decode_worker_id},
         # What another worker sends on was chosen for that one's engine.
         dp_rank=routing.dp_rank if wire.errand is None else None,
+        session_id=_session_of(raw),
+        trace_headers=trace_headers,
         decode_follows=given.decode_follows,
     )
     _require_servable(request)
@@ -178,21 +182,46 @@ def _with_token_list(raw: Any) -> Any:
     return raw | {"token_ids": list(struct.unpack(f"<{len(packed) // 4}i", packed))}
 
 
-def _require_servable(request: GenerateRequest) -> None:
-    """What no worker of any strategy serves is refused here, so that all refuse it alike."""
-    n, best_of = request.sampling.n, request.sampling.best_of
-    if n not in (None, 1) or best_of not in (None, 1):
+def _salt_of_extension(raw: dict[str, Any]) -> str | None:
+    """`nvext.cache_salt`, of frontends that do not make it a routing hint."""
+    extra = raw.get("extra_args")
+    extension = extra.get("nvext") if isinstance(extra, dict) else None
+    salt = extension.get("cache_salt") if isinstance(extension, dict) else None
+    return salt if isinstance(salt, str) and salt else None
+
+
+def _session_of(raw: dict[str, Any]) -> str | None:
+    context = raw.get("agent_context")
+    session = context.get("session_id") if isinstance(context, dict) else None
+    return (session.strip() or None) if isinstance(session, str) else None
+
+
+def require_splittable(request: GenerateRequest) -> None:
+    """Raises InvalidRequestError for what a handoff has no room for: only an agg worker serves it."""
+    if request.num_choices != 1:
         raise InvalidRequestError(
-            f"n={n}, best_of={best_of}: a handoff carries one choice; "
-            "expected n=1 (send the request several times, with different seeds, for several choices)"
+            f"n={request.num_choices}: a handoff carries one choice; expected n=1 of workers that share a request "
+            "(send it several times, with different seeds, for several choices)"
         )
-    if request.sampling.use_beam_search:
-        raise InvalidRequestError("use_beam_search=true: KV transfer carries one beam; expected false")
     if request.output.prompt_logprobs is not None:
         # To a worker the two look the same.
         raise InvalidRequestError(
-            "echo (or prompt_logprobs) is not served: workers return nothing of the prompt; expected neither"
+            "echo (or prompt_logprobs) is not served by workers that share a request: a handoff has nothing of the "
+            "prompt; expected neither"
         )
+
+
+def _require_servable(request: GenerateRequest) -> None:
+    """What no worker of any strategy serves is refused here, so that all refuse it alike."""
+    n, best_of = request.sampling.n, request.sampling.best_of
+    if n is not None and n < 1:
+        raise InvalidRequestError(f"n={n} is not allowed; expected at least 1")
+    if best_of not in (None, request.num_choices):
+        raise InvalidRequestError(
+            f"best_of={best_of}: answers are sent as they are made, not compared; expected {request.num_choices}, as n"
+        )
+    if request.sampling.use_beam_search:
+        raise InvalidRequestError("use_beam_search=true: KV transfer carries one beam; expected false")
     require_guides(request.sampling.guided_decoding or {})
     # 0 comes from no client, but from a frontend that lost its worker behind the last token (handlers/fallback.py).
     if request.stop.max_tokens is not None and request.stop.max_tokens < 0:

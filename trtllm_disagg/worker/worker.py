@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import time
@@ -25,8 +26,9 @@ from trtllm_disagg.dynamo_runtime.worker_endpoint import require_system_port
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engines import resolve_engine
-from trtllm_disagg.engine.health import EngineHealth, close
+from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
 from trtllm_disagg.engine.llm_api import load_api, serve_as_rank
+from trtllm_disagg.engine.rank_placement import Affinity
 from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.handlers.admission import Admission
@@ -80,7 +82,10 @@ async def run_worker(config: WorkerConfig) -> None:
     if serve_as_rank(config.engine, engine_args):
         return
     dump_config(config, engine_args)
-    advertised = Advertised.of(config, guides=bool(engine_args.get("guided_decoding_backend")))
+    if config.server_disable_gc:
+        gc.disable()
+    guides = bool(engine_args.get("guided_decoding_backend"))
+    advertised = await asyncio.to_thread(Advertised.of, config, guides=guides)
     identity, me = _describe(config, engine_args)
     async with aclosing(await open_prefill_queue(config, kind_of(me))) as queue:
         require_system_port(os.environ)
@@ -93,7 +98,9 @@ async def run_worker(config: WorkerConfig) -> None:
         log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
         reporter.tell("starting the engine")
         began = time.monotonic()
-        engine = await asyncio.to_thread(Engine.open, api, engine_args, runtime.instance_id % 1021)
+        engine = await asyncio.to_thread(
+            Engine.open, api, engine_args, runtime.instance_id % 1021, _affinity(config)
+        )
         load_seconds = time.monotonic() - began
         try:
             for missing in engine.capabilities.missing():
@@ -101,7 +108,7 @@ async def run_worker(config: WorkerConfig) -> None:
             me = with_engine(me, _capacity(config, engine)[0], engine.ctx_info_endpoint, engine.ctx_dp_rank)
             await _serve(config, me, engine, runtime, queue, checks, verifier, reporter, load_seconds)
         finally:
-            has_ended = await close(engine)
+            has_ended = await close(engine, HealthTimes.of(config))
         if not has_ended:
             raise EngineLostError("the engine does not end")
 
@@ -189,7 +196,10 @@ async def _serve(
         )
 
     try:
-        async with _leave_when_dead(engine, leaving), _watching(config, policy, state) as watchers:
+        async with (
+            _leave_when_dead(engine, leaving, HealthTimes.of(config)),
+            _watching(config, policy, state) as watchers,
+        ):
             serving = runtime.serve(
                 generate,
                 lambda: state.describe() | checks.described(),
@@ -250,6 +260,11 @@ def _part(config: WorkerConfig) -> str:
     return "agg" if config.role is Role.AGG else f"{config.role}/{config.strategy}"
 
 
+def _affinity(config: WorkerConfig) -> Affinity:
+    by_router = config.conversation_affinity_dp_rank_source == "dynamo"
+    return Affinity(config.conversation_affinity, by_router=by_router)
+
+
 def _verifier(config: WorkerConfig, instance_id: int) -> Verifier:
     if config.admin_key_file is None:
         return NoKeyVerifier()
@@ -296,9 +311,9 @@ async def _watching(
 
 
 @contextlib.asynccontextmanager
-async def _leave_when_dead(engine: Engine, leaving: Leaving) -> AsyncIterator[None]:
+async def _leave_when_dead(engine: Engine, leaving: Leaving, times: HealthTimes) -> AsyncIterator[None]:
     """Ends serving when the engine is gone, and says so; a worker without an engine must not look alive."""
-    health = EngineHealth(engine, lambda reason: leaving.leave("its engine died"))
+    health = EngineHealth(engine, lambda reason: leaving.leave("its engine died"), times)
     health.start()
     try:
         yield

@@ -32,7 +32,8 @@ def run(namespace: argparse.Namespace) -> int:
         os.environ.pop(name, None)
         if value:
             os.environ[name] = value
-    config = replace(config, model=str(servable_model(config.model)), served_model_name=config.model_name)
+    directory = servable_model(config.model, revision=config.revision)
+    config = replace(config, model=str(directory), served_model_name=config.model_name)
     has_peers = config.partner_endpoint_id is not None
     for doubt in look_at(needs_of_worker(has_peers=has_peers, discovery_backend=config.discovery_backend)):
         log.info("%s", doubt)

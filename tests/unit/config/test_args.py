@@ -12,6 +12,7 @@ import pytest
 from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.cli import Parser
 from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
+from trtllm_disagg.config.dynamo_flags import names_of_switch
 from trtllm_disagg.config.worker_config import (
     FLAGS,
     ORCHESTRATION,
@@ -47,6 +48,15 @@ OTHER_VALUES: dict[str, Any] = {
     "request_plane": "nats",
     "event_plane": "nats",
     "load_format": "dummy",
+    "revision": "refs/pr/3",
+    "health_check_payload": '{"token_ids": [5]}',
+    "engine_health_check_interval": 2.0,
+    "engine_health_check_timeout": 0.0,
+    "engine_health_shutdown_timeout": 9.0,
+    "server_disable_gc": True,
+    "exclude_tools_when_tool_choice_none": False,
+    "conversation_affinity": True,
+    "conversation_affinity_dp_rank_source": "dynamo",
     "guided_decoding_backend": "xgrammar",
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 2,
@@ -109,7 +119,8 @@ def test_every_setting_has_a_flag_and_a_test() -> None:
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_every_flag_is_read(name: str) -> None:
     value = OTHER_VALUES[name]
-    argv = [flag_of(name)] if value is True else [flag_of(name), str(value)]
+    switch = {True: flag_of(name), False: names_of_switch(flag_of(name))[1]}
+    argv = [switch[value]] if isinstance(value, bool) else [flag_of(name), str(value)]
     config = parse(*(NEEDS_DECODE if name in CALLERS_ONLY else ()), *argv)
     assert config.value_of(name) == value
     assert name in config.explicit

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +26,7 @@ from trtllm_disagg.config.dynamo_flags import (
     OF_THE_ROUTER,
     OF_THE_RUNTIME,
     ROUTER_SWITCHES,
+    VARIABLES_NOT_SERVED,
     names_of_switch,
 )
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, WorkerConfig, rule_of
@@ -196,6 +199,46 @@ def test_what_is_not_served_is_refused_as_flag_and_as_variable(flag: Any) -> Non
     assert flag.instead in str(caught.value)
     with pytest.raises(ConfigError, match=f"^{flag.variable}: "):
         parse(**{str(flag.variable): wanted if flag.is_switch else "xyz"})
+
+
+@pytest.mark.parametrize("variable", VARIABLES_NOT_SERVED, ids=lambda variable: str(variable.name))
+def test_a_variable_without_a_flag_is_refused_too(variable: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{variable.name}: '1' .*{variable.instead[:20]}"):
+        parse(**{variable.name: "1"})
+    for value in variable.accepted:
+        parse(**{variable.name: value})
+
+
+#: Read by this worker, by Dynamo's runtime or by TensorRT-LLM, however they are started.
+READ = {
+    "DYN_CONNECTOR",
+    "DYN_FORWARDPASS_METRIC_PORT",
+    "DYN_KV_TRANSFER_DOMAIN",
+    "DYN_KV_TRANSFER_ENFORCEMENT",
+    "DYN_KV_TRANSFER_PREFERRED_WEIGHT",
+    "DYN_SYSTEM_PORT",
+    "DYN_TOPOLOGY_ENABLED",
+    "DYN_TOPOLOGY_MOUNT_PATH",
+    "TLLM_KV_CACHE_MANAGER_V2_BACKEND",
+}
+#: Of requests with images, which are refused one by one.
+FOR_MEDIA = {"DYN_MM_ALLOW_INTERNAL"}
+
+
+def test_every_variable_that_dynamos_worker_names_is_known(upstream: dict[str, Upstream]) -> None:
+    """What it reads besides those of its flags: a new one is to be served, or refused by name."""
+    root = Path(next(iter(importlib.import_module("dynamo").__path__)))
+    sources = [path for path in (root / "trtllm").rglob("*.py") if "tests" not in path.parts]
+    sources += [root / "common" / "engine_monitor.py", root / "common" / "utils" / "topology.py"]
+    named = {
+        name
+        for path in sources
+        for name in re.findall(r"""["']((?:DYN|TRTLLM|TLLM)_[A-Z0-9_]+)["']""", path.read_text())
+    }
+    of_flags = {variable for flag in FLAGS.values() for variable in flag.variables}
+    of_flags |= {flag.variable for flag in (*NOT_SERVED, *VARIABLES_NOT_SERVED) if flag.variable}
+    assert named - of_flags - READ - FOR_MEDIA == set()
+    assert len(named) > 50
 
 
 def test_text_is_what_this_worker_serves() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +20,8 @@ def advertised(*, guides: bool = False, **settings: Any) -> Advertised:
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DYN_ROUTER_MODE", raising=False)
+    for name in ("DYN_ROUTER_MODE", "DYN_TOPOLOGY_ENABLED"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_tag_is_dynamos_default_where_the_engine_can_keep_to_it() -> None:
@@ -101,3 +103,58 @@ def test_a_card_of_a_worker_that_says_nothing_has_nothing() -> None:
     card = ModelRuntimeConfig()
     advertised().put_on(card)
     assert (card.tool_call_parser, card.reasoning_parser, card.structural_tag) == (None, None, None)
+
+
+@pytest.mark.parametrize("excludes", [True, False])
+def test_the_card_says_whether_tools_are_left_out(excludes: bool) -> None:
+    card = ModelRuntimeConfig()
+    advertised(exclude_tools_when_tool_choice_none=excludes).put_on(card)
+    assert card.exclude_tools_when_tool_choice_none is excludes
+
+
+@pytest.fixture
+def topology(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As Dynamo's operator mounts it."""
+    for name, value in (("zone", "z1"), ("rack", "r7")):
+        (tmp_path / name).write_text(value)
+    monkeypatch.setenv("DYN_TOPOLOGY_ENABLED", "true")
+    monkeypatch.setenv("DYN_TOPOLOGY_MOUNT_PATH", str(tmp_path))
+    monkeypatch.setenv("DYN_KV_TRANSFER_DOMAIN", "zone")
+    return tmp_path
+
+
+def test_a_topology_is_on_the_card(topology: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_KV_TRANSFER_ENFORCEMENT", "preferred")
+    monkeypatch.setenv("DYN_KV_TRANSFER_PREFERRED_WEIGHT", "0.5")
+    card = ModelRuntimeConfig()
+    advertised(role="decode", strategy="router").put_on(card)
+    assert card.topology_domains == {"zone": "z1", "rack": "r7"}
+    assert (card.kv_transfer_domain, card.kv_transfer_enforcement) == ("zone", "preferred")
+    assert card.kv_transfer_preferred_weight == 0.5
+
+
+def test_without_a_topology_the_card_has_none() -> None:
+    card = ModelRuntimeConfig()
+    advertised().put_on(card)
+    assert not card.topology_domains
+    assert card.kv_transfer_domain is None
+
+
+def test_a_topology_where_workers_choose_each_other_is_refused(topology: Path) -> None:
+    with pytest.raises(ConfigError, match=r"DYN_TOPOLOGY_ENABLED: .*--disaggregation-strategy router leaves"):
+        advertised(role="decode", strategy="decode_first")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "named"),
+    [
+        ("DYN_KV_TRANSFER_DOMAIN", "", "DYN_TOPOLOGY_ENABLED: 'true' .*DYN_KV_TRANSFER_DOMAIN .not set."),
+        ("DYN_KV_TRANSFER_PREFERRED_WEIGHT", "much", "DYN_KV_TRANSFER_PREFERRED_WEIGHT: .*much"),
+    ],
+)
+def test_a_topology_that_is_not_whole_is_refused(
+    variable: str, value: str, named: str, topology: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=named):
+        advertised()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 import time
@@ -16,7 +17,8 @@ import pytest
 
 from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of, until
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.handler import PROBE, as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.health_check import health_check_payload
 from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
 from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder, StatsForwarder
 from trtllm_disagg.engine.capabilities import CAPABILITIES, Capabilities
@@ -480,6 +482,30 @@ async def test_a_loop_that_the_dead_engine_holds_up_ends_with_its_process(tensor
     assert ended.is_set()
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, HealthTimes(between=0.5, check=30.0, shutdown=60.0, shutdown_dead=5.0)),
+        (
+            {"engine_health_check_interval": 9.0, "engine_health_shutdown_timeout": 3.0},
+            HealthTimes(between=9.0, shutdown=3.0, shutdown_dead=3.0),
+        ),
+        (
+            {
+                "engine_health_check_interval": 0.0,
+                "engine_health_check_timeout": 0.0,
+                "engine_health_shutdown_timeout": 0.0,
+            },
+            HealthTimes(between=0.05, check=math.inf, shutdown=None, shutdown_dead=5.0),
+        ),
+    ],
+)
+def test_the_settings_say_how_often_and_how_long(settings: dict[str, float], expected: HealthTimes) -> None:
+    times = HealthTimes.of(WorkerConfig(model="m", **settings))  # type: ignore[arg-type]
+    assert times == expected
+    assert times.between_looks <= 0.5
+
+
 @pytest.mark.parametrize("phase", ["prefill", "both"])
 async def test_what_waits_for_a_dead_engine_ends(phase: str, tensorrt_llm: ModuleType) -> None:
     engine = opened()
@@ -514,12 +540,24 @@ async def test_a_shutdown_that_never_returns_is_not_waited_for(
 async def test_a_probe_crosses_the_engine(tensorrt_llm: ModuleType) -> None:
     engine = opened()
     handler = as_dynamo_handler(LocalBoth(engine), lambda: {"role": "agg"}, probe=engine.probe)
-    assert [answer async for answer in handler({PROBE: True}, FakeContext())] == [{"role": "agg"}]
+    payload = health_check_payload(None)
+    assert [answer async for answer in handler(payload, FakeContext())] == [{"role": "agg"}]
     (call,) = engine.llm.calls_of("generate_async")
     assert call["sampling_params"].max_tokens == 1
+    assert (call["priority"], call["cache_salt"]) == (1.0, "dynamo-health-check")
     engine.llm.die()
     with pytest.raises(Exception, match=r"shutting down|ended"):
-        [answer async for answer in handler({PROBE: True}, FakeContext())]
+        [answer async for answer in handler(payload, FakeContext())]
+
+
+async def test_a_probe_is_the_request_that_was_given(tensorrt_llm: ModuleType) -> None:
+    engine = opened()
+    handler = as_dynamo_handler(LocalBoth(engine), lambda: {"role": "agg"}, probe=engine.probe)
+    given = {"token_ids": [5, 6], "stop_conditions": {"max_tokens": 3}, "routing": {"cache_salt": "mine"}}
+    payload = health_check_payload(json.dumps(given))
+    assert [answer async for answer in handler(payload, FakeContext())] == [{"role": "agg"}]
+    (call,) = engine.llm.calls_of("generate_async")
+    assert (call["inputs"], call["sampling_params"].max_tokens, call["cache_salt"]) == ([5, 6], 3, "mine")
 
 
 # -- the model's length

@@ -23,6 +23,7 @@ from tests.support.handling import (
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder, StatsForwarder
+from trtllm_disagg.embedded.api.mounted_names import ConversationParams
 from trtllm_disagg.embedded.params.request_params import SchedulingParams
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engines import resolve_engine
@@ -99,6 +100,7 @@ def test_every_name_comes_from_where_tensorrt_llm_keeps_it() -> None:
         request_error=recording.RequestError,
         new_disagg_request_id=recording.get_global_disagg_request_id,
         scheduling_params=SchedulingParams,
+        conversation_params=ConversationParams,
     )
 
 

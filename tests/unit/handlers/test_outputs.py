@@ -25,8 +25,7 @@ def result_of(
 
 
 def advance(cursor: OutputCursor, *args: Any, **kwargs: Any) -> TokenChunk:
-    chunk = cursor.advance(result_of(*args, **kwargs))
-    assert chunk is not None
+    (chunk,) = cursor.advance(result_of(*args, **kwargs))
     return chunk
 
 
@@ -34,7 +33,7 @@ def test_a_chunk_has_what_is_new() -> None:
     cursor = OutputCursor(3)
     assert advance(cursor, [5]).token_ids == [5]
     assert advance(cursor, [5, 6, 7]).token_ids == [6, 7]
-    assert cursor.advance(result_of([5, 6, 7])) is None
+    assert cursor.advance(result_of([5, 6, 7])) == []
 
 
 def test_the_end_has_reason_and_usage_and_nothing_else_has() -> None:
@@ -58,7 +57,7 @@ def test_an_end_without_a_new_token_is_a_chunk_too() -> None:
 
 def test_tokens_that_the_client_has_are_skipped_but_counted() -> None:
     cursor = OutputCursor(3, skip=1)
-    assert cursor.advance(result_of([5])) is None
+    assert cursor.advance(result_of([5])) == []
     last = advance(cursor, [5, 6], "length")
     assert last.token_ids == [6]
     assert last.completion_usage is not None
@@ -69,9 +68,25 @@ def test_tokens_that_the_client_has_are_skipped_but_counted() -> None:
 def test_the_given_count_of_cached_tokens_wins_over_the_engines(
     given: int | None, counted: int | None, shown: int
 ) -> None:
-    last = advance(OutputCursor(3, cached_tokens=given), [5], "stop", cached_tokens=counted)
+    last = advance(OutputCursor(9, cached_tokens=given), [5], "stop", cached_tokens=counted)
     assert last.completion_usage is not None
     assert last.completion_usage.prompt_tokens_details == PromptTokensDetails(shown)
+
+
+@pytest.mark.parametrize(
+    ("was_fetched", "shown", "told"), [(True, 10, {"cached_tokens_engine_reported": 30}), (False, 30, None)]
+)
+def test_of_kv_that_was_fetched_only_what_this_engine_had_counts(
+    was_fetched: bool, shown: int, told: dict[str, int] | None
+) -> None:
+    """To TensorRT-LLM all of it is cached."""
+    blocks = SimpleNamespace(num_reused_blocks=1, num_missed_blocks=2)
+    measured = SimpleNamespace(kv_cache_metrics=blocks, timing_metrics=None)
+    cursor = OutputCursor(30, was_fetched=was_fetched)
+    last = advance(cursor, [5], "stop", cached_tokens=30, request_perf_metrics=measured)
+    assert last.completion_usage is not None
+    assert last.completion_usage.prompt_tokens_details == PromptTokensDetails(shown)
+    assert last.engine_data == told
 
 
 def test_an_engine_that_gave_up_is_a_timeout() -> None:
@@ -101,11 +116,17 @@ def test_logprobs_of_skipped_tokens_are_skipped() -> None:
 
 
 @pytest.mark.parametrize(
-    "entries", [[], [{5: Logprob(-0.5)}], [{5: Logprob(-0.5)}, {}], [{9: Logprob(0.0)}, {6: Logprob(0.0)}]]
+    "entries", [[], [{5: Logprob(-0.5)}], [{5: Logprob(-0.5)}, {}], [None, {6: Logprob(0.0)}]]
 )
 def test_missing_logprobs_are_left_out_and_never_shifted(entries: list[Entry]) -> None:
     chunk = advance(OutputCursor(3), [5, 6], logprobs=entries)
     assert (chunk.token_ids, chunk.log_probs, chunk.top_logprobs) == ([5, 6], None, None)
+
+
+def test_an_engine_without_the_drawn_token_has_the_first_ones_logprob() -> None:
+    """As Dynamo's worker takes it."""
+    chunk = advance(OutputCursor(3), [5, 6], logprobs=[{9: Logprob(-0.5, 1)}, {6: Logprob(-1.0)}])
+    assert chunk.log_probs == [-0.5, -1.0]
 
 
 def test_plain_numbers_are_the_logprobs_of_the_chosen_tokens() -> None:
@@ -123,11 +144,10 @@ def test_however_the_engine_groups_them_each_token_comes_once(
 ) -> None:
     cursor = OutputCursor(1, skip=skip)
     entries: list[Entry] = [{token: Logprob(-float(place))} for place, token in enumerate(tokens)]
-    chunks = []
+    chunks: list[TokenChunk] = []
     for cut in [*sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]:
-        chunks.append(cursor.advance(result_of(tokens[:cut], logprobs=entries[:cut])))
-    seen = [chunk for chunk in chunks if chunk is not None]
-    assert [token for chunk in seen for token in chunk.token_ids] == tokens[skip:]
-    assert [lp for chunk in seen for lp in chunk.log_probs or ()] == [
+        chunks += cursor.advance(result_of(tokens[:cut], logprobs=entries[:cut]))
+    assert [token for chunk in chunks for token in chunk.token_ids] == tokens[skip:]
+    assert [lp for chunk in chunks for lp in chunk.log_probs or ()] == [
         -float(n) for n in range(skip, len(tokens))
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.handling import collect, request
@@ -39,7 +40,12 @@ def service(script: Script | None = None) -> Generate:
 
 async def test_an_answer_passes_unchanged_and_is_noted(lines: pytest.LogCaptureFixture) -> None:
     asked = request(max_tokens=4)
-    assert await collect(service(), asked) == await collect(LocalBoth(recording_engine()), asked)
+    *answer, last = await collect(service(), asked)
+    *same, end = await collect(LocalBoth(recording_engine()), asked)
+    assert answer == same
+    assert last == msgspec.structs.replace(
+        end, engine_data={"kv_cache_hit": {"prompt_tokens": 3, "reused_tokens": 0}}
+    )
     (entry,) = entries(lines)
     times = [entry.pop(name) for name in ("start", "first_chunk", "second_chunk", "end")]
     assert times == sorted(times)

@@ -94,7 +94,6 @@ def test_packed_tokens_are_unpacked_also_for_the_second_stage(kind: Any) -> None
         ({"token_ids": [1], "priority": "high"}, r"\$\.priority"),
         ({"token_ids": [1], "stop_conditions": {"max_tokens": -1}}, "max_tokens=-1"),
         ({"token_ids": [1], "stop_conditions": {"max_tokens": -4}}, "max_tokens=-4"),
-        ({"token_ids": [1], "sampling_options": {"n": 2}}, "n=2"),
         ({"token_ids": [1], "sampling_options": {"n": 0}}, "n=0"),
         ({"token_ids": [1], "sampling_options": {"best_of": 3}}, "best_of=3"),
         ({"token_ids": [1], "sampling_options": {"use_beam_search": True}}, "use_beam_search"),

@@ -54,7 +54,9 @@ async def lost(config):
 
 parser = argparse.ArgumentParser()
 add_worker_arguments(parser)
-with patch.object(worker, "run_worker", lost), patch.object(worker_command, "servable_model", str):
+with patch.object(worker, "run_worker", lost), patch.object(
+    worker_command, "servable_model", lambda model, revision: model
+):
     worker_command.run(parser.parse_args(["--model", "org/model", "--engine", "recording", "--frozen-seconds", "0"]))
 """
 

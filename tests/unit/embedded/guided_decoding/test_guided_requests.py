@@ -19,6 +19,7 @@ from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams, S
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.wire.bodies import require_splittable
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 READY = Ready(
@@ -209,4 +210,4 @@ def test_a_guide_that_is_not_empty_or_not_given_is_taken(guided: dict[str, Any] 
 
 def test_what_echo_becomes_is_refused_by_the_name_that_the_client_used() -> None:
     with pytest.raises(InvalidRequestError, match=r"echo \(or prompt_logprobs\) is not served"):
-        request(output_options={"prompt_logprobs": 1})
+        require_splittable(request(output_options={"prompt_logprobs": 1}))

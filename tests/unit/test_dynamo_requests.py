@@ -1,0 +1,190 @@
+"""Requests as `python -m dynamo.trtllm` 1.6.1 serves them, on a stand-in that is as hard as TensorRT-LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.support.handling import ORDERS, PROMPT, collect, raw_request, request
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
+from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.llm_api import load_api
+from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.handlers.trace import with_request_log
+from trtllm_disagg.testing.mounted import mounted_recording_llm
+from trtllm_disagg.testing.pair import make_pair
+from trtllm_disagg.testing.recording import Logprob, Script
+from trtllm_disagg.testing.recording_result import scripted_token
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.types import Generate, TokenChunk, Usage
+
+
+@pytest.fixture(autouse=True)
+def tensorrt_llm() -> Iterator[ModuleType]:
+    with mounted_recording_llm() as module:
+        yield module
+
+
+def agg(**args: Any) -> tuple[Engine, Generate]:
+    """A worker without a peer, down to what Dynamo is given."""
+    engine = Engine.open(load_api("tensorrt_llm"), {"model": "m", "max_seq_len": 99} | args, 0)
+    config = WorkerConfig(model="m", role=Role.AGG, engine="tensorrt_llm")
+    return engine, with_request_log(build_generate(config, engine, RecordingStageClient()), "agg")
+
+
+PREFILL_ARGS = {"model": "m", "max_seq_len": 99, "cache_transceiver_config": {"backend": "NIXL"}}
+
+
+def last_call(engine: Engine) -> dict[str, Any]:
+    call: dict[str, Any] = engine.llm.calls_of("generate_async")[-1]
+    return call
+
+
+# -- several choices
+
+
+async def test_each_choice_has_its_index_its_tokens_and_its_end() -> None:
+    engine, generate = agg()
+    chunks = await collect(generate, request(4, sampling_options={"n": 3, "temperature": 0.5}))
+    assert last_call(engine)["sampling_params"].best_of == 3
+    for index in range(3):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        tokens = [token for chunk in own for token in chunk.token_ids]
+        assert tokens == [scripted_token(PROMPT, position, index) for position in range(4)]
+        assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + ["length"]
+
+
+async def test_the_last_usage_counts_the_tokens_of_all_choices() -> None:
+    _, generate = agg()
+    chunks = await collect(generate, request(4, sampling_options={"n": 2}, output_options={"logprobs": 0}))
+    ends = [chunk.completion_usage for chunk in chunks if chunk.finish_reason is not None]
+    assert len(ends) == 2
+    assert ends[-1] == Usage.of(len(PROMPT), 8, 0)
+    assert all(len(chunk.log_probs or ()) == len(chunk.token_ids) for chunk in chunks)
+
+
+async def test_choices_end_at_different_times() -> None:
+    _, generate = agg()
+    first, second = ([scripted_token(PROMPT, position, index) for position in range(6)] for index in (0, 1))
+    length = next(place for place, token in enumerate(first) if token not in second)
+    stop = {"max_tokens": 6, "stop_token_ids": [first[length]]}
+    chunks = await collect(generate, request(sampling_options={"n": 2}, stop_conditions=stop))
+    reasons = {chunk.index: chunk.finish_reason for chunk in chunks if chunk.finish_reason}
+    assert reasons == {0: "stop", 1: "length"}
+    assert chunks[-1].index == 1
+    assert chunks[-1].completion_usage == Usage.of(len(PROMPT), length + 6, 0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"sampling_options": {"n": 2}}, "n=2: a handoff carries one choice"),
+        ({"output_options": {"prompt_logprobs": 1}}, r"echo \(or prompt_logprobs\)"),
+    ],
+)
+async def test_what_a_handoff_has_no_room_for_is_refused_by_name(
+    order: str, keys: dict[str, Any], named: str
+) -> None:
+    generate = make_pair(order).generate
+    with pytest.raises(InvalidRequestError, match=named):
+        await collect(generate, request(**keys))
+
+
+# -- what goes to the engine beside the prompt
+
+
+class Traced(FakeContext):
+    """Of a request with a span around it."""
+
+    def trace_headers(self) -> dict[str, str]:
+        return {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+
+
+@pytest.mark.parametrize(("context", "headers"), [(Traced, Traced().trace_headers()), (FakeContext, None)])
+async def test_the_engine_gets_the_trace_of_the_request(
+    context: type[FakeContext], headers: dict[str, str] | None
+) -> None:
+    engine, generate = agg()
+    handler = as_dynamo_handler(generate, dict)
+    assert [answer async for answer in handler(raw_request(), context())]
+    assert last_call(engine).get("trace_headers") == headers
+
+
+@pytest.mark.parametrize(
+    ("keys", "salt"),
+    [
+        ({"routing": {"cache_salt": "a"}, "extra_args": {"nvext": {"cache_salt": "b"}}}, "a"),
+        ({"routing": {"cache_salt": ""}, "extra_args": {"nvext": {"cache_salt": "b"}}}, "b"),
+        ({"extra_args": {"nvext": {"cache_salt": "b"}}}, "b"),
+        ({"extra_args": {"nvext": {"cache_salt": ""}}}, None),
+        ({"extra_args": {"nvext": None}}, None),
+        ({"extra_args": None}, None),
+    ],
+)
+async def test_the_salt_is_the_routing_hint_or_the_extensions(keys: dict[str, Any], salt: str | None) -> None:
+    engine, generate = agg()
+    await collect(generate, request(**keys))
+    assert last_call(engine).get("cache_salt") == salt
+
+
+async def test_stop_tokens_that_are_wanted_are_left_to_the_frontend() -> None:
+    engine, generate = agg()
+    await collect(generate, request(output_options={"no_stop_trim": True}))
+    assert last_call(engine)["sampling_params"].ignore_eos is True
+
+
+# -- what comes back
+
+
+def engine_data(chunks: list[TokenChunk]) -> dict[str, Any]:
+    """Of the last chunk; no other one has any but the trace of the request."""
+    assert all(set(chunk.engine_data or {}) <= {"disagg"} for chunk in chunks[:-1])
+    data = dict(chunks[-1].engine_data or {})
+    data.pop("disagg", None)
+    return data
+
+
+async def test_logprobs_of_the_prompt_are_in_the_last_chunk() -> None:
+    engine, generate = agg()
+    of_prompt = [None, {12: Logprob(-0.5, 1), 7: Logprob(-1.5, 2)}, {13: Logprob(-2.0)}]
+    engine.llm.scripts.append(Script(prompt_logprobs=of_prompt))
+    chunks = await collect(generate, request(output_options={"prompt_logprobs": 1}))
+    assert last_call(engine)["sampling_params"].prompt_logprobs == 1
+    assert engine_data(chunks)["prompt_logprobs"] == [
+        None,
+        {"12": {"logprob": -0.5, "rank": 1}, "7": {"logprob": -1.5, "rank": 2}},
+        {"13": {"logprob": -2.0}},
+    ]
+
+
+async def test_the_router_hears_what_the_cache_had_of_the_prompt() -> None:
+    engine, generate = agg()
+    engine.llm.scripts.append(Script(cached_tokens=2))
+    chunks = await collect(generate, request())
+    assert engine_data(chunks) == {"kv_cache_hit": {"prompt_tokens": 3, "reused_tokens": 2}}
+    assert chunks[-1].completion_usage == Usage.of(3, 5, 2)
+
+
+@pytest.mark.parametrize(("order", "tells"), [("prefill_first", True), ("decode_first", False)])
+async def test_the_router_hears_of_the_worker_that_it_has_chosen(order: str, tells: bool) -> None:
+    workers = make_pair(order)
+    workers.prefill.scripts.append(Script(cached_tokens=2))
+    chunks = await collect(with_request_log(workers.generate, "first"), request())
+    assert ("kv_cache_hit" in engine_data(chunks)) is tells
+    assert chunks[-1].completion_usage == Usage.of(3, 5, 2)
+
+
+async def test_a_prefill_worker_tells_dynamos_router_itself() -> None:
+    engine = Engine.open(load_api("tensorrt_llm"), PREFILL_ARGS, 0)
+    engine.llm.scripts.append(Script(cached_tokens=2))
+    config = WorkerConfig(model="m", role=Role.PREFILL, strategy="router", engine="tensorrt_llm")
+    generate = with_request_log(build_generate(config, engine, RecordingStageClient()), "prefill/router")
+    (chunk,) = await collect(generate, request())
+    assert chunk.disaggregated_params is not None
+    assert engine_data([chunk]) == {"kv_cache_hit": {"prompt_tokens": 3, "reused_tokens": 2}}
