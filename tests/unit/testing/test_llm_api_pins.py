@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tests.support.handling import request
 from trtllm_disagg import embedded
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.embedded.params import llm_args
 from trtllm_disagg.embedded.params.llm_args import CacheTransceiverConfig, LlmArgs
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
@@ -174,6 +176,59 @@ def is_default(field: FieldInfo, written: str) -> bool:
         return False
 
 
+#: Of kv_cache_config, not known to the embedded engine: a model's file that has one is refused.
+CACHE_NOT_FOR_A_CPU = {
+    "disk_prefetch_num_reqs",
+    "enable_kv_pool_rebalance",
+    "enable_swa_scratch_reuse",
+    "fp8_context_mla_kv_len_cap",
+    "kv_pool_rebalance_check_interval",
+    "kv_pool_rebalance_cooldown_secs",
+    "kv_pool_rebalance_min_sampled_kv_caches",
+    "kv_pool_rebalance_moving_average_decay",
+    "kv_pool_rebalance_ratio_threshold",
+    "kv_pool_rebalance_target_ratio_update_interval",
+    "mamba_ssm_cache_dtype",
+    "mamba_ssm_philox_rounds",
+    "mamba_ssm_stochastic_rounding",
+    "mamba_state_cache_interval",
+}
+
+
+@pytest.mark.parametrize(
+    ("ours", "unknown", "other_defaults"),
+    [
+        # A default object of TensorRT-LLM that does nothing here.
+        (llm_args.KvCacheConfig, CACHE_NOT_FOR_A_CPU, {"mamba_state_config"}),
+        (llm_args.KVEventsConfig, set(), set()),
+        (llm_args.BlockReuseConfig, set(), set()),
+        (llm_args.DynamicBatchConfig, set(), set()),
+        # An enum of strings there.
+        (llm_args.SchedulerConfig, set(), {"waiting_queue_policy"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_parts_of_llm_args_have_the_same_fields_and_defaults(
+    ours: type[BaseModel], unknown: set[str], other_defaults: set[str]
+) -> None:
+    pinned = {name: str(default) for name, (_, default) in facts(NEW, ours.__name__).items()}
+    assert set(pinned) - set(ours.model_fields) == unknown
+    assert set(ours.model_fields) - set(pinned) == set()
+    shared = ours.model_fields.items()
+    assert {name for name, field in shared if not is_default(field, pinned[name])} == other_defaults
+
+
+@pytest.mark.parametrize("name", sorted(CACHE_NOT_FOR_A_CPU))
+def test_what_only_tensorrt_llm_knows_of_a_cache_is_left_to_it(name: str) -> None:
+    """It is no misspelling of what we know."""
+    config = WorkerConfig(
+        model="org/model",
+        engine="tensorrt_llm",
+        override_engine_args=json.dumps({"kv_cache_config": {name: 1}}),
+    )
+    assert build_engine_args(config)["kv_cache_config"][name] == 1
+
+
 def test_the_cache_transceiver_is_configured_alike() -> None:
     ours = {name: repr(field.default) for name, field in CacheTransceiverConfig.model_fields.items()}
     assert ours == {name: default for name, (_, default) in facts(NEW, "CacheTransceiverConfig").items()}
@@ -252,10 +307,11 @@ ASKED: dict[str, Any] = {
         "include_stop_str_in_output": True,
         "guided_decoding": {"regex": "a"},
     },
-    "output_options": {"logprobs": 2},
+    "output_options": {"logprobs": 2, "prompt_logprobs": 1},
     "routing": {"cache_salt": "salt"},
     "priority": 0.7,
 }
+TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
 
 @pytest.fixture(scope="module")
@@ -272,10 +328,11 @@ def keywords() -> Iterator[dict[str, set[str]]]:
 async def answer(calls: Calls) -> None:
     args = {"model": "org/model", "max_seq_len": 99, "cache_transceiver_config": {"backend": "NIXL"}}
     engine = Engine.open(calls.api, args | {"enable_iter_perf_stats": True}, 0)
-    await engine.start_both(request(**ASKED)).aresult()
-    prefill = await engine.start_prefill(request(**ASKED)).aresult()
+    asked = dataclasses.replace(request(**ASKED), trace_headers=TRACE)
+    await engine.start_both(asked).aresult()
+    prefill = await engine.start_prefill(asked).aresult()
     result = PrefillResult(encode_disaggregated_params(prefill.outputs[0].disaggregated_params))
-    decode = dataclasses.replace(request(**ASKED), prefill_result=result)
+    decode = dataclasses.replace(asked, prefill_result=result)
     await engine.start_decode(decode).aresult()
     for call in engine.llm.calls_of("generate_async"):
         calls.keywords["generate_async"] |= set(call)
@@ -299,7 +356,7 @@ def test_we_give_no_keyword_that_tensorrt_llm_lacks(keywords: dict[str, set[str]
 
 def test_release_candidates_of_1_2_lack_what_a_split_request_needs(keywords: dict[str, set[str]]) -> None:
     """Why they are refused by name."""
-    assert keywords["generate_async"] - pinned_names(OLD, "generate_async") == {"priority"}
+    assert keywords["generate_async"] - pinned_names(OLD, "generate_async") == {"priority", "trace_headers"}
     lacking = keywords["DisaggregatedParams"] - pinned_names(OLD, "DisaggregatedParams")
     assert "disagg_request_id" in lacking
     assert PINS[OLD]["functions"]["get_global_disagg_request_id"] is None
