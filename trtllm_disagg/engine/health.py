@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -35,18 +34,17 @@ class HealthTimes:
     check: float = 30.0
     #: For the event loop to hear of it; one that does not is held up by the dead engine.
     hear: float = 10.0
-    #: For the end of an engine that lives, and of one that does not. None: as long as it takes.
-    shutdown: float | None = 60.0
+    #: For the end of an engine that lives, and of one that does not.
+    shutdown: float = 60.0
     shutdown_dead: float = _SHUTDOWN_DEAD
 
     @classmethod
-    def of(cls, config: WorkerConfig) -> HealthTimes:
-        """In the settings 0 is no time between two checks, and no limit, as Dynamo's worker has it."""
-        shutdown = config.engine_health_shutdown_timeout
+    def of(cls, between: float, check: float, shutdown: float) -> HealthTimes:
+        """Here 0 is no time between two checks, and no limit, as Dynamo's worker has it."""
         return cls(
-            between=max(config.engine_health_check_interval, _LEAST_BETWEEN),
-            check=config.engine_health_check_timeout or math.inf,
-            shutdown=shutdown or None,
+            between=max(between, _LEAST_BETWEEN),
+            check=check or math.inf,
+            shutdown=shutdown or math.inf,
             shutdown_dead=min(shutdown or math.inf, _SHUTDOWN_DEAD),
         )
 
@@ -153,7 +151,7 @@ async def close(engine: Engine, times: HealthTimes = TIMES) -> bool:
 
     threading.Thread(target=work, name="engine-shutdown", daemon=True).start()
     try:
-        return await asyncio.wait_for(ended, seconds)
+        return await asyncio.wait_for(ended, None if math.isinf(seconds) else seconds)
     except TimeoutError:
         log.error("the engine has not ended within %g s", seconds)
         return False

@@ -108,7 +108,7 @@ async def run_worker(config: WorkerConfig) -> None:
             me = with_engine(me, _capacity(config, engine)[0], engine.ctx_info_endpoint, engine.ctx_dp_rank)
             await _serve(config, me, engine, runtime, queue, checks, verifier, reporter, load_seconds)
         finally:
-            has_ended = await close(engine, HealthTimes.of(config))
+            has_ended = await close(engine, _health_times(config))
         if not has_ended:
             raise EngineLostError("the engine does not end")
 
@@ -197,7 +197,7 @@ async def _serve(
 
     try:
         async with (
-            _leave_when_dead(engine, leaving, HealthTimes.of(config)),
+            _leave_when_dead(engine, leaving, _health_times(config)),
             _watching(config, policy, state) as watchers,
         ):
             serving = runtime.serve(
@@ -258,6 +258,14 @@ def _failed(task: asyncio.Task[None]) -> bool:
 def _part(config: WorkerConfig) -> str:
     """How logs name what this worker does."""
     return "agg" if config.role is Role.AGG else f"{config.role}/{config.strategy}"
+
+
+def _health_times(config: WorkerConfig) -> HealthTimes:
+    return HealthTimes.of(
+        config.engine_health_check_interval,
+        config.engine_health_check_timeout,
+        config.engine_health_shutdown_timeout,
+    )
 
 
 def _affinity(config: WorkerConfig) -> Affinity:

@@ -483,25 +483,17 @@ async def test_a_loop_that_the_dead_engine_holds_up_ends_with_its_process(tensor
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("given", "expected"),
     [
-        ({}, HealthTimes(between=0.5, check=30.0, shutdown=60.0, shutdown_dead=5.0)),
-        (
-            {"engine_health_check_interval": 9.0, "engine_health_shutdown_timeout": 3.0},
-            HealthTimes(between=9.0, shutdown=3.0, shutdown_dead=3.0),
-        ),
-        (
-            {
-                "engine_health_check_interval": 0.0,
-                "engine_health_check_timeout": 0.0,
-                "engine_health_shutdown_timeout": 0.0,
-            },
-            HealthTimes(between=0.05, check=math.inf, shutdown=None, shutdown_dead=5.0),
-        ),
+        ((0.5, 30.0, 60.0), HealthTimes()),
+        ((9.0, 30.0, 3.0), HealthTimes(between=9.0, shutdown=3.0, shutdown_dead=3.0)),
+        ((0.0, 0.0, 0.0), HealthTimes(between=0.05, check=math.inf, shutdown=math.inf)),
     ],
 )
-def test_the_settings_say_how_often_and_how_long(settings: dict[str, float], expected: HealthTimes) -> None:
-    times = HealthTimes.of(WorkerConfig(model="m", **settings))  # type: ignore[arg-type]
+def test_the_settings_say_how_often_and_how_long(
+    given: tuple[float, float, float], expected: HealthTimes
+) -> None:
+    times = HealthTimes.of(*given)
     assert times == expected
     assert times.between_looks <= 0.5
 
@@ -535,6 +527,12 @@ async def test_a_shutdown_that_never_returns_is_not_waited_for(
     assert not await close(engine, TIMES)
     assert time.monotonic() - before >= (0.05 if is_dead else 0.2)
     engine.llm.may_shut_down.set()
+
+
+async def test_a_shutdown_without_a_limit_is_waited_for(tensorrt_llm: ModuleType) -> None:
+    engine = opened()
+    assert await close(engine, HealthTimes(shutdown=math.inf))
+    assert engine.llm.is_shut_down
 
 
 async def test_a_probe_crosses_the_engine(tensorrt_llm: ModuleType) -> None:
