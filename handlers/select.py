@@ -237,10 +237,16 @@ class CompatibilityFilter:
     for its description once, by the first request that could go there.
     """
 
-    def __init__(self, stage: StageClient, require_fit: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        stage: StageClient,
+        require_fit: Callable[[dict[str, Any]], None],
+        describe_seconds: float = _DESCRIBE_SECONDS,
+    ) -> None:
         """`require_fit` raises ConfigError for an instance that says of itself what does not fit."""
         self._stage = stage
         self._require_fit = require_fit
+        self._describe_seconds = describe_seconds
         self._fitting: dict[int, bool] = {}
 
     def instance_ids(self) -> Collection[int]:
@@ -261,7 +267,7 @@ class CompatibilityFilter:
         if known is not None:
             return known
         try:
-            async with asyncio.timeout(_DESCRIBE_SECONDS):
+            async with asyncio.timeout(self._describe_seconds):
                 self._require_fit(await instance.describe())
         except ConfigError as error:
             log.error("instance %x is not called: %s", instance.instance_id, error)

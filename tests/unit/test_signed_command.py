@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.clock import Clock
 from trtllm_disagg.commands import (
     CONTROL,
     VALID_SECONDS,
@@ -29,18 +30,11 @@ CHANGES: list[Command] = [Switch("auto"), Set({"max_local_prefill_length": 7})]
 
 
 @dataclass
-class Clock:
-    now: float = 1e9
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Pair:
     """A signer and a verifier, each with a clock of its own."""
 
     def __init__(self, key: AdminKey = KEY) -> None:
-        self.theirs, self.mine = Clock(), Clock()
+        self.theirs, self.mine = Clock(1e9), Clock(1e9)
         self._signer = KeySigner(key, self.theirs)
         self.verifier = KeyVerifier(KEY, ME, self.mine)
 

@@ -118,12 +118,16 @@ def _clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-async def watch_for_freezes(thaw: Callable[[], Awaitable[None]], clock: Callable[[], float] = _clock) -> None:
+async def watch_for_freezes(
+    thaw: Callable[[], Awaitable[None]],
+    clock: Callable[[], float] = _clock,
+    poll_seconds: float = _FREEZE_POLL_SECONDS,
+) -> None:
     """Returns never. Calls `thaw` after each freeze (SIGSTOP, a paused machine) that may look dead to discovery."""
     while True:
         before = clock()
-        await asyncio.sleep(_FREEZE_POLL_SECONDS)
-        frozen = clock() - before - _FREEZE_POLL_SECONDS
+        await asyncio.sleep(poll_seconds)
+        frozen = clock() - before - poll_seconds
         if frozen < _LONG_SECONDS:
             continue
         log.warning("this worker was frozen for %.0f s: it tells discovery again that it is there", frozen)

@@ -9,18 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.support.clock import Clock
 from trtllm_disagg.deployment.managed_process import ManagedProcess, State
 from trtllm_disagg.deployment.plan import ProcessSpec, Role
 from trtllm_disagg.deployment.status import SILENCE_SECONDS, PlainStatus, process_table, what_it_does
 from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE, FileReporter
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Told:
@@ -44,7 +37,7 @@ def decode(tmp_path: Path) -> Told:
 def test_without_a_terminal_each_new_activity_is_one_line_and_a_share_that_grows_is_none(
     decode: Told,
 ) -> None:
-    clock, stream = Clock(), io.StringIO()
+    clock, stream = Clock(50.0), io.StringIO()
     status = PlainStatus(stream, clock)
 
     for percent in (1, 43):
@@ -64,7 +57,7 @@ def test_without_a_terminal_each_new_activity_is_one_line_and_a_share_that_grows
 def test_without_a_terminal_a_silence_ends_after_10_s_with_what_is_waited_for(
     decode: Told, tmp_path: Path
 ) -> None:
-    clock, stream = Clock(), io.StringIO()
+    clock, stream = Clock(50.0), io.StringIO()
     status = PlainStatus(stream, clock)
     frontend, ready = Told(tmp_path, "frontend", "starting"), Told(tmp_path, "decode-1", "ready")
     processes = [frontend.process, decode.process, ready.process]
@@ -83,7 +76,7 @@ def test_without_a_terminal_a_silence_ends_after_10_s_with_what_is_waited_for(
 
 
 def test_while_it_serves_nothing_is_written_without_a_terminal(tmp_path: Path) -> None:
-    clock, stream = Clock(), io.StringIO()
+    clock, stream = Clock(50.0), io.StringIO()
     status = PlainStatus(stream, clock)
     ready = Told(tmp_path, "decode-1", "ready")
 

@@ -15,7 +15,6 @@ from tests.support.handling import raw_request, until
 from tests.unit.worker.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime import Registration, Runtime, ServedModel, refuse_control
-from trtllm_disagg.dynamo_runtime import shutdown as freeze
 from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -36,11 +35,6 @@ class Clock:
         return self.now
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freeze, "_FREEZE_POLL_SECONDS", 0.0)
-
-
 @contextlib.asynccontextmanager
 async def watching(thaws: list[float], clock: Clock, error: Exception | None = None) -> AsyncIterator[None]:
     async def thaw() -> None:
@@ -48,7 +42,7 @@ async def watching(thaws: list[float], clock: Clock, error: Exception | None = N
         if error is not None:
             raise error
 
-    watcher = asyncio.create_task(watch_for_freezes(thaw, clock))
+    watcher = asyncio.create_task(watch_for_freezes(thaw, clock, poll_seconds=0.0))
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.clock import Clock
 from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of, until
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
@@ -387,14 +388,6 @@ async def test_a_worker_whose_requests_are_over_is_idle(order: str, tensorrt_llm
     idle = {role: await engine.is_idle() for role, engine in both.engines.items()}
     # Under decode_first the prefill worker cannot know that its KV was read.
     assert idle == {Role.PREFILL: order == "prefill_first", Role.DECODE: True}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_handoff_ends_with_its_lease() -> None:

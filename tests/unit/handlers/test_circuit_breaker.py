@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.clock import Clock
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
 from trtllm_disagg.errors import (
     DisaggError,
@@ -89,13 +90,6 @@ def failing(error: DisaggError, after: int = 0) -> Call:
         raise error
 
     return call
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def with_breaker(stage: Stage, clock: Clock | None = None, seconds: float = 30.0) -> CircuitBreakerClient:

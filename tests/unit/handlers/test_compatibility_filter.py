@@ -13,7 +13,6 @@ import pytest
 from tests.support.handling import request
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, PeerUnavailableError
-from trtllm_disagg.handlers import select
 from trtllm_disagg.handlers.select import CompatibilityFilter, RequireConsumers
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import GenerateRequest, RequestContext
@@ -65,11 +64,13 @@ class Stage:
         raise NoInstanceError("none")
 
 
-def fitting_stage(stage: Stage) -> CompatibilityFilter:
-    return CompatibilityFilter(stage, partial(require_callable, described("decode")))
+def fitting_stage(stage: Stage, **settings: float) -> CompatibilityFilter:
+    return CompatibilityFilter(stage, partial(require_callable, described("decode")), **settings)
 
 
-async def test_who_does_not_fit_is_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_instance_that_does_not_fit_is_left_out_and_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     stage = Stage(described(weights="bbbb"), described())
     fits = fitting_stage(stage)
     with caplog.at_level(logging.ERROR):
@@ -95,10 +96,9 @@ async def test_while_a_deployment_switches_its_workers_have_two_strategies() -> 
         require_callable(described("decode"), described("decode"))
 
 
-async def test_an_instance_without_a_description_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_DESCRIBE_SECONDS", 0.01)
+async def test_an_instance_without_a_description_is_asked_again() -> None:
     stage = Stage(None)
-    fits = fitting_stage(stage)
+    fits = fitting_stage(stage, describe_seconds=0.01)
     for said in (None, PeerUnavailableError("gone")):
         stage.instances[0].said = said
         assert (await fits.pick(request())).instance_id == 0
@@ -107,7 +107,7 @@ async def test_an_instance_without_a_description_is_asked_again(monkeypatch: pyt
         await fits.pick(request())
 
 
-async def test_who_is_gone_is_forgotten() -> None:
+async def test_an_instance_that_is_gone_is_forgotten() -> None:
     stage = Stage(described(weights="bbbb"), described())
     fits = fitting_stage(stage)
     await fits.pick(request())

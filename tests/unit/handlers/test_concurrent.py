@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.support.handling import collect, request, tokens_of, until
+from tests.support.engine_pair import PROMPT, both_idle, open_engines, two_stages
+from tests.support.handling import ORDERS, collect, request, tokens_of
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -26,56 +26,22 @@ from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
 
-ORDERS = ["prefill_first", "decode_first"]
-PROMPT = [2 + (i * 7 + i * i) % 250 for i in range(150)]
-
-
 # -- with engines
 
 
 @pytest.fixture(scope="module")
 def engines(checkpoints: Checkpoints) -> Iterator[dict[Role, Engine]]:
-    args = {
-        "model": str(checkpoints()),
-        "kv_cache_config": {"max_tokens": 4096},
-        "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 5000},
-        "max_seq_len": 512,
-        "max_batch_size": 8,
-        "max_num_tokens": 64,
-        "enable_chunked_prefill": True,
-        "skip_tokenizer_init": True,
-    }
-    started = {
-        role: Engine.open(load_api("embedded"), args, machine_id)
-        for machine_id, role in enumerate((Role.PREFILL, Role.DECODE))
-    }
-    yield started
-    for engine in started.values():
-        engine.close()
+    with open_engines(checkpoints()) as started:
+        yield started
 
 
 def pair(engines: dict[Role, Engine], order: str) -> tuple[Generate, RecordingStageClient]:
-    """(the first stage, its way to the second one)."""
-
-    def build(role: Role, client: RecordingStageClient) -> Generate:
-        config = WorkerConfig(
-            model="m", role=role, strategy=order, schedule_style=ScheduleStyle.GENERATION_FIRST
-        )
-        return build_generate(config, engines[role], client)
-
-    first, second = (Role.PREFILL, Role.DECODE) if order == "prefill_first" else (Role.DECODE, Role.PREFILL)
-    description = {"ctx_info_endpoint": engines[second].ctx_info_endpoint}
-    client = RecordingStageClient(build(second, RecordingStageClient()), description=description)
-    return build(first, client), client
+    return two_stages(engines, order, schedule_style=ScheduleStyle.GENERATION_FIRST)
 
 
 def asked(max_tokens: int = 8, **keys: Any) -> GenerateRequest:
     options = {"temperature": 0.0}
     return request(max_tokens, token_ids=PROMPT, sampling_options=options, **keys)
-
-
-async def is_idle(engines: dict[Role, Engine]) -> None:
-    await until(lambda: not any(engine.llm.num_active_requests for engine in engines.values()))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8])
@@ -92,7 +58,7 @@ async def test_the_answer_is_that_of_one_worker(
     await client.idle()
     assert tokens_of(met) == tokens_of(whole)
     assert met[-1].finish_reason == whole[-1].finish_reason == "length"
-    await is_idle(engines)
+    await both_idle(engines)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -102,7 +68,7 @@ async def test_many_at_once(engines: dict[Role, Engine], order: str) -> None:
     answers = await asyncio.gather(*(collect(generate, asked(4)) for _ in range(24)))
     assert len({tuple(tokens_of(answer)) for answer in answers}) == 1
     await client.idle()
-    await is_idle(engines)
+    await both_idle(engines)
 
 
 @pytest.mark.parametrize("moment", ["at once", "after a token"])
@@ -122,7 +88,7 @@ async def test_a_client_that_leaves_frees_both_sides(
     context.stop()
     await chunks.aclose()
     await client.idle()
-    await is_idle(engines)
+    await both_idle(engines)
 
 
 async def test_a_prefill_that_is_refused_ends_the_wait_of_decode(engines: dict[Role, Engine]) -> None:
@@ -137,7 +103,7 @@ async def test_a_prefill_that_is_refused_ends_the_wait_of_decode(engines: dict[R
     client.serve_by(refuse)
     with pytest.raises(InvalidRequestError, match="not here"):
         await asyncio.wait_for(collect(generate, asked()), 30)
-    await is_idle(engines)
+    await both_idle(engines)
 
 
 # -- with scripts

@@ -7,17 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.clock import Clock
 from trtllm_disagg.kv_transfer.messages import MAX_OFFER_SECONDS, Offer, new_ticket
 from trtllm_disagg.kv_transfer.push import OfferBook
 
 LAYOUT = b"y" * 16
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

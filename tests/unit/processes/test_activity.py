@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests.support.clock import Clock
 from trtllm_disagg.processes.activity import (
     ACTIVITY_VARIABLE,
     Activity,
@@ -10,14 +11,6 @@ from trtllm_disagg.processes.activity import (
     read_activity,
     reporter_of,
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_what_was_told_last_is_read(tmp_path: Path) -> None:
@@ -33,7 +26,7 @@ def test_what_was_told_last_is_read(tmp_path: Path) -> None:
 
 
 def test_a_share_that_grows_is_written_now_and_then_and_a_new_activity_at_once(tmp_path: Path) -> None:
-    file, clock = tmp_path / "a", Clock()
+    file, clock = tmp_path / "a", Clock(100.0)
     reporter = FileReporter(file, clock)
 
     reporter.tell("loading weights", percent=1)

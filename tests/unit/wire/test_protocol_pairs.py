@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.support.handling import ORDERS, collect, request, tokens_of, until
+from tests.support.engine_pair import PROMPT, both_idle, open_engines, two_stages
+from tests.support.handling import ORDERS, collect, request, tokens_of
 from tests.unit.wire.test_protocol_refusals import forge, forged
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.errors import InvalidRequestError, KvTransferError, OverloadedError
 from trtllm_disagg.handlers.concurrent import Push, concurrent
 from trtllm_disagg.handlers.services import build_generate
@@ -27,57 +27,27 @@ STYLES = {
     "two_phase": ScheduleStyle.CONTEXT_FIRST,
     "bootstrap": ScheduleStyle.GENERATION_FIRST,
 }
-PROMPT = [2 + (i * 7 + i * i) % 250 for i in range(150)]
 
 
 @pytest.fixture(scope="module")
 def engines(checkpoints: Checkpoints) -> Iterator[dict[Role, Engine]]:
-    args = {
-        "model": str(checkpoints()),
-        "kv_cache_config": {"max_tokens": 4096},
-        "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 5000},
-        "max_seq_len": 512,
-        "max_batch_size": 8,
-        "max_num_tokens": 64,
-        "enable_chunked_prefill": True,
-        "skip_tokenizer_init": True,
-    }
-    started = {
-        role: Engine.open(load_api("embedded"), args, machine_id)
-        for machine_id, role in enumerate((Role.PREFILL, Role.DECODE))
-    }
-    yield started
-    for engine in started.values():
-        engine.close()
+    with open_engines(checkpoints()) as started:
+        yield started
 
 
 def pair(engines: dict[Role, Engine], order: str, protocol: str) -> tuple[Generate, RecordingStageClient]:
-    """(the first stage, its way to the second one)."""
-
-    def build(role: Role, client: RecordingStageClient) -> Generate:
-        config = WorkerConfig(
-            model="m",
-            role=role,
-            strategy=order,
-            schedule_style=STYLES[protocol],
-            handoff_protocol=protocol,
-            # What fails here is the caller's to know.
-            on_missing_stage="fail",
-        )
-        return build_generate(config, engines[role], client)
-
-    first, second = (Role.PREFILL, Role.DECODE) if order == "prefill_first" else (Role.DECODE, Role.PREFILL)
-    description = {"ctx_info_endpoint": engines[second].ctx_info_endpoint}
-    client = RecordingStageClient(build(second, RecordingStageClient()), description=description)
-    return build(first, client), client
+    return two_stages(
+        engines,
+        order,
+        schedule_style=STYLES[protocol],
+        handoff_protocol=protocol,
+        # What fails here is the caller's to know.
+        on_missing_stage="fail",
+    )
 
 
 def asked(max_tokens: int = 8) -> GenerateRequest:
     return request(max_tokens, token_ids=PROMPT, sampling_options={"temperature": 0.0})
-
-
-async def is_idle(engines: dict[Role, Engine]) -> None:
-    await until(lambda: not any(engine.llm.num_active_requests for engine in engines.values()))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8])
@@ -95,7 +65,7 @@ async def test_the_answer_is_that_of_one_worker(
     await client.idle()
     assert tokens_of(split) == tokens_of(whole)
     assert split[-1].finish_reason == whole[-1].finish_reason == "length"
-    await is_idle(engines)
+    await both_idle(engines)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -111,7 +81,7 @@ async def test_two_phase_tells_where_the_kv_is(engines: dict[Role, Engine], orde
     assert params["remote_engine_id"]
     # 150 tokens in blocks of 32.
     assert len(params["remote_block_ids"]) == 5
-    await is_idle(engines)
+    await both_idle(engines)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -123,7 +93,7 @@ async def test_a_foreign_engine_is_refused_and_nothing_is_held(
     with pytest.raises(InvalidRequestError, match="remote_engine_id is not as expected"):
         await collect(generate, asked())
     await client.idle()
-    await is_idle(engines)
+    await both_idle(engines)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -139,7 +109,7 @@ async def test_bootstrap_meets_in_a_new_room_at_the_prefill_engine(
     assert join_endpoint(one["bootstrap_host"], one["bootstrap_port"]) == endpoint
     assert one["bootstrap_room"] != other["bootstrap_room"]
     assert "rendezvous" not in one
-    await is_idle(engines)
+    await both_idle(engines)
 
 
 async def test_a_failed_bootstrap_prefill_ends_decode_with_its_reason(engines: dict[Role, Engine]) -> None:
@@ -154,7 +124,7 @@ async def test_a_failed_bootstrap_prefill_ends_decode_with_its_reason(engines: d
     client.serve_by(full)
     with pytest.raises(OverloadedError, match="full"):
         await asyncio.wait_for(collect(generate, asked()), 30)
-    await is_idle(engines)
+    await both_idle(engines)
 
 
 # -- how soon one phase hears of the other's end

@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from trtllm_disagg.embedded.ipc.messages import (
     Start,
     StepReport,
 )
-from trtllm_disagg.embedded.tensor_parallel.launch import RankWatch, core_launch
+from trtllm_disagg.embedded.tensor_parallel.launch import Launch, RankWatch, core_launch
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,10 @@ class CoreClient:
         step_timeout_seconds: float | None = None,
         on_report: Callable[[StepReport], None],
         on_death: Callable[[str], None],
+        launch: Callable[[int, int, Mapping[str, str]], Launch] = core_launch,
+        end_seconds: float = _END_SECONDS,
     ) -> None:
+        """`end_seconds`: how long the process may take to end by itself."""
         self._on_report = on_report
         self._on_death = on_death
         self._closing = False
@@ -56,8 +59,9 @@ class CoreClient:
         self._open = contextlib.ExitStack()
         listener, address = listen()
         self._open.enter_context(listener)
+        self._end_seconds = end_seconds
         start = Start(args, address, builder, step_timeout_seconds)
-        self._process = self._spawn(start, num_ranks, num_threads)
+        self._process = _spawn(launch(num_ranks, num_threads, os.environ), start)
         try:
             self._link = self._open.enter_context(contextlib.closing(self._accept(listener)))
             self._link.wait_at_most(_POLL_SECONDS)
@@ -85,19 +89,11 @@ class CoreClient:
         self.send(Shutdown())
         self._closing = True
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_END_SECONDS)
+            self._process.wait(timeout=self._end_seconds)
         self._receiver.join(timeout=5)
         self._cleanup()
 
     # -- internals
-
-    def _spawn(self, start: Start, num_ranks: int, num_threads: int) -> subprocess.Popen[bytes]:
-        process = core_launch(num_ranks, num_threads, os.environ).start()
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already; _accept says so
-            process.stdin.write(msgspec.json.encode(start) + b"\n")
-            process.stdin.flush()
-        return process
 
     def _accept(self, listener: socket.socket) -> Link[Report]:
         listener.settimeout(_POLL_SECONDS)
@@ -160,7 +156,7 @@ class CoreClient:
         except EOFError:
             # It is ending. A process that has nothing to say any more, and stays, hangs: it is not waited for.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_SECONDS)
+                self._process.wait(self._end_seconds)
             if self._process.poll() is None and not self._closing:
                 self._failure = self._failure or "the engine process has closed its socket"
             return False
@@ -180,7 +176,7 @@ class CoreClient:
     def _end(self) -> None:
         """Now, if it does not soon by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_END_SECONDS)
+            self._process.wait(timeout=self._end_seconds)
         self._ranks.kill()
         self._process.kill()
         self._process.wait()
@@ -202,3 +198,12 @@ def _start_error(report: Failed) -> Exception:
     return errors.named(report.kind, report.message) or errors.EngineError(
         f"the engine cannot start: {report.kind}: {report.message}"
     )
+
+
+def _spawn(launch: Launch, start: Start) -> subprocess.Popen[bytes]:
+    process = launch.start()
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended already; _accept says so
+        process.stdin.write(msgspec.json.encode(start) + b"\n")
+        process.stdin.flush()
+    return process

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from trtllm_disagg.embedded.core import core_client
 from trtllm_disagg.embedded.core.core_client import CoreClient
 from trtllm_disagg.embedded.ipc.messages import AbortRequest
 from trtllm_disagg.embedded.tensor_parallel.launch import Launch
@@ -29,20 +28,20 @@ threading.Event().wait()
 """
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_client, "_END_SECONDS", 0.3)
+def client(said: str, died: queue.SimpleQueue[str]) -> CoreClient:
+    return CoreClient(
+        {},
+        num_threads=1,
+        on_report=lambda _: None,
+        on_death=died.put,
+        launch=lambda *_: Launch((sys.executable, "-c", STAYS, said), {}),
+        end_seconds=0.3,
+    )
 
 
-def client(monkeypatch: pytest.MonkeyPatch, said: str, died: queue.SimpleQueue[str]) -> CoreClient:
-    launch = Launch((sys.executable, "-c", STAYS, said), {})
-    monkeypatch.setattr(core_client, "core_launch", lambda *_: launch)
-    return CoreClient({}, num_threads=1, on_report=lambda _: None, on_death=died.put)
-
-
-def test_its_requests_fail_and_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_requests_fail_and_it_is_ended() -> None:
     died: queue.SimpleQueue[str] = queue.SimpleQueue()
-    core = client(monkeypatch, "ready", died)
+    core = client("ready", died)
     core.send(AbortRequest(1))
     assert died.get(timeout=20) == "the engine process has closed its socket"
     core._receiver.join(timeout=20)
@@ -50,6 +49,6 @@ def test_its_requests_fail_and_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
     core.close()
 
 
-def test_it_does_not_keep_a_worker_from_failing_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_not_keep_a_worker_from_failing_to_start() -> None:
     with pytest.raises(EngineError, match="ended with exit code -9 while starting"):
-        client(monkeypatch, "nothing", queue.SimpleQueue())
+        client("nothing", queue.SimpleQueue())
