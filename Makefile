@@ -24,7 +24,7 @@ COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),$(STEADILY) "  compiling modules" $(BI
 # Says every few seconds that it is still at it; needs nothing installed.
 STEADILY = $(PYTHON) -I trtllm_disagg/processes/steadily.py
 
-.PHONY: help demo test test-fast test-levels lint format model venv clean
+.PHONY: help demo test test-fast test-levels lint format model venv wheel clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -47,6 +47,7 @@ lint: $(TOOLS)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/shellcheck -a -x -P SCRIPTDIR $(SCRIPTS)
+	$(BIN)/hadolint deploy/docker/Dockerfile deploy/docker/Dockerfile.cpu
 
 format: $(TOOLS)
 	$(BIN)/ruff check --fix .
@@ -56,6 +57,11 @@ model: $(STAMP)
 	@$(BIN)/trtllm-disagg demo-model $(MODEL)
 
 venv: $(TOOLS)
+
+# For deploy/docker/Dockerfile.
+wheel: $(TOOLS)
+	@rm -rf dist
+	$(BIN)/python -m build --wheel --no-isolation
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

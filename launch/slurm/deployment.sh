@@ -3,7 +3,7 @@
 # Machine:  a Slurm job, its nodes whole (--exclusive); this project in PLAN_PYTHON on the first node, and in PYTHON on all.
 # Launch:   ENGINE=tensorrt_llm MODEL=path/to/model ENGINE_CONFIGS=directory PREFILL_WORKERS=2 DECODE_WORKERS=1 \
 #           HTTP_HOST=0.0.0.0 sbatch --nodes=2 --gpus-per-node=8 --exclusive \
-#           --wrap="launch/slurm/deployment.sh prefill_first|decode_first|auto|router|agg [more arguments for the workers]"
+#           --wrap="exec launch/slurm/deployment.sh prefill_first|decode_first|auto|router|agg [more arguments for the workers]"
 #           Prints `frontend http://NODE:PORT model=NAME strategy=S`. It lists the model (/v1/models) when it can be served.
 # Settings: launch/lib.sh, launch/slurm/lib.sh, and those of the next lines. Without ETCD_ENDPOINTS, etcd is started: it asks
 #           for no password, so its port should be reachable by the job's nodes only.
@@ -12,7 +12,7 @@
 : "${HEAD_ADDRESS:=}"    # of the first node, where etcd listens (what the node's name resolves to when unset)
 # sbatch runs a copy of its script, in a directory of its own.
 [[ -f "$(dirname "${BASH_SOURCE[0]}")/lib.sh" ]] || {
-    echo "error: lib.sh is not beside this script; start it with sbatch --wrap=\"launch/slurm/deployment.sh ...\"" >&2
+    echo "error: lib.sh is not beside this script; start it with sbatch --wrap=\"exec launch/slurm/deployment.sh ...\"" >&2
     exit 1
 }
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

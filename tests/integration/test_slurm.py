@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import uuid
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -21,7 +22,7 @@ from tests.support.fake_slurm import FakeSlurm
 from tests.support.hosts import write_key
 from trtllm_disagg.deployment.orphan_reaper import MARK_VARIABLE, kill_marked, marked_processes
 from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.deployment.ports import free_http_port, free_system_ports, is_free
+from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
 
 START_SECONDS = 150.0
 STOP_SECONDS = 60.0
@@ -29,11 +30,9 @@ ONE_RANK = "tensor_parallel_size: 1"
 
 
 @pytest.fixture
-def mark() -> Iterator[str]:
+def mark() -> str:
     """Of everything that the job starts."""
-    mark = uuid.uuid4().hex
-    yield mark
-    kill_marked(mark)
+    return uuid.uuid4().hex
 
 
 @pytest.fixture
@@ -49,10 +48,12 @@ def engine_configs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, mark: str) -> FakeSlurm:
+def slurm(tmp_path: Path, mark: str) -> Iterator[FakeSlurm]:
     slurm = FakeSlurm(tmp_path / "bin", nodes=f"localhost,{LOOPBACK}", runs=True)
     slurm.program("etcd", f'#!/usr/bin/env bash\nexec {sysconfig.get_path("scripts")}/etcd "$@"\n')
-    return slurm
+    yield slurm
+    kill_marked(mark)
+    slurm.close()
 
 
 def test_a_job_on_two_nodes_answers_with_ranks_that_srun_started(
@@ -84,19 +85,25 @@ def test_a_job_on_two_nodes_answers_with_ranks_that_srun_started(
         assert job.poll() is None, slurm.output
         try:
             for port in (system_port, system_port + 1):
-                httpx.get(f"http://{LOOPBACK}:{port}/health")
+                httpx.get(f"http://{LOOPBACK}:{port}/health").raise_for_status()
             return MODEL_NAME in httpx.get(f"{url}/v1/models").text
-        except httpx.TransportError:
+        except httpx.HTTPError:
             return False
 
     wait_until(is_ready, "the model is listed", START_SECONDS)
-    question = Question("chat", [{"role": "user", "content": "What is a list?"}], {"max_tokens": 12})
+    prompts = (f"What is list {number}?" for number in count())
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
-        answer = ask(client, question)
-    assert isinstance(answer, Answer), answer
-    assert len(answer.token_ids) == 12
-    pulled = httpx.get(f"http://{LOOPBACK}:{system_port + 1}/metrics").text
-    assert re.search(r"^trtllm_disagg_kv_pulls\S* 1(\.0)?$", pulled, re.MULTILINE), pulled
+
+        def is_answered_by_both() -> bool:
+            """The prefill worker answers alone until it has found the other one."""
+            message = {"role": "user", "content": next(prompts)}
+            answer = ask(client, Question("chat", [message], {"max_tokens": 12}))
+            assert isinstance(answer, Answer), answer
+            assert answer.token_ids
+            metrics = httpx.get(f"http://{LOOPBACK}:{system_port + 1}/metrics").text
+            return bool(re.search(r"^trtllm_disagg_kv_pulls\S* [1-9]", metrics, re.MULTILINE))
+
+        wait_until(is_answered_by_both, "the decode worker reads KV", START_SECONDS)
     steps = {call["argv"][-1].rpartition("/")[2]: call["argv"] for call in slurm.calls()}
     assert {"--mpi=pmi2", "--ntasks=2"} <= set(steps["prefill.sh"])
 
@@ -110,4 +117,5 @@ def test_a_job_on_two_nodes_answers_with_ranks_that_srun_started(
 
 def _two_ports() -> int:
     """The first of two neighbours."""
-    return next(port for port in free_system_ports(40) if is_free(LOOPBACK, port + 1))
+    ports = free_system_ports(16)
+    return next(port for port in ports if port + 1 in ports)
