@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,7 @@ OF_WORKERS = {
     "DYN_NAMESPACE_WORKER_SUFFIX": "1a2b3c4d",
     "DYN_FORWARDPASS_METRIC_PORT": "20380",
 }
+WORKERS_NAMESPACE = f"{NAMESPACE}-{OF_WORKERS['DYN_NAMESPACE_WORKER_SUFFIX']}"
 OF_FRONTENDS = {
     "DYN_HTTP_HOST": LOOPBACK,
     "DYN_NAMESPACE_PREFIX": NAMESPACE,
@@ -91,16 +93,18 @@ def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(
 
             def crosses_both_stages() -> bool:
                 """Decode may learn of prefill a moment after the frontend has learned of decode."""
-                body = {"model": "demo-model", "prompt": next(prompts), "max_tokens": 8, "temperature": 0.0}
+                body = {"model": "demo-model", "prompt": next(prompts), "max_tokens": 8, "ignore_eos": True}
                 answer = client.post("/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
                 assert answer.json()["usage"]["completion_tokens"] == 8
                 return pulls(decode) > 0
 
             wait_until(crosses_both_stages, "KV has moved")
-            namespace = f"{NAMESPACE}-{OF_WORKERS['DYN_NAMESPACE_WORKER_SUFFIX']}"
+            steps = tmp_path / "steps.jsonl"
+            with kubelet.also_running(decode, *reader_of_steps("prefill", steps)):
+                wait_until(lambda: crosses_both_stages() and has_prefilled(steps), "the Planner sees prefill")
             switch = decode.exec(
-                *("-m", "trtllm_disagg", "switch", "--to", "prefill_first", "--namespace", namespace)
+                *("-m", "trtllm_disagg", "switch", "--to", "prefill_first", "--namespace", WORKERS_NAMESPACE)
             )
             assert switch.returncode == 0, switch.stderr
             before = pulls(decode)
@@ -112,6 +116,31 @@ def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(
         assert decode.process.wait(grace_seconds) == 0, decode.log.read_text()[-2000:]
     finally:
         kubelet.close()
+
+
+def reader_of_steps(component: str, out: Path) -> Sequence[str]:
+    """The command of Dynamo's own reader of the metrics that its Planner decides by."""
+    return (
+        *("-m", "dynamo.common.recv_forward_pass_metrics", "--namespace", WORKERS_NAMESPACE),
+        *(
+            "--component",
+            component,
+            "--request-plane",
+            "tcp",
+            "--output",
+            str(out),
+            "--flush-interval",
+            "0.1",
+        ),
+    )
+
+
+def has_prefilled(steps: Path) -> bool:
+    lines = steps.read_text().splitlines() if steps.exists() else []
+    read = [json.loads(line)["metrics"] for line in lines if line.endswith("}")]
+    return any(
+        step["scheduled_requests"]["sum_prefill_tokens"] > 0 and step["wall_time"] > 0 for step in read
+    )
 
 
 def pulls(pod: Pod) -> float:

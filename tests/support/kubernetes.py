@@ -254,6 +254,26 @@ class Kubelet:
         self.pods.append(Pod(pod, spec, port, env, process, log))
         return self.pods[-1]
 
+    @contextlib.contextmanager
+    def also_running(self, pod: Pod, *command: str) -> Iterator[None]:
+        """Beside the container of a pod, until the end of the block."""
+        env = {
+            **os.environ,
+            **pod.env,
+            "POD_NAME": "reader-0",
+            "POD_UID": "reader-0",
+            "DYN_SYSTEM_PORT": "-1",
+        }
+        with (self._root / "reader.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, *command], env=env, stdout=log, stderr=log, preexec_fn=die_with_parent
+            )
+        try:
+            yield
+        finally:
+            process.kill()
+            process.wait()
+
     def close(self) -> None:
         for pod in self.pods:
             if pod.process.poll() is None:

@@ -21,6 +21,7 @@ from trtllm_disagg.config.dynamo_flags import (
     ROUTER_FLAGS,
     add_dynamo_arguments,
     refuse_ignored_variables,
+    wants_forward_pass_metrics,
 )
 from trtllm_disagg.config.settings import parse_endpoint_id
 from trtllm_disagg.config.worker_config import (
@@ -76,7 +77,7 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
                 action=_SetBothPublishers,
                 dest=argparse.SUPPRESS,
                 default=argparse.SUPPRESS,
-                help="both of the above (Dynamo's old name)",
+                help="KV events and metrics (Dynamo's old name)",
             )
     parser.add_argument("--version", action="version", version=__version__)
     add_dynamo_arguments(parser)
@@ -92,6 +93,8 @@ def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, s
     _resolve_namespace(values, environ, by_flag="namespace" in given)
     if "discovery_backend" not in values and environ.get(_ETCD):
         values["discovery_backend"] = "etcd"
+    if wants_forward_pass_metrics(namespace, environ):
+        values.setdefault("publish_forward_pass_metrics", True)
     _resolve_template(values)
     explicit = frozenset(values)
     thresholds = {name: values.pop(name) for name in DECIDER_THRESHOLDS if name in values}

@@ -72,11 +72,6 @@ NOT_SERVED = (
     _value(
         "--kv-state-endpoint", "DYN_KV_STATE_ENDPOINT", [], "KV state belongs to the endpoint that serves"
     ),
-    _off(
-        "--fpm-trace",
-        "DYN_FPM_TRACE",
-        "forward-pass metrics are not published; --publish-metrics has load and steps",
-    ),
     NotServed(
         "--connector",
         "DYN_CONNECTOR",
@@ -143,10 +138,13 @@ VARIABLES_NOT_SERVED = (
     _variable("DYN_TRTLLM_KV_EVENT_HOSTS", [], "KV events are polled (--publish-kv-events), not streamed"),
 )
 
+#: Set, and the Planner's metrics are published; upstream's worker has no use for the port either.
+FPM_PORT, FPM_TRACE = "DYN_FORWARDPASS_METRIC_PORT", "DYN_FPM_TRACE"
 #: Flags that only set the variable that Dynamo's runtime reads; True for switches.
 OF_THE_RUNTIME: Mapping[str, tuple[str, bool]] = {
     "--response-plane": ("DYN_RESPONSE_PLANE", False),
     "--engine-request-limit": ("DYN_ENGINE_REQUEST_LIMIT", False),
+    "--fpm-trace": (FPM_TRACE, True),
     "--tcp-tls-cert-path": ("DYN_TCP_TLS_CERT_PATH", False),
     "--tcp-tls-key-path": ("DYN_TCP_TLS_KEY_PATH", False),
     "--tcp-tls-ca-cert-path": ("DYN_TCP_TLS_CA_CERT_PATH", False),
@@ -257,6 +255,12 @@ def refuse_ignored_variables(environ: Mapping[str, str]) -> None:
             continue
         for part in value.split() if flag.is_list else [value]:
             flag.check(flag.variable or "", part)
+
+
+def wants_forward_pass_metrics(namespace: argparse.Namespace, environ: Mapping[str, str]) -> bool:
+    """By Dynamo's names for it."""
+    traces = getattr(namespace, RUNTIME_VARIABLES, {}).get(FPM_TRACE, environ.get(FPM_TRACE, ""))
+    return bool(environ.get(FPM_PORT)) or traces.strip().lower() in _YES
 
 
 def names_of_switch(name: str) -> tuple[str, str]:

@@ -96,7 +96,7 @@ def _dynamo_defaults(config: WorkerConfig) -> Args:
         },
         # Each request says whether it is measured, as with Dynamo's worker.
         "return_perf_metrics": False,
-        "enable_iter_perf_stats": config.publish_metrics,
+        "enable_iter_perf_stats": config.reads_statistics,
     }
     if config.role is not Role.AGG:
         # Without a transceiver KV cannot move, so a worker of a pair has one unless a file forbids it.

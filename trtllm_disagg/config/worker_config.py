@@ -308,6 +308,11 @@ class WorkerConfig:
     publish_metrics: bool = option(
         False, "publish load and engine metrics", dynamo=DYNAMO_WORKER, variables=(BOTH_PUBLISHERS_VARIABLE,)
     )
+    publish_forward_pass_metrics: bool = option(
+        False,
+        "publish what each step does, for Dynamo's Planner; --publish-metrics does so too "
+        "(default: where DYN_FORWARDPASS_METRIC_PORT or DYN_FPM_TRACE is set)",
+    )
 
     endpoint_types: str = option(
         "chat,completions",
@@ -443,6 +448,11 @@ class WorkerConfig:
     def tells_kv_events(self) -> bool:
         """Some KV router listens: the frontend's, or those of the other role."""
         return self.publish_kv_events or self.tells_peers
+
+    @property
+    def reads_statistics(self) -> bool:
+        """Of each step of its engine, which has them on demand."""
+        return self.publish_metrics or self.publish_forward_pass_metrics
 
     @property
     def tells_peers(self) -> bool:

@@ -9,10 +9,11 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol
 
-from dynamo.llm import KvEventPublisher, WorkerMetricsPublisher
+from dynamo.llm import FpmDirectPublisher, KvEventPublisher, WorkerMetricsPublisher
 
-from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.dynamo_metrics import DynamoMetrics
+from trtllm_disagg.dynamo_runtime.forward_pass import ForwardPassMetrics
 from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics, expose
 from trtllm_disagg.dynamo_runtime.polling import (
     EVENTS_TIMEOUT,
@@ -223,7 +224,7 @@ async def create_publishers(
     policy: Policy,
     load_seconds: float,
 ) -> list[Publisher]:
-    """One for cache events and one for statistics; null ones where the flags say so. `endpoint` is where frontends find
+    """For cache events, and for statistics where the flags say so. `endpoint` is where frontends find
     this worker, `peer_endpoint` where workers do; `load_seconds` is what the engine took to start.
     """
     block_size = model.block_size
@@ -252,13 +253,20 @@ async def create_publishers(
     if listeners or config.reads_kv_events:
         ranks = [of_rank(rank) for rank in range(engine.num_ranks)]
         events = KvEventForwarder(engine.llm, ranks, dynamo.polled_events)
-    stats: Publisher = NullPublisher()
+    if not config.reads_statistics:
+        return [events]
+    sinks: list[StatsSink] = [engine.handoffs, policy.occupancy]
     if config.publish_metrics:
-        load, metrics = WorkerMetricsPublisher(), EngineMetrics(policy.counts, policy.queued)
-        await load.create_endpoint(endpoint)
+        metrics = EngineMetrics(policy.counts, policy.queued)
         expose(metrics, endpoint, config)
         dynamo.expose(endpoint, config)
         policy.counts.sinks.append(dynamo)
-        sinks = (metrics, dynamo, engine.handoffs, policy.occupancy)
-        stats = StatsForwarder(engine.llm, load, *sinks, num_ranks=engine.num_ranks)
-    return [events, stats]
+        sinks += [metrics, dynamo]
+    # Where the Planner looks for this role, whichever stage it is.
+    planned = peer_endpoint if config.role is Role.PREFILL else endpoint
+    steps = FpmDirectPublisher(planned, str(planned.connection_id()), engine.num_ranks)
+    forward_pass = ForwardPassMetrics(steps)
+    load = WorkerMetricsPublisher()
+    await load.create_endpoint(endpoint)
+    stats = StatsForwarder(engine.llm, load, *sinks, forward_pass, num_ranks=engine.num_ranks)
+    return [events, stats, forward_pass]

@@ -73,6 +73,7 @@ OTHER_VALUES: dict[str, Any] = {
     "free_gpu_memory_fraction": 0.5,
     "publish_kv_events": True,
     "publish_metrics": True,
+    "publish_forward_pass_metrics": True,
     "endpoint_types": "completions",
     "custom_jinja_template": __file__,
     "tool_call_parser": "hermes",
