@@ -42,7 +42,7 @@ async def test_a_stream_has_the_first_token_every_fourth_one_and_the_end(told_ll
     assert [list(entry) for entry in output.logprobs] == [list(e) for e in usual.outputs[0].logprobs]
 
 
-async def test_who_does_not_stream_is_not_concerned(told_llm: Any, llm: Any) -> None:
+async def test_a_request_that_does_not_stream_is_not_concerned(told_llm: Any, llm: Any) -> None:
     usual = await llm.generate_async(PROMPT, sampling(max_tokens=11)).aresult()
     result = await told_llm.generate_async(PROMPT, sampling(max_tokens=11)).aresult()
     assert list(result.outputs[0].token_ids) == list(usual.outputs[0].token_ids)

@@ -19,7 +19,7 @@ def measured(**fields: Any) -> Any:
     return sampling(return_perf_metrics=True, **fields)
 
 
-async def test_who_does_not_ask_is_told_nothing(llm: Any) -> None:
+async def test_a_request_that_does_not_ask_has_no_metrics(llm: Any) -> None:
     result = await llm.generate_async(OTHER_PROMPT, sampling(max_tokens=2)).aresult()
     assert result.outputs[0].request_perf_metrics is None
     assert result.metrics_dict == {}

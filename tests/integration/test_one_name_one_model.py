@@ -77,7 +77,7 @@ def test_the_second_of_two_models_behind_one_name_is_refused(
         assert "Traceback" not in said
 
 
-def test_a_worker_that_was_killed_is_in_nobodys_way(
+def test_a_worker_that_was_killed_holds_up_no_other(
     place: DynamoDeployment, checkpoints: Checkpoints
 ) -> None:
     place.start_workers({"old": worker(checkpoints("llama"))})

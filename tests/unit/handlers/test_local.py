@@ -49,7 +49,7 @@ async def prefilled(max_tokens: int | None = 5, **keys: Any) -> GenerateRequest:
     return decode_request(encode_request(asked.with_handoff(handoff), DECODE))
 
 
-def nobodys() -> Handoff:
+def no_handoff() -> Handoff:
     return Handoff(TokenChunk([]), None)
 
 
@@ -61,7 +61,7 @@ async def decode(
     repeats: bool = False,
 ) -> list[TokenChunk]:
     phase = LocalDecode(engine or recording_engine(), repeats_first_token=repeats)
-    return [chunk async for chunk in phase(asked, FakeContext(), handoff or nobodys())]
+    return [chunk async for chunk in phase(asked, FakeContext(), handoff or no_handoff())]
 
 
 # -- prefill

@@ -264,7 +264,7 @@ def test_a_stranger_is_refused(asked: GenerateRequest, message: str) -> None:
         stage(Directory(0x1A, 0x2B)).check(asked)
 
 
-async def test_who_is_gone_is_replaced_and_it_is_told() -> None:
+async def test_an_instance_that_is_gone_is_replaced_and_the_trace_says_so() -> None:
     directory = Directory(1, 2)
     selected = stage(directory)
     await selected.pick(pinning("2"))

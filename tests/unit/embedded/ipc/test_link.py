@@ -85,7 +85,7 @@ def test_what_was_said_before_the_end_comes_before_the_end(ends: tuple[Link[Mess
     there.send((2, b"unread"))
 
 
-def test_who_is_gone_in_the_middle_of_a_message_is_gone(ends: tuple[Link[Message], ...]) -> None:
+def test_an_end_that_goes_in_the_middle_of_a_message_is_gone(ends: tuple[Link[Message], ...]) -> None:
     here, there = ends
     here.send((1, LARGE))
     here.close()

@@ -37,7 +37,7 @@ def test_the_last_one_admitted_is_paused_and_those_paused_come_back_in_order(swa
     assert engine.answers == {i: solo((i,) * 40, 60, 16) for i in range(1, 5)}
 
 
-def test_who_comes_back_gets_further_before_being_paused_again() -> None:
+def test_a_resumed_sequence_gets_further_before_being_paused_again() -> None:
     policy = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     engine = Engine(30, 4, {"scheduler_config": policy, "embedded": {"swap_tokens": 10_000}})
     for request_id in range(8):

@@ -46,7 +46,7 @@ def test_a_decode_tells_of_the_transfer_when_it_is_measured(prefill: Core, decod
     prefill.settle()
 
 
-def test_who_waits_is_told_of_too(decode: Core) -> None:
+def test_waiting_requests_are_counted_too(decode: Core) -> None:
     first, second = (decode.add(PROMPT[i:], 3) for i in (0, 1))
     decode.step()
     stages = {entry["id"]: (entry["stage"], entry["scheduled"]) for entry in of_requests(decode)}

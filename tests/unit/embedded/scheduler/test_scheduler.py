@@ -100,7 +100,7 @@ def test_a_known_prefix_is_not_computed_again_but_its_last_token_is() -> None:
 
 
 @pytest.mark.parametrize(("by_priority", "order"), [(False, [1, 2, 3, 4, 5]), (True, [3, 5, 1, 4, 2])])
-def test_who_waits_first_goes_first_unless_priorities_say_otherwise(
+def test_the_request_that_waits_longest_starts_first_unless_priorities_say_otherwise(
     by_priority: bool, order: list[int]
 ) -> None:
     policy = "priority" if by_priority else "fcfs"
