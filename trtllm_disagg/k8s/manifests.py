@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtllm_disagg.deployment.plan import DeploymentConfig
-from trtllm_disagg.engine.health import TIMES
 from trtllm_disagg.k8s.pods import (
     ADMIN_KEY,
     ENGINE_CONFIGS,
@@ -64,7 +63,7 @@ def manifests(config: DeploymentConfig, cluster: Cluster) -> dict[str, Manifest]
     grace_seconds = math.ceil(config.stop_seconds)
     components = [
         _component(frontend_pod(config, cluster), cluster, list(_models(cluster)), grace_seconds, {}),
-        *(_worker(pod, cluster, mounts, grace_seconds + math.ceil(TIMES.shutdown)) for pod in workers),
+        *(_worker(pod, cluster, mounts) for pod in workers),
     ]
     spec = {"backendFramework": "trtllm", "components": components}
     graph = _object(cluster, "nvidia.com/v1beta1", "DynamoGraphDeployment", cluster.name)
@@ -85,7 +84,7 @@ def _name_of(cluster: Cluster, configs: Mapping[str, str]) -> str:
     return f"{cluster.name}-{ENGINE_CONFIGS}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
 
-def _worker(pod: WorkerPod, cluster: Cluster, mounts: list[_Mount], grace_seconds: int) -> Manifest:
+def _worker(pod: WorkerPod, cluster: Cluster, mounts: list[_Mount]) -> Manifest:
     resources = cluster.resources
     bounds = {"cpu": resources.cpu, "memory": resources.memory}
     gpus = str(pod.gpus) if pod.gpus else None
@@ -105,7 +104,7 @@ def _worker(pod: WorkerPod, cluster: Cluster, mounts: list[_Mount], grace_second
     }
     nodes = {"multinode": {"nodeCount": pod.nodes}} if pod.nodes > 1 else {}
     shared = {"sharedMemorySize": resources.shared_memory}
-    return _component(pod, cluster, mounts, grace_seconds, container, nodes | shared)
+    return _component(pod, cluster, mounts, math.ceil(pod.stop_seconds), container, nodes | shared)
 
 
 def _component(

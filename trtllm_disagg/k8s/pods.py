@@ -18,6 +18,7 @@ from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.deployment.gpus import needs_of
 from trtllm_disagg.deployment.plan import (
+    BEYOND_DRAIN_SECONDS,
     GPU_STARTUP_SECONDS,
     KEY_VARIABLE,
     STARTUP_SECONDS,
@@ -27,6 +28,7 @@ from trtllm_disagg.deployment.plan import (
     frontend_flags,
     worker_flags,
 )
+from trtllm_disagg.engine.health import TIMES
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.access import KEY_FILE_VARIABLE
 from trtllm_disagg.strategies import spec_of
@@ -100,6 +102,8 @@ class WorkerPod(Pod):
     gpus: int
     #: Until it counts as failed.
     startup_seconds: float
+    #: After which it is killed when it was told to stop.
+    stop_seconds: float
     #: Its YAML file.
     engine_config: str | None
 
@@ -133,6 +137,7 @@ def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: Role) -> Worke
         nodes,
         gpus,
         config.startup_timeout or (GPU_STARTUP_SECONDS if num_gpus else STARTUP_SECONDS),
+        _stop_seconds(worker),
         file.read_text(encoding="utf-8") if file else None,
     )
 
@@ -171,6 +176,12 @@ def _parsed(args: tuple[str, ...], env: Mapping[str, str]) -> WorkerConfig:
         raise ConfigError(f"--worker-args: {error}") from None
     refuse_unknown_arguments(parser, unknown)
     return config_from_namespace(namespace, env)
+
+
+def _stop_seconds(worker: WorkerConfig) -> float:
+    """For its requests and its engine. Kubernetes has no way to say "no limit", which 0 means for the engine."""
+    engine = worker.engine_health_shutdown_timeout or TIMES.shutdown
+    return worker.drain_seconds + BEYOND_DRAIN_SECONDS + engine
 
 
 def _spread(num_gpus: int, gpus_per_node: int, role: Role) -> tuple[int, int]:

@@ -235,13 +235,21 @@ def test_probes_leave_time_to_load_and_to_answer() -> None:
     assert {"name": "DYN_SYSTEM_PORT", "value": ports["system"]} in spec["env"]
 
 
-def test_pod_is_killed_only_after_its_drain_and_its_engines_end() -> None:
-    found = components(rendered(*flags(), "--drain-seconds", "100"))
+@pytest.mark.parametrize(
+    ("more", "least"),
+    [
+        (("--drain-seconds", "100"), 100 + 60),
+        (("--worker-args=--drain-seconds 100",), 100 + 60),
+        (("--worker-args=--drain-seconds 100 --engine-health-shutdown-timeout 200",), 100 + 200),
+        (("--worker-args=--engine-health-shutdown-timeout 0",), 30 + 60),
+    ],
+)
+def test_pod_is_killed_only_after_its_drain_and_its_engines_end(more: tuple[str, ...], least: int) -> None:
+    found = components(rendered(*flags(), *more))
     seconds = {
         name: each["podTemplate"]["spec"]["terminationGracePeriodSeconds"] for name, each in found.items()
     }
-    assert seconds["decode"] == seconds["prefill"] >= 100 + 60
-    assert seconds["frontend"] > 100
+    assert least <= seconds["decode"] == seconds["prefill"] <= least + 30
 
 
 def test_replicas_are_those_of_the_flags() -> None:
