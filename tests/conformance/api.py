@@ -1,6 +1,7 @@
 """The module under test, by the names of TensorRT-LLM's LLM API.
 
-TRTLLM_DISAGG_CONFORMANCE        trtllm_disagg.embedded (the default), or tensorrt_llm on a machine with a GPU
+TRTLLM_DISAGG_CONFORMANCE        trtllm_disagg.embedded (the default), trtllm_disagg.modelled, or tensorrt_llm on a
+                                 machine with a GPU
 TRTLLM_DISAGG_CONFORMANCE_MODEL  a model directory, which tensorrt_llm needs; the embedded engine makes its own
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 from typing import Any
+
+import pytest
 
 MODULE = os.environ.get("TRTLLM_DISAGG_CONFORMANCE", "trtllm_disagg.embedded")
 MODEL = os.environ.get("TRTLLM_DISAGG_CONFORMANCE_MODEL")
@@ -50,6 +53,10 @@ IS_EMBEDDED = find("LLM").__module__.startswith("trtllm_disagg.")
 #: Small token ids, which every vocabulary has; longer than two blocks of 32 tokens.
 PROMPT = [5 + (7 * i) % 83 for i in range(80)]
 OTHER_PROMPT = [90 - (5 * i) % 71 for i in range(75)]
+
+IS_MODELLED = find("LLM").__module__.startswith("trtllm_disagg.modelled")
+
+needs_a_model = pytest.mark.skipif(IS_MODELLED, reason="the modelled engine makes its tokens without a model")
 
 #: Both LLMs of the session.
 TOKENS_PER_BLOCK = 32

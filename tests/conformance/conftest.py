@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.api import IS_EMBEDDED, MAX_BATCH_SIZE, MAX_SEQ_LEN, MODEL, TOKENS_PER_BLOCK, find
+from tests.conformance.api import (
+    IS_EMBEDDED,
+    IS_MODELLED,
+    MAX_BATCH_SIZE,
+    MAX_SEQ_LEN,
+    MODEL,
+    TOKENS_PER_BLOCK,
+    find,
+)
 from tests.conftest import Checkpoints
+from tests.support.modelled_cores import MEASURED
 
 MakeLlm = Callable[..., Any]
 
@@ -46,6 +55,8 @@ def make_llm(model: Path) -> MakeLlm:
             "max_num_tokens": 1024,
             "max_seq_len": MAX_SEQ_LEN,
         }
+        if IS_MODELLED:
+            settings |= {"guided_decoding_backend": None, "modelled": {"measured": MEASURED}}
         return find("LLM")(str(model), **(settings | more))
 
     return make

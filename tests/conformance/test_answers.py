@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.api import OTHER_PROMPT, PROMPT, find, sampling
+from tests.conformance.api import OTHER_PROMPT, PROMPT, find, needs_a_model, sampling
 
 #: Varied, and the same every time.
 SAMPLED = {"temperature": 1.0, "seed": 11, "max_tokens": 16}
@@ -157,6 +157,7 @@ async def test_an_abort_ends_the_stream_as_cancelled(llm: Any) -> None:
 # -- logprobs
 
 
+@needs_a_model
 async def test_logprobs_are_aligned_with_the_tokens(llm: Any) -> None:
     result = llm.generate_async(PROMPT, sampling(max_tokens=5, logprobs=2), streaming=True)
     async for update in result:
@@ -174,6 +175,7 @@ async def test_logprobs_are_aligned_with_the_tokens(llm: Any) -> None:
 # -- guides
 
 
+@needs_a_model
 async def test_a_guided_answer_matches(llm: Any) -> None:
     pattern = "(cat|dog)-[0-9]{2,3}"
     guide = find("GuidedDecodingParams")(regex=pattern)

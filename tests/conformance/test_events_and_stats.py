@@ -14,6 +14,7 @@ from tests.conformance.api import (
     PROMPT,
     TOKENS_PER_BLOCK,
     find,
+    needs_a_model,
     sampling,
 )
 from tests.conformance.conftest import MakeLlm
@@ -250,6 +251,7 @@ def test_an_llm_with_adapters_is_refused_by_name(make_llm: MakeLlm, values: dict
         make_llm(**values)
 
 
+@needs_a_model
 @pytest.mark.skipif(not IS_EMBEDDED, reason="TensorRT-LLM serves both")
 def test_a_guide_library_that_is_not_there_is_refused_by_name(make_llm: MakeLlm) -> None:
     from trtllm_disagg.errors import ConfigError

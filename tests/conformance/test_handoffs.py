@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.api import IS_EMBEDDED, OTHER_PROMPT, PROMPT, disaggregated, find, sampling
+from tests.conformance.api import (
+    IS_EMBEDDED,
+    OTHER_PROMPT,
+    PROMPT,
+    disaggregated,
+    find,
+    needs_a_model,
+    sampling,
+)
 
 
 async def prefill(
@@ -132,6 +140,7 @@ async def test_cached_tokens_of_a_decode(llm: Any, decode_llm: Any) -> None:
     assert split.cached_tokens == (result.cached_tokens if IS_EMBEDDED else len(prompt))
 
 
+@needs_a_model
 async def test_a_guide_starts_at_the_first_token(llm: Any, decode_llm: Any) -> None:
     fields = {
         "guided_decoding": find("GuidedDecodingParams")(regex="(yes|no), [a-z]{3,9}!"),

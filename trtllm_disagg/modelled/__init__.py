@@ -4,6 +4,8 @@ Step times are those of a GPU (docs/modelled.md). Everything else is real: API, 
 events, statistics, leases. Importing this imports neither torch nor the tables.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from trtllm_disagg.embedded import (
     DEFAULT_REQUEST_PRIORITY,
     CacheTransceiverConfig,
@@ -53,3 +55,11 @@ __all__ = [
     "SchedulingParams",
     "get_global_disagg_request_id",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take every name for defined
+
+    def __getattr__(name: str) -> Any:
+        """The rest of TensorRT-LLM's names is the embedded engine's."""
+        from trtllm_disagg.embedded.mount import find_name
+
+        return find_name(name)

@@ -73,6 +73,8 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
     Raises ConfigError for what no table covers.
     """
     own, kv_config = args.modelled, args.kv_cache_config
+    if own.measured is None or own.model is not None:
+        _require_tables()
     gpus = _gpus(args)
     raw = read_model_config(args)
     size = kv_config.tokens_per_block
@@ -112,6 +114,14 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
     )
     _tell(args, gpus, num_blocks)
     return ModelledCore(parts, model, own.time_scale)
+
+
+def _require_tables() -> None:
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise ConfigError(
+            "modelled: the tables of step times are not installed; pip install 'trtllm-disagg[modelled]', or give "
+            "modelled.measured and no modelled.model"
+        )
 
 
 def _gpus(args: ModelledArgs) -> _Gpus:

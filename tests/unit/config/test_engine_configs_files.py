@@ -10,18 +10,31 @@ import pytest
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
+from trtllm_disagg.embedded.params.supported_args import check_marks, refuse_unsupported
+from trtllm_disagg.modelled.config import ModelledArgs
 
 FOLDER = Path(__file__).parents[3] / "engine_configs"
 FILES = sorted(FOLDER.glob("*/*.yaml"))
 MODELS = sorted(path.name for path in FOLDER.iterdir())
 
 
+#: The others are TensorRT-LLM's.
+ENGINES: dict[str, tuple[str, type[LlmArgs]]] = {
+    "demo": ("embedded", LlmArgs),
+    "modelled": ("modelled", ModelledArgs),
+}
+
+
 def load(path: Path) -> dict[str, Any]:
-    engine = "embedded" if path.parent.name == "demo" else "tensorrt_llm"
+    engine, _ = ENGINES.get(path.parent.name, ("tensorrt_llm", LlmArgs))
     return build_engine_args(
         WorkerConfig(model="org/model", role=Role(path.stem), engine=engine, extra_engine_args=str(path))
     )
+
+
+def args_of(path: Path) -> LlmArgs:
+    _, args = ENGINES.get(path.parent.name, ("tensorrt_llm", LlmArgs))
+    return args(**load(path))
 
 
 def short_name(path: Path) -> str:
@@ -35,6 +48,7 @@ def test_every_model_has_the_three_roles() -> None:
         "gpt-oss-120b",
         "llama-3.1-8b",
         "llama-3.3-70b-fp8",
+        "modelled",
         "qwen3",
         "qwen3-235b-a22b-fp8",
         "qwen3-32b-fp8",
@@ -46,7 +60,7 @@ def test_every_model_has_the_three_roles() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=short_name)
 def test_a_file_loads_without_an_unknown_key(path: Path) -> None:
-    LlmArgs(**load(path))
+    args_of(path)
 
 
 @pytest.mark.parametrize("path", FILES, ids=short_name)
@@ -61,9 +75,14 @@ def test_the_embedded_engine_honours_all_of_the_demo(path: Path) -> None:
     assert refuse_unsupported(LlmArgs(**load(path))) == []
 
 
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("modelled/*.yaml")), ids=short_name)
+def test_the_modelled_engine_refuses_nothing_of_its_own(path: Path) -> None:
+    assert set(check_marks(args_of(path), "modelled")) <= {"disable_overlap_scheduler"}
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_two_sides_of_a_pair_fit(model: str) -> None:
-    prefill, decode = (LlmArgs(**load(FOLDER / model / f"{role}.yaml")) for role in ("prefill", "decode"))
+    prefill, decode = (args_of(FOLDER / model / f"{role}.yaml") for role in ("prefill", "decode"))
     assert prefill.max_seq_len == decode.max_seq_len
     assert prefill.dtype == decode.dtype
     for name in ("tokens_per_block", "dtype", "enable_block_reuse"):

@@ -1,0 +1,86 @@
+"""The modelled engine behind the real frontend: both orders, a switch between them, and one text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from tokenizers import Tokenizer
+
+from tests.integration.test_changes_under_load import switch
+from tests.support.modelled_cores import MEASURED, TOKENS_PER_BLOCK
+from tests.support.models import VOCAB, write_tokenizer
+from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
+from trtllm_disagg.deployment.up_command import engine_configs_in
+from trtllm_disagg.testing.recording_result import scripted_token
+
+pytestmark = pytest.mark.process
+
+PROMPT = "a prompt that is longer than two blocks of thirty-two tokens"
+MAX_TOKENS = 24
+
+
+def write_model(directory: Path) -> Path:
+    """A tokenizer and a config.json: no weights."""
+    directory.mkdir()
+    write_tokenizer(directory)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB}
+    config |= {"max_position_embeddings": 2048, "num_hidden_layers": 2, "eos_token_id": 1, "bos_token_id": 0}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def write_engine_configs(directory: Path) -> Path:
+    directory.mkdir()
+    content = {
+        "max_seq_len": 1024,
+        "enable_chunked_prefill": True,
+        "cache_transceiver_config": {"backend": "NIXL"},
+        "modelled": {"measured": MEASURED, "time_scale": 2},
+    }
+    for role in ("prefill", "decode"):
+        (directory / f"{role}.yaml").write_text(yaml.safe_dump(content))
+    return directory
+
+
+async def test_both_orders_and_a_switch_give_the_text_of_one_engine(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    config = DeploymentConfig(
+        strategy="prefill_first",
+        model=str(model),
+        served_model_name="simulated",
+        run_dir=tmp_path / "run",
+        http_port=0,
+        engine="modelled",
+        engine_configs=engine_configs_in(write_engine_configs(tmp_path / "configs"), "prefill_first"),
+    )
+    async with running_deployment(config) as deployment, httpx.AsyncClient(timeout=60) as client:
+        for order in ("prefill_first", "decode_first"):
+            if order != config.strategy:
+                assert await switch(deployment, order) == 0
+            text, way = await ask(client, deployment, f"{order}: {PROMPT}")
+            prompt = tokenizer.encode(f"{order}: {PROMPT}").ids
+            assert text == tokenizer.decode([scripted_token(prompt, i) for i in range(MAX_TOKENS)])
+            blocks = -(-len(prompt) // TOKENS_PER_BLOCK)
+            moved = blocks * TOKENS_PER_BLOCK * MEASURED["kv_bytes_per_token"]
+            assert (way["strategy"], way["kv_transfer_bytes"]) == (order, moved)
+            assert "fallbacks" not in way
+
+
+async def ask(client: httpx.AsyncClient, deployment: Deployment, prompt: str) -> tuple[str, dict[str, Any]]:
+    body = {
+        "model": "simulated",
+        "prompt": prompt,
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+        "nvext": {"extra_fields": ["engine_data"]},
+    }
+    answer = await client.post(f"{deployment.base_url}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    said = answer.json()
+    return said["choices"][0]["text"], said["nvext"]["engine_data"]["disagg"]
