@@ -5,13 +5,16 @@ from collections.abc import AsyncGenerator
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.remote import RemoteDrain
 from trtllm_disagg.handlers.services import Parts
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 
 def build(parts: Parts) -> Generate:
     if parts.role is Role.PREFILL:
-        return bare_prefill(LocalPrefill(parts.engine, sees_callers_max_tokens=False))
+        # The decode workers answer whole requests, of which one with a handoff is a decode.
+        drain = RemoteDrain(parts.stage)
+        return bare_prefill(LocalPrefill(parts.engine, drain, sees_callers_max_tokens=False))
     decode = bare_decode(LocalDecode(parts.engine, repeats_first_token=True))
     return with_bypass(decode, LocalBoth(parts.engine))
 

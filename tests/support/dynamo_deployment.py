@@ -129,6 +129,9 @@ class DynamoDeployment:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
+    def send(self, name: str, number: signal.Signals) -> None:
+        self._processes[name].send_signal(number)
+
     def exit_code(self, name: str) -> int | None:
         return self._processes[name].poll()
 

@@ -286,6 +286,21 @@ async def test_a_client_that_leaves_a_remote_prefill_as_it_ends_leaves_no_contex
     assert kinds(both.engines[Role.DECODE].llm) == ["generation_only"]
 
 
+async def test_a_prefill_for_dynamos_router_that_is_not_delivered_leaves_no_context(
+    tensorrt_llm: ModuleType,
+) -> None:
+    both = Both("router")
+    context = FakeContext()
+    answers = both.handlers[Role.PREFILL](request(max_tokens=1), context)
+    await anext(answers)
+    context.stop()
+    await answers.aclose()
+    await until(lambda: not num_in_background())
+    await both.clients[Role.DECODE].idle()
+    assert both.engines[Role.PREFILL].llm.held_contexts == 0
+    assert kinds(both.engines[Role.DECODE].llm) == ["generation_only"]
+
+
 async def test_a_prefill_that_is_finished_when_its_client_leaves_is_fetched(tensorrt_llm: ModuleType) -> None:
     engine = opened()
     drained: list[GenerateRequest] = []

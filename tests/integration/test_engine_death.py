@@ -1,0 +1,40 @@
+"""A worker process whose TensorRT-LLM engine dies: it says so and ends, although the engine never does."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.dynamo_deployment import DynamoDeployment
+from tests.support.models import write_checkpoint
+from trtllm_disagg.engine.health import TIMES
+
+pytestmark = pytest.mark.process
+
+#: For what a loaded machine adds.
+MORE_SECONDS = 15.0
+
+
+def test_a_worker_whose_engine_dies_ends_with_1_in_bounded_time(tmp_path: Path) -> None:
+    deployment = DynamoDeployment(tmp_path)
+    model = write_checkpoint(tmp_path / "model")
+    worker = ["tests.support.dying_engine", "--model", str(model), "--engine", "tensorrt_llm"]
+    try:
+        deployment.start_workers({"agg": [*worker, "--disaggregation-mode", "agg"]})
+        deployment.wait_until(lambda: "worker ready" in deployment.log("agg"), "ready", timeout=120)
+        died = time.monotonic()
+        deployment.send("agg", signal.SIGUSR1)
+        deployment.wait_until(lambda: deployment.exit_code("agg") is not None, "it has ended", timeout=60)
+        ended = time.monotonic() - died
+    finally:
+        deployment.stop()
+    assert deployment.exit_code("agg") == 1, deployment.log("agg")
+    assert ended < TIMES.between + TIMES.shutdown_dead + MORE_SECONDS
+    said = deployment.log("agg")
+    assert "the engine is dead: RuntimeError: rank 3 is gone" in said
+    assert f"the engine has not ended within {TIMES.shutdown_dead:g} s" in said
+    assert "error: the engine died while serving" in said
+    assert "Traceback" not in said
