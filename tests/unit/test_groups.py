@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import pytest
 
 from tests.support.durations import ROOT
@@ -18,3 +20,11 @@ def test_a_file_of_the_fleet_is_there(file: str) -> None:
 def test_every_other_file_is_a_group_except_that_the_conformance_tests_share_their_engines() -> None:
     assert group_of("tests/unit/wire/test_wire.py") == "tests/unit/wire/test_wire.py"
     assert group_of("tests/conformance/test_answers.py") == group_of("tests/conformance/test_handoffs.py")
+
+
+def test_no_plugin_of_dynamos_own_tests_leaves_out_files_of_ours(request: pytest.FixtureRequest) -> None:
+    theirs = [
+        each.name for each in metadata.entry_points(group="pytest11") if each.value.startswith("dynamo.")
+    ]
+    assert theirs
+    assert [name for name in theirs if request.config.pluginmanager.has_plugin(name)] == []

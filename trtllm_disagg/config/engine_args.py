@@ -221,6 +221,9 @@ def _check_engine(args: Args, config: WorkerConfig) -> None:
         return
     if "embedded" in args:
         raise ConfigError.bad_value("embedded", args["embedded"], f"no value, on the engine {config.engine}")
+    if args.pop("skip_tokenizer_init", None):
+        # TensorRT-LLM would refuse every request that does not name the token which ends it.
+        logger.warning("skip_tokenizer_init has no effect: the engine's tokenizer says where an answer ends")
     backend = _get(args, "cache_transceiver_config.backend")
     if backend in embedded_only_backends():
         allowed = f"DEFAULT, NIXL, UCX, MOONCAKE or MPI, on the engine {config.engine}"

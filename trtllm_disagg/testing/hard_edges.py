@@ -50,6 +50,12 @@ class HardEdges:
     #: `ctx_info_endpoint` is a string for C++; a list fails where nothing catches it, and the engine's process ends
     #: (disaggregated_params.py, executor/base_worker.py `_enqueue_request`).
     takes_one_endpoint: bool = False
+    #: Without a tokenizer (skip_tokenizer_init) a request has to name its end_id (llmapi/llm.py
+    #: `_prepare_sampling_params`).
+    needs_end_id_without_tokenizer: bool = False
+    #: The caller's SamplingParams become the request's: the tokenizer's end_id and pad_id are written into them, and
+    #: max_tokens 1 for a prefill (llmapi/llm.py `_prepare_sampling_params`, `generate_async`).
+    changes_sampling_params: bool = False
     #: Under attention DP the receiver has to be told the sender's rank (_torch/disaggregation/native/transfer.py).
     needs_ctx_dp_rank: bool = False
     #: `_check_health` of a dead engine raises (executor/proxy.py hands on what the background threads met).

@@ -41,7 +41,7 @@ from trtllm_disagg.testing.hard_edges import (
     NoKv,
     RequestError,
 )
-from trtllm_disagg.testing.recording_result import Pace, Place, RequestOutput, Script
+from trtllm_disagg.testing.recording_result import EOS_TOKEN, Pace, Place, RequestOutput, Script
 
 #: The rest of TensorRT-LLM's names is the embedded engine's own.
 __all__ = [
@@ -209,6 +209,10 @@ class LLM:
         sampling = given.get("sampling_params") or SamplingParams()
         params = given.get("disaggregated_params")
         self._check_request(token_ids, sampling, params, given.get("priority", DEFAULT_REQUEST_PRIORITY))
+        if self._edges.changes_sampling_params and not self._is_engine:
+            if "sampling_params" in given:
+                given["sampling_params"] = replace(sampling)  # `calls` has it as it was given
+            self._set_up(sampling, params)
         result = RequestOutput(
             prompt=prompt,
             prompt_token_ids=token_ids,
@@ -297,9 +301,21 @@ class LLM:
             raise ValueError(f"priority must be in [0, 1], got {priority}")
         if sampling.n > self.args.max_batch_size:
             raise ValueError(f"n ({sampling.n}) exceeds max_batch_size ({self.args.max_batch_size})")
+        is_bare = self._edges.needs_end_id_without_tokenizer and self.args.skip_tokenizer_init
+        if is_bare and sampling.end_id is None:
+            raise ValueError("without a tokenizer sampling_params need an end_id")
         self._check_length(len(token_ids), params)
         if params is not None:
             self._check_disaggregated_params(params, sampling)
+
+    @staticmethod
+    def _set_up(sampling: SamplingParams, params: DisaggregatedParams | None) -> None:
+        if sampling.end_id is None:
+            sampling.end_id = EOS_TOKEN
+        if sampling.pad_id is None:
+            sampling.pad_id = sampling.end_id
+        if params is not None and params.request_type == "context_only":
+            sampling.max_tokens = 1
 
     def _check_length(self, length: int, params: DisaggregatedParams | None) -> None:
         is_decode = params is not None and getattr(params, "request_type", None) == "generation_only"

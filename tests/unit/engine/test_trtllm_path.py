@@ -178,6 +178,13 @@ async def test_an_aggregated_request() -> None:
     assert call == {"inputs": PROMPT, "sampling_params": sampling, "streaming": True}
 
 
+async def test_a_file_that_wants_no_tokenizer_does_not_fail_every_request() -> None:
+    """TensorRT-LLM would want each request to say which token ends it."""
+    engine = opened(Role.AGG, override_engine_args='{"skip_tokenizer_init": true}')
+    generate = build_generate(worker(Role.AGG)[0], engine, RecordingStageClient())
+    assert tokens_of(await collect(generate, request(max_tokens=3))) == expected_tokens(3)
+
+
 @pytest.mark.parametrize("strategy", ORDERS)
 async def test_both_phases_of_a_request(strategy: str) -> None:
     generate, prefill, decode, client = pair(strategy)

@@ -72,6 +72,32 @@ def test_every_edge_is_off_or_on() -> None:
     assert set(dataclasses.asdict(FORGIVING).values()) == {False}
 
 
+# -- sampling parameters
+
+
+@BOTH
+async def test_without_a_tokenizer_a_request_has_to_name_its_end(edges: HardEdges) -> None:
+    llm = make(edges, skip_tokenizer_init=True)
+    llm.generate_async(PROMPT, SamplingParams(end_id=2)).abort()
+    if edges is FORGIVING:
+        llm.generate_async(PROMPT, SamplingParams()).abort()
+        return
+    with pytest.raises(ValueError, match="end_id"):
+        llm.generate_async(PROMPT, SamplingParams())
+    make(edges).generate_async(PROMPT, SamplingParams()).abort()
+
+
+@BOTH
+async def test_the_callers_sampling_parameters_are_changed(edges: HardEdges) -> None:
+    llm, given = make(edges), SamplingParams(max_tokens=7)
+    llm.generate_async(
+        PROMPT, given, disaggregated_params=DisaggregatedParams(request_type="context_only")
+    ).abort()
+    after = (given.end_id, given.pad_id, given.max_tokens)
+    assert after == ((EOS_TOKEN, EOS_TOKEN, 1) if edges is PESSIMISTIC else (None, None, 7))
+    assert llm.calls_of("generate_async")[0]["sampling_params"] == SamplingParams(max_tokens=7)
+
+
 # -- events and statistics
 
 
@@ -240,11 +266,11 @@ async def test_the_two_phases_of_a_generation_first_request_meet() -> None:
     assert make().disaggregated_params == {}
     style: dict[str, Any] = {"disagg_request_id": 5, "schedule_style": DisaggScheduleStyle.GENERATION_FIRST}
     params = [DisaggregatedParams(request_type=kind, **style) for kind in ("context_only", "generation_only")]
-    sampling = SamplingParams(max_tokens=2)
-    first = context.generate_async(PROMPT, sampling, disaggregated_params=params[0])
+    sampling = [SamplingParams(max_tokens=2) for _ in params]
+    first = context.generate_async(PROMPT, sampling[0], disaggregated_params=params[0])
     assert await hangs(first)
     params[1].ctx_info_endpoint = context.disaggregated_params["ctx_info_endpoint"][0]
-    second = generation.generate_async(PROMPT, sampling, disaggregated_params=params[1])
+    second = generation.generate_async(PROMPT, sampling[1], disaggregated_params=params[1])
     await asyncio.gather(first.aresult(), second.aresult())
     assert second.outputs[0].token_ids == [scripted_token(PROMPT, position) for position in range(2)]
     assert context.held_contexts == 0
