@@ -13,6 +13,8 @@ from trtllm_disagg.cli import main
 from trtllm_disagg.doctor.rules import RULES
 
 ENGINE_CONFIGS = Path(__file__).parents[3] / "engine_configs"
+#: Of the embedded engine and of the modelled one.
+NOT_FOR_TENSORRT_LLM = ("demo", "modelled")
 
 
 @pytest.fixture
@@ -110,7 +112,11 @@ def test_a_file_that_is_none_ends_with_2(
 
 @pytest.mark.parametrize(
     "folder",
-    sorted(path.parent for path in ENGINE_CONFIGS.glob("*/prefill.yaml") if path.parent.name != "demo"),
+    sorted(
+        path.parent
+        for path in ENGINE_CONFIGS.glob("*/prefill.yaml")
+        if path.parent.name not in NOT_FOR_TENSORRT_LLM
+    ),
 )
 def test_the_pairs_that_are_shipped_are_clean(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(folder / "prefill.yaml", folder / "decode.yaml", "--json") == 0
