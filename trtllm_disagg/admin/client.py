@@ -168,6 +168,7 @@ def quiet_runtime(environ: MutableMapping[str, str]) -> Iterator[None]:
     if environ.get("DYN_LOG"):
         yield
         return
+    before = environ.get("DYN_LOG")
     environ["DYN_LOG"] = "off"
     sys.stderr.flush()
     with os.fdopen(os.dup(_STDERR), "w", buffering=1) as ours, redirect_stderr(ours):
@@ -177,3 +178,8 @@ def quiet_runtime(environ: MutableMapping[str, str]) -> Iterator[None]:
             yield
         finally:
             os.dup2(ours.fileno(), _STDERR)
+            # The runtime has read it. A process that this one starts is not to take it for its user's wish.
+            if before is None:
+                del environ["DYN_LOG"]
+            else:
+                environ["DYN_LOG"] = before

@@ -26,9 +26,11 @@ def write_both() -> None:
 def test_the_log_of_the_runtime_is_shown_when_it_was_asked_for(
     capfd: pytest.CaptureFixture[str], environ: dict[str, str], shown: str
 ) -> None:
+    before = dict(environ)
     with quiet_runtime(environ):
         write_both()
     assert capfd.readouterr().err == shown
+    assert environ == before
 
 
 def test_afterwards_everything_is_as_before_even_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import inspect
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -277,10 +278,15 @@ class Calls:
         return spying
 
 
+#: Sections that TensorRT-LLM has not.
+_OTHER_ENGINES = re.compile(r"^(embedded|modelled):", re.MULTILINE)
+
+
 def shipped() -> Iterator[WorkerConfig]:
+    """Those of TensorRT-LLM."""
     configs = ROOT / "engine_configs"
     for path in sorted(configs.glob("*/*.yaml")):
-        if path.stem in list(Role) and "\nembedded:" not in path.read_text():
+        if path.stem in list(Role) and not _OTHER_ENGINES.search(path.read_text()):
             yield WorkerConfig(
                 model="org/model",
                 role=Role(path.stem),
