@@ -189,4 +189,4 @@ def hold_nothing(processes: list[ManagedProcess]) -> None:
         for process in processes:
             worker = Worker(process, http)
             seconds = LEASE_SECONDS + SETTLE_SECONDS
-            wait_until(lambda: not worker.held(), f"{process.name} holds nothing", seconds)  # noqa: B023
+            wait_until(lambda: not worker.held_and_counted()[0], f"{process.name} holds nothing", seconds)  # noqa: B023

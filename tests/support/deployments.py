@@ -38,7 +38,7 @@ DISAGGREGATED = tuple(name for name in FIXED if spec_of(name).is_disaggregated)
 SETTLE_SECONDS = 20.0
 POLL_SECONDS = 0.02
 #: Workers read their engine's statistics every 0.1 s or more often; several times that, for a machine with much to do.
-UNCHANGED_SECONDS = 0.4
+UNCHANGED_SECONDS = 0.3
 #: A deployment loads for as long as it computes, and there may be two cores.
 LOADING_AT_ONCE = 2
 
@@ -105,26 +105,29 @@ class Worker:
 
     def metric(self, name: str) -> float:
         """Of all its endpoints `generate`; 0 as long as the worker does not show it."""
-        return sum(
-            float(line.rpartition(" ")[2])
-            for line in self._page().splitlines()
-            if line.startswith(name + "{") and 'dynamo_endpoint="generate"' in line
-        )
+        return _metric(self._page(), name)
 
     def labels(self, name: str, label: str) -> set[str]:
         """The values of a label that a metric has here."""
         lines = [line for line in self._page().splitlines() if line.startswith(name + "{")]
         return {match[1] for line in lines if (match := re.search(rf'\b{label}="([^"]*)"', line))}
 
-    def held(self) -> dict[str, float]:
-        return {name: value for name in HELD if (value := self.metric(name))}
-
-    def counted(self) -> list[str]:
-        """The lines of what this project counts, as they are now."""
-        return [line for line in self._page().splitlines() if line.startswith("trtllm_disagg_")]
+    def held_and_counted(self) -> tuple[dict[str, float], list[str]]:
+        """What it runs, waits for or holds now, and the lines of what this project counts."""
+        page = self._page()
+        held = {name: value for name in HELD if (value := _metric(page, name))}
+        return held, [line for line in page.splitlines() if line.startswith("trtllm_disagg_")]
 
     def _page(self) -> str:
         return self._http.get(self._url).raise_for_status().text
+
+
+def _metric(page: str, name: str) -> float:
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in page.splitlines()
+        if line.startswith(name + "{") and 'dynamo_endpoint="generate"' in line
+    )
 
 
 class Served:
@@ -168,8 +171,9 @@ class Served:
 
         def is_idle() -> bool:
             nonlocal held, counted, unchanged_since
-            held = {worker.name: left for worker in self.workers if (left := worker.held())}
-            before, counted = counted, [worker.counted() for worker in self.workers]
+            now = {worker.name: worker.held_and_counted() for worker in self.workers}
+            held = {name: left for name, (left, _) in now.items() if left}
+            before, counted = counted, [lines for _, lines in now.values()]
             if held or counted != before:
                 unchanged_since = time.monotonic()
             return time.monotonic() - unchanged_since > UNCHANGED_SECONDS
