@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -38,7 +37,7 @@ from trtllm_disagg.wire.bodies import encode_disaggregated_params, names_a_sende
 
 
 class OutputCursor:
-    """RequestOutput of the LLM API (cumulative) -> TokenChunks (what is new), one for each choice that has grown."""
+    """RequestOutput of the LLM API (cumulative) -> TokenChunks (what is new), for one choice."""
 
     def __init__(
         self,
@@ -47,35 +46,35 @@ class OutputCursor:
         skip: int = 0,
         cached_tokens: int | None = None,
         was_fetched: bool = False,
+        choice: int = 0,
     ) -> None:
         """`skip` tokens have reached the client already; `cached_tokens` wins over this engine's count, which of KV
-        that `was_fetched` has all of it.
+        that `was_fetched` has all of it. `choice` is a place in the result's `outputs`.
         """
         self._num_prompt = num_prompt
-        self._skip = skip
+        self._position = skip
         self._cached_tokens = cached_tokens
         self._was_fetched = was_fetched
-        #: By choice.
-        self._positions: dict[int, int] = {}
+        self._choice = choice
+        self._has_ended = False
 
-    def advance(self, result: Any) -> list[TokenChunk]:
-        """What came since the last call. Raises StageTimeoutError."""
-        return [chunk for output in result.outputs if (chunk := self._new(result, output)) is not None]
-
-    def _new(self, result: Any, output: Any) -> TokenChunk | None:
-        position = self._positions.get(output.index, self._skip)
-        tokens = output.token_ids[position:]
-        finish_reason = output.finish_reason
-        if finish_reason == "timeout":  # Dynamo's frontend has no such end
-            raise StageTimeoutError("the engine ran out of time for this request")
-        if not tokens and (finish_reason is None or position == _ENDED):
-            return None
-        log_probs, top_logprobs = _logprobs(output, position, tokens)
-        self._positions[output.index] = _ENDED if finish_reason else position + len(tokens)
+    def advance(self, result: Any) -> Sequence[TokenChunk]:
+        """What came since the last call, one chunk or none. Raises StageTimeoutError."""
+        output = result.outputs[self._choice]
+        tokens = output.token_ids[self._position :]
+        if self._has_ended or not (tokens or output.finish_reason):
+            return ()
+        log_probs, top_logprobs = None, None
+        if output.logprobs:
+            log_probs, top_logprobs = _logprobs(output, self._position, tokens)
+        self._position += len(tokens)
         chunk = TokenChunk(list(tokens), output.index, log_probs, top_logprobs)
-        return self._end(chunk, result, output) if finish_reason else chunk
+        return (chunk,) if output.finish_reason is None else (self._end(chunk, result, output),)
 
     def _end(self, chunk: TokenChunk, result: Any, output: Any) -> TokenChunk:
+        if output.finish_reason == "timeout":  # Dynamo's frontend has no such end
+            raise StageTimeoutError("the engine ran out of time for this request")
+        self._has_ended = True
         cached, told = self._cached(result, output)
         if (of_prompt := _prompt_logprobs(output)) is not None:
             told["prompt_logprobs"] = of_prompt
@@ -104,15 +103,21 @@ class OutputCursor:
         }
 
 
-#: The position of a choice that the client has whole.
-_ENDED = sys.maxsize
+class ChoicesCursor:
+    """The same for a request with several choices: a chunk for each that has grown."""
+
+    def __init__(self, num_prompt: int, num_choices: int) -> None:
+        self._cursors = [OutputCursor(num_prompt, choice=choice) for choice in range(num_choices)]
+
+    def advance(self, result: Any) -> Sequence[TokenChunk]:
+        return [chunk for cursor in self._cursors for chunk in cursor.advance(result)]
 
 
 def _logprobs(
     output: Any, position: int, tokens: list[int]
 ) -> tuple[list[float] | None, list[list[dict[str, Any]]] | None]:
     """None when one is missing: a shorter list would be read as the logprobs of other tokens."""
-    entries = (output.logprobs or [])[position : position + len(tokens)]
+    entries = output.logprobs[position : position + len(tokens)]
     if not tokens or len(entries) < len(tokens):
         return None, None
     if isinstance(entries[0], float):  # TensorRT-LLM, when the request asks for no alternatives
@@ -357,14 +362,15 @@ class LocalBoth:
         def finished(result: Any) -> None:
             record_cache_hit(request, result)
 
-        cursor = OutputCursor(len(request.token_ids))
+        num_prompt, num_choices = len(request.token_ids), request.num_choices
+        cursor = OutputCursor(num_prompt) if num_choices == 1 else ChoicesCursor(num_prompt, num_choices)
         return _stream(self._engine, lambda: self._engine.start_both(request), cursor, context, finished)
 
 
 async def _stream(
     engine: Engine,
     start: Callable[[], Any],
-    cursor: OutputCursor,
+    cursor: OutputCursor | ChoicesCursor,
     context: RequestContext,
     finished: Callable[[Any], None] = lambda result: None,
     *,

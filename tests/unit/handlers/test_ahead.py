@@ -64,7 +64,7 @@ async def test_however_late_the_reader_is_the_answer_is_the_same(
     pauses: list[int], max_tokens: int, logprobs: int | None
 ) -> None:
     late = await chunks_of(start(Script(), max_tokens, logprobs), pauses)
-    whole = OutputCursor(len(PROMPT)).advance(await start(Script(), max_tokens, logprobs).aresult())
+    whole = [*OutputCursor(len(PROMPT)).advance(await start(Script(), max_tokens, logprobs).aresult())]
     assert joined(late) == joined(whole)
     assert [chunk.finish_reason for chunk in late[:-1]] == [None] * (len(late) - 1)
     assert all(chunk.completion_usage is None for chunk in late[:-1])

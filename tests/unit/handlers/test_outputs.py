@@ -33,7 +33,7 @@ def test_a_chunk_has_what_is_new() -> None:
     cursor = OutputCursor(3)
     assert advance(cursor, [5]).token_ids == [5]
     assert advance(cursor, [5, 6, 7]).token_ids == [6, 7]
-    assert cursor.advance(result_of([5, 6, 7])) == []
+    assert not cursor.advance(result_of([5, 6, 7]))
 
 
 def test_the_end_has_reason_and_usage_and_nothing_else_has() -> None:
@@ -57,7 +57,7 @@ def test_an_end_without_a_new_token_is_a_chunk_too() -> None:
 
 def test_tokens_that_the_client_has_are_skipped_but_counted() -> None:
     cursor = OutputCursor(3, skip=1)
-    assert cursor.advance(result_of([5])) == []
+    assert not cursor.advance(result_of([5]))
     last = advance(cursor, [5, 6], "length")
     assert last.token_ids == [6]
     assert last.completion_usage is not None
