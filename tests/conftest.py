@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Last, when there is a terminal reporter.
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    _hear_signals()
     if hasattr(config, "workerinput"):
         # One of several processes under -n. The one that started it hears of every test.
         return
@@ -53,6 +55,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses") and config.get_verbosity() <= 0:
         terminal: Any = config.pluginmanager.getplugin("terminalreporter")
         config.pluginmanager.register(Progress(terminal.write_line))
+
+
+def _hear_signals() -> None:
+    """What tests start is told to stop by signals. `nohup` and a shell's `&` have a run ignore some, and all that it
+    starts with it.
+    """
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, default)
 
 
 @pytest.hookimpl(optionalhook=True)
