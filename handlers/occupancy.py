@@ -103,12 +103,13 @@ class StageOccupancy:
     async def _ask(self, instance: StageInstance) -> None:
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                share = (await instance.describe()).get(KV_OCCUPANCY)
+                told: object = await instance.describe()
         except (DisaggError, TimeoutError) as error:
             # What it said last is forgotten in a moment, and a request that is sent to it shows what is wrong.
             log.debug("instance %x does not tell its load: %s", instance.instance_id, error)
             return
-        if isinstance(share, (int, float)) and 0 <= share <= 1:
+        share = told.get(KV_OCCUPANCY) if isinstance(told, dict) else None
+        if isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1:
             self._told[instance.instance_id] = float(share), self._clock()
 
 

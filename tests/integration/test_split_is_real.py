@@ -94,7 +94,8 @@ def test_the_receiver_of_the_kv_says_how_long_it_took(strategy: str, deployed: S
     assert told("prefill") == [0, 0, 0]
 
 
-#: What Dynamo's dashboard for disaggregated serving asks workers for, but for NATS's own numbers.
+#: What Dynamo's dashboard for disaggregated serving asks workers for, but for NATS's own numbers. It asks for requests
+#: of the components `prefill` and `backend`, of which only the first one is an endpoint here.
 DASHBOARD = (
     "dynamo_component_requests_total",
     "dynamo_component_request_duration_seconds_sum",

@@ -32,7 +32,7 @@ _CONFIG = {"vocab_size": 258, "max_position_embeddings": 2048, "num_hidden_layer
 
 
 class VirtualClock:
-    """Used by several threads; whoever waits moves it on."""
+    """Used by several threads; the one that waits moves it on."""
 
     def __init__(self) -> None:
         self.time = 100.0

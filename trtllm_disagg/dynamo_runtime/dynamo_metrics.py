@@ -1,5 +1,5 @@
-"""The numbers of Dynamo's own TensorRT-LLM worker, under their names: the dashboards and alerts that Dynamo ships show
-these workers, too.
+"""The numbers of Dynamo's own TensorRT-LLM worker, under their names: the panels for KV and transfers of the dashboards
+that Dynamo ships show these workers, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class DynamoMetrics:
     """Hears of the engine's statistics, of KV transfers to this worker, of requests that end, and of cache events."""
 
     def __init__(self, config: WorkerConfig, num_blocks: int, num_ranks: int = 1) -> None:
-        """`num_blocks` of each rank's KV pool. Every series is there from the start, so that its rate is known."""
+        """`num_blocks` of each rank's KV pool; 0: not known before the first step. Every series is there from the
+        start, so that its rate is known.
+        """
         self.registry = CollectorRegistry()
         component = component_of(config.role)
         self._gauges = LLMBackendMetrics(self.registry, config.model_name, component)
@@ -89,7 +91,8 @@ class DynamoMetrics:
         self._transfers.inc()
         self._seconds.observe(seconds)
         self._bytes.observe(num_bytes)
-        self._speed.observe(num_bytes / seconds / 1e9)
+        if seconds > 0:
+            self._speed.observe(num_bytes / seconds / 1e9)
 
     def ended(self, *, is_guided: bool, is_aborted: bool) -> None:
         self._guided.inc(is_guided)
@@ -102,9 +105,10 @@ class DynamoMetrics:
         self._lost.inc(count)
 
     def _show_used(self, rank: str, used: int, most: int) -> None:
+        share = used / most if most else 0.0
         self._gauges.set_total_blocks(rank, most)
-        self._gauges.set_gpu_cache_usage(rank, used / most)
-        for gauge, value in zip(self._shown, (used, most, used / most), strict=True):
+        self._gauges.set_gpu_cache_usage(rank, share)
+        for gauge, value in zip(self._shown, (used, most, share), strict=True):
             gauge.labels(**self._where, **{labels.DP_RANK: rank}).set(value)
 
     def expose(self, endpoint: Any, config: WorkerConfig) -> None:

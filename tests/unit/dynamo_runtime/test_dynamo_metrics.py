@@ -57,6 +57,22 @@ def test_the_blocks_of_each_rank_follow_the_statistics() -> None:
     assert value(metrics, "dynamo_component_model_load_time_seconds") == 12.5
 
 
+def test_an_engine_that_does_not_tell_its_pool_at_the_start_is_shown_empty_until_it_does() -> None:
+    """TensorRT-LLM without get_kv_cache_capacity."""
+    metrics = DynamoMetrics(WorkerConfig(model="llama", role=Role.DECODE), 0)
+    usage = "dynamo_component_kvstats_gpu_cache_usage_percent"
+    assert value(metrics, usage, dp_rank="0") == 0
+    metrics.update(stat(50))
+    assert value(metrics, usage, dp_rank="0") == 0.25
+
+
+def test_a_transfer_that_took_no_time_has_no_speed() -> None:
+    metrics = made()
+    metrics.transferred(0.0, 4096)
+    assert value(metrics, "trtllm_kv_transfer_success_total") == 1
+    assert value(metrics, "trtllm_kv_transfer_speed_gb_s_count") == 0
+
+
 def test_a_prefill_worker_is_the_component_prefill() -> None:
     metrics = made(Role.PREFILL)
     where = {"model": "llama", "dynamo_component": "prefill", "dp_rank": "0"}
