@@ -1,6 +1,6 @@
 """How a worker answers a request: phases (local, remote), their composition (chain), and what a worker serves.
 
-Lives in the top-level folder `handlers/`, imported as `trtllm_disagg.handlers` (docs/structure.md).
+Lives in the top-level folder `handlers/`, imported as `trtllm_disagg.handlers` (docs/explanation/structure.md).
 """
 
 if __name__ != "trtllm_disagg.handlers":

@@ -14,8 +14,11 @@ from trtllm_disagg.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 #: Not the log and the decisions: those tell of their time.
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], key=str)
-PAGES = [page for page in PAGES if page.name not in ("CHANGELOG.md", "log.md")]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")], key=str)
+PAGES = [
+    page for page in PAGES if page.name not in ("CHANGELOG.md", "log.md") and page.parent.name != "decisions"
+]
 
 _PATH = re.compile(
     r"`((?:trtllm_disagg|handlers|launch|deploy|tests|tools|engine_configs|requirements)/[\w/.-]+)`"
@@ -24,7 +27,7 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 _COMMAND = re.compile(rf"trtllm-disagg ({'|'.join(COMMANDS)})\b((?:[^`\n]|\\\n)*)")
 _FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @cache
@@ -62,3 +65,34 @@ def test_the_examples_in_help_are_of_flags_that_exist() -> None:
     for name, command in COMMANDS.items():
         assert command.example.startswith(f"trtllm-disagg {name} ")
         assert set(_FLAG.findall(command.example)) <= set(_FLAG.findall(help_of(name)))
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    folders = (
+        "trtllm_disagg",
+        "handlers",
+        "tests",
+        "tools",
+        "launch",
+        "deploy",
+        "engine_configs",
+        "requirements",
+    )
+    files = [
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".sh", ".yaml")
+    ]
+    named = {
+        page
+        for path in files
+        for page in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert not {page for page in named if not (ROOT / page).exists()}
+
+
+def test_every_decision_is_in_the_index() -> None:
+    listed = set(_LINK.findall((DOCS / "decisions" / "index.md").read_text(encoding="utf-8")))
+    assert listed == {page.name for page in (DOCS / "decisions").glob("0*.md")}

@@ -176,7 +176,7 @@ def _order(seen: Observed) -> Iterator[Finding]:
             value,
             why,
             f"a prompt of {seen.plain.prompt_tokens} tokens stays on the worker that has it "
-            "(docs/orchestration-deciders.md)",
+            "(docs/reference/deciders.md)",
         )
     elif not is_declared:
         yield Finding(rule, _NOTE, value, why, f"the workers say {', '.join(sorted(declared))}")

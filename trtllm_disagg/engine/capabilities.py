@@ -1,6 +1,6 @@
 """What only some engines can do beyond TensorRT-LLM's LLM API, and what happens with an engine that cannot.
 
-Asked once, when the engine is there. `docs/tensorrt-llm.md` has the same table, and a test compares the two.
+Asked once, when the engine is there. `docs/explanation/tensorrt-llm.md` has the same table, as a test checks.
 """
 
 from __future__ import annotations

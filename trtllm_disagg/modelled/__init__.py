@@ -1,7 +1,7 @@
 """The modelled engine: the embedded engine with a clock in place of the model, and a link's in place of KV transfer.
 
-Step times are those of a GPU (docs/modelled.md). Everything else is real: API, scheduler, KV blocks, prefix cache,
-events, statistics, leases. Importing this imports neither torch nor the tables.
+Step times are those of a GPU (docs/how-to/simulate-gpus.md). Everything else is real: API, scheduler, KV blocks, prefix
+cache, events, statistics, leases. Importing this imports neither torch nor the tables.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """Step times and the size of the KV pool as aiconfigurator measured them, op by op, on TensorRT-LLM.
 
-What its API does, beyond its documentation, is in docs/modelled.md. It is imported where an engine is built: that
-takes seconds, and a worker needs none of it.
+What its API does, beyond its documentation, is in docs/how-to/simulate-gpus.md. It is imported where an engine is
+built: that takes seconds, and a worker needs none of it.
 """
 
 from __future__ import annotations

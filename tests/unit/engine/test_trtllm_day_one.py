@@ -731,7 +731,7 @@ async def test_attention_dp_with_an_engine_that_takes_no_rank_is_refused(tensorr
 
 
 def test_the_documents_table_is_the_codes() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "tensorrt-llm.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "explanation" / "tensorrt-llm.md").read_text()
     for capability in CAPABILITIES:
         assert f"| {capability.name} | {capability.without} |" in text
 
