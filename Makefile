@@ -1,7 +1,9 @@
 # make demo   the main job on this machine: a model, both orders, one streamed answer each
 # make test   all tests that need no GPU
 # make test-fast   those that start no process and take no time
-# make lint   ruff, mypy, shellcheck and hadolint
+# make lint   ruff, mypy, shellcheck, hadolint, and the site, strictly
+# make docs   the site, in site/
+# make docs-serve   the site on http://127.0.0.1:8080, while you write
 # Each of them first makes the virtual environment in .venv, once; test and lint then add their tools to it.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
@@ -21,10 +23,12 @@ ONCE_MORE = [ $$? -eq 1 ] && echo "once more, what failed, one at a time:" && \
 PIP = $(BIN)/python -m pip install --no-compile --disable-pip-version-check $(shell [ -t 2 ] || echo -q)
 # Python compiles a module when it is first imported. Where it may not keep that, all of them are, on every processor.
 COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),$(STEADILY) "  compiling modules" $(BIN)/python -m compileall -qq -j 0 .venv/lib || true)
+# Without the theme's note on its successor.
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs
 # Says every few seconds that it is still at it; needs nothing installed.
 STEADILY = $(PYTHON) -I trtllm_disagg/processes/steadily.py
 
-.PHONY: help demo test test-fast test-levels lint format model venv wheel clean
+.PHONY: help demo test test-fast test-levels lint format model venv wheel docs docs-serve clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -48,6 +52,13 @@ lint: $(TOOLS)
 	$(BIN)/mypy
 	$(BIN)/shellcheck -a -x -P SCRIPTDIR $(SCRIPTS)
 	$(BIN)/hadolint deploy/docker/Dockerfile deploy/docker/Dockerfile.cpu
+	$(MKDOCS) build --strict --site-dir .cache/site
+
+docs: $(TOOLS)
+	$(MKDOCS) build --strict
+
+docs-serve: $(TOOLS)
+	$(MKDOCS) serve --dev-addr 127.0.0.1:8080
 
 format: $(TOOLS)
 	$(BIN)/ruff check --fix .
@@ -64,7 +75,7 @@ wheel: $(TOOLS)
 	$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf .venv .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .cache build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch first, so that nothing else chooses its version; Dynamo without its dependencies (requirements/dynamo.txt).
 $(STAMP): pyproject.toml requirements/torch.txt requirements/base.txt requirements/dynamo.txt
@@ -80,7 +91,7 @@ $(STAMP): pyproject.toml requirements/torch.txt requirements/base.txt requiremen
 	@$(BIN)/python -P -m trtllm_disagg.embedded.core.precompile
 	@touch $(STAMP)
 
-$(TOOLS): $(STAMP) requirements/dev.txt
-	@$(STEADILY) "tools for tests, types and lint" $(PIP) -r requirements/dev.txt
+$(TOOLS): $(STAMP) requirements/dev.txt requirements/docs.txt
+	@$(STEADILY) "tools for tests, types, lint and docs" $(PIP) -r requirements/dev.txt -r requirements/docs.txt
 	@$(COMPILE)
 	@touch $(TOOLS)

@@ -1,0 +1,78 @@
+"""What mkdocs does not do by itself: pages outside of docs/, and diagrams that need no script in a browser."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mmdr
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+#: At the top of the repository, where their readers look for them.
+OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+
+_MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+#: The theme would load it for diagrams that are not drawn yet, of which there are none.
+_LOADED_LATER = re.compile(r"https://unpkg\.com/[^\"'`]*")
+
+
+def on_config(config: Any) -> Any:
+    config["nav"] = _with_pages(config["nav"])
+    return config
+
+
+def _with_pages(nav: Any) -> Any:
+    """Each `folder/` becomes its pages."""
+    if isinstance(nav, list):
+        return [_with_pages(entry) for entry in nav]
+    if isinstance(nav, dict):
+        return {title: _with_pages(entry) for title, entry in nav.items()}
+    return section(nav) if nav.endswith("/") else nav
+
+
+def section(folder: str) -> list[str]:
+    """The pages of a folder: index.md, those that it links, in its order, then the others."""
+    path = ROOT / "docs" / folder
+    linked = re.findall(r"\]\(([\w-]+\.md)\)", (path / "index.md").read_text(encoding="utf-8"))
+    there = sorted(page.name for page in path.glob("*.md"))
+    return [folder + name for name in dict.fromkeys(["index.md", *linked, *there])]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for name in OUTSIDE:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    source = page.file.src_uri
+    if source in OUTSIDE:
+        markdown = re.sub(r"\]\(docs/", "](", markdown)
+    else:
+        markdown = re.sub(rf"\]\(((?:\.\./)*)\.\./({'|'.join(OUTSIDE)})", r"](\1\2", markdown)
+    return _MERMAID.sub(_drawn(source, config, files), markdown)
+
+
+def _drawn(source: str, config: Any, files: Files) -> Callable[[re.Match[str]], str]:
+    up = "../" * source.count("/")
+
+    def draw(fence: re.Match[str]) -> str:
+        svg = mmdr.render(fence[1]).svg()
+        name = f"diagrams/{hashlib.sha256(svg.encode()).hexdigest()[:16]}.svg"
+        if files.get_file_from_path(name) is None:
+            files.append(File.generated(config, name, content=svg))
+        kind = "sequence of messages" if fence[1].startswith("sequence") else "diagram"
+        return f"![{kind}]({up}{name})"
+
+    return draw
+
+
+def on_post_build(config: Any) -> None:
+    for script in Path(config["site_dir"]).rglob("*.js*"):
+        text = script.read_text(encoding="utf-8")
+        if _LOADED_LATER.search(text):
+            script.write_text(_LOADED_LATER.sub("", text), encoding="utf-8")
