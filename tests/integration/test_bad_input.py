@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -35,128 +33,25 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
-def worker(*args: str) -> subprocess.CompletedProcess[str]:
-    return run("worker", "--model", str(demo_model()), *args)
-
-
-@pytest.mark.parametrize(
-    ("args", "key", "value", "allowed"),
-    [
-        ("--disaggregation-strategy sideways", "--disaggregation-strategy", "sideways", "prefill_first"),
-        ("--disaggregation-mode sideways", "--disaggregation-mode", "sideways", "agg, prefill, decode"),
-        ("--model /no/such/model", "--model", "/no/such/model", "a directory that exists"),
-        (
-            "--disaggregation-mode prefill --next-endpoint dyn://a.b.c",
-            "--next-endpoint",
-            "dyn://a.b.c",
-            "no value: in mode prefill under decode_first",
-        ),
-        (
-            "--disaggregation-mode decode --disaggregation-strategy prefill_first --next-endpoint dyn://a.b.c",
-            "--next-endpoint",
-            "dyn://a.b.c",
-            "no value: in mode decode under prefill_first",
-        ),
-        ("--kv-block-size 24", "--kv-block-size", "24", "a power of two"),
-        ("--max-batch-size many", "--max-batch-size", "many", "a whole number"),
-        ("--extra-engine-args /no/such.yaml", "--extra-engine-args", "/no/such.yaml", "a YAML file"),
-    ],
-)
-def test_a_bad_flag_of_a_worker(args: str, key: str, value: str, allowed: str) -> None:
-    ended = worker(*args.split())
-
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert re.search(rf"{key}: .*{value}.*expected .*{re.escape(allowed)}", ended.stderr), ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-def test_an_unknown_flag_of_a_worker() -> None:
-    ended = worker("--disagregation-mode", "prefill")
-
-    assert ended.returncode == 2
-    assert "unknown flag --disagregation-mode; did you mean --disaggregation-mode?" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("yaml", "words"),
-    [
-        (
-            "kv_cache_config: {tokens_per_blok: 16}",
-            ("kv_cache_config.tokens_per_blok", "16", "tokens_per_block?"),
-        ),
-        ("max_seq_len: lots", ("max_seq_len", "'lots'", "integer")),
-        ("kv_cache_config: 3", ("kv_cache_config", "3", "KvCacheConfig")),
-        ("- max_seq_len", ("keys with values", "list")),
-        ("max_seq_len: [", ("not YAML",)),
-    ],
-)
-def test_a_bad_engine_config(yaml: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    file = tmp_path / "engine.yaml"
-    file.write_text(yaml)
-
-    ended = worker("--engine", "embedded", "--extra-engine-args", str(file))
-
-    assert ended.returncode == 2, ended.stderr
-    assert all(word in ended.stderr for word in (str(file), *words)), ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-def test_a_value_that_only_the_engine_knows_to_be_wrong() -> None:
-    ended = worker("--engine", "embedded", "--override-engine-args", '{"dtype": "float33"}')
-
-    assert ended.returncode == 2, ended.stderr
-    assert "dtype: 'float33' is not allowed; expected auto or one of float32, bfloat16" in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ('{"embedded": {"num_threads": 100000}}', "embedded.num_threads: 100000 is not allowed"),
-        ('{"embedded": {"cpu_affinity": [9999]}}', "embedded.cpu_affinity: [9999] is not allowed"),
-        (
-            '{"kv_cache_config": {"max_tokens": 1000000000000}}',
-            "kv_cache_config.max_tokens: 1000000000000 is not",
-        ),
-    ],
-)
-def test_a_setting_that_no_machine_can_honour(settings: str, words: str) -> None:
-    ended = worker("--engine", "embedded", "--override-engine-args", settings)
-
-    assert ended.returncode == 2, ended.stderr
-    assert words in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-def test_a_broken_checkpoint(tmp_path: Path) -> None:
-    """One line, before anything is loaded. All that can be wrong with one: test_model_refusals.py."""
-    model = Path(shutil.copytree(demo_model(), tmp_path / "model"))
-    with (model / "model.safetensors").open("r+b") as weights:
-        weights.truncate(100_000)
-
-    ended = run("worker", "--engine", "embedded", "--model", str(model))
-
-    assert ended.returncode == 2, ended.stderr
-    said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1
-    assert "model.safetensors is no safetensors file, or not all of one" in said[0]
-    assert "Traceback" not in ended.stderr
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ("--strategy sideways --model any", ("--strategy", "sideways", "prefill_first", "decode_first")),
-        ("--strategy agg", ("--model",)),
-        ("--strategy agg --model any --prefill-workers 2", ("--prefill-workers", "2", "prefill_first")),
-        ("--strategy agg --model any --engine-configs /none", ("--engine-configs", "/none", "agg.yaml")),
+        (("--kv-block-size", "24"), "--kv-block-size: 24 is not allowed; expected a power of two"),
+        (
+            ("--engine", "embedded", "--override-engine-args", '{"dtype": "float33"}'),
+            "dtype: 'float33' is not allowed; expected auto or one of float32, bfloat16",
+        ),
     ],
+    ids=["flag", "engine argument"],
 )
-def test_a_bad_flag_of_up(args: str, words: tuple[str, ...]) -> None:
-    ended = run("up", *args.split())
+def test_a_worker_with_a_bad_setting_ends_with_one_line(args: tuple[str, ...], words: str) -> None:
+    """All that can be wrong with one: tests/unit/worker/test_bad_settings.py."""
+    ended = run("worker", "--model", str(demo_model()), *args)
 
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert all(word in ended.stderr for word in words), ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
 
 
 def test_up_passes_on_what_a_worker_says(tmp_path: Path) -> None:
@@ -168,14 +63,6 @@ def test_up_passes_on_what_a_worker_says(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "agg-0 died before the deployment was ready: --max-batch-size: 0 is not allowed" in ended.stderr
     assert "(exit code 2)" in ended.stderr
-
-
-def test_up_needs_a_model_before_it_starts_anything(tmp_path: Path) -> None:
-    ended = run(*("up", "--strategy", "agg", "--model", "/no/such/model", "--run-dir", str(tmp_path / "run")))
-
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert "error: --model: '/no/such/model' is not allowed; expected a directory that exists" in ended.stderr
-    assert not (tmp_path / "run").exists()
 
 
 # -- two stages that do not fit together

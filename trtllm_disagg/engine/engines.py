@@ -25,6 +25,8 @@ class EngineSpec:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     #: "module:function" that takes part in the engine of rank 0 under mpiexec; None: it has a launcher of its own.
     rank_server: str | None = None
+    #: "module:function" that raises ConfigError for a model that it cannot serve with these arguments, at once.
+    model_check: str | None = None
     #: What `srun --mpi` has to be for its ranks.
     srun_mpi: str = "none"
     #: A program that runs in every rank, and in the first one the worker; empty where ranks do without.
@@ -65,6 +67,7 @@ ENGINES: dict[str, EngineSpec] = {
             # cores (docs/decisions/0023-load.md).
             defaults={"max_batch_size": 64, "max_num_tokens": 512, "enable_chunked_prefill": True},
             rank_server="trtllm_disagg.embedded.tensor_parallel.launch:serve_as_rank",
+            model_check="trtllm_disagg.embedded.params.model_shape:check_arguments",
             srun_mpi="pmi2",
             extra="embedded",
             needs=("torch", "transformers"),

@@ -70,6 +70,12 @@ def load_api(name: str) -> LlmApi:
     )
 
 
+def check_model(name: str, args: dict[str, Any]) -> None:
+    """Raises ConfigError for a model that the engine cannot serve with these arguments, where it can tell at once."""
+    if (check := ENGINES[name].model_check) is not None:
+        _named(check)(args)
+
+
 def serve_as_rank(name: str, args: dict[str, Any]) -> bool:
     """Under mpiexec, on every rank but rank 0: take part in its engine until that ends, then True. Blocks.
 
@@ -78,8 +84,15 @@ def serve_as_rank(name: str, args: dict[str, Any]) -> bool:
     server = ENGINES[name].rank_server
     if server is None:
         return False
-    module, _, function = server.partition(":")
-    serve = getattr(importlib.import_module(module), function)
     own = args.get("embedded") or {}
-    served: bool = serve(args.get("tensor_parallel_size") or 1, own.get("num_threads") or 1, os.environ)
+    served: bool = _named(server)(
+        args.get("tensor_parallel_size") or 1, own.get("num_threads") or 1, os.environ
+    )
     return served
+
+
+def _named(place: str) -> Callable[..., Any]:
+    """`place`: module:function."""
+    module, _, name = place.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function

@@ -10,14 +10,12 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.commands import KeyVerifier, NoKeyVerifier, Verifier
 from trtllm_disagg.config.dump import dump_config
-from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime import Advertised, Leaving, Registration, Runtime, ServedModel
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
@@ -25,9 +23,8 @@ from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
 from trtllm_disagg.dynamo_runtime.worker_endpoint import require_system_port
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
-from trtllm_disagg.engine.llm_api import load_api, serve_as_rank
+from trtllm_disagg.engine.llm_api import LlmApi, serve_as_rank
 from trtllm_disagg.engine.rank_placement import Affinity
 from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.errors import EngineLostError
@@ -67,17 +64,14 @@ log = logging.getLogger(__name__)
 _LOAD_SECONDS = 1.0
 
 
-async def run_worker(config: WorkerConfig) -> None:
+async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: LlmApi) -> None:
     """Serve until told to stop. Raises ConfigError before anything is built, EngineError when the engine dies.
 
-    The start, in order: settings (`_resolve`), this worker's description, the prefill queue, Dynamo's runtime, the
-    engine, the other stage, the request path, serving, registration. The checks against other workers are those of
-    `StartupChecks`, before the engine loads, before this worker is listed, and before it registers.
+    The start, in order, after the settings (worker_command.py): this worker's description, the prefill queue, Dynamo's
+    runtime, the engine, the other stage, the request path, serving, registration. The checks against other workers are
+    those of `StartupChecks`, before the engine loads, before this worker is listed, and before it registers.
     """
     reporter = reporter_of(os.environ)
-    reporter.tell("checking its settings")
-    config, engine_args = _resolve(config)
-    api = load_api(config.engine)
     # Blocks where it is true; nothing else runs on that rank.
     if serve_as_rank(config.engine, engine_args):
         return
@@ -111,18 +105,6 @@ async def run_worker(config: WorkerConfig) -> None:
             has_ended = await close(engine, _health_times(config))
         if not has_ended:
             raise EngineLostError("the engine does not end")
-
-
-def _resolve(config: WorkerConfig) -> tuple[WorkerConfig, dict[str, Any]]:
-    """The configuration with the engine and the sizes that it really gets, and the engine's arguments. Raises
-    ConfigError for whatever is wrong with them, or with the policy file.
-    """
-    config = replace(config, engine=resolve_engine(config.engine))
-    engine_args = build_engine_args(config)
-    config = with_engine_args(config, engine_args)
-    # Only a check: the file may change while the engine loads, so it is read again then.
-    Policy.of(config, config.kv_block_size)
-    return config, engine_args
 
 
 def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:

@@ -8,37 +8,38 @@ import logging
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
 from trtllm_disagg.config.dotted_flags import with_dotted_flags
 from trtllm_disagg.config.dynamo_flags import RUNTIME_VARIABLES
+from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
+from trtllm_disagg.config.thresholds import Thresholds, read_policy_file
+from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.deployment.limits import look_at, needs_of_worker
+from trtllm_disagg.engine.engines import resolve_engine
+from trtllm_disagg.engine.llm_api import LlmApi, check_model, load_api
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, EngineLostError
 from trtllm_disagg.model_directory import servable_model
+from trtllm_disagg.processes.activity import reporter_of
 from trtllm_disagg.processes.watchdog import watch_over_this_process
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ExitStatus", "add_arguments", "prepare", "run"]
+__all__ = ["ExitStatus", "add_arguments", "prepare", "read_settings", "run"]
 
 add_arguments = add_worker_arguments
 prepare = with_dotted_flags
 
 
 def run(namespace: argparse.Namespace) -> int:
-    config = config_from_namespace(namespace, os.environ)
-    # Dynamo's runtime reads them when it is made.
-    for name, value in getattr(namespace, RUNTIME_VARIABLES, {}).items():
-        os.environ.pop(name, None)
-        if value:
-            os.environ[name] = value
-    directory = servable_model(config.model, revision=config.revision)
-    config = replace(config, model=str(directory), served_model_name=config.model_name)
+    config, engine_args, api = read_settings(namespace)
     has_peers = config.partner_endpoint_id is not None
     for doubt in look_at(needs_of_worker(has_peers=has_peers, discovery_backend=config.discovery_backend)):
         log.info("%s", doubt)
     status = ExitStatus()
-    # After the flags are known to be good: these imports take seconds.
+    # After the settings are known to be good: these imports take seconds.
     import uvloop
 
     from trtllm_disagg.worker.worker import run_worker
@@ -46,7 +47,7 @@ def run(namespace: argparse.Namespace) -> int:
     if config.frozen_seconds:
         watch_over_this_process(config.frozen_seconds)
     try:
-        uvloop.run(run_worker(config))
+        uvloop.run(run_worker(config, engine_args, api))
     except ConfigError:
         status.value = 2
         raise
@@ -60,6 +61,35 @@ def run(namespace: argparse.Namespace) -> int:
         raise
     status.value = 0
     return status.value
+
+
+def read_settings(namespace: argparse.Namespace) -> tuple[WorkerConfig, dict[str, Any], LlmApi]:
+    """The configuration with the engine and the sizes that it really gets, the engine's arguments, and its API.
+
+    Raises ConfigError for whatever is wrong with them, with the policy file, or with the model for them.
+    """
+    reporter_of(os.environ).tell("checking its settings")
+    config = config_from_namespace(namespace, os.environ)
+    # Dynamo's runtime reads them when it is made.
+    for name, value in getattr(namespace, RUNTIME_VARIABLES, {}).items():
+        os.environ.pop(name, None)
+        if value:
+            os.environ[name] = value
+    directory = servable_model(config.model, revision=config.revision)
+    config = replace(
+        config,
+        model=str(directory),
+        served_model_name=config.model_name,
+        engine=resolve_engine(config.engine),
+    )
+    engine_args = build_engine_args(config)
+    config = with_engine_args(config, engine_args)
+    # Only a check: the file may change while the engine loads, so it is read again then.
+    if (policy := config.policy_file) is not None:
+        Thresholds.of(config).changed(read_policy_file(Path(policy)), policy)
+    api = load_api(config.engine)
+    check_model(config.engine, engine_args)
+    return config, engine_args, api
 
 
 class ExitStatus:

@@ -48,7 +48,7 @@ from trtllm_disagg.worker import worker, worker_command
 from trtllm_disagg.config.args import add_worker_arguments
 from trtllm_disagg.errors import EngineLostError
 
-async def lost(config):
+async def lost(*_):
     threading.Thread(target=threading.Event().wait).start()
     raise EngineLostError("the engine died while serving: rank 3 is gone")
 

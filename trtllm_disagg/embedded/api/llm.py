@@ -24,6 +24,7 @@ from trtllm_disagg.embedded.core.core_client import CoreClient
 from trtllm_disagg.embedded.guided_decoding.trials import GrammarTrials, TrialStart
 from trtllm_disagg.embedded.ipc.messages import AbortRequest, AddRequest, StepReport, TokenOutput
 from trtllm_disagg.embedded.params.llm_args import LlmArgs, as_plain, core_args
+from trtllm_disagg.embedded.params.model_shape import check_model
 from trtllm_disagg.embedded.params.request_params import DisaggregatedParams, SamplingParams, SchedulingParams
 from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
 from trtllm_disagg.embedded.tensor_parallel.launch import require_divides, serve_other_ranks
@@ -310,6 +311,7 @@ class LLM:
         if ignored := refuse_unsupported(args):
             log.info("these settings have no effect on the embedded engine: %s", ", ".join(ignored))
         require_divides(Path(args.model), args.tensor_parallel_size)
+        check_model(args)
         serve_other_ranks(args.tensor_parallel_size, args.embedded.num_threads)
         return args
 

@@ -18,17 +18,17 @@ from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
 from trtllm_disagg.embedded.kv_cache.pool import KvPool, LocalKvMemory
 from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.model.forward_plan import choose_forward
-from trtllm_disagg.embedded.model.model_loader import ModelShape, load_model, read_shape
+from trtllm_disagg.embedded.model.model_loader import load_model
 from trtllm_disagg.embedded.model.rows import TILE, Sampled
 from trtllm_disagg.embedded.model.sampler import sample
 from trtllm_disagg.embedded.model.sizing import (
     choose_device,
     kv_layout,
-    max_seq_len,
     new_pool,
     num_kv_blocks,
 )
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.params.model_shape import ModelShape, max_seq_len, read_shape
 from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
 from trtllm_disagg.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.embedded.tensor_parallel.group import use_cpus

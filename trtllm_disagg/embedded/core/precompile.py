@@ -21,8 +21,9 @@ from trtllm_disagg.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.model.forward_plan import choose_forward
-from trtllm_disagg.embedded.model.model_loader import load_model, read_shape
+from trtllm_disagg.embedded.model.model_loader import load_model
 from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig
+from trtllm_disagg.embedded.params.model_shape import read_shape
 from trtllm_disagg.embedded.scheduler.scheduler import Row
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.embedded.tensor_parallel.team import Runner
@@ -95,7 +96,7 @@ def precompile(dtype: str, cpu: CpuFeatures) -> None:
         _write_model(directory, dtype)
         shape = read_shape(directory, dtype)
         plan = choose_forward(directory, EmbeddedConfig(), shape, torch.device("cpu"), cpu)
-        pool = KvPool(torch.zeros(_BLOCKS, 1, 2, _TOKENS_PER_BLOCK, 1, _WIDTH, dtype=shape.dtype))
+        pool = KvPool(torch.zeros(_BLOCKS, 1, 2, _TOKENS_PER_BLOCK, 1, _WIDTH, dtype=shape.torch_dtype))
         forward = plan.make_forward(
             load_model(directory, shape, plan.kind), pool, shape.config.max_position_embeddings
         )

@@ -15,13 +15,13 @@ from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
 from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.forward import Forward, HfForward, PlainForward
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
-from trtllm_disagg.embedded.model.model_loader import ForwardKind, ModelShape
+from trtllm_disagg.embedded.model.model_loader import ForwardKind
 from trtllm_disagg.embedded.model.pack import Pack, TiledLinear, convert_rest, pack_experts, pack_linears
 from trtllm_disagg.embedded.model.plain_model import supports, take_apart
-from trtllm_disagg.embedded.model.sizing import available_bytes
 from trtllm_disagg.embedded.params.checkpoint import count_weights
 from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig, LlmArgs
 from trtllm_disagg.embedded.params.model_config import ModelConfig
+from trtllm_disagg.embedded.params.model_shape import ModelShape, available_bytes
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.activity import Reporter
 
@@ -80,8 +80,8 @@ def choose_forward(
     ConfigError for embedded.weights that the model does not have.
     """
     if device.type == "cuda":
-        return ForwardPlan(shape.config, "modules", shape.dtype)
-    if config.weights == "bfloat16" and shape.dtype != torch.bfloat16:
+        return ForwardPlan(shape.config, "modules", shape.torch_dtype)
+    if config.weights == "bfloat16" and shape.dtype != "bfloat16":
         raise ConfigError.bad_value(_KEY, config.weights, "auto or float32, for a float32 model")
     is_lean = config.forward == "auto" and supports(shape.config)
     plan = ForwardPlan(
@@ -106,7 +106,7 @@ def _with_products(
     plan: ForwardPlan, directory: Path, config: EmbeddedConfig, shape: ModelShape, cpu: CpuFeatures
 ) -> ForwardPlan:
     library = _packed_linear() if cpu.compiles else None
-    if shape.dtype == torch.bfloat16:
+    if shape.dtype == "bfloat16":
         if library is not None and cpu.has_bfloat16 and config.weights != "float32":
             return replace(plan, dtype=torch.bfloat16, pack=library, weights="bfloat16")
         said = "a bfloat16 model, computed in float32"

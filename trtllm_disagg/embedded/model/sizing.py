@@ -1,4 +1,4 @@
-"""How long a sequence may be, how many KV blocks there are, and what they look like."""
+"""How many KV blocks there are, and what they look like."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from trtllm_disagg.embedded.model.model_loader import ModelShape
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.params.model_shape import ModelShape, available_bytes, max_seq_len, require_memory
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.base import KvLayout
 
@@ -24,19 +24,6 @@ def choose_device(wanted: str, num_ranks: int = 1) -> torch.device:
     return torch.device(wanted)
 
 
-def max_seq_len(args: LlmArgs, shape: ModelShape) -> int:
-    """Tokens of prompt and answer together."""
-    if args.max_seq_len is None:
-        return shape.config.max_position_embeddings
-    if args.max_seq_len > shape.config.max_position_embeddings:
-        raise ConfigError.bad_value(
-            "max_seq_len",
-            args.max_seq_len,
-            f"at most the model's max_position_embeddings {shape.config.max_position_embeddings}",
-        )
-    return args.max_seq_len
-
-
 #: Of the longest kind; how many a pool of unstated size holds at most. A small model needs no gigabytes.
 _DEFAULT_SEQUENCES = 32
 
@@ -46,24 +33,11 @@ def num_kv_blocks(args: LlmArgs, shape: ModelShape, device: torch.device) -> int
     longest sequences take. It never grows.
     """
     size = args.kv_cache_config.tokens_per_block
-    _require_memory(args, shape, device)
+    require_memory(args, shape, available_bytes() if device.type == "cpu" else _free_bytes(args, device))
     blocks = (args.kv_cache_config.max_tokens or _default_tokens(args, shape, device)) // size
     if blocks < 1:
         raise _too_small(args, size)
     return blocks
-
-
-def _require_memory(args: LlmArgs, shape: ModelShape, device: torch.device) -> None:
-    """Raises ConfigError for a stated size that there is no memory for."""
-    wanted = args.kv_cache_config.max_tokens
-    free = available_bytes() if device.type == "cpu" else _free_bytes(args, device)
-    if wanted is not None and wanted > free // _token_bytes(shape):
-        raise ConfigError.bad_value(
-            "kv_cache_config.max_tokens",
-            wanted,
-            f"at most {free // _token_bytes(shape)}: a KV token of this model takes {_token_bytes(shape)} bytes, and "
-            f"{free >> 20} MiB are free",
-        )
 
 
 def _too_small(args: LlmArgs, size: int) -> ConfigError:
@@ -81,20 +55,8 @@ def _too_small(args: LlmArgs, size: int) -> ConfigError:
 
 def _default_tokens(args: LlmArgs, shape: ModelShape, device: torch.device) -> int:
     fraction = args.kv_cache_config.free_gpu_memory_fraction
-    affordable = int(_free_bytes(args, device) * (0.9 if fraction is None else fraction)) // _token_bytes(
-        shape
-    )
+    affordable = int(_free_bytes(args, device) * (0.9 if fraction is None else fraction)) // shape.token_bytes
     return min(affordable, _DEFAULT_SEQUENCES * max_seq_len(args, shape))
-
-
-def _token_bytes(shape: ModelShape) -> int:
-    return (
-        2
-        * shape.config.num_hidden_layers
-        * shape.config.num_key_value_heads
-        * shape.config.head_dim
-        * shape.dtype.itemsize
-    )
 
 
 def _free_bytes(args: LlmArgs, device: torch.device) -> int:
@@ -133,7 +95,7 @@ def new_pool(
         heads,
         shape.config.head_dim,
     )
-    return PoolShape(dimensions, shape.dtype, device)
+    return PoolShape(dimensions, shape.torch_dtype, device)
 
 
 def kv_layout(shape: ModelShape, tokens_per_block: int) -> KvLayout:
@@ -144,12 +106,5 @@ def kv_layout(shape: ModelShape, tokens_per_block: int) -> KvLayout:
         tokens_per_block=tokens_per_block,
         num_kv_heads=shape.config.num_key_value_heads,
         head_dim=shape.config.head_dim,
-        dtype=str(shape.dtype).removeprefix("torch."),
+        dtype=shape.dtype,
     )
-
-
-def available_bytes() -> int:
-    """Memory that could be taken without swapping; the page cache counts as available."""
-    with open("/proc/meminfo") as meminfo:
-        fields = dict(line.split(":", 1) for line in meminfo)
-    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -164,10 +164,9 @@ def shown(names: Iterable[str]) -> str:
     return ", ".join(first[:3]) + (", ..." if len(first) > 3 else "")
 
 
-def check_checkpoint(directory: Path, config: ModelConfig, *, any_dtype: bool) -> None:
-    """Raises ConfigError for missing or truncated files, for weights that are not those of `config`, of another kind
-    than plain floats, or of several dtypes unless `any_dtype`, and for a tokenizer that knows tokens which the model
-    does not.
+def check_weight_files(directory: Path, config: ModelConfig, *, any_dtype: bool) -> None:
+    """Raises ConfigError for missing or truncated files, and for weights that are not those of `config`, of another
+    kind than plain floats, or of several dtypes unless `any_dtype`.
     """
     _check_shards(directory)
     found = _weights(directory)
@@ -185,7 +184,6 @@ def check_checkpoint(directory: Path, config: ModelConfig, *, any_dtype: bool) -
             f"dtype: 'auto' is not allowed for {directory}: its weights are of several: {told}; "
             "expected float32 or bfloat16, to which all are converted"
         )
-    _check_tokenizer(directory / "tokenizer.json", config.vocab_size)
 
 
 def fingerprint(directory: Path) -> str:
@@ -284,7 +282,8 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"model: cannot read {path}: {error}")
 
 
-def _check_tokenizer(path: Path, vocab_size: int) -> None:
+def check_tokenizer(path: Path, vocab_size: int) -> None:
+    """Raises ConfigError for one that knows tokens which the model does not."""
     if not path.exists():
         return
     tokenizer = read_json(path)

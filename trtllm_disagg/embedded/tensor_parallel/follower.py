@@ -17,9 +17,10 @@ from trtllm_disagg.embedded.kv_cache.memory import CopyStart, Drop, Restore, Sav
 from trtllm_disagg.embedded.kv_cache.pool import KvPool, LocalKvMemory
 from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.model.forward_plan import choose_forward
-from trtllm_disagg.embedded.model.model_loader import load_model, read_shape
-from trtllm_disagg.embedded.model.sizing import PoolShape, choose_device, max_seq_len, new_pool
+from trtllm_disagg.embedded.model.model_loader import load_model
+from trtllm_disagg.embedded.model.sizing import PoolShape, choose_device, new_pool
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.params.model_shape import max_seq_len, read_shape
 from trtllm_disagg.embedded.params.supported_args import scope_of
 from trtllm_disagg.embedded.tensor_parallel.channel import (
     Broken,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -171,14 +172,24 @@ def edit_config(model: Path, **changes: Any) -> None:
 
 
 def test_the_worker_hears_why_its_engine_did_not_start_and_reaps_it(copied: Path) -> None:
-    weights = copied / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(
-        ConfigError, match=r"model\.safetensors is no safetensors file, or not all of one: .*; copy it"
-    ):
+    """A tokenizer is read in the engine's process only: some are large."""
+    (copied / "tokenizer.json").write_text('{"model": {"vocab": {"a": 999999}}}')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json knows token 999999"):
         start(copied)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     assert not [pid for pid in children if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()]
+
+
+def test_a_broken_checkpoint_is_refused_before_a_process_is_started(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors is no safetensors file, or not all of one: .*; copy"
+    ):
+        start(copied)
 
 
 def test_truncated_weights_are_refused(copied: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import Checkpoints
-from trtllm_disagg.embedded.model.model_loader import ForwardKind, load_model, read_shape
+from trtllm_disagg.embedded.model.model_loader import ForwardKind, load_model
+from trtllm_disagg.embedded.params.model_shape import read_shape
 from trtllm_disagg.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.conftest import Checkpoints
-from trtllm_disagg.embedded.model.model_loader import ModelShape, read_shape
 from trtllm_disagg.embedded.model.sizing import num_kv_blocks
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.embedded.params.model_shape import ModelShape, read_shape
 from trtllm_disagg.errors import ConfigError
 
 
