@@ -29,13 +29,13 @@ class Served:
     def __init__(self, *values: Any, expected: str = "no value") -> None:
         """Enums by name. `expected`: how an error says so."""
         self._values = values
-        self._expected = expected
+        self.expected = expected
 
     def check(self, key: str, value: Any, engine: str = "embedded") -> None:
         """Raises ConfigError for another value."""
         value = value.name if isinstance(value, Enum) else value
         if value not in self._values:
-            raise ConfigError.bad_value(key, value, f"{self._expected}, on the {engine} engine")
+            raise ConfigError.bad_value(key, value, f"{self.expected}, on the {engine} engine")
 
 
 #: Marks an argument that tunes GPUs, or another runtime: answers are the same without it.

@@ -1,0 +1,26 @@
+"""The pages that are made from the code say what the code says."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.reference import FOLDER, PAGES
+from trtllm_disagg.config.worker_config import FLAGS
+from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.errors import DisaggError
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_that_of_this_code(name: str) -> None:
+    assert (FOLDER / name).read_text(encoding="utf-8") == PAGES[name](), "python -m tools.reference writes it"
+
+
+def test_every_flag_error_and_argument_is_on_its_page() -> None:
+    assert all(f"| `{flag.names[0]}`" in PAGES["flags.md"]() for flag in FLAGS.values())
+    kinds = [DisaggError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    assert all(
+        f"| `{kind.__name__}` |" in PAGES["errors.md"]() for kind in kinds if "errors" in kind.__module__
+    )
+    assert all(f"| `{name}` |" in PAGES["engine-arguments.md"]() for name in LlmArgs.model_fields)
