@@ -17,8 +17,10 @@ launch="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 : "${TRANSFER_HOST:=}" # the embedded engine on several machines: where others fetch KV from this one (SECURITY.md)
 # Also read: PREFILL_CUDA_VISIBLE_DEVICES, DECODE_CUDA_VISIBLE_DEVICES and AGG_CUDA_VISIBLE_DEVICES, the GPUs of a worker of
 # that role (CUDA_VISIBLE_DEVICES when unset); DYN_SYSTEM_PORT, a worker's port for health and metrics, at most 32767 and one for each worker of a machine;
-# and, for several machines, the same on all of them: DYN_DISCOVERY_BACKEND=etcd ETCD_ENDPOINTS=http://HOST:2379, and a copy
+# and, for several machines, the same on all of them: ETCD_ENDPOINTS=http://HOST:2379, and a copy
 # of one TRTLLM_DISAGG_ADMIN_KEY_FILE, with which `trtllm-disagg switch` and `set` prove that they may.
+# As a worker decides for itself: where etcd is named, it is the discovery.
+: "${DYN_DISCOVERY_BACKEND:=${ETCD_ENDPOINTS:+etcd}}"
 export DYN_DISCOVERY_BACKEND="${DYN_DISCOVERY_BACKEND:-file}"
 export DYN_REQUEST_PLANE="${DYN_REQUEST_PLANE:-tcp}"
 export DYN_EVENT_PLANE="${DYN_EVENT_PLANE:-zmq}"

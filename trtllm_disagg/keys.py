@@ -72,8 +72,9 @@ def read_private_file(path: Path, setting: str, expected: str, most_bytes: int) 
     except OSError as error:
         raise ConfigError.bad_value(setting, str(path), f"{expected}: {error.strerror}") from None
     is_own = state.st_uid == os.geteuid()
-    # A secret that root mounts into a container is given to this user by its group.
-    if not (is_own or state.st_uid == 0) or stat.S_IMODE(state.st_mode) & (0o077 if is_own else 0o037):
+    # A secret that root mounts into a container is given to this user by its group; to root by one that is not its own.
+    is_mounted = state.st_uid == 0 and (not is_own or state.st_gid in {*os.getgroups()} - {os.getegid()})
+    if not (is_own or is_mounted) or stat.S_IMODE(state.st_mode) & (0o037 if is_mounted else 0o077):
         found = f"its mode is {stat.S_IMODE(state.st_mode):04o}, its owner uid {state.st_uid}"
         raise ConfigError.bad_value(setting, str(path), f"{expected}: {found}")
     return content

@@ -36,6 +36,13 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+def test_a_script_that_has_one_word_for_the_module_starts_a_worker_too() -> None:
+    command = [sys.executable, "-m", "trtllm_disagg.worker", "--model", "m", "--modality", "image"]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: --modality: 'image' is not allowed")
+
+
 # -- help
 
 

@@ -28,6 +28,7 @@ def note(file, text):
         out.write(text + "\\n")
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 note("started", " ".join([role, *sys.argv[1:3], os.environ.get("TRTLLM_DISAGG_ADMIN_KEY_FILE", "")]))
+note("discovery-backend", role + ":" + os.environ["DYN_DISCOVERY_BACKEND"])
 note("devices", role + ":" + os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 signal.sigwait([signal.SIGTERM])
 note("stopped", role)
@@ -49,10 +50,11 @@ class Scripts:
             "DYN_FILE_KV": str(self._directory / "discovery"),
             "XDG_STATE_HOME": str(self._directory / "state"),
         }
+        not_ours = {"TRTLLM_DISAGG_ADMIN_KEY_FILE", "DYN_DISCOVERY_BACKEND", "ETCD_ENDPOINTS"}
         inherited = {
             name: value
             for name, value in os.environ.items()
-            if name != "TRTLLM_DISAGG_ADMIN_KEY_FILE" and not name.endswith("CUDA_VISIBLE_DEVICES")
+            if name not in not_ours and not name.endswith("CUDA_VISIBLE_DEVICES")
         }
         process = subprocess.Popen(
             [str(ROOT / "launch" / script), *args], env=inherited | environment | variables
@@ -132,6 +134,23 @@ def test_a_key_of_the_user_is_taken_and_none_is_made(scripts: Scripts) -> None:
 def test_where_no_key_can_be_made_the_worker_starts_without(scripts: Scripts) -> None:
     scripts.start("agg.sh", XDG_STATE_HOME="/proc/none")
     assert scripts.lines("started", 1)[0].split()[3:] == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "backend"),
+    [
+        ({}, "file"),
+        ({"ETCD_ENDPOINTS": "http://a:2379"}, "etcd"),
+        ({"ETCD_ENDPOINTS": "http://a:2379", "DYN_DISCOVERY_BACKEND": "kubernetes"}, "kubernetes"),
+    ],
+    ids=["nothing", "etcd is named", "both"],
+)
+def test_discovery_is_etcd_where_the_environment_says_where_etcd_is(
+    scripts: Scripts, variables: dict[str, str], backend: str
+) -> None:
+    scripts.start("agg.sh", **variables)
+    scripts.start("frontend.sh", **variables)
+    assert set(scripts.lines("discovery-backend", 2)) == {f"agg:{backend}", f"frontend:{backend}"}
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,22 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> Non
         choose_scope("10.0.0.1", key)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another group")
+def test_a_secret_that_root_gets_by_the_group_of_its_pod_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, group = write_key(tmp_path), 2000
+    os.chown(key, 0, group)
+    key.chmod(0o440)
+    with pytest.raises(ConfigError, match="its mode is 0440"):
+        choose_scope("10.0.0.1", key)
+    monkeypatch.setattr(os, "getgroups", lambda: [0, group])
+    assert choose_scope("10.0.0.1", key) == Network("10.0.0.1", b"k" * 32)
+    key.chmod(0o444)
+    with pytest.raises(ConfigError, match="its mode is 0444"):
+        choose_scope("10.0.0.1", key)
+
+
 def test_a_short_or_missing_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"at least 32 bytes.*it has 31"):
         choose_scope("10.0.0.1", write_key(tmp_path, b"k" * 31 + b"\n"))

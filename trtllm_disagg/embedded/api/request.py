@@ -21,7 +21,6 @@ Tokenize = Callable[[str], list[int]]
 _UNSERVED_PARAMS = (
     "multimodal_embedding_handles",
     "multimodal_hashes",
-    "multimodal_item_runs",
     "mrope_position_ids_handle",
     "mrope_position_deltas_handle",
 )

@@ -67,6 +67,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    prompt_ignore_length: int | None = None
     length_penalty: float | None = None
     early_stopping: int | None = None
     no_repeat_ngram_size: int | None = None
@@ -75,14 +76,16 @@ class SamplingParams:
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprobs_simple_format: bool = False
+    prompt_logprobs_simple_format: bool = False
     return_context_logits: bool = False
     return_generation_logits: bool = False
     exclude_input_from_output: bool = True
     return_encoder_output: bool = False
     return_perf_metrics: bool = False
     additional_model_outputs: list[str] | None = None
-    lookahead_config: Any | None = None
     guided_decoding: GuidedDecodingParams | None = None
+    thinking_token_budget: int | None = None
 
     ignore_eos: bool = False
     detokenize: bool = True
@@ -108,15 +111,18 @@ _UNSERVED = (
     "top_p_reset_ids",
     "top_p_decay",
     "beam_search_diversity_rate",
+    "prompt_ignore_length",
     "early_stopping",
     "no_repeat_ngram_size",
     "beam_width_array",
     "prompt_logprobs",
+    "logprobs_simple_format",
+    "prompt_logprobs_simple_format",
     "return_context_logits",
     "return_generation_logits",
     "return_encoder_output",
     "additional_model_outputs",
-    "lookahead_config",
+    "thinking_token_budget",
     "truncate_prompt_tokens",
 )
 
@@ -215,9 +221,9 @@ class DisaggregatedParams:
     ctx_dp_rank: int | None = None
     ctx_info_endpoint: str | list[str] | None = None
     schedule_style: DisaggScheduleStyle | None = None
+    ctx_usage: dict[str, Any] | None = None
     multimodal_embedding_handles: list[dict[str, Any]] | None = None
     multimodal_hashes: list[list[int]] | None = None
-    multimodal_item_runs: list[Any] | None = None
     mrope_position_ids_handle: dict[str, Any] | None = None
     mrope_position_deltas_handle: dict[str, Any] | None = None
 
