@@ -41,11 +41,16 @@ def parse_endpoint_id(endpoint_id: str, key: str = "endpoint") -> EndpointParts:
     return EndpointParts(*match.groups())
 
 
+#: What Dynamo's Planner and its dashboards call the workers of a role.
+COMPONENTS = {"prefill": "prefill", "decode": "backend", "agg": "backend"}
+_SHARED = "tensorrt_llm"
+
+
 def endpoint_of(namespace: str, role: str | None) -> str:
-    """Where workers of the other role find the workers of `role`, and frontends (None) those they may send requests
-    to, unless they were given other endpoints. The names are Dynamo's.
+    """Where the workers of `role` are found, by workers of the other one too, unless they were given other endpoints.
+    None: where frontends find the first stage, whichever role that has.
     """
-    return EndpointParts(namespace, role or "tensorrt_llm", "generate").url
+    return EndpointParts(namespace, _SHARED if role is None else COMPONENTS[role], "generate").url
 
 
 class Rule(NamedTuple):

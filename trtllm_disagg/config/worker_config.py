@@ -477,10 +477,9 @@ class WorkerConfig:
 
     @property
     def front_endpoint_id(self) -> str:
-        """Where frontends reach this worker while it is a first stage; both roles share it."""
+        """Where frontends reach this worker while it is a first stage; both roles share it where either can be."""
         given = self.endpoint if self.is_first_stage else None
-        is_routed_prefill = self.strategy_spec.entry_role is None and self.role is Role.PREFILL
-        return given or endpoint_of(self.namespace, Role.PREFILL if is_routed_prefill else None)
+        return given or endpoint_of(self.namespace, None if self.may_switch else self.role)
 
     @property
     def peer_endpoint_id(self) -> str:
@@ -507,9 +506,7 @@ class WorkerConfig:
 
     @property
     def _default_partner(self) -> str:
-        if self.role is Role.DECODE:
-            return endpoint_of(self.namespace, Role.PREFILL)
-        return endpoint_of(self.namespace, Role.DECODE if self.may_switch else None)
+        return endpoint_of(self.namespace, Role.PREFILL if self.role is Role.DECODE else Role.DECODE)
 
 
 def _settings() -> Iterator[Field[Any]]:

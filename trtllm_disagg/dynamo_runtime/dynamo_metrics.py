@@ -12,8 +12,8 @@ from dynamo.prometheus_names import kvstats, labels, name_prefix
 from dynamo.prometheus_names import trtllm_additional as names
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from trtllm_disagg.config.settings import parse_endpoint_id
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.config.settings import COMPONENTS, parse_endpoint_id
+from trtllm_disagg.config.worker_config import WorkerConfig
 
 #: As Dynamo's worker has them, so that the histograms of both add up.
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -29,11 +29,6 @@ _OF_DASHBOARD = {
 }
 
 
-def component_of(role: Role) -> str:
-    """What Dynamo calls a worker of this role, whichever endpoint it is reached at."""
-    return "prefill" if role is Role.PREFILL else "backend"
-
-
 class DynamoMetrics:
     """Hears of the engine's statistics, of KV transfers to this worker, of requests that end, and of cache events."""
 
@@ -42,7 +37,7 @@ class DynamoMetrics:
         start, so that its rate is known.
         """
         self.registry = CollectorRegistry()
-        component = component_of(config.role)
+        component = COMPONENTS[config.role]
         self._gauges = LLMBackendMetrics(self.registry, config.model_name, component)
         every_rank = [labels.MODEL, labels.COMPONENT, labels.DP_RANK]
         self._shown = [
@@ -118,7 +113,7 @@ class DynamoMetrics:
             endpoint,
             self.registry,
             namespace_name=here.namespace,
-            component_name=component_of(config.role),
+            component_name=COMPONENTS[config.role],
             endpoint_name=here.endpoint,
             model_name=config.model_name,
         )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from dynamo.llm import FpmDirectPublisher, KvEventPublisher, WorkerMetricsPublisher
 
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.dynamo_metrics import DynamoMetrics
 from trtllm_disagg.dynamo_runtime.forward_pass import ForwardPassMetrics
 from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics, expose
@@ -263,8 +263,7 @@ async def create_publishers(
         policy.counts.sinks.append(dynamo)
         sinks += [metrics, dynamo]
     # Where the Planner looks for this role, whichever stage it is.
-    planned = peer_endpoint if config.role is Role.PREFILL else endpoint
-    steps = FpmDirectPublisher(planned, str(planned.connection_id()), engine.num_ranks)
+    steps = FpmDirectPublisher(peer_endpoint, str(peer_endpoint.connection_id()), engine.num_ranks)
     forward_pass = ForwardPassMetrics(steps)
     load = WorkerMetricsPublisher()
     await load.create_endpoint(endpoint)

@@ -44,6 +44,8 @@ class ModelIdentity:
     layout: str = ""
     precision: str = ""
     role: str = Role.AGG.value
+    #: Workers of the other role call it, and a frontend only while it is a first stage.
+    is_worker_side: bool = False
 
     def described(self) -> dict[str, Any]:
         return asdict(self)
@@ -258,8 +260,10 @@ def require_pair(mine: Description, theirs: Description, but: Collection[str] = 
         for each in PROPERTIES
         if each.key not in but and not each.fits(prefill, decode)
     ]
-    if mine["role"] == theirs.get("role"):
-        differences.insert(0, f"--disaggregation-mode: both workers are {mine['role']}")
+    if {mine["role"], theirs.get("role")} != {Role.PREFILL, Role.DECODE}:
+        is_same = mine["role"] == theirs.get("role")
+        they = "both workers are" if is_same else f"no stage of {theirs.get('role')} is called by"
+        differences.insert(0, f"--disaggregation-mode: {they} {mine['role']}")
     if differences:
         raise ConfigError("the two stages do not fit together; " + "; ".join(differences))
 

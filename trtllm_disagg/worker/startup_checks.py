@@ -86,9 +86,15 @@ class ModelNameGuard:
         name, weights = other.description.get("model"), other.description.get("weights")
         if other.instance_id == self._own_id or name is None or weights is None:
             return False
-        if name == self._mine.model:
-            return not may_share_kv(self._mine.described(), other.description)
-        return other.endpoint_id in self._own_endpoint_ids
+        if name == self._mine.model and not may_share_kv(self._mine.described(), other.description):
+            return True
+        is_beside = other.endpoint_id in self._own_endpoint_ids
+        return is_beside and (name != self._mine.model or self._is_called_otherwise(other))
+
+    def _is_called_otherwise(self, other: DescribedInstance) -> bool:
+        """A frontend that goes round an endpoint would send requests to workers that only workers call."""
+        mine = self._mine.is_worker_side
+        return bool(other.description.get("is_worker_side", mine)) is not mine
 
     def _refusal(self, other: DescribedInstance) -> ConfigError:
         mine, theirs = self._mine, other.description
@@ -99,6 +105,11 @@ class ModelNameGuard:
                 mine.model,
                 f"{theirs['model']!r}, which {worker} serves there already; give this one another --namespace, or "
                 "stop that one first",
+            )
+        if theirs["weights"] == mine.weights:
+            return ConfigError(
+                f"--namespace: {worker} is there under {theirs.get('strategy')}, where other workers call each other "
+                "than here; give this one another --namespace, or stop that one first"
             )
         return ConfigError(
             f"--model: {_shown(mine.source, mine.weights)} is not allowed; expected what is served as "

@@ -112,7 +112,13 @@ def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelI
     facts = read_model_facts(config.model)
     shares = facts if config.engine_spec.is_tensorrt_llm else UNKNOWN_MODEL
     identity = ModelIdentity(
-        config.model_name, config.model, _weights(config), shares.layout, shares.precision, config.role.value
+        config.model_name,
+        config.model,
+        _weights(config),
+        shares.layout,
+        shares.precision,
+        config.role.value,
+        config.may_switch,
     )
     fingerprint = Fingerprint.of(
         config.engine, engine_args, config.kv_block_size, facts, installed_version(), os.environ

@@ -18,22 +18,22 @@ def config(**values: Any) -> WorkerConfig:
 
 
 FIRST = "dyn://dynamo.tensorrt_llm.generate"
-DECODE = "dyn://dynamo.decode.generate"
+DECODE = "dyn://dynamo.backend.generate"
 PREFILL = "dyn://dynamo.prefill.generate"
 
 
 @pytest.mark.parametrize(
     ("strategy", "role", "first", "calls", "endpoint", "next_endpoint"),
     [
-        ("decode_first", Role.AGG, True, False, FIRST, None),
+        ("decode_first", Role.AGG, True, False, DECODE, None),
         ("decode_first", Role.DECODE, True, True, FIRST, PREFILL),
         ("decode_first", Role.PREFILL, False, False, PREFILL, None),
-        ("prefill_first", Role.AGG, True, False, FIRST, None),
+        ("prefill_first", Role.AGG, True, False, DECODE, None),
         ("prefill_first", Role.PREFILL, True, True, FIRST, DECODE),
         ("prefill_first", Role.DECODE, False, False, DECODE, None),
-        ("router", Role.AGG, True, False, FIRST, None),
+        ("router", Role.AGG, True, False, DECODE, None),
         ("router", Role.PREFILL, True, False, PREFILL, None),
-        ("router", Role.DECODE, True, False, FIRST, None),
+        ("router", Role.DECODE, True, False, DECODE, None),
     ],
 )
 def test_a_stage_follows_from_strategy_and_role(
@@ -162,7 +162,7 @@ def test_flags_are_named_after_fields_unless_dynamo_has_another_name() -> None:
         (Role.DECODE, "decode_first", PREFILL),
         (Role.PREFILL, "prefill_first", DECODE),
         (Role.DECODE, "prefill_first", PREFILL),
-        (Role.PREFILL, "router", "dyn://dynamo.tensorrt_llm.generate"),
+        (Role.PREFILL, "router", DECODE),
         (Role.DECODE, "router", PREFILL),
     ],
 )

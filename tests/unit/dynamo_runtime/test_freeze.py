@@ -110,7 +110,7 @@ async def test_a_forgotten_worker_is_found_again(tmp_path: Path, monkeypatch: py
     runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
     registration = Registration(runtime, ServedModel(16, 8, 1, 64, 64), tells_peers=False)
     serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
-    seen = await runtime.stage("dyn://dynamo.decode.generate")
+    seen = await runtime.stage("dyn://dynamo.backend.generate")
     try:
         await until(lambda: seen.instance_ids() == [runtime.instance_id])
         await asyncio.to_thread(remove_files, tmp_path)
@@ -129,7 +129,7 @@ async def test_a_worker_that_has_left_does_not_come_back(
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
     runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
     serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
-    seen = await runtime.stage("dyn://dynamo.decode.generate")
+    seen = await runtime.stage("dyn://dynamo.backend.generate")
     try:
         await until(lambda: seen.instance_ids() == [runtime.instance_id])
         await runtime.leave()

@@ -126,7 +126,7 @@ async def test_a_worker_that_stays_first_only_changes_its_strategy() -> None:
 
 async def test_without_the_other_role_a_switch_to_first_stage_is_refused() -> None:
     worker, registration, policy = stage_state("prefill", "decode_first", Others())
-    with pytest.raises(PeerUnavailableError, match=r"dyn://dynamo\.decode\.generate"):
+    with pytest.raises(PeerUnavailableError, match=r"dyn://dynamo\.backend\.generate"):
         await worker.handle_command(switch_to("prefill_first"))
     assert (policy.strategy.value, registration.history) == ("decode_first", [])
 
