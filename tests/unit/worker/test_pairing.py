@@ -65,6 +65,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "max_seq_len": None,
         "layout": "",
         "precision": "",
+        "is_worker_side": False,
         "source": "org/model",
         "weights": "ab",
         "ctx_info_endpoint": None,
@@ -117,6 +118,11 @@ def test_all_differences_are_named_at_once() -> None:
     message = str(caught.value)
     assert "--disaggregation-mode: both workers are decode" in message
     assert message.count(";") == 3
+
+
+def test_an_agg_worker_is_no_stage() -> None:
+    with pytest.raises(ConfigError, match="--disaggregation-mode: no stage of agg is called by prefill"):
+        require_pair(described("prefill"), described("agg"))
 
 
 FP8_KV: dict[str, Any] = {"kv_cache_config": {"dtype": "fp8"}}

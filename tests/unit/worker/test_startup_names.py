@@ -88,6 +88,27 @@ async def test_one_endpoint_is_for_one_name() -> None:
     assert "--namespace" in message
 
 
+async def test_workers_that_only_workers_call_share_no_endpoint_with_others() -> None:
+    """A frontend that goes round the endpoint would send them requests."""
+
+    def beside(mine: ModelIdentity, other: dict[str, Any], place: str = PLACE) -> ModelNameGuard:
+        async def look() -> list[DescribedInstance]:
+            return [DescribedInstance(place, 7, other)]
+
+        return ModelNameGuard(mine, 5, {PLACE}, look)
+
+    decode = replace(MINE, role="decode", is_worker_side=True)
+    called = said(decode, strategy="decode_first")
+    with pytest.raises(ConfigError, match=r"--namespace: decode 7 at .* under decode_first"):
+        await beside(MINE, called).require_same()
+    with pytest.raises(ConfigError, match="--namespace: agg 7"):
+        await beside(decode, said(MINE, strategy="agg")).require_same()
+    await beside(MINE, called, "dyn://dynamo.elsewhere.generate").require_same()
+    await beside(decode, called).require_same()
+    older = {key: value for key, value in called.items() if key != "is_worker_side"}
+    await beside(MINE, older).require_same()
+
+
 async def test_empty_discovery_is_looked_at_once_more() -> None:
     """Discovery may not have told anything yet."""
     looks = iter([[], [DescribedInstance(PLACE, 7, said(replace(MINE, weights="bbbb")))]])
