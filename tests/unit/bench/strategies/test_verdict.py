@@ -1,0 +1,228 @@
+"""What is said of runs whose right verdict is known by construction, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.bench.strategies.synthetic import (
+    BAND,
+    CLEAN,
+    RATES,
+    Behaviour,
+    plan_of,
+    results_of,
+    sweep_of,
+    sweep_of_results,
+    with_error,
+    with_software,
+)
+from trtllm_disagg.bench.strategies.advice import advise
+from trtllm_disagg.bench.strategies.records import NOMINAL, PointResult, Sensitivity
+from trtllm_disagg.bench.strategies.slo import Slo
+from trtllm_disagg.bench.strategies.sweep import Sweep
+from trtllm_disagg.bench.strategies.verdict import Verdict, goodput, judge, latency_at, pareto_area
+
+SLO = Slo(ttft=500, tpot=30)
+AGG, ORDER = "2 agg", "1P1D decode_first"
+CLEAR = {
+    AGG: Behaviour(6, noise=0.02),
+    ORDER: Behaviour(12, noise=0.02, strategy="decode_first"),
+}
+
+
+def verdict_of(sweep: Sweep) -> Verdict:
+    return judge(sweep, goodput(SLO))
+
+
+def verdict_with(change: Callable[[PointResult], PointResult]) -> Verdict:
+    """Of the clear case, its results changed."""
+    plan = plan_of(CLEAR)
+    return verdict_of(sweep_of_results(plan, map(change, results_of(plan, CLEAR))))
+
+
+def test_a_clear_lead_is_stated_with_its_size() -> None:
+    verdict = verdict_of(sweep_of(CLEAR))
+    assert (verdict.winner, verdict.why_not) == (ORDER, "")
+    (lead,) = verdict.leads
+    assert lead.other == AGG
+    assert lead.factor == pytest.approx(2, rel=0.05)
+    assert set(verdict.scores[ORDER]) == set(BAND)
+    assert len(verdict.scores[ORDER][NOMINAL].values) == 3
+
+
+def test_arms_that_do_alike_are_not_decided() -> None:
+    alike = {AGG: Behaviour(12.2, noise=0.02), ORDER: CLEAR[ORDER]}
+    verdict = verdict_of(sweep_of(alike))
+    assert verdict.winner is None
+    assert "differ by less than 5%" in verdict.why_not
+
+
+def test_of_a_tie_at_the_top_the_third_is_still_beaten() -> None:
+    verdict = verdict_of(sweep_of({**CLEAR, "1P1D prefill_first": CLEAR[ORDER]}))
+    assert verdict.winner is None
+    assert [lead.other for lead in verdict.beaten] == [AGG]
+    assert len(verdict.doubtful) == 1
+
+
+def test_a_winner_that_the_band_overturns_is_not_stated() -> None:
+    """Faster decode steps help the arm whose work is decode alone, by more than its lag."""
+    behaviours = {
+        AGG: Behaviour(10, prefill_share=0.0),
+        ORDER: Behaviour(12, prefill_share=1.0, strategy="decode_first"),
+    }
+    verdict = verdict_of(sweep_of(behaviours))
+    assert (verdict.best, verdict.winner) == (ORDER, None)
+    assert "the band overturns it: with decode steps x0.5 it is" in verdict.why_not
+    untouched = verdict_of(sweep_of({name: replace(b, prefill_share=0.5) for name, b in behaviours.items()}))
+    assert untouched.winner == ORDER
+
+
+def test_a_lead_within_the_spread_of_repetitions_is_not_stated() -> None:
+    """One falls by 40 % a repetition, the other stays: the median leads, the repetitions do not."""
+    verdict = verdict_of(sweep_of({AGG: Behaviour(9), ORDER: Behaviour(17, noise=0.4)}))
+    assert verdict.winner is None
+    assert "repetitions differ by more than the arms do" in verdict.why_not
+
+
+def test_points_measured_once_need_a_larger_lead() -> None:
+    closer = {AGG: Behaviour(11.1), ORDER: Behaviour(12)}
+    assert verdict_of(sweep_of(closer, repetitions=2)).winner == ORDER
+    once = verdict_of(sweep_of(closer, repetitions=1))
+    assert once.winner is None
+    assert "each measured once" in once.why_not
+
+
+def test_too_much_software_is_refused() -> None:
+    verdict = verdict_with(lambda result: with_software(result, 0.06))
+    assert verdict.winner is None
+    assert "our own software took 6% of TTFT" in verdict.why_not
+    assert verdict_with(lambda result: with_software(result, 0.05)).winner == ORDER
+
+
+def test_a_share_of_software_that_is_not_known_is_refused() -> None:
+    assert "not known" in verdict_with(lambda result: replace(result, software={})).why_not
+
+
+def test_a_real_deployment_needs_neither_share_nor_band() -> None:
+    plan = replace(plan_of(CLEAR, band=[NOMINAL]), is_modelled=False)
+    results = [replace(result, software={}) for result in results_of(plan, CLEAR)]
+    sweep = sweep_of_results(plan, results)
+    assert verdict_of(sweep).winner == ORDER
+    assert "real GPUs" in advise(sweep, SLO).changes
+
+
+def test_too_much_software_at_the_highest_rate_leaves_the_lower_ones() -> None:
+    verdict = verdict_with(lambda r: with_software(r, 0.2) if r.point.rate == max(RATES) else r)
+    assert verdict.winner == ORDER
+    assert any("from 32 requests/s on" in reason for reason in verdict.left_out)
+
+
+def test_software_in_a_time_that_the_measure_does_not_use_is_no_matter() -> None:
+    verdict = verdict_with(lambda result: replace(result, software={**CLEAN, "latency": 0.5}))
+    assert verdict.winner == ORDER
+
+
+def test_failed_requests_are_refused() -> None:
+    verdict = verdict_with(lambda result: with_error(result) if result.point.arm == AGG else result)
+    assert verdict.winner is None
+    assert "1 of 100 requests failed in 2 agg" in verdict.why_not
+
+
+def test_where_the_other_arm_could_take_more_nothing_is_stated() -> None:
+    """The rate at which it would break was left out, so its end is not known."""
+    verdict = verdict_with(lambda result: with_error(result) if result.point.rate >= 8 else result)
+    assert verdict.winner is None
+
+
+def test_unequal_gpus_are_refused() -> None:
+    unequal = {AGG: Behaviour(6, gpus=2), ORDER: Behaviour(12, gpus=4)}
+    assert "do not have equal GPUs: 2 agg 2" in verdict_of(sweep_of(unequal)).why_not
+
+
+def test_a_missing_side_of_the_band_is_refused() -> None:
+    band = [NOMINAL, Sensitivity(0.5), Sensitivity(1.5), Sensitivity(1, 0.5)]
+    assert "decode slower not measured" in verdict_of(sweep_of(CLEAR, band=band)).why_not
+
+
+def test_one_arm_is_no_comparison() -> None:
+    assert verdict_of(sweep_of({AGG: Behaviour(6)})).why_not == "only one arm was measured"
+
+
+def test_an_slo_that_no_arm_keeps_is_said_so() -> None:
+    verdict = judge(sweep_of(CLEAR), goodput(Slo(ttft=1)))
+    assert "no arm keeps it" in verdict.why_not
+
+
+def test_an_arm_that_never_keeps_the_slo_is_beaten_without_a_number() -> None:
+    slow = {AGG: Behaviour(6, tpot=40), ORDER: CLEAR[ORDER]}
+    advice = advise(sweep_of(slow), SLO)
+    assert advice.verdict.winner == ORDER
+    assert "inf" not in advice.paragraph
+
+
+def test_arms_measured_at_other_rates_share_those_of_both_and_those_beyond_saturation() -> None:
+    plan = plan_of(CLEAR)
+    kept = [r for r in results_of(plan, CLEAR) if r.point.arm == ORDER or r.point.rate <= 8]
+    sweep = sweep_of_results(plan, kept)
+    assert list(sweep.curves(AGG)[0]) == [1, 2, 4, 8]
+    assert list(sweep.curves(ORDER)[0]) == list(RATES)
+    cut = sweep_of_results(plan, [r for r in kept if r.point.arm == ORDER or r.point.rate <= 4])
+    assert list(cut.curves(ORDER)[0]) == [1, 2, 4]
+
+
+def test_knee_is_the_last_rate_at_which_nine_in_ten_are_in_time() -> None:
+    sweep = sweep_of(CLEAR)
+    assert (sweep.knee(AGG, SLO), sweep.knee(ORDER, SLO), sweep.calm_rate) == (4, 8, 4)
+    assert sweep.knee(AGG, Slo(ttft=1)) is None
+
+
+def test_other_measures_have_verdicts_of_their_own() -> None:
+    behaviours = {AGG: Behaviour(12, tpot=30), ORDER: Behaviour(6, tpot=10)}
+    sweep = sweep_of(behaviours)
+    assert verdict_of(sweep).winner == AGG
+    assert judge(sweep, latency_at(sweep.calm_rate, "tpot")).winner == ORDER
+    assert judge(sweep, pareto_area()).best == ORDER
+    assert "differ by less" in judge(sweep, latency_at(sweep.calm_rate, "ttft")).why_not
+
+
+def test_advice_names_order_workers_decider_numbers_and_what_changes_it() -> None:
+    advice = advise(sweep_of(CLEAR), SLO)
+    for text in (
+        "chat: run decode_first with 1 prefill worker and 1 decode worker, decider always (1P1D decode_first).",
+        "requests/s within TTFT 500 ms and TPOT 30 ms on 2 GPUs",
+        "2 agg up to 5.9",
+        "At 8 requests/s 2 agg keeps TTFT for 7",
+        "more in queue",
+        "up to 4 requests/s all arms do alike",
+        "not the band: its smallest lead is",
+        "no SLO from a quarter to four times this one",
+    ):
+        assert text in advice.paragraph
+
+
+def test_advice_names_the_nearest_slo_at_which_another_arm_is_better() -> None:
+    """Above 30 ms the slower arm counts, and it takes more."""
+    behaviours = {AGG: Behaviour(24, tpot=35), ORDER: Behaviour(12, tpot=10, strategy="decode_first")}
+    advice = advise(sweep_of(behaviours), SLO)
+    assert advice.verdict.winner == ORDER
+    assert "with TPOT 37.5 ms 2 agg is better" in advice.changes
+
+
+def test_advice_names_the_variant_that_takes_the_lead_away() -> None:
+    """With half of its prefill time the other arm comes level."""
+    behaviours = {
+        AGG: Behaviour(10, prefill_share=0.35),
+        ORDER: Behaviour(12, prefill_share=0.0, strategy="decode_first"),
+    }
+    advice = advise(sweep_of(behaviours), SLO)
+    assert advice.verdict.winner == ORDER
+    assert "with prefill steps x0.5 the lead over 2 agg is gone" in advice.changes
+
+
+def test_advice_that_is_not_decided_says_why_and_changes_nothing() -> None:
+    advice = advise(sweep_of({AGG: CLEAR[ORDER], ORDER: CLEAR[ORDER]}), SLO)
+    assert advice.headline.startswith("not decided between")
+    assert not advice.changes

@@ -1,0 +1,179 @@
+"""Which order to run for a workload, why, and what would change it: one paragraph of plain English."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from trtllm_disagg.bench.strategies.measures import PARTS, Measured
+from trtllm_disagg.bench.strategies.records import NOMINAL, Arm
+from trtllm_disagg.bench.strategies.slo import Quantity, Slo
+from trtllm_disagg.bench.strategies.sweep import Sweep, shown
+from trtllm_disagg.bench.strategies.verdict import LEAD, Verdict, goodput, judge, number, peak_goodput, spread
+
+#: What an SLO is multiplied by to find where the advice ends, the nearest first.
+_SLO_FACTORS = (0.8, 1.25, 0.67, 1.5, 0.5, 2.0, 0.33, 3.0, 0.25, 4.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    workload: str
+    #: What to run, or that it is not decided.
+    headline: str
+    because: str
+    #: Conditions under which another arm is better.
+    changes: str
+    verdict: Verdict
+
+    @property
+    def paragraph(self) -> str:
+        sentences = (f"{self.workload}: {self.headline}.", self.because, self.changes)
+        return " ".join(sentence for sentence in sentences if sentence)
+
+
+def advise(sweep: Sweep, slo: Slo) -> Advice:
+    verdict = judge(sweep, goodput(slo))
+    if verdict.refusal:
+        return Advice(sweep.workload.name, f"not decided: {verdict.refusal}", "", "", verdict)
+    arms = {arm.name: arm for arm in sweep.arms}
+    clean = sweep.without_doubtful_rates(verdict.measure.times)
+    if verdict.is_decided:
+        headline = f"run {described(arms[verdict.best])}"
+    else:
+        open_arms = [verdict.best, *(lead.other for lead in verdict.doubtful)]
+        headline = f"not decided between {_listed(open_arms)}: {verdict.why_not}"
+    return Advice(
+        sweep.workload.name,
+        headline,
+        " ".join(_because(clean, slo, verdict)),
+        _what_changes_it(clean, slo, verdict) if verdict.is_decided else "",
+        verdict,
+    )
+
+
+def described(arm: Arm) -> str:
+    """Order, workers and decider."""
+    workers = {"agg": arm.agg_workers, "prefill": arm.prefill_workers, "decode": arm.decode_workers}
+    told = [f"{count} {role} worker{'s' * (count > 1)}" for role, count in workers.items() if count]
+    decider = f", decider {arm.decider}" if arm.prefill_workers and arm.strategy != "router" else ""
+    return f"{arm.strategy} with {_listed(told)}{decider} ({arm.name})"
+
+
+def _because(sweep: Sweep, slo: Slo, verdict: Verdict) -> Iterator[str]:
+    best, measure = verdict.best, verdict.measure
+    score = spread(verdict.scores[best][NOMINAL])
+    if verdict.is_decided:
+        rate = sweep.peak_rate(best, slo)
+        tokens = median(each.goodput(slo).tokens_s_gpu for each in sweep.at_rate(best, rate))
+        told = f"It answers up to {score} requests/s within {slo} on {_gpus(sweep.arms[0].gpus)}"
+        yield f"{told} ({number(tokens)} tok/s/GPU); {_listed(_against(verdict))}."
+    elif verdict.beaten:
+        yield f"Behind {best} ({score} {measure.unit}): {_listed(_against(verdict))}."
+    if verdict.beaten:
+        yield _difference(sweep, slo, best, verdict.beaten[0].other)
+
+
+def _against(verdict: Verdict) -> list[str]:
+    def one(other: str, factor: float) -> str:
+        score = verdict.scores[other][NOMINAL]
+        return f"{other} up to {spread(score)}" + (
+            "" if math.isinf(factor) else f" (a lead of {factor - 1:.0%})"
+        )
+
+    return [one(lead.other, lead.factor) for lead in verdict.beaten]
+
+
+def _difference(sweep: Sweep, slo: Slo, best: str, other: str) -> str:
+    """Which limit the next one breaks where the best one still keeps them, and where its time goes."""
+    rate = sweep.knee(best, slo) or sweep.peak_rate(best, slo)
+    ours, theirs = sweep.at_rate(best, rate), sweep.at_rate(other, rate)
+    if not theirs:
+        return f"{other} is saturated at {rate:g} requests/s."
+    kept = [
+        f"{name.upper()} for {_share(theirs, name, limit):.0%} of the requests "
+        f"({best}: {_share(ours, name, limit):.0%})"
+        for name, limit in slo.limits.items()
+    ]
+    told = f"At {rate:g} requests/s {other} keeps {_listed(kept)}"
+    parts = {name: _part(theirs, name) - _part(ours, name) for name in PARTS}
+    longest = max(parts, key=lambda name: parts[name])
+    if parts[longest] > 0:
+        told += f", and a request spends {number(parts[longest])} ms more in {longest.replace('_', ' ')}"
+    return told + "."
+
+
+def _share(measured: Iterable[Measured], name: Quantity, limit: float) -> float:
+    return median(float(each.keeps(name, limit).mean()) for each in measured)
+
+
+def _part(measured: Iterable[Measured], name: str) -> float:
+    return median(each.mean_parts.get(name, 0.0) for each in measured)
+
+
+def _what_changes_it(sweep: Sweep, slo: Slo, verdict: Verdict) -> str:
+    conditions = [_other_rate(sweep, slo, verdict.best), _band(verdict), _other_slo(sweep, slo, verdict.best)]
+    return f"What changes it: {'; '.join(conditions)}."
+
+
+def _other_rate(sweep: Sweep, slo: Slo, best: str) -> str:
+    """The nearest rate at which another arm is better, and below which rate there is nothing to choose."""
+    peak = sweep.peak_rate(best, slo)
+    rates = sorted(sweep.rates, key=lambda rate: abs(math.log(rate / peak)))
+    for rate in rates:
+        others = {arm.name: sweep.goodput(arm.name, rate, slo) for arm in sweep.arms if arm.name != best}
+        other = max(others, key=lambda name: others[name])
+        ours = sweep.goodput(best, rate, slo)
+        if others[other] > LEAD * ours:
+            return (
+                f"at {rate:g} requests/s {other} is better ({number(others[other])} against {number(ours)})"
+            )
+    alike = [rate for rate in sweep.rates if _is_alike(sweep, slo, rate)]
+    if alike:
+        return f"up to {max(alike):g} requests/s all arms do alike; at no rate measured is another one better"
+    return "at no rate measured is another arm better"
+
+
+def _is_alike(sweep: Sweep, slo: Slo, rate: float) -> bool:
+    values = [sweep.goodput(arm.name, rate, slo) for arm in sweep.arms]
+    return max(values) <= LEAD * min(values)
+
+
+def _band(verdict: Verdict) -> str:
+    smallest = min(verdict.leads, key=lambda lead: lead.lowest)
+    if len(verdict.scores[verdict.best]) < 2:
+        return "no band: the times were measured on real GPUs"
+    if math.isinf(smallest.lowest):
+        return "not the band: in all of it no other arm keeps the SLO"
+    where = shown(smallest.lowest_at)
+    if smallest.lowest < LEAD:
+        return f"with {where} the lead over {smallest.other} is gone ({smallest.lowest - 1:+.0%})"
+    return (
+        f"not the band: its smallest lead is {smallest.lowest - 1:+.0%} over {smallest.other}, with {where}"
+    )
+
+
+def _other_slo(sweep: Sweep, slo: Slo, best: str) -> str:
+    for factor in _SLO_FACTORS:
+        for name in slo.limits:
+            other_slo = slo.scaled(name, factor)
+            scores = {
+                arm.name: median(peak_goodput(curve, other_slo) for curve in sweep.curves(arm.name).values())
+                for arm in sweep.arms
+            }
+            other = max(scores, key=lambda arm: scores[arm])
+            if scores[other] > LEAD * scores[best]:
+                numbers = f"{number(scores[other])} against {number(scores[best])} requests/s"
+                return f"with {name.upper()} {other_slo.limits[name]:g} ms {other} is better ({numbers})"
+    return (
+        "no SLO from a quarter to four times this one, one limit changed at a time, makes another arm better"
+    )
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

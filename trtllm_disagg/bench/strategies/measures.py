@@ -1,0 +1,137 @@
+"""The numbers of one measured point: percentiles, throughput, goodput; and the Pareto front of several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtllm_disagg.bench.strategies.records import Parts, PointResult
+from trtllm_disagg.bench.strategies.slo import Quantity, Slo
+
+PERCENTILES = (50, 90, 99)
+PARTS = ("queue", "prefill", "handoff", "transfer", "decode_wait", "decode")
+
+Numbers = NDArray[np.float64]
+#: A point of the front: (tok/s/user, tok/s/GPU), more of either is better.
+Place = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Of the requests that keep the whole SLO."""
+
+    #: Of all requests that came, 0 to 1.
+    share: float
+    requests_s: float
+    tokens_s_gpu: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A point's requests as columns. A request that failed, or has no such time, is NaN there."""
+
+    result: PointResult
+    gpus: int
+
+    @cached_property
+    def is_answered(self) -> NDArray[np.bool_]:
+        return np.array([request.error is None for request in self.result.requests], bool)
+
+    @cached_property
+    def output_tokens(self) -> Numbers:
+        return np.array([request.output_tokens for request in self.result.requests], float)
+
+    @cached_property
+    def times(self) -> dict[Quantity, Numbers]:
+        requests = self.result.requests
+        columns: dict[Quantity, list[float | None]] = {
+            "ttft": [request.ttft_ms for request in requests],
+            "tpot": [request.tpot_ms for request in requests],
+            "latency": [request.latency_ms for request in requests],
+        }
+        # NumPy reads None as NaN.
+        return {
+            name: np.where(self.is_answered, np.array(column, float), math.nan)
+            for name, column in columns.items()
+        }
+
+    @property
+    def errors(self) -> int:
+        return int(np.count_nonzero(~self.is_answered))
+
+    @cached_property
+    def arrivals_s(self) -> float:
+        """How long requests came: goodput is of this time, so that a long last answer does not lower it."""
+        count = len(self.result.requests)
+        if count < 2:
+            return count / self.result.point.rate
+        arrivals = [request.arrival_s for request in self.result.requests]
+        return (max(arrivals) - min(arrivals)) * count / (count - 1)
+
+    def percentile(self, name: Quantity, percent: float) -> float:
+        """In milliseconds; NaN where no request has such a time."""
+        known = self.times[name][~np.isnan(self.times[name])]
+        return float(np.percentile(known, percent)) if known.size else math.nan
+
+    def keeps(self, name: Quantity, limit: float) -> NDArray[np.bool_]:
+        """An answer of one token has no time between tokens, and keeps every limit of it."""
+        kept = self.times[name] <= limit
+        return kept | np.isnan(self.times["tpot"]) & self.is_answered if name == "tpot" else kept
+
+    def goodput(self, slo: Slo) -> Goodput:
+        if not self.result.requests:
+            return Goodput(0.0, 0.0, 0.0)
+        good = self.is_answered.copy()
+        for name, limit in slo.limits.items():
+            good &= self.keeps(name, limit)
+        tokens = float(self.output_tokens[good].sum())
+        return Goodput(
+            share=float(good.mean()),
+            requests_s=np.count_nonzero(good) / self.arrivals_s,
+            tokens_s_gpu=tokens / self.arrivals_s / self.gpus,
+        )
+
+    @property
+    def tokens_s_gpu(self) -> float:
+        """Of all answers, from the first arrival to the last token."""
+        return float(self.output_tokens[self.is_answered].sum()) / self.result.duration_s / self.gpus
+
+    @property
+    def place(self) -> Place:
+        tpot = self.percentile("tpot", 50)
+        return 1000 / tpot if tpot > 0 else math.nan, self.tokens_s_gpu
+
+    @property
+    def mean_parts(self) -> dict[str, float]:
+        """Milliseconds of an answer on average; empty where the workers did not tell."""
+        told = [request.parts for request in self.result.answered if request.parts is not None]
+        return {name: _mean(told, name) for name in PARTS} if told else {}
+
+
+def _mean(parts: Iterable[Parts], name: str) -> float:
+    return float(np.mean([getattr(part, name) for part in parts]))
+
+
+def pareto_front(places: Iterable[Place]) -> list[Place]:
+    """Those that no other beats in one number without losing in the other, by growing tok/s/user."""
+    front: list[Place] = []
+    best = -math.inf
+    for x, y in sorted({p for p in places if not any(map(math.isnan, p))}, reverse=True):
+        if y > best:
+            front.append((x, y))
+            best = y
+    return front[::-1]
+
+
+def front_area(places: Iterable[Place]) -> float:
+    """Below the front: all (tok/s/user, tok/s/GPU) that one of the places gives at least."""
+    area, left = 0.0, 0.0
+    for x, y in pareto_front(places):
+        area += (x - left) * y
+        left = x
+    return area

@@ -1,0 +1,298 @@
+"""A run directory's report: report.html, which needs nothing else, and plots/, points.csv and report.json beside it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trtllm_disagg.bench.strategies.advice import Advice, advise
+from trtllm_disagg.bench.strategies.charts import charts_of
+from trtllm_disagg.bench.strategies.measures import PARTS, PERCENTILES, Measured
+from trtllm_disagg.bench.strategies.records import NOMINAL, Plan, PointResult, RunDirectory
+from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
+from trtllm_disagg.bench.strategies.sweep import Sweep, sweeps_of
+from trtllm_disagg.bench.strategies.verdict import (
+    Lead,
+    Verdict,
+    judge,
+    latency_at,
+    number,
+    pareto_area,
+    spread,
+)
+from trtllm_disagg.errors import ConfigError
+
+_TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadReport:
+    sweep: Sweep
+    advice: Advice
+    #: By other measures than the SLO; they may differ from the advice, and from each other.
+    others: tuple[Verdict, ...]
+    #: Points of the plan that were not measured.
+    missing: int = 0
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        return (self.advice.verdict, *self.others)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    plan: Plan
+    slo: Slo
+    workloads: tuple[WorkloadReport, ...]
+    results: tuple[PointResult, ...]
+
+    @property
+    def repetitions(self) -> int:
+        return len({result.point.repetition for result in self.results})
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of packages; where points differ, each version."""
+        found: dict[str, set[str]] = {}
+        for result in self.results:
+            for package, version in result.versions.items():
+                found.setdefault(package, set()).add(version)
+        return {package: ", ".join(sorted(versions)) for package, versions in sorted(found.items())}
+
+    @property
+    def machines(self) -> list[str]:
+        return sorted({result.machine for result in self.results if result.machine})
+
+    @property
+    def commands(self) -> dict[str, Mapping[str, str]]:
+        """Of each arm's first point: the others differ in rate, arrivals and factors (report.json has all)."""
+        first: dict[str, Mapping[str, str]] = {}
+        for result in self.results:
+            first.setdefault(result.point.arm, result.commands)
+        return first
+
+    @property
+    def time_scales(self) -> list[float]:
+        return sorted({result.point.time_scale for result in self.results})
+
+    @property
+    def most_software(self) -> dict[str, float]:
+        """The highest share of our own software in each time."""
+        most: dict[str, float] = {}
+        for result in self.results:
+            for name, share in result.software.items():
+                most[name] = max(share, most.get(name, 0.0))
+        return most
+
+    def advice(self) -> str:
+        """For a terminal: a paragraph a workload."""
+        return "\n\n".join(each.advice.paragraph for each in self.workloads)
+
+
+def report_of(run: RunDirectory, slo: Slo = DEFAULT_SLO) -> Report:
+    """Raises ConfigError for a directory that has no plan, or nothing measured yet."""
+    plan = run.plan()
+    results = tuple(run.results())
+    if not results:
+        raise ConfigError.bad_value("run directory", str(run.path), "one in which a point has been measured")
+    return Report(
+        plan, slo, tuple(_workload(sweep, slo, plan) for sweep in sweeps_of(plan, results)), results
+    )
+
+
+def _workload(sweep: Sweep, slo: Slo, plan: Plan) -> WorkloadReport:
+    planned = [point for point in plan.points if point.workload == sweep.workload.name]
+    rate = sweep.calm_rate
+    measures = (pareto_area(), latency_at(rate, "ttft"), latency_at(rate, "tpot"))
+    others = tuple(judge(sweep, measure) for measure in measures)
+    return WorkloadReport(sweep, advise(sweep, slo), others, len(planned) - len(sweep.measured))
+
+
+def write_report(run: RunDirectory, slo: Slo = DEFAULT_SLO) -> Report:
+    """Into the run directory. Raises ConfigError, before anything is written, where matplotlib or Jinja is absent."""
+    for package in ("matplotlib", "jinja2"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"bench strategies: {package} is not installed; pip install 'trtllm-disagg[bench]'"
+            )
+    report = report_of(run, slo)
+    plots = run.path / "plots"
+    plots.mkdir(exist_ok=True)
+    pictures = [
+        [
+            Picture(chart.render(plots / f"{chart.name}.png"), chart.caption)
+            for chart in charts_of(each.sweep, slo)
+        ]
+        for each in report.workloads
+    ]
+    (run.path / "report.html").write_text(_page(report, pictures), encoding="utf-8")
+    (run.path / "report.json").write_text(json.dumps(as_json(report), indent=1) + "\n", encoding="utf-8")
+    with (run.path / "points.csv").open("w", newline="", encoding="utf-8") as file:
+        rows = list(points_of(report))
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return report
+
+
+class Picture(NamedTuple):
+    svg: str
+    caption: str
+
+
+def _page(report: Report, pictures: list[list[Picture]]) -> str:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["number"] = number
+    page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    pages = list(zip(report.workloads, pictures, strict=True))
+    return page.render(report=report, pages=pages, rows=arm_rows, lead=_shown_lead)
+
+
+def _shown_lead(lead: Lead) -> str:
+    return "the only one" if math.isinf(lead.factor) else f"{lead.factor - 1:.0%} better"
+
+
+@dataclass(frozen=True, slots=True)
+class ArmRow:
+    """One arm in a workload's table: texts, each with the spread of the repetitions."""
+
+    arm: str
+    cells: tuple[str, ...]
+    is_winner: bool
+
+
+def arm_rows(workload: WorkloadReport, slo: Slo) -> tuple[tuple[str, ...], list[ArmRow]]:
+    """Headers, and a row an arm, the highest goodput first."""
+    sweep = workload.sweep
+    goodput_verdict = workload.advice.verdict
+    scores = {
+        arm.name: [judged.scores.get(arm.name, {}).get(NOMINAL) for judged in workload.verdicts]
+        for arm in sweep.arms
+    }
+    order = sorted(scores, key=lambda arm: -(first.median if (first := scores[arm][0]) else -1))
+    rows = []
+    for arm in order:
+        knee = sweep.knee(arm, slo)
+        lead = next((lead for lead in goodput_verdict.leads if lead.other == arm), None)
+        against = f"{1 / lead.factor:.0%}" if lead else "100%" if arm == goodput_verdict.best else "-"
+        texts = [spread(score) if score else "-" for score in scores[arm]]
+        cells = (texts[0], against, number(knee) if knee else "-", *texts[1:])
+        rows.append(ArmRow(arm, cells, arm == goodput_verdict.winner))
+    headers = (
+        "goodput, requests/s",
+        "of the best",
+        "knee, requests/s",
+        *(f"{verdict.measure.label}, {verdict.measure.unit}" for verdict in workload.others),
+    )
+    return headers, rows
+
+
+def points_of(report: Report) -> Iterator[dict[str, str | float]]:
+    """A row a point that was measured; what has no number is empty."""
+    for workload in report.workloads:
+        for point, measured in workload.sweep.measured.items():
+            good = measured.goodput(report.slo)
+            row: dict[str, Any] = {
+                "workload": point.workload,
+                "arm": point.arm,
+                "gpus": measured.gpus,
+                "rate": point.rate,
+                "repetition": point.repetition,
+                "prefill_factor": point.sensitivity.prefill_factor,
+                "decode_factor": point.sensitivity.decode_factor,
+                "time_scale": point.time_scale,
+                "requests": len(measured.result.requests),
+                "errors": measured.errors,
+                "is_saturated": measured.result.is_saturated,
+                "goodput_requests_s": good.requests_s,
+                "goodput_tokens_s_gpu": good.tokens_s_gpu,
+                "share_in_time": good.share,
+                "tokens_s_user": measured.place[0],
+                "tokens_s_gpu": measured.place[1],
+            }
+            row |= _percentiles(measured)
+            row |= {f"{part}_ms": measured.mean_parts.get(part, math.nan) for part in PARTS}
+            row["kv_hit_rate"] = _or_nan(measured.result.kv_hit_rate)
+            for name in ("ttft", "tpot", "latency"):
+                row[f"software_{name}"] = _or_nan(measured.result.software.get(name))
+            yield {
+                name: "" if isinstance(value, float) and math.isnan(value) else value
+                for name, value in row.items()
+            }
+
+
+def _percentiles(measured: Measured) -> dict[str, float]:
+    return {
+        f"{name}_p{percent}_ms": measured.percentile(name, percent)
+        for name in ("ttft", "tpot", "latency")
+        for percent in PERCENTILES
+    }
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Verdicts with their scores and doubts, and how each point was measured: exact commands and versions."""
+    return {
+        "subject": report.plan.subject,
+        "slo": report.slo.limits,
+        "command": report.plan.command,
+        "settings": dict(report.plan.settings),
+        "is_modelled": report.plan.is_modelled,
+        "arms": [asdict(arm) for arm in report.plan.arms],
+        "workloads": [
+            {
+                **asdict(each.sweep.workload),
+                "advice": each.advice.paragraph,
+                "verdicts": [_verdict_json(verdict) for verdict in each.verdicts],
+            }
+            for each in report.workloads
+        ],
+        "points": list(points_of(report)),
+        "runs": [
+            {
+                "point": asdict(result.point),
+                "commands": dict(result.commands),
+                "versions": dict(result.versions),
+                "machine": result.machine,
+                "wall_s": result.wall_s,
+            }
+            for result in report.results
+        ],
+    }
+
+
+def _verdict_json(verdict: Verdict) -> Mapping[str, Any]:
+    return {
+        "measure": verdict.measure.label,
+        "unit": verdict.measure.unit,
+        "winner": verdict.winner,
+        "why_not": verdict.why_not,
+        "left_out": list(verdict.left_out),
+        "leads": [
+            asdict(lead) | {"factor": _finite(lead.factor), "lowest": _finite(lead.lowest)}
+            for lead in verdict.leads
+        ],
+        "scores": [
+            {"arm": arm, **asdict(variant), "values": [_finite(value) for value in sample.values]}
+            for arm, by_variant in verdict.scores.items()
+            for variant, sample in by_variant.items()
+        ],
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no other numbers."""
+    return value if math.isfinite(value) else None

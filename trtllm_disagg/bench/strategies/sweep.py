@@ -1,0 +1,173 @@
+"""All that was measured of one workload, and which of it a conclusion may rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+
+from trtllm_disagg.bench.strategies.measures import Measured
+from trtllm_disagg.bench.strategies.records import (
+    NOMINAL,
+    Arm,
+    Plan,
+    Point,
+    PointResult,
+    Sensitivity,
+    Workload,
+)
+from trtllm_disagg.bench.strategies.slo import Slo
+
+#: Of a measured time: above it our own software decides, not the GPUs.
+MOST_SOFTWARE = 0.05
+#: Of an arm's requests: with so many in time it could take more of them.
+ENOUGH_IN_TIME = 0.9
+
+#: One repetition of one arm, by rate.
+Curve = Mapping[float, Measured]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    workload: Workload
+    #: Those with at least one point.
+    arms: tuple[Arm, ...]
+    measured: Mapping[Point, Measured]
+    is_modelled: bool = True
+    #: Why rates are missing that were measured: sentences.
+    left_out: tuple[str, ...] = ()
+
+    @cached_property
+    def variants(self) -> tuple[Sensitivity, ...]:
+        return tuple(dict.fromkeys(point.sensitivity for point in self.measured))
+
+    @cached_property
+    def rates(self) -> tuple[float, ...]:
+        return tuple(sorted({point.rate for point in self.measured if point.sensitivity == NOMINAL}))
+
+    @property
+    def has_equal_gpus(self) -> bool:
+        return len({arm.gpus for arm in self.arms}) == 1
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, Sensitivity, int], dict[float, Measured]]:
+        curves: dict[tuple[str, Sensitivity, int], dict[float, Measured]] = {}
+        for point, measured in self.measured.items():
+            key = point.arm, point.sensitivity, point.repetition
+            curves.setdefault(key, {})[point.rate] = measured
+        return curves
+
+    def curves(self, arm: str, sensitivity: Sensitivity = NOMINAL) -> dict[int, Curve]:
+        """By repetition, of the rates at which every arm was measured or is known to be saturated."""
+        found: dict[int, Curve] = {}
+        for (name, variant, repetition), curve in self._curves.items():
+            if (name, variant) == (arm, sensitivity):
+                shared = self._shared_rates(sensitivity, repetition)
+                found[repetition] = {rate: curve[rate] for rate in sorted(shared & curve.keys())}
+        return {repetition: found[repetition] for repetition in sorted(found) if found[repetition]}
+
+    def _shared_rates(self, sensitivity: Sensitivity, repetition: int) -> set[float]:
+        curves = [self._curves.get((arm.name, sensitivity, repetition), {}) for arm in self.arms]
+        return {
+            rate
+            for rate in set().union(*curves)
+            if all(rate in curve or _is_saturated_below(curve, rate) for curve in curves)
+        }
+
+    def at_rate(self, arm: str, rate: float, sensitivity: Sensitivity = NOMINAL) -> list[Measured]:
+        """By repetition."""
+        return [curve[rate] for curve in self.curves(arm, sensitivity).values() if rate in curve]
+
+    @cached_property
+    def calm_rate(self) -> float:
+        """The highest rate that every arm was measured at and that saturated none; if there is none, the lowest."""
+        every = [rate for rate in self.rates if all(self.at_rate(arm.name, rate) for arm in self.arms)]
+        calm = [
+            rate
+            for rate in every
+            if not any(
+                measured.result.is_saturated for arm in self.arms for measured in self.at_rate(arm.name, rate)
+            )
+        ]
+        return max(calm, default=min(every, default=self.rates[0]))
+
+    def goodput(self, arm: str, rate: float, slo: Slo) -> float:
+        """Requests/s, the median of its repetitions; 0 at a rate left out since a lower one saturated the arm."""
+        return median([measured.goodput(slo).requests_s for measured in self.at_rate(arm, rate)] or [0.0])
+
+    def peak_rate(self, arm: str, slo: Slo) -> float:
+        """Where its goodput is highest."""
+        rates = {rate for curve in self.curves(arm).values() for rate in curve}
+        return max(sorted(rates), key=lambda rate: self.goodput(arm, rate, slo))
+
+    def knee(self, arm: str, slo: Slo) -> float | None:
+        """The highest rate up to which nearly all requests keep the SLO."""
+        knee = None
+        for rate in self.rates:
+            shares = [measured.goodput(slo).share for measured in self.at_rate(arm, rate)]
+            if shares and median(shares) < ENOUGH_IN_TIME:
+                break
+            knee = rate if shares else knee
+        return knee
+
+    def without_doubtful_rates(self, times: Iterable[str]) -> Sweep:
+        """In each variant, the rates below the first one where an answer failed, or where our own software had more
+        than its share of one of `times`.
+        """
+        first_bad: dict[Sensitivity, float] = {}
+        reasons: list[str] = []
+        for point, measured in sorted(self.measured.items(), key=lambda item: item[0].rate):
+            reason = _doubt(measured, times, self.is_modelled)
+            if reason and point.sensitivity not in first_bad:
+                first_bad[point.sensitivity] = point.rate
+                where = f" with {shown(point.sensitivity)}" if point.sensitivity != NOMINAL else ""
+                reasons.append(f"from {point.rate:g} requests/s on{where}: {reason} in {point.arm}")
+        kept = {
+            point: measured
+            for point, measured in self.measured.items()
+            if point.rate < first_bad.get(point.sensitivity, float("inf"))
+        }
+        return replace(self, measured=kept, left_out=tuple(reasons))
+
+
+def _is_saturated_below(curve: Curve, rate: float) -> bool:
+    return any(measured.result.is_saturated for lower, measured in curve.items() if lower < rate)
+
+
+def _doubt(measured: Measured, times: Iterable[str], is_modelled: bool) -> str:
+    """Why nothing may be concluded of this point; empty: it may."""
+    if measured.errors:
+        return f"{measured.errors} of {len(measured.result.requests)} requests failed"
+    for name in times if is_modelled else ():
+        share = measured.result.software.get(name)
+        if share is None:
+            return f"the share of our own software in {name.upper()} is not known"
+        if share > MOST_SOFTWARE:
+            return f"our own software took {share:.0%} of {name.upper()} (most: {MOST_SOFTWARE:.0%})"
+    return ""
+
+
+def shown(sensitivity: Sensitivity) -> str:
+    factors = {"prefill": sensitivity.prefill_factor, "decode": sensitivity.decode_factor}
+    told = [f"{phase} steps x{factor:g}" for phase, factor in factors.items() if factor != 1]
+    return " and ".join(told) or "steps as in the tables"
+
+
+def sweeps_of(plan: Plan, results: Iterable[PointResult]) -> list[Sweep]:
+    """One a workload of which something was measured, in the plan's order."""
+    gpus = {arm.name: arm.gpus for arm in plan.arms}
+    by_workload: dict[str, dict[Point, Measured]] = {}
+    for result in results:
+        point = result.point
+        by_workload.setdefault(point.workload, {})[point] = Measured(result, gpus[point.arm])
+    return [
+        Sweep(
+            workload,
+            tuple(arm for arm in plan.arms if any(point.arm == arm.name for point in measured)),
+            measured,
+            plan.is_modelled,
+        )
+        for workload in plan.workloads
+        if (measured := by_workload.get(workload.name, {}))
+    ]

@@ -1,0 +1,260 @@
+"""Which arm is best by one measure, and whether that may be said.
+
+It is said when every arm has as many GPUs, the best one leads by more than its repetitions differ, and the sensitivity
+band does not overturn it. It rests on no point at which an answer failed or our own software took part of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from trtllm_disagg.bench.figures import Sample
+from trtllm_disagg.bench.strategies.measures import Measured, front_area
+from trtllm_disagg.bench.strategies.records import NOMINAL, Sensitivity
+from trtllm_disagg.bench.strategies.slo import Slo
+from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME, Curve, Sweep, shown
+
+#: A smaller lead is none: two runs of the same arm differ by some of it.
+LEAD = 1.05
+#: Where a point was measured once, and its spread is not known.
+LEAD_ONCE = 1.10
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    name: str
+    label: str
+    unit: str
+    #: Of one repetition of an arm.
+    score: Callable[[Curve], float]
+    #: Whose share of our own software matters.
+    times: tuple[str, ...]
+    higher_is_better: bool = True
+    #: At a higher rate than this point's, the score cannot become better.
+    is_exhausted: Callable[[Measured], bool] = lambda measured: True
+
+    def ratio(self, arm: float, other: float) -> float:
+        """How much better the arm is: above 1."""
+        better, worse = (arm, other) if self.higher_is_better else (other, arm)
+        if math.isnan(better) or math.isnan(worse):
+            return math.nan
+        return better / worse if worse else math.inf if better else 1.0
+
+
+def peak_goodput(curve: Curve, slo: Slo) -> float:
+    return max(measured.goodput(slo).requests_s for measured in curve.values())
+
+
+def goodput(slo: Slo) -> Measure:
+    return Measure(
+        "goodput",
+        f"highest goodput, {slo}",
+        "requests/s",
+        partial(peak_goodput, slo=slo),
+        tuple(slo.limits),
+        is_exhausted=lambda measured: (
+            measured.result.is_saturated or measured.goodput(slo).share < ENOUGH_IN_TIME
+        ),
+    )
+
+
+def pareto_area() -> Measure:
+    return Measure(
+        "area",
+        "area under the Pareto front",
+        "tok/s/user x tok/s/GPU",
+        lambda curve: front_area(measured.place for measured in curve.values()),
+        ("tpot",),
+        is_exhausted=lambda measured: measured.result.is_saturated,
+    )
+
+
+def latency_at(rate: float, name: Literal["ttft", "tpot"], percent: int = 99) -> Measure:
+    def score(curve: Curve) -> float:
+        return curve[rate].percentile(name, percent) if rate in curve else math.nan
+
+    return Measure(
+        f"{name}_p{percent}",
+        f"{name.upper()} p{percent} at {rate:g} requests/s",
+        "ms",
+        score,
+        (name,),
+        higher_is_better=False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Of the best arm over another one, as a factor: 1.2 is a fifth better."""
+
+    other: str
+    factor: float
+    #: The smallest of the band, and where.
+    lowest: float
+    lowest_at: Sensitivity
+    #: Why it is not said; empty: it is.
+    doubt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    measure: Measure
+    #: By arm and variant, a value a repetition.
+    scores: Mapping[str, Mapping[Sensitivity, Sample]]
+    #: By its median; said only if `is_decided`.
+    best: str
+    #: Over every other arm, the smallest first.
+    leads: tuple[Lead, ...] = ()
+    #: Why nothing is said of any arm.
+    refusal: str = ""
+    #: Rates that the conclusion does not rest on, and why.
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def is_decided(self) -> bool:
+        return not self.refusal and all(not lead.doubt for lead in self.leads)
+
+    @property
+    def doubtful(self) -> tuple[Lead, ...]:
+        return tuple(lead for lead in self.leads if lead.doubt)
+
+    @property
+    def beaten(self) -> tuple[Lead, ...]:
+        return () if self.refusal else tuple(lead for lead in self.leads if not lead.doubt)
+
+    @property
+    def winner(self) -> str | None:
+        return self.best if self.is_decided else None
+
+    @property
+    def why_not(self) -> str:
+        """Empty if decided."""
+        return self.refusal or "; ".join(f"{lead.other}: {lead.doubt}" for lead in self.doubtful)
+
+
+def judge(sweep: Sweep, measure: Measure) -> Verdict:
+    clean = sweep.without_doubtful_rates(measure.times)
+    scores = {arm.name: _scores(clean, measure, arm.name) for arm in sweep.arms}
+    scores = {name: by_variant for name, by_variant in scores.items() if NOMINAL in by_variant}
+    nominal = {name: by_variant[NOMINAL].median for name, by_variant in scores.items()}
+    known = {name: value for name, value in nominal.items() if not math.isnan(value)}
+    pick = max if measure.higher_is_better else min
+    best = pick(known, key=known.__getitem__, default="")
+    refusal = _refusal(sweep, clean, measure, known)
+    if refusal:
+        return Verdict(measure, scores, best, refusal=refusal, left_out=clean.left_out)
+    leads = [_lead(clean, measure, scores, best, other) for other in scores if other != best]
+    leads.sort(key=lambda lead: lead.factor)
+    return Verdict(measure, scores, best, tuple(leads), left_out=clean.left_out)
+
+
+def _scores(sweep: Sweep, measure: Measure, arm: str) -> dict[Sensitivity, Sample]:
+    found = {
+        variant: Sample.of(measure.score(curve) for curve in sweep.curves(arm, variant).values())
+        for variant in sweep.variants
+    }
+    return {variant: sample for variant, sample in found.items() if sample.values}
+
+
+def _refusal(sweep: Sweep, clean: Sweep, measure: Measure, scores: Mapping[str, float]) -> str:
+    if len(sweep.arms) < 2:
+        return "only one arm was measured"
+    if not sweep.has_equal_gpus:
+        return "the arms do not have equal GPUs: " + ", ".join(f"{arm.name} {arm.gpus}" for arm in sweep.arms)
+    missing = [arm.name for arm in sweep.arms if arm.name not in scores]
+    if missing and clean.left_out:
+        return f"no rate is left to compare: {clean.left_out[0]}"
+    if missing:
+        return f"no rate was measured that all arms share ({', '.join(missing)} lacks it)"
+    if not any(scores.values()):
+        return "no arm keeps it at any rate that was measured"
+    lacking = _lacking_of_band(clean) if sweep.is_modelled else []
+    if lacking:
+        why = f" ({'; '.join(clean.left_out)})" if clean.left_out else ""
+        return f"the sensitivity band is not complete: {', '.join(lacking)} not measured for every arm{why}"
+    return ""
+
+
+def _lacking_of_band(sweep: Sweep) -> list[str]:
+    """The four sides of the band: faster and slower, prefill and decode apart."""
+    measured = [
+        variant for variant in sweep.variants if all(sweep.curves(arm.name, variant) for arm in sweep.arms)
+    ]
+    sides = {
+        "prefill faster": any(v.prefill_factor < 1 for v in measured),
+        "prefill slower": any(v.prefill_factor > 1 for v in measured),
+        "decode faster": any(v.decode_factor < 1 for v in measured),
+        "decode slower": any(v.decode_factor > 1 for v in measured),
+    }
+    return [side for side, is_measured in sides.items() if not is_measured]
+
+
+def _lead(
+    sweep: Sweep,
+    measure: Measure,
+    scores: Mapping[str, Mapping[Sensitivity, Sample]],
+    best: str,
+    other: str,
+) -> Lead:
+    factors = {
+        variant: measure.ratio(scores[best][variant].median, scores[other][variant].median)
+        for variant in scores[best]
+        if variant in scores[other]
+    }
+    # What has no number in a variant is no proof of it, so it is the lowest.
+    lowest_at = min(factors, key=lambda variant: (not math.isnan(factors[variant]), factors[variant]))
+    lowest, factor = factors[lowest_at], factors[NOMINAL]
+    doubt = (
+        _doubt_of_repetitions(measure, scores[best][NOMINAL], scores[other][NOMINAL], factor)
+        or _doubt_of_rates(sweep, measure, other)
+        or _doubt_of_band(lowest, lowest_at)
+    )
+    return Lead(other, factor, lowest, lowest_at, doubt)
+
+
+def _doubt_of_repetitions(measure: Measure, best: Sample, other: Sample, factor: float) -> str:
+    ranges = f"{spread(best)} against {spread(other)} {measure.unit}"
+    once = min(len(best.values), len(other.values)) < 2
+    needed = LEAD_ONCE if once else LEAD
+    if not factor >= needed:
+        measured = ", each measured once" if once else ""
+        return f"they differ by less than {needed - 1:.0%} ({ranges}{measured})"
+    # Repetitions have their prompts and arrivals in common, so each is compared with its like.
+    if not all(measure.ratio(a, b) > 1 for a, b in zip(best.values, other.values, strict=False)):
+        return f"repetitions differ by more than the arms do ({ranges})"
+    return ""
+
+
+def _doubt_of_rates(sweep: Sweep, measure: Measure, other: str) -> str:
+    curves = sweep.curves(other).values()
+    if any(measure.is_exhausted(curve[max(curve)]) for curve in curves):
+        return ""
+    highest = max(max(curve) for curve in curves)
+    return f"it could take more than {highest:g} requests/s, the highest rate to be compared"
+
+
+def _doubt_of_band(lowest: float, lowest_at: Sensitivity) -> str:
+    if math.isnan(lowest):
+        return f"it was not measured with {shown(lowest_at)}"
+    if lowest * LEAD > 1:
+        return ""
+    if not lowest:
+        return f"the band overturns it: with {shown(lowest_at)} only the other one keeps it"
+    return f"the band overturns it: with {shown(lowest_at)} it is {1 / lowest - 1:.0%} better"
+
+
+def spread(sample: Sample) -> str:
+    """The median and, in brackets, from where to where the repetitions lie."""
+    low, high = min(sample.values), max(sample.values)
+    return number(sample.median) + (f" ({number(low)} to {number(high)})" if len(sample.values) > 1 else "")
+
+
+def number(value: float) -> str:
+    """Three digits: more would be noise."""
+    if math.isnan(value):
+        return "-"
+    return f"{float(f'{value:.3g}'):,g}" if abs(value) < 1e6 else f"{value:.3g}"
