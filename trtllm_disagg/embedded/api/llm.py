@@ -15,8 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from tqdm import tqdm
-
 from trtllm_disagg.embedded.api import request as checks
 from trtllm_disagg.embedded.api.result import RequestOutput, decoder
 from trtllm_disagg.embedded.api.streams import Feed, RunningRequests
@@ -46,6 +44,8 @@ def generate_all(
     Raises ValueError when a list of arguments is not as long as that of the prompts, and what `start` and the
     requests raise; then none of the others goes on.
     """
+    from tqdm import tqdm
+
     several = isinstance(inputs, list) and not all(isinstance(token, int) for token in inputs)
     prompts = inputs if several else [inputs]
     each = list(_one_by_one(arguments, len(prompts)))

@@ -29,6 +29,11 @@ PROMPTS = [
 ]
 #: Mixtral is Mistral's attention and Qwen3's experts.
 EXACT_FAMILIES = [family for family in FAMILIES if family != "mixtral"]
+#: One of each kind: the lean forward, with a window, and transformers' modules. The others share these; their chunks and
+#: their reuse are in test_disaggregated.
+thorough = pytest.mark.parametrize(
+    "way", [("llama", "auto"), ("mistral", "auto"), ("gemma2", "auto")], indirect=True, ids="-".join
+)
 Logits = dict[tuple[int, int], torch.Tensor]
 MakeCore = Callable[..., Core]
 
@@ -128,6 +133,7 @@ def test_batched_in_another_order_after_others(make_core: MakeCore, recorder: Re
     assert_same_bits(recorder.take(), solo)
 
 
+@thorough
 @pytest.mark.parametrize("max_num_tokens", [32, 70, 128])
 def test_chunked(make_core: MakeCore, recorder: Recorder, solo: Logits, max_num_tokens: int) -> None:
     core = make_core(max_num_tokens=max_num_tokens, enable_chunked_prefill=True)
@@ -135,6 +141,7 @@ def test_chunked(make_core: MakeCore, recorder: Recorder, solo: Logits, max_num_
     assert_same_bits(recorder.take(), solo)
 
 
+@thorough
 @pytest.mark.parametrize("tokens_per_block", [4, 16, 32, 64])
 def test_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, tokens_per_block: int) -> None:
     """Block sizes below a tile: a reused prefix ends in the middle of one."""
@@ -147,6 +154,7 @@ def test_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, tokens_pe
 
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copied", "taken over"])
+@thorough
 def test_partly_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, copied: bool) -> None:
     """The stem ends in the middle of a block, and of a tile."""
     core = make_core(
@@ -161,6 +169,7 @@ def test_partly_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, co
     assert_same_bits(recorder.take(), only(solo, 1, 2))
 
 
+@thorough
 def test_found_in_a_longer_prompt(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
     """Its KV was computed in a tile that went on."""
     core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": 16})
@@ -175,6 +184,7 @@ def only(rows: Logits, *prompts: int) -> Logits:
 
 
 @pytest.mark.parametrize("policy", ["EQUAL_PROGRESS", "FORCE_CHUNK"])
+@thorough
 def test_chunked_by_turns(make_core: MakeCore, recorder: Recorder, solo: Logits, policy: str) -> None:
     core = make_core(
         max_num_tokens=100,
@@ -206,6 +216,7 @@ def run_and_see_who_is_paused(core: Core, ids: list[int]) -> set[str]:
 
 
 @pytest.mark.parametrize("swap_tokens", [0, 160], ids=["recomputed", "put aside"])
+@thorough
 def test_preempted(make_core: MakeCore, recorder: Recorder, solo: Logits, swap_tokens: int) -> None:
     core = make_core(**crowded(swap_tokens))
     ids = [core.add([7 + i, 8, 9], 45) for i in range(4)]
@@ -214,6 +225,7 @@ def test_preempted(make_core: MakeCore, recorder: Recorder, solo: Logits, swap_t
     assert_same_bits(recorder.take(), solo)
 
 
+@thorough
 def test_in_scattered_blocks(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
     """A sequence with scattered blocks is gathered, not viewed."""
     core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": 16})
@@ -227,6 +239,7 @@ def test_in_scattered_blocks(make_core: MakeCore, recorder: Recorder, solo: Logi
 
 
 @pytest.mark.parametrize("swap_tokens", [0, 160], ids=["recomputed", "put aside"])
+@thorough
 def test_disaggregated_and_preempted(
     make_core: MakeCore, recorder: Recorder, solo: Logits, swap_tokens: int
 ) -> None:
