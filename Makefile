@@ -4,7 +4,8 @@
 # make lint   ruff, mypy, shellcheck, hadolint, and the site, strictly
 # make docs   the site, in site/
 # make docs-serve   the site on http://127.0.0.1:8080, while you write
-# Each of them first makes the virtual environment in .venv, once; test and lint then add their tools to it.
+# make release   wheel and source distribution of the last commit, reproducible, with an SBOM, in dist/
+# Each of them first makes the virtual environment in .venv, once; all but demo then add their tools to it.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 BIN := .venv/bin
@@ -28,7 +29,7 @@ MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs
 # Says every few seconds that it is still at it; needs nothing installed.
 STEADILY = $(PYTHON) -I trtllm_disagg/processes/steadily.py
 
-.PHONY: help demo test test-fast test-levels lint format model venv wheel docs docs-serve clean
+.PHONY: help demo test test-fast test-levels lint format model venv wheel release docs docs-serve clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -73,6 +74,14 @@ venv: $(TOOLS)
 wheel: $(TOOLS)
 	@rm -rf dist
 	$(BIN)/python -m build --wheel --no-isolation
+
+# The same bytes from the same commit, anywhere. The SBOM is of .venv: what runs, and the tools beside it.
+release: $(TOOLS)
+	@$(STEADILY) "tools for releases" $(PIP) -r requirements/release.txt
+	@rm -rf dist
+	$(BIN)/python -m tools.release dist
+	$(BIN)/python -P -m twine check --strict dist/*.whl dist/*.tar.gz
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file dist/sbom.cdx.json $(BIN)/python
 
 clean:
 	rm -rf .venv .cache build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

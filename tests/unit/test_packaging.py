@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -15,12 +16,16 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages  # type: ignore[import-untyped]
 
+from tools.release import build
 from trtllm_disagg import __version__
 from trtllm_disagg.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "trtllm_disagg"
 NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "*.log", "node_modules")
+
+#: Of the builds, in seconds; any that zip archives know.
+EPOCH = 1_700_000_000
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -57,10 +62,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("build")
     source, out = folder / "source", folder / "dist"
     shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
-    done = run([sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source])
-    assert done.returncode == 0, done.stdout + done.stderr
-    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
-    return Built(source, sdist, wheel)
+    return Built(source, *build(source, out, EPOCH))
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +89,45 @@ def test_the_link_is_a_link_into_this_tree() -> None:
     assert link.readlink() == Path("../handlers")
 
 
-def test_there_is_one_version() -> None:
-    assert PYPROJECT["project"]["version"] == __version__
+def test_the_version_of_what_is_built_is_that_of_the_code(built: Built) -> None:
+    assert "version" not in PYPROJECT["project"]
+    assert built.wheel.name.split("-")[1] == __version__
+    assert built.sdist.name == f"{PACKAGE}-{__version__}.tar.gz"
+
+
+def test_two_builds_in_different_places_at_different_times_are_the_same_bytes(
+    built: Built, tmp_path: Path
+) -> None:
+    source = tmp_path / "elsewhere"
+    shutil.copytree(built.source, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    for path in [source, *source.rglob("*")]:
+        os.utime(path, (1, 1), follow_symlinks=False)
+        if not path.is_symlink() and path.is_file():
+            path.chmod(path.stat().st_mode | 0o022)
+    sdist, wheel = build(source, tmp_path / "dist", EPOCH)
+    assert sdist.read_bytes() == built.sdist.read_bytes()
+    assert wheel.read_bytes() == built.wheel.read_bytes()
+
+
+def test_the_wheel_has_the_engine_files_and_the_launch_scripts(built: Built) -> None:
+    share = f"{PACKAGE}-{__version__}.data/data/share/trtllm-disagg/"
+    there = {name.removeprefix(share) for name in built.wheel_files if name.startswith(share)}
+    folders = (ROOT / "engine_configs", ROOT / "launch")
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".yaml", ".sh")]
+    assert there == {str(path.relative_to(ROOT)) for path in files}
+    with zipfile.ZipFile(built.wheel) as archive:
+        assert archive.getinfo(f"{share}launch/disagg.sh").external_attr >> 16 & 0o111 == 0o111
+
+
+def test_the_source_distribution_has_docs_and_tests(built: Built) -> None:
+    assert {
+        "docs/index.md",
+        "mkdocs.yml",
+        "tests/unit/test_packaging.py",
+        "tools/release.py",
+        "Makefile",
+    } <= (built.sdist_files)
+    assert not any("__pycache__" in name or name.startswith((".ci", ".cache")) for name in built.sdist_files)
 
 
 def test_the_wheel_has_every_module(built: Built) -> None:
@@ -103,10 +142,8 @@ def test_the_wheel_has_every_module(built: Built) -> None:
 def test_the_wheel_is_typed_and_licensed_and_has_nothing_else(built: Built) -> None:
     others = {name for name in built.wheel_files if not name.endswith(".py")}
     assert f"{PACKAGE}/py.typed" in others
-    assert {name.partition("/")[0] for name in built.wheel_files} == {
-        PACKAGE,
-        f"{PACKAGE}-{__version__}.dist-info",
-    }
+    tops = {name.partition("/")[0] for name in built.wheel_files}
+    assert tops == {PACKAGE, *(f"{PACKAGE}-{__version__}.{kind}" for kind in ("data", "dist-info"))}
     assert any(name.endswith("licenses/LICENSE") for name in others)
     assert not any("test_" in name or name.startswith("tests/") for name in built.wheel_files)
 

@@ -1,0 +1,20 @@
+"""Every dependency that runs is on the page of licences, with its version and what it says of itself."""
+
+from __future__ import annotations
+
+import re
+
+from tools.licences import PAGE, page, pins
+
+
+def test_the_page_has_every_pin_with_a_licence() -> None:
+    rows = re.findall(
+        r"^\| ([^|]+) \| ([^|]+) \| ([^|]*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )[2:]
+    assert [(name, version) for name, version, _ in rows] == pins(), "python -m tools.licences writes it"
+    assert len(rows) > 50
+    assert not [name for name, _, licence in rows if not licence.strip()]
+
+
+def test_the_page_is_what_the_packages_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tools.licences writes it"
