@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.tracing.spans import Span
 from trtllm_disagg.types import (
     DecodePhase,
     Generate,
@@ -47,12 +48,30 @@ class _Chain(PerRequestStream[TokenChunk]):
     async def _first(self) -> TokenChunk:
         self._handoff = handoff = await self._prefill(self._request, self._context)
         if not handoff.is_final:
-            self._rest = self._decode(self._request.with_handoff(handoff), self._context, handoff)
+            waits = self._request.span.child("handoff")
+            decode = self._decode(self._request.with_handoff(handoff), self._context, handoff)
+            self._rest = _AfterHandoff(waits, decode)
         return handoff.first
 
     async def _finish(self) -> None:
         if self._handoff is not None:
             self._handoff.release()
+
+
+class _AfterHandoff(PerRequestStream[TokenChunk]):
+    """Decode begins when the first token has gone its way."""
+
+    def __init__(self, handoff: Span, decode: AsyncGenerator[TokenChunk, None]) -> None:
+        self._handoff = handoff
+        self._rest = decode
+
+    async def _first(self) -> TokenChunk:
+        assert self._rest is not None
+        self._handoff.end()
+        return await anext(self._rest)
+
+    async def _finish(self) -> None:
+        self._handoff.end()
 
 
 def bare_decode(decode: DecodePhase) -> Generate:
@@ -75,7 +94,8 @@ def bare_prefill(prefill: PrefillPhase, protocol: HandoffProtocol = DYNAMO) -> G
         handoff = await prefill(request, context)
         delivered = False
         try:
-            yield protocol.answer(handoff, len(request.token_ids))
+            with request.span.child("handoff"):
+                yield protocol.answer(handoff, len(request.token_ids))
             delivered = not context.is_stopped()
         finally:
             if delivered:

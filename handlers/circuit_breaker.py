@@ -21,6 +21,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.cancellation import Wait
 from trtllm_disagg.handlers.remote import StageClient, StageInstance
+from trtllm_disagg.tracing.spans import NO_SPAN, Span
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 log = logging.getLogger(__name__)
@@ -153,7 +154,9 @@ class CircuitBreakerClient:
     async def pick(self, request: GenerateRequest) -> CircuitBreakerInstance:
         """One that is not skipped; if all are, any: better a doubtful instance than none."""
         cautious = request
-        for instance_id in self._breaker.open():
+        if skipped := self._breaker.open():
+            request.span.event("breaker_open", {"instances": [f"{each:x}" for each in sorted(skipped)]})
+        for instance_id in skipped:
             cautious = cautious.avoiding(instance_id)
         try:
             picked = await self._stage.pick(cautious)
@@ -161,7 +164,9 @@ class CircuitBreakerClient:
             if cautious is request:
                 raise
             picked = await self._stage.pick(request)
-        return CircuitBreakerInstance(picked, self._breaker, self._timeouts, self._unanswered)
+        return CircuitBreakerInstance(
+            picked, self._breaker, self._timeouts, self._unanswered, request.trace.root
+        )
 
 
 class Unanswered:
@@ -184,7 +189,10 @@ class CircuitBreakerInstance:
         breaker: CircuitBreaker,
         timeouts: Mapping[str, StreamTimeouts],
         unanswered: Unanswered,
+        span: Span = NO_SPAN,
     ) -> None:
+        """`span` is told of a failure that counts."""
+        self._span = span
         self._instance = instance
         self._breaker = breaker
         self._timeouts = timeouts
@@ -221,4 +229,6 @@ class CircuitBreakerInstance:
         except DisaggError as error:
             if isinstance(error, _FAULTS) and not isinstance(error, QueueUnusableError):
                 self._breaker.failed(self.instance_id)
+                told = {"instance": f"{self.instance_id:x}", "because": str(error)}
+                self._span.event("breaker_failure", told)
             raise

@@ -17,8 +17,9 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     RequestCancelledError,
 )
+from trtllm_disagg.handlers.engine_spans import record_engine
 from trtllm_disagg.handlers.local import OutputCursor, finished
-from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance
+from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance, dispatched, selected
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handlers.trace import record_cache_hit
 from trtllm_disagg.types import (
@@ -58,6 +59,10 @@ class LocalPush:
         return self._protocol.meeting(self._engine.rendezvous(self._endpoint, self._rank)), self
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
+        with request.span.child("prefill") as span:
+            return await self._run(request.within(span), context)
+
+    async def _run(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
         result = self._engine.start_prefill(request)
         await finished(self._engine, result, context)
         chunks = OutputCursor(len(request.token_ids)).advance(result)
@@ -66,6 +71,7 @@ class LocalPush:
                 raise RequestCancelledError("the client left during prefill")
             raise KvTransferError("the engine gave the prefill up")
         record_cache_hit(request, result)
+        record_engine(request.span, result)
         return chunks[0]
 
 
@@ -79,15 +85,17 @@ class RemotePush:
         self._engine = engine
 
     async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
-        instance = await self._client.pick(request)
+        instance = await selected(self._client, request)
         described = await instance.describe()
         endpoint = _reachable(described.get("ctx_info_endpoint"), "the prefill worker's engine")
         rendezvous = self._engine.rendezvous(endpoint, described.get("ctx_dp_rank"))
         return self._protocol.meeting(rendezvous), partial(self._call, instance)
 
     async def _call(self, instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
-        async with aclosing(instance.call(self._protocol.encode(request, PREFILL), context)) as answers:
-            num_answers = len([answer async for answer in answers])
+        with dispatched(instance, request) as dispatch:
+            raw = self._protocol.encode(request.within(dispatch), PREFILL)
+            async with aclosing(instance.call(raw, context)) as answers:
+                num_answers = len([answer async for answer in answers])
         if num_answers != 1 and not context.is_stopped():
             raise PeerUnavailableError(f"the prefill worker sent {num_answers} answers instead of one")
 
@@ -133,7 +141,8 @@ class _Together(PerRequestStream[TokenChunk]):
         self._pushing: asyncio.Future[Any] | None = None
 
     async def _first(self) -> TokenChunk:
-        rendezvous, push = await self._prefill.meet(self._request)
+        with self._request.span.child("meet") as span:
+            rendezvous, push = await self._prefill.meet(self._request.within(span))
         request = self._request.with_rendezvous(rendezvous)
         self._pushing = asyncio.ensure_future(push(request, self._context))
         self._rest = self._decode(request, self._context, _NO_HANDOFF)

@@ -195,7 +195,8 @@ def conditional(decider: Decider, local: Generate, remote: Generate) -> Generate
     """One of both, decided once a request."""
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        decision = decider.decide(request)
+        with request.span.child("decide"):
+            decision = decider.decide(request)
         request.trace.chose(request.trace.strategy if decision.remote else "local", decision.reason)
         return (remote if decision.remote else local)(request, context)
 
@@ -232,7 +233,8 @@ class Auto:
 
     def begin(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         """The way that is chosen now; `end` follows."""
-        name, reason = self._chosen(request)
+        with request.span.child("decide"):
+            name, reason = self._chosen(request)
         request.trace.chose(name, f"auto_{reason}")
         self._running += 1
         return self._ways[name](request, context)

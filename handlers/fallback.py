@@ -22,6 +22,7 @@ from trtllm_disagg.errors import (
     WorkerLeavingError,
 )
 from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.tracing.spans import NO_SPAN
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk, Usage
 
 log = logging.getLogger(__name__)
@@ -198,6 +199,7 @@ def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_ne
         delivered: list[int] = []
         is_over = is_alone = has_no_engine = False
         error: DisaggError | None = None
+        attempt = NO_SPAN
         for place, step in enumerate(steps):
             if step.without_engine is not has_no_engine:
                 continue
@@ -212,15 +214,18 @@ def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_ne
                 if has_ended(request, delivered):
                     yield end_chunk(request, delivered)
                     return
+                attempt = request.span.child("fallback", {"to": step.to, "because": str(error)})
             rest = remainder_of(request, delivered, replays)
+            asked = rest.request.within(attempt)
             try:
-                async with aclosing(step.generate(rest.request, context)) as chunks:
-                    async for chunk in chunks:
-                        new = rest.new(chunk)
-                        if new is not None:
-                            delivered += new.token_ids
-                            is_over = new.finish_reason is not None
-                            yield new
+                with attempt:
+                    async with aclosing(step.generate(asked, context)) as chunks:
+                        async for chunk in chunks:
+                            new = rest.new(chunk)
+                            if new is not None:
+                                delivered += new.token_ids
+                                is_over = new.finish_reason is not None
+                                yield new
                 return
             except DisaggError as failed:
                 if is_over:

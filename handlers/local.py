@@ -21,6 +21,7 @@ from trtllm_disagg.errors import (
     WorkerLeavingError,
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard, abort_when_stopped, guarded, in_background
+from trtllm_disagg.handlers.engine_spans import Spanned, record_engine
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handlers.trace import record_cache_hit, record_transfer
 from trtllm_disagg.types import (
@@ -215,6 +216,10 @@ class LocalPrefill:
         self._sees_callers_max_tokens = sees_callers_max_tokens
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
+        with request.span.child("prefill") as span:
+            return await self._run(request.within(span), context)
+
+    async def _run(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         if self._is_all(request):
             return await self._whole(request, context)
         result = self._engine.start_prefill(request)
@@ -249,6 +254,7 @@ class LocalPrefill:
         if not chunks or chunks[0].finish_reason == "cancelled":
             raise EngineError("the engine ended the prefill without a token")
         record_cache_hit(request, result)
+        record_engine(request.span, result)
         return chunks[0]
 
     def _handoff(self, request: GenerateRequest, context: RequestContext, result: Any) -> Handoff:
@@ -317,6 +323,11 @@ class LocalDecode:
     def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
+        return Spanned("decode", request, lambda within: self._run(within, context, handoff))
+
+    def _run(
+        self, request: GenerateRequest, context: RequestContext, handoff: Handoff
+    ) -> AsyncGenerator[TokenChunk, None]:
         def start() -> Any:
             result = self._engine.start_decode(request)
             handoff.taken()
@@ -333,6 +344,7 @@ class LocalDecode:
 
         def finished(result: Any) -> None:
             record_transfer(request.trace, result)
+            record_engine(request.span, result)
 
         # With a rendezvous nothing may ever come, so an abort does not wait for it.
         deferred = request.rendezvous is None
@@ -346,7 +358,7 @@ class LocalDecode:
 
         async def fetch() -> None:
             # Best effort: the lease ends by itself.
-            with contextlib.suppress(self._engine.request_error, DisaggError):
+            with contextlib.suppress(self._engine.request_error, DisaggError), request.span.child("drain"):
                 await self._engine.start_decode(request, max_tokens=1).aresult()
 
         in_background(fetch())
@@ -359,8 +371,12 @@ class LocalBoth:
         self._engine = engine
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        return Spanned("generate", request, lambda within: self._run(within, context))
+
+    def _run(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         def finished(result: Any) -> None:
             record_cache_hit(request, result)
+            record_engine(request.span, result)
 
         num_prompt, num_choices = len(request.token_ids), request.num_choices
         cursor = OutputCursor(num_prompt) if num_choices == 1 else ChoicesCursor(num_prompt, num_choices)

@@ -15,6 +15,7 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
 )
 from trtllm_disagg.handlers.cancellation import in_background
+from trtllm_disagg.tracing.spans import Span
 from trtllm_disagg.types import (
     GenerateRequest,
     Handoff,
@@ -100,15 +101,22 @@ class RemotePrefill:
         self._protocol = protocol
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
+        with request.span.child("remote_prefill") as span:
+            return await self._run(request.within(span), context)
+
+    async def _run(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         handoffs: list[Handoff] = []
-        instance = await self._client.pick(request)
+        instance = await selected(self._client, request)
         if instance.instance_id != QUEUE_ID:  # the worker that takes it from there says so itself
             request.trace.facts["prefill_instance"] = f"{instance.instance_id:x}"
+        dispatch = dispatched(instance, request)
         with ExitStack() as unless_returned:
-            async with aclosing(instance.call(self._protocol.encode(request, PREFILL), context)) as answers:
-                async for raw in answers:
-                    handoffs.append(self._handoff(request, decode_chunk(raw)))
-                    unless_returned.callback(handoffs[-1].release)
+            raw_request = self._protocol.encode(request.within(dispatch), PREFILL)
+            async with aclosing(instance.call(raw_request, context)) as answers:
+                with dispatch:
+                    async for raw in answers:
+                        handoffs.append(self._handoff(request, decode_chunk(raw)))
+                        unless_returned.callback(handoffs[-1].release)
             if context.is_stopped():
                 raise RequestCancelledError("the client left during remote prefill")
             if len(handoffs) != 1:
@@ -141,18 +149,41 @@ class RemoteDecode:
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
         has_ended = False
-        instance = await self._client.pick(request)
-        request.trace.facts["decode_instance"] = f"{instance.instance_id:x}"
-        handoff.is_asked_for = True
-        async with aclosing(instance.call(self._protocol.encode(request, DECODE), context)) as answers:
-            async for raw in answers:
-                # It answers, so it has the KV.
-                handoff.taken()
-                chunk = decode_chunk(raw)
-                has_ended = chunk.finish_reason is not None
-                yield chunk
+        with request.span.child("remote_decode") as span:
+            request = request.within(span)
+            instance = await selected(self._client, request)
+            request.trace.facts["decode_instance"] = f"{instance.instance_id:x}"
+            handoff.is_asked_for = True
+            dispatch = dispatched(instance, request)
+            raw_request = self._protocol.encode(request.within(dispatch), DECODE)
+            async with aclosing(instance.call(raw_request, context)) as answers:
+                with dispatch:
+                    first = await anext(answers, None)
+                if first is not None:
+                    # It answers, so it has the KV.
+                    handoff.taken()
+                    with span.child("relay"):
+                        chunk = decode_chunk(first)
+                        has_ended = chunk.finish_reason is not None
+                        yield chunk
+                        async for raw in answers:
+                            chunk = decode_chunk(raw)
+                            has_ended = chunk.finish_reason is not None
+                            yield chunk
         if not has_ended and not context.is_stopped():
             raise _fault(instance, "the decode worker's answer stops without an end")
+
+
+async def selected(client: StageClient, request: GenerateRequest) -> StageInstance:
+    with request.span.child("select") as span:
+        instance = await client.pick(request.within(span))
+        span.note({"instance": f"{instance.instance_id:x}"})
+        return instance
+
+
+def dispatched(instance: StageInstance, request: GenerateRequest) -> Span:
+    """From the call of an instance to its first answer. What that instance records is below it."""
+    return request.span.child("dispatch", {"instance": f"{instance.instance_id:x}"})
 
 
 def _fault(instance: StageInstance, what: str) -> PeerUnavailableError:
@@ -174,6 +205,10 @@ class RemoteDrain:
         in_background(self._fetch(request))
 
     async def _fetch(self, request: GenerateRequest) -> None:
+        with request.span.child("drain") as span:
+            await self._drain(request.within(span))
+
+    async def _drain(self, request: GenerateRequest) -> None:
         one_token = self._protocol.encode(request, DECODE) | {"stop_conditions": {"max_tokens": 1}}
         try:
             instance = await self._client.pick(request)

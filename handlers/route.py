@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from trtllm_disagg.config.thresholds import Live
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError, PeerUnavailableError
-from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.handlers.remote import StageClient, dispatched, selected
 from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import decode_chunk, encode_request
 
@@ -111,17 +111,21 @@ def relayed(stage: StageClient, strategy: str) -> Generate:
         if request.phase_request is not None:
             # Two workers without engines would send it to and fro.
             raise NoInstanceError("this request was relayed already")
-        instance = await stage.pick(request)
-        request.trace.facts["first_stage"] = f"{instance.instance_id:x}"
         has_ended = False
-        raw = encode_request(request, wanted)
-        # A wish for an instance has been heard here; the other worker calls another one.
-        raw["annotations"] = [each for each in request.annotations if not each.startswith(NEXT)]
-        async with aclosing(instance.call(raw, context)) as answers:
-            async for raw in answers:
-                chunk = decode_chunk(raw)
-                has_ended = chunk.finish_reason is not None
-                yield chunk
+        with request.span.child("other_stage") as span:
+            request = request.within(span)
+            instance = await selected(stage, request)
+            request.trace.facts["first_stage"] = f"{instance.instance_id:x}"
+            dispatch = dispatched(instance, request)
+            raw = encode_request(request.within(dispatch), wanted)
+            # A wish for an instance has been heard here; the other worker calls another one.
+            raw["annotations"] = [each for each in request.annotations if not each.startswith(NEXT)]
+            async with aclosing(instance.call(raw, context)) as answers:
+                with dispatch:
+                    async for raw in answers:
+                        chunk = decode_chunk(raw)
+                        has_ended = chunk.finish_reason is not None
+                        yield chunk
         if not has_ended and not context.is_stopped():
             error = PeerUnavailableError("the other worker's answer stops without an end")
             error.peer = instance.instance_id

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 import msgspec
 
 from trtllm_disagg.handlers.drain import WorkerDrain
+from trtllm_disagg.tracing.spans import Attributes
+from trtllm_disagg.tracing.trace_file import SCOPE
+from trtllm_disagg.tracing.tracer import NoTracer, Tracer
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, RequestTrace, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -88,12 +91,21 @@ class RequestCounts:
 
 
 def with_request_log(
-    generate: Generate, part: str, counts: RequestCounts | None = None, drain: WorkerDrain | None = None
+    generate: Generate,
+    part: str,
+    counts: RequestCounts | None = None,
+    drain: WorkerDrain | None = None,
+    tracer: Tracer | None = None,
 ) -> Generate:
-    """`generate` under `drain`, with a log line for each request. `part` names the worker's role and strategy."""
-    counts = counts or RequestCounts()
+    """`generate` under `drain`, with a log line for each request, and a span around each. `part` names the worker's
+    role and strategy.
+    """
+    counts, tracer = counts or RequestCounts(), tracer or NoTracer()
 
     def record(request: GenerateRequest, context: RequestContext) -> _Record:
+        phase = request.phase_request
+        name = "request" if phase is None or phase.stage == "whole" else f"{phase.stage}_stage"
+        request.trace.root = tracer.begin(name, context.id(), request.traceparent, request.trace_headers)
         return _Record(request, context, part, counts)
 
     return (drain or WorkerDrain()).tracking(generate, record)
@@ -123,6 +135,8 @@ class _Record:
         self._num_tokens += len(chunk.token_ids)
         if len(self._times) < 2:
             self._times.append(time.time())
+            if len(self._times) == 1:
+                self._request.trace.root.event("first_token")
         elif chunk.finish_reason is None:
             return chunk
         self._finish_reason = chunk.finish_reason or self._finish_reason
@@ -131,7 +145,7 @@ class _Record:
             return _with_trace(chunk, self._request.trace)
         return chunk
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         trace = self._request.trace.to_json()
         if trace:
             self._counts.add(self._request.trace)
@@ -151,6 +165,40 @@ class _Record:
             "end": time.time(),
         }
         log.info("%s%s", PREFIX, json.dumps(entry | ({"disagg": trace} if trace else {})))
+        self._end_span(error, is_aborted=is_aborted)
+
+    def _end_span(self, error: BaseException | None, *, is_aborted: bool) -> None:
+        root = self._request.trace.root
+        if not root.is_recording:
+            return
+        if is_aborted:
+            root.event("cancelled", {"tokens": self._num_tokens})
+        root.note(_attributes(self._request, self._context.id()))
+        root.note(
+            {
+                "gen_ai.usage.completion_tokens": self._num_tokens,
+                "gen_ai.latency.time_to_first_token": self._times[0] - self._started if self._times else None,
+                "gen_ai.latency.e2e": time.time() - self._started,
+                "gen_ai.response.finish_reasons": [self._finish_reason] if self._finish_reason else None,
+            }
+        )
+        root.end(error)
+
+
+def _attributes(request: GenerateRequest, request_id: str | None) -> Attributes:
+    """By the conventions for generative AI, with the names that TensorRT-LLM's own spans have; what is ours says so."""
+    sampling = request.sampling
+    told: dict[str, Any] = {
+        "gen_ai.request.id": request_id,
+        "gen_ai.request.n": sampling.n,
+        "gen_ai.request.max_tokens": request.stop.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.usage.prompt_tokens": len(request.token_ids),
+    }
+    ours = request.trace.to_json()
+    return told | {f"{SCOPE}.{name}": value for name, value in ours.items()}
 
 
 def _with_trace(chunk: TokenChunk, trace: RequestTrace) -> TokenChunk:

@@ -62,6 +62,11 @@ COMMANDS = {
         "trtllm_disagg.doctor",
         "trtllm-disagg doctor engine_configs/llama-3.1-8b/prefill.yaml engine_configs/llama-3.1-8b/decode.yaml",
     ),
+    "trace": Command(
+        "show where the time of a request went",
+        "trtllm_disagg.tracing.trace_command",
+        "trtllm-disagg trace --run-dir DIR --slowest 3",
+    ),
     "bench": Command(
         "measure on this machine, beside baselines",
         "trtllm_disagg.bench",

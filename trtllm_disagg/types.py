@@ -1,4 +1,5 @@
-"""The nouns of a request's life, in the order in which it meets them. Imports nothing of this project.
+"""The nouns of a request's life, in the order in which it meets them. Imports only what is
+recorded of them, `tracing.spans`.
 
 The Structs are wire forms too: their field names are Dynamo's keys. Unknown keys
 of a request are ignored here and forwarded as they came.
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
+
+from trtllm_disagg.tracing.spans import NO_SPAN, Span
 
 
 class StopConditions(msgspec.Struct, frozen=True):
@@ -128,6 +131,8 @@ class WireRequest(msgspec.Struct, frozen=True):
     bootstrap_host: Host | None = None
     bootstrap_port: Port | None = None
     bootstrap_room: Number63 | None = None
+    #: Of the span in which the first stage sends it.
+    traceparent: Annotated[str, msgspec.Meta(max_length=128)] | None = None
 
 
 @dataclass(slots=True)
@@ -144,6 +149,8 @@ class RequestTrace:
     facts: dict[str, Any] = field(default_factory=dict)
     #: What this worker's cache had of the prompt, for Dynamo's router; None where the engine does not tell.
     cache_hit: dict[str, int] | None = None
+    #: Around all that this worker does for the request.
+    root: Span = NO_SPAN
 
     def chose(self, strategy: str, reason: str) -> None:
         """Later, lower decisions win: they are closer to what ran."""
@@ -181,15 +188,26 @@ class GenerateRequest:
     session_id: str | None = None
     #: Of the span around it, for the engine's own spans.
     trace_headers: dict[str, str] | None = None
+    #: The same of the worker that sent it.
+    traceparent: str | None = None
     #: A decode comes after this prefill, whatever `stop.max_tokens` says.
     decode_follows: bool = False
     #: Instances that failed this request already.
     avoid: frozenset[int] = frozenset()
     trace: RequestTrace = field(default_factory=RequestTrace, compare=False)
+    #: What is done for it now, of which what is done next is a part.
+    step: Span = field(default=NO_SPAN, compare=False)
 
     @property
     def num_choices(self) -> int:
         return self.sampling.n or 1
+
+    @property
+    def span(self) -> Span:
+        return self.step if self.step.is_recording else self.trace.root
+
+    def within(self, span: Span) -> GenerateRequest:
+        return replace(self, step=span) if span.is_recording else self
 
     def avoiding(self, instance_id: int) -> GenerateRequest:
         return replace(self, avoid=self.avoid | {instance_id})

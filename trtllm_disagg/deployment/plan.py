@@ -15,6 +15,8 @@ from trtllm_disagg.keys import KEY_FILE
 from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE
 from trtllm_disagg.processes.interpreter import SAFE_PATH, python
 from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
+from trtllm_disagg.tracing.reading import TRACES_DIR
+from trtllm_disagg.tracing.tracer import FILE_VARIABLE
 
 Role = Literal["nats", "frontend", "agg", "prefill", "decode"]
 #: The grace period before a worker drains, and its end after that, on a busy machine.
@@ -314,6 +316,7 @@ def worker_spec(
             KEY_VARIABLE: str(config.run_dir / KEY_FILE),
             "DYN_SYSTEM_PORT": str(system_port),
             ACTIVITY_VARIABLE: str(config.run_dir / f"{role}-{index}.activity"),
+            FILE_VARIABLE: str(config.run_dir / TRACES_DIR / f"{role}-{index}.jsonl"),
         },
         system_port=system_port,
     )

@@ -19,6 +19,7 @@ from trtllm_disagg.deployment.brokers import STORE_DIR
 from trtllm_disagg.deployment.plan import DISCOVERY_DIR, DeploymentFailedError, RunDirInUseError
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.keys import KEY_FILE, AdminKey
+from trtllm_disagg.tracing.reading import TRACES_DIR
 
 PROCESSES_FILE = "processes.json"
 
@@ -63,6 +64,8 @@ class RunDir:
         shutil.rmtree(self.discovery, ignore_errors=True)
         self.discovery.mkdir()
         shutil.rmtree(self.path / STORE_DIR, ignore_errors=True)
+        shutil.rmtree(self.path / TRACES_DIR, ignore_errors=True)
+        (self.path / TRACES_DIR).mkdir()
         AdminKey.create(self.path / KEY_FILE)
         self.write([])
 

@@ -304,7 +304,7 @@ class Engine:
             "disaggregated_params": params,
             "cache_salt": request.cache_salt,
             "priority": request.priority,
-            "trace_headers": request.trace_headers,
+            "trace_headers": request.span.headers(request.trace_headers),
         }
         keywords |= {name: value for name, value in optional.items() if value is not None}
         keywords |= self._placement.keywords(request)
@@ -362,7 +362,7 @@ class Engine:
                 # Dynamo's frontend makes the text.
                 detokenize=False,
                 guided_decoding=self._guided(guided),
-                return_perf_metrics=self._measures,
+                return_perf_metrics=self._measures or request.span.is_recording,
                 **options,
             )
         except (ValueError, TypeError) as error:

@@ -118,6 +118,7 @@ def decode_request(
         dp_rank=routing.dp_rank if wire.errand is None else None,
         session_id=_session_of(raw),
         trace_headers=trace_headers,
+        traceparent=wire.traceparent,
         decode_follows=given.decode_follows,
     )
     _require_servable(request)
@@ -236,6 +237,7 @@ def encode_request(request: GenerateRequest, phase_request: PhaseRequest) -> dic
         "prefill_result": request.prefill_result,
         "rendezvous": request.rendezvous,
         "errand": phase_request,
+        "traceparent": request.span.traceparent,
     }
     return request.raw | {
         name: msgspec.to_builtins(value) for name, value in added.items() if value is not None

@@ -47,6 +47,7 @@ from trtllm_disagg.handlers.trace import with_request_log
 from trtllm_disagg.keys import AdminKey
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.processes.activity import DRAINING, SERVING, Reporter, reporter_of
+from trtllm_disagg.tracing.tracer import Tracer, tracer_of
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, read_model_facts
 from trtllm_disagg.worker.pairing import (
     Fingerprint,
@@ -85,6 +86,7 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
         require_system_port(os.environ)
         runtime = Runtime(config, advertised)
         verifier = _verifier(config, runtime.instance_id)
+        tracer = tracer_of(os.environ, _part(config), f"{runtime.instance_id:x}")
         own_endpoint_ids = {config.endpoint_id, config.peer_endpoint_id}
         names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
         checks = StartupChecks(config, names, runtime)
@@ -100,8 +102,9 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
             for missing in engine.capabilities.missing():
                 log.info("the engine cannot %s", missing)
             me = with_engine(me, _capacity(config, engine)[0], engine.ctx_info_endpoint, engine.ctx_dp_rank)
-            await _serve(config, me, engine, runtime, queue, checks, verifier, reporter, load_seconds)
+            await _serve(config, me, engine, runtime, queue, checks, verifier, reporter, tracer, load_seconds)
         finally:
+            await asyncio.to_thread(tracer.close)
             has_ended = await close(engine, _health_times(config))
         if not has_ended:
             raise EngineLostError("the engine does not end")
@@ -135,6 +138,7 @@ async def _serve(
     checks: StartupChecks,
     verifier: Verifier,
     reporter: Reporter,
+    tracer: Tracer,
     load_seconds: float,
 ) -> None:
     block_size, num_blocks = _capacity(config, engine)
@@ -164,7 +168,7 @@ async def _serve(
     state = StageState(config, me, policy, stage, registration, verifier)
     waiting = queue if queue.client is not None else None
     generate = build_generate(config, engine, stage, policy, queue.client, waiting, occupancies)
-    generate = with_request_log(generate, _part(config), policy.counts, drain)
+    generate = with_request_log(generate, _part(config), policy.counts, drain, tracer)
     generate = state.counting(generate)
     generate = Admission(policy.thresholds, policy.queued).admitting(generate)
     publishers = await create_publishers(

@@ -1,0 +1,176 @@
+"""`trtllm-disagg trace`: the tree of a request in a terminal, as a page and for scripts."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.cli import run
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tracing.reading import read_traces
+from trtllm_disagg.tracing.spans import Event, SpanData
+from trtllm_disagg.tracing.trace_file import TraceFile
+
+#: (name, place in the tree, first and last millisecond)
+SPANS = [
+    ("request", None, 0, 100),
+    ("prefill", 0, 1, 20),
+    ("remote_decode", 0, 21, 99),
+    ("dispatch", 2, 22, 70),
+    ("relay", 2, 70, 99),
+]
+OF_DECODE = [("decode_stage", 3, 25, 98), ("kv_transfer", 5, 26, 66), ("decode_steps", 5, 68, 97)]
+COLUMNS = 80
+
+
+def spans_of(number: int, slower_ms: int) -> tuple[list[SpanData], list[SpanData]]:
+    """Of the prefill and of the decode worker; a request a minute, of which `kv_transfer` takes longer."""
+    made: list[SpanData] = []
+    for place, (name, parent, start, end) in enumerate([*SPANS, *OF_DECODE]):
+        at = (number * 60_000 + start + (slower_ms if start >= 66 else 0)) * 1_000_000
+        until = (number * 60_000 + end + (slower_ms if end >= 66 else 0)) * 1_000_000
+        parent_id = None if parent is None else made[parent].span_id
+        span = SpanData(name, f"{number + 1:032x}", f"{number * 100 + place + 1:016x}", parent_id, at, until)
+        made.append(span)
+    made[0].attributes = {"gen_ai.request.id": f"id-{number}", "trtllm_disagg.strategy": "prefill_first"}
+    made[0].events = [Event("first_token", made[1].end, {})]
+    made[6].attributes = {"kv_transfer.bytes": 49152, "kv_transfer.gb_per_second": 0.004}
+    made[7].error = "EngineError: <lost>"
+    return made[: len(SPANS)], made[len(SPANS) :]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Three requests, of which the second one was slow."""
+    (tmp_path / "traces").mkdir()
+    for number, slower_ms in enumerate((0, 400, 10)):
+        for worker, spans in zip(("prefill-0", "decode-0"), spans_of(number, slower_ms), strict=True):
+            TraceFile(tmp_path / "traces" / f"{worker}.jsonl", {"service.name": "dynamo"}).take(spans)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[str]:
+    assert run(["trace", *map(str, arguments)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_request_is_drawn_as_a_waterfall_in_eighty_columns(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = shown(capsys, "cmpl-id-1", "--run-dir", run_dir)
+    assert lines[0] == "request id-1: 500.0 ms, prefill_first, first token after 20.0 ms"
+    rows = lines[1:9]
+    assert [line.split()[0] for line in rows] == [
+        *("prefill-0", "prefill", "remote_decode", "dispatch", "decode-0", "kv_transfer", "decode_steps"),
+        "prefill-0",
+    ]
+    assert all(len(line) <= COLUMNS for line in rows)
+    assert len({line.index("ms") for line in rows}) == 1
+    bars = [line.count("█") + line.count("▏") for line in rows]
+    assert bars[0] == max(bars)
+    assert bars[5] > max(bars[6], bars[1])
+    assert lines[9].startswith("most of it: decode-0 kv_transfer 440.0 ms (88%)")
+    assert lines[10:] == [
+        "decode-0 kv_transfer: 48 KiB, 0.004 GB/s",
+        "decode-0 decode_steps: failed: EngineError: <lost>",
+    ]
+
+
+def test_the_last_and_the_slowest_requests_are_found(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*arguments: str) -> list[str]:
+        lines = shown(capsys, "--run-dir", run_dir, *arguments)
+        return [line.split()[1].rstrip(":") for line in lines if line.startswith("request ")]
+
+    assert told() == ["id-2"]
+    assert told("--last", "2") == ["id-1", "id-2"]
+    assert told("--slowest", "2") == ["id-1", "id-2"]
+    assert told("--last", "9") == ["id-0", "id-1", "id-2"]
+
+
+def test_two_requests_stand_side_by_side_with_what_took_longer(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = shown(capsys, "--run-dir", run_dir, "--compare", "id-0", "id-1")
+    assert [line.split(":")[0] for line in lines[:2]] == ["request id-0", "request id-1"]
+    rows = {line.split()[0]: line for line in lines[2:10]}
+    assert all(len(line) <= COLUMNS for line in rows.values())
+    assert rows["kv_transfer"].endswith("+400.0")
+    assert rows["prefill"].endswith("+0.0")
+    assert "40.0 ms" in rows["kv_transfer"]
+    assert "440.0 ms" in rows["kv_transfer"]
+
+
+def test_scripts_get_every_span_and_whose_time_it_was(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (told,) = json.loads("\n".join(shown(capsys, "id-1", "--run-dir", run_dir, "--json")))
+    assert (told["request_ids"], told["order"], told["ms"], told["first_token_ms"]) == (
+        ["id-1"],
+        "prefill_first",
+        500.0,
+        20.0,
+    )
+    assert told["longest"][0] == {"worker": "decode-0", "span": "kv_transfer", "ms": 440.0}
+    assert sum(each["ms"] for each in told["longest"]) == pytest.approx(told["ms"])
+    assert [span["span"] for span in told["spans"]][:2] == ["request", "prefill"]
+
+
+def test_a_page_and_a_picture_need_nothing_else(run_dir: Path) -> None:
+    page, picture = run_dir / "two.html", run_dir / "one.svg"
+    assert run(["trace", "--run-dir", str(run_dir), "--compare", "id-0", "id-1", "--html", str(page)]) == 0
+    assert run(["trace", "--run-dir", str(run_dir), "id-1", "--html", str(picture)]) == 0
+    html = page.read_text()
+    assert html.count("<svg") == 2
+    assert "<script" not in html
+    assert "src=" not in html
+    svg = ET.parse(picture).getroot()
+    bars = [each for each in svg.iter() if each.tag.endswith("rect") and each.get("class") != "paper"]
+    assert len(bars) == len(SPANS) + len(OF_DECODE)
+    longest = [each for each in bars if each.get("class") == "longest"]
+    assert [float(each.get("width") or 0) for each in longest] == [pytest.approx(560 * 440 / 500, abs=0.1)]
+
+
+def test_a_collectors_file_is_read_as_well(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Spans of other programs are shown, traces without one of ours are not."""
+    file = run_dir / "collected.jsonl"
+    TraceFile(file, {"trtllm_disagg.worker": "agg", "service.instance.id": "12345"}).take(spans_of(0, 0)[0])
+    theirs = json.loads(file.read_text().replace(f"{1:032x}", f"{9:032x}"))
+    theirs["resourceSpans"][0]["scopeSpans"][0]["scope"]["name"] = "another"
+    with file.open("a") as out:
+        out.write(json.dumps(theirs) + "\n")
+    assert [trace.trace_id for trace in read_traces(file)] == [f"{1:032x}"]
+    assert "agg-2345" in "\n".join(shown(capsys, "--otlp-file", file))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["id-7"], r"REQUEST_ID.*id-7.*one of 3 requests.*id-0, id-1, id-2"),
+        (["--last", "0"], r"'0' is not allowed; expected a number from 1"),
+        (["--last", "2", "--slowest", "2"], "not allowed with"),
+        (["--last", "2", "--html", "x.svg"], r"--html.*x\.svg.*\.html for more than one"),
+    ],
+)
+def test_what_cannot_be_shown_is_an_error_that_says_what_can(
+    arguments: list[str], told: str, run_dir: Path
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        run(["trace", "--run-dir", str(run_dir), *arguments])
+
+
+def test_a_directory_that_is_no_run_directory_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--run-dir.*a run directory of"):
+        run(["trace", "--run-dir", str(tmp_path)])
+    (tmp_path / "traces").mkdir()
+    with pytest.raises(ConfigError, match="no request was traced"):
+        run(["trace", "--run-dir", str(tmp_path)])

@@ -1,0 +1,87 @@
+"""Spans as lines of OTLP/JSON, written and read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tracing.spans import Event, SpanData
+from trtllm_disagg.tracing.trace_file import OLD_SUFFIX, TraceFile, read_spans
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+ROOT = SpanData(
+    "request",
+    TRACE_ID,
+    "00f067aa0ba902b7",
+    "00f067aa0ba90200",
+    1_700_000_000_000_000_001,
+    1_700_000_000_500_000_001,
+    {"n": 1, "share": 0.5, "text": "a", "yes": True, "reasons": ["stop", "length"]},
+    [Event("first_token", 1_700_000_000_100_000_001, {"index": 0})],
+    "ValueError: no",
+    is_remote=True,
+)
+CHILD = SpanData("prefill", TRACE_ID, "00f067aa0ba902b8", ROOT.span_id, ROOT.start, ROOT.end)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    TraceFile(file, {"service.name": "dynamo"}).take([CHILD, ROOT])
+    read = list(read_spans(file))
+    assert [each.data for each in read] == [CHILD, ROOT]
+    assert {each.scope for each in read} == {"trtllm_disagg"}
+    assert read[0].resource == {"service.name": "dynamo"}
+
+
+def test_what_is_written_is_otlp(tmp_path: Path) -> None:
+    from google.protobuf.json_format import ParseDict
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    file = tmp_path / "a.jsonl"
+    TraceFile(file, {"service.name": "dynamo"}).take([ROOT])
+    batch = json.loads(file.read_text())
+    message = ParseDict(batch, ExportTraceServiceRequest())
+    (span,) = message.resource_spans[0].scope_spans[0].spans
+    assert (span.name, span.start_time_unix_nano, span.status.code) == ("request", ROOT.start, 2)
+
+
+def test_a_full_file_takes_the_place_of_the_one_before_it(tmp_path: Path) -> None:
+    file, old = tmp_path / "a.jsonl", tmp_path / f"a.jsonl{OLD_SUFFIX}"
+    traces = TraceFile(file, {}, max_bytes=1)
+    for span in (CHILD, ROOT):
+        traces.take([span])
+        assert [each.data for each in read_spans(old)] == [span]
+        assert not file.exists()
+
+
+def test_a_file_that_cannot_be_written_fails_no_request_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    traces = TraceFile(tmp_path / "missing" / "a.jsonl", {})
+    traces.take([ROOT])
+    traces.take([ROOT])
+    assert [record.getMessage().endswith("No such file or directory") for record in caplog.records] == [False]
+    assert "spans are lost" in caplog.text
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    TraceFile(file, {}).take([ROOT])
+    whole = file.read_bytes()
+    file.write_bytes(whole + b"\n" + whole[:50])
+    assert [each.data for each in read_spans(file)] == [ROOT]
+
+
+@pytest.mark.parametrize(
+    "text", ["no json\n", '{"spans": []}\n', '{"resourceSpans": [{"scopeSpans": [{"spans": [{}]}]}]}\n']
+)
+def test_a_file_with_something_else_in_it_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"a\.jsonl.*expected lines of OTLP/JSON.*line 1"):
+        list(read_spans(file))
+    with pytest.raises(ConfigError, match="a file that can be read"):
+        list(read_spans(tmp_path / "absent"))

@@ -1,0 +1,93 @@
+"""Spans to a collector, by OpenTelemetry's own exporter (extra `otel`): in batches, from a thread of its own.
+
+Endpoint, protocol, headers, compression and batching are that library's variables, which Dynamo's runtime reads too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from threading import Thread
+from typing import Any
+
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tracing.spans import Event, SpanData, Value
+from trtllm_disagg.tracing.trace_file import SCOPE
+
+try:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import Event as OtelEvent
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+except ModuleNotFoundError as error:
+    raise ConfigError.bad_value(
+        "OTEL_EXPORT_ENABLED",
+        "true",
+        f"false, or with `pip install 'trtllm-disagg[otel]'` ({error.name} is missing)",
+    ) from None
+
+_PROTOCOLS = {
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+}
+_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+#: For what is still on its way to a collector that may be gone; the library would wait for half a minute.
+_CLOSE_SECONDS = 5.0
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_SCOPE = InstrumentationScope(SCOPE)
+
+
+class OtlpExport:
+    """A receiver of spans."""
+
+    def __init__(self, environ: Mapping[str, str], resource: Mapping[str, Value]) -> None:
+        """Raises ConfigError for a protocol that is none."""
+        self._resource = Resource.create(
+            {"service.name": environ.get("OTEL_SERVICE_NAME") or "dynamo", **resource}
+        )
+        self._processor = BatchSpanProcessor(_exporter(environ))
+
+    def take(self, spans: Sequence[SpanData]) -> None:
+        for span in spans:
+            self._processor.on_end(self._readable(span))
+
+    def close(self) -> None:
+        closing = Thread(target=self._processor.shutdown, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+
+    def _readable(self, span: SpanData) -> ReadableSpan:
+        return ReadableSpan(
+            span.name,
+            context=_context(span.trace_id, span.span_id),
+            parent=None
+            if span.parent_id is None
+            else _context(span.trace_id, span.parent_id, is_remote=span.is_remote),
+            resource=self._resource,
+            attributes=span.attributes,
+            events=[_event(event) for event in span.events],
+            kind=SpanKind.SERVER if span.is_remote else SpanKind.INTERNAL,
+            status=Status() if span.error is None else Status(StatusCode.ERROR, span.error),
+            start_time=span.start,
+            end_time=span.end,
+            instrumentation_scope=_SCOPE,
+        )
+
+
+def _exporter(environ: Mapping[str, str]) -> SpanExporter:
+    variable = next((each for each in _PROTOCOL_VARIABLES if environ.get(each)), _PROTOCOL_VARIABLES[0])
+    protocol = environ.get(variable) or "grpc"
+    if protocol not in _PROTOCOLS:
+        raise ConfigError.bad_value(variable, protocol, f"one of {', '.join(_PROTOCOLS)}")
+    exporter: Any = import_module(_PROTOCOLS[protocol]).OTLPSpanExporter
+    return exporter()
+
+
+def _context(trace_id: str, span_id: str, *, is_remote: bool = False) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote, _SAMPLED)
+
+
+def _event(event: Event) -> OtelEvent:
+    return OtelEvent(event.name, event.attributes, event.at)

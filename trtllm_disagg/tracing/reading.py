@@ -1,0 +1,174 @@
+"""Traces as they are looked at: the spans of one request over all its processes, as a tree, and what took its time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tracing.spans import SpanData, Value
+from trtllm_disagg.tracing.trace_file import OLD_SUFFIX, SCOPE, ReadSpan, read_spans
+
+#: Of a run directory; a file for each worker, by its name.
+TRACES_DIR = "traces"
+_REQUEST_ID = "gen_ai.request.id"
+#: What clients see before the id.
+_ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp-")
+
+
+@dataclass(slots=True)
+class Node:
+    """A span in its tree; `depth` 0 is a root."""
+
+    span: SpanData
+    #: The process that it ran in.
+    worker: str
+    is_ours: bool
+    depth: int = 0
+    children: list[Node] = field(default_factory=list)
+
+    @property
+    def milliseconds(self) -> float:
+        return (self.span.end - self.span.start) / 1e6
+
+
+@dataclass(frozen=True)
+class Trace:
+    trace_id: str
+    #: As they began. More than one where a process between them has exported nothing.
+    roots: Sequence[Node]
+
+    @cached_property
+    def nodes(self) -> Sequence[Node]:
+        """Parents before their children, those in the order in which they began."""
+
+        def below(nodes: Sequence[Node]) -> Iterator[Node]:
+            for node in nodes:
+                yield node
+                yield from below(node.children)
+
+        return list(below(self.roots))
+
+    @cached_property
+    def start(self) -> int:
+        return min(node.span.start for node in self.nodes)
+
+    @cached_property
+    def end(self) -> int:
+        return max(node.span.end for node in self.nodes)
+
+    @property
+    def milliseconds(self) -> float:
+        return (self.end - self.start) / 1e6
+
+    @property
+    def first_token_ms(self) -> float | None:
+        """Until a worker gave it."""
+        firsts = [
+            event.at for node in self.nodes for event in node.span.events if event.name == "first_token"
+        ]
+        return (min(firsts) - self.start) / 1e6 if firsts else None
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(dict.fromkeys(str(told) for told in self._told(_REQUEST_ID)))
+
+    @property
+    def order(self) -> str:
+        """What ran, as the worker that answered the client says it."""
+        return str(next(self._told(f"{SCOPE}.strategy"), ""))
+
+    def _told(self, name: str) -> Iterator[Value]:
+        return (node.span.attributes[name] for node in self.nodes if name in node.span.attributes)
+
+    @cached_property
+    def blame(self) -> list[tuple[Node, float]]:
+        """Which span the request's time belongs to, in milliseconds, the longest first. Each moment belongs to the
+        deepest span that ran then: what runs inside another one is what that one waits for.
+        """
+        moments = sorted({at for node in self.nodes for at in (node.span.start, node.span.end)})
+        taken: dict[int, float] = defaultdict(float)
+        for begin, end in pairwise(moments):
+            running = [
+                (node.depth, node.span.start, place)
+                for place, node in enumerate(self.nodes)
+                if node.span.start <= begin and node.span.end >= end
+            ]
+            if running:
+                taken[max(running)[2]] += (end - begin) / 1e6
+        return sorted(((self.nodes[place], ms) for place, ms in taken.items()), key=lambda each: -each[1])
+
+
+def read_traces(path: Path) -> list[Trace]:
+    """Of a run directory, or of a file of OTLP/JSON; as they began. Only those with a span of a worker of ours. Raises
+    ConfigError when there are none to read.
+    """
+    return [trace for trace in _traces(_read(path)) if any(node.is_ours for node in trace.nodes)]
+
+
+def _read(path: Path) -> Iterator[Node]:
+    if not path.is_dir():
+        for read in read_spans(path):
+            yield _node(read, _name(read.resource))
+        return
+    directory = path / TRACES_DIR
+    if not directory.is_dir():
+        raise ConfigError.bad_value(
+            "--run-dir", str(path), f"a run directory of `trtllm-disagg up`, with {TRACES_DIR}/"
+        )
+    # The older half first.
+    for file in sorted(directory.glob(f"*.jsonl{OLD_SUFFIX}")) + sorted(directory.glob("*.jsonl")):
+        for read in read_spans(file):
+            yield _node(read, file.name.partition(".")[0])
+
+
+def _node(read: ReadSpan, worker: str) -> Node:
+    return Node(read.data, worker, read.scope == SCOPE)
+
+
+def _name(resource: dict[str, Value]) -> str:
+    worker, instance = resource.get("trtllm_disagg.worker"), str(resource.get("service.instance.id", ""))
+    if worker is None:
+        return str(resource.get("service.name", ""))
+    return f"{str(worker).partition('/')[0]}-{instance[-4:]}"
+
+
+def _traces(nodes: Iterator[Node]) -> list[Trace]:
+    by_trace: dict[str, dict[str, Node]] = defaultdict(dict)
+    for node in nodes:
+        by_trace[node.span.trace_id][node.span.span_id] = node
+    traces = [Trace(trace_id, _tree(spans)) for trace_id, spans in by_trace.items()]
+    return sorted(traces, key=lambda trace: trace.start)
+
+
+def _tree(spans: dict[str, Node]) -> list[Node]:
+    roots: list[Node] = []
+    for node in sorted(spans.values(), key=lambda each: (each.span.start, -each.span.end)):
+        parent = spans.get(node.span.parent_id or "")
+        (roots if parent is None or parent is node else parent.children).append(node)
+    waiting = [(root, 0) for root in roots]
+    while waiting:
+        node, node.depth = waiting.pop()
+        waiting += [(child, node.depth + 1) for child in node.children]
+    return roots
+
+
+def find_trace(traces: Sequence[Trace], request_id: str) -> Trace:
+    """By the id of the request, as the client or a log has it, or of the trace. Raises ConfigError when none has it."""
+    wanted = request_id
+    for prefix in _ID_PREFIXES:
+        wanted = wanted.removeprefix(prefix)
+    for trace in reversed(traces):
+        if wanted == trace.trace_id or wanted in trace.request_ids:
+            return trace
+    last = ", ".join(each for trace in traces[-3:] for each in trace.request_ids[:1])
+    known = (
+        f"one of {len(traces)} requests that were traced there, the last ones {last}"
+        if traces
+        else "none is there"
+    )
+    raise ConfigError.bad_value("REQUEST_ID", request_id, known)

@@ -1,0 +1,193 @@
+"""What was done for a request, and when: one tree of spans a request and worker. Imports nothing of this project.
+
+Of a request that is not traced there is only `NO_SPAN`, with methods that do nothing. No span is made for a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+Value = str | bool | int | float | Sequence[str]
+Attributes = Mapping[str, Value | None]
+_NONE: Attributes = {}
+
+TRACEPARENT = "traceparent"
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+
+
+class TraceParent(NamedTuple):
+    """W3C's trace context: ids in hexadecimal."""
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+
+    def __str__(self) -> str:
+        return f"00-{self.trace_id}-{self.span_id}-{int(self.is_sampled):02x}"
+
+    @classmethod
+    def read(cls, text: str | None) -> TraceParent | None:
+        """None for what is none."""
+        found = _TRACEPARENT.fullmatch(text or "")
+        if found is None or not (int(found[1], 16) and int(found[2], 16)):
+            return None
+        return cls(found[1], found[2], bool(int(found[3], 16) & 1))
+
+
+class Event(NamedTuple):
+    """`at` is in nanoseconds since the epoch."""
+
+    name: str
+    at: int
+    attributes: dict[str, Value]
+
+
+@dataclass(slots=True)
+class SpanData:
+    """Of one span; `start` and `end` are in nanoseconds since the epoch, ids in hexadecimal."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    start: int
+    end: int = 0
+    attributes: dict[str, Value] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    #: What it failed with.
+    error: str | None = None
+    #: What called it is another process.
+    is_remote: bool = False
+
+
+class Span:
+    """Of a request that is not traced; as a context manager it ends with the block."""
+
+    is_recording = False
+
+    def child(self, name: str, attributes: Attributes = _NONE) -> Span:
+        """From now on."""
+        return self
+
+    def measured(self, name: str, start: float, end: float, attributes: Attributes = _NONE) -> None:
+        """A child that has ended; seconds of this machine's monotonic clock. What is outside of this span is cut."""
+
+    def note(self, attributes: Attributes) -> None:
+        """None: no such attribute."""
+
+    def event(self, name: str, attributes: Attributes = _NONE) -> None:
+        """Now."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Once; the next times are none."""
+
+    @property
+    def traceparent(self) -> str | None:
+        """By what another process puts its spans below this one."""
+        return None
+
+    def headers(self, given: dict[str, str] | None) -> dict[str, str] | None:
+        """The same for an engine: `given` is what came with the request."""
+        return given
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.end(error)
+
+
+NO_SPAN = Span()
+
+
+class Recording:
+    """The spans of one request on one worker. `take` gets those that have ended when the first one, the root, ends, and
+    each that ends later.
+    """
+
+    def __init__(self, trace_id: str, take: Callable[[list[SpanData]], None]) -> None:
+        self.trace_id = trace_id
+        #: One look at the wall clock a request: nothing in its tree moves when that clock is set.
+        self._offset = time.time_ns() - time.monotonic_ns()
+        self._take = take
+        self._ended: list[SpanData] = []
+        self._root: RecordedSpan | None = None
+
+    def root(self, name: str, parent: TraceParent | None, attributes: Attributes = _NONE) -> RecordedSpan:
+        self._root = root = RecordedSpan(self, name, parent and parent.span_id, attributes)
+        root.data.is_remote = parent is not None
+        return root
+
+    def now(self) -> int:
+        return time.monotonic_ns() + self._offset
+
+    def at(self, seconds: float) -> int:
+        """Of the monotonic clock."""
+        return int(seconds * 1e9) + self._offset
+
+    def ended(self, span: RecordedSpan) -> None:
+        self._ended.append(span.data)
+        if self._root is not None and not self._root.data.end:
+            return
+        ended, self._ended = self._ended, []
+        self._take(ended)
+
+
+class RecordedSpan(Span):
+    is_recording = True
+
+    def __init__(
+        self, recording: Recording, name: str, parent_id: str | None, attributes: Attributes = _NONE
+    ) -> None:
+        self._recording = recording
+        self.data = SpanData(name, recording.trace_id, secrets.token_hex(8), parent_id, recording.now())
+        self.note(attributes)
+
+    def child(self, name: str, attributes: Attributes = _NONE) -> Span:
+        return RecordedSpan(self._recording, name, self.data.span_id, attributes)
+
+    def measured(self, name: str, start: float, end: float, attributes: Attributes = _NONE) -> None:
+        now = self._recording.now()
+        begin, last = (min(max(self._recording.at(each), self.data.start), now) for each in (start, end))
+        if last <= begin:  # nothing of it, or the clock of another machine
+            return
+        child = RecordedSpan(self._recording, name, self.data.span_id, attributes)
+        child.data.start, child.data.end = begin, last
+        self._recording.ended(child)
+
+    def note(self, attributes: Attributes) -> None:
+        self.data.attributes.update({name: value for name, value in attributes.items() if value is not None})
+
+    def event(self, name: str, attributes: Attributes = _NONE) -> None:
+        told = {name: value for name, value in attributes.items() if value is not None}
+        self.data.events.append(Event(name, self._recording.now(), told))
+
+    def end(self, error: BaseException | None = None) -> None:
+        if self.data.end:
+            return
+        if error is not None and not isinstance(error, GeneratorExit):
+            self.data.error = f"{type(error).__name__}: {error}"
+        self.data.end = self._recording.now()
+        self._recording.ended(self)
+
+    @property
+    def traceparent(self) -> str:
+        return str(TraceParent(self.data.trace_id, self.data.span_id, True))
+
+    def headers(self, given: dict[str, str] | None) -> dict[str, str]:
+        return (given or {}) | {TRACEPARENT: self.traceparent}
+
+
+def trace_id_of(request_id: str | None) -> str:
+    """Of a request that no tracing library knows: the same on all workers that have to do with it, and as evenly spread
+    as a sampler needs it.
+    """
+    if request_id is None:
+        return secrets.token_hex(16)
+    return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()
