@@ -13,8 +13,9 @@ STAMP := .venv/installed
 TOOLS := .venv/tools-installed
 MODEL := .cache/demo-model
 SCRIPTS = $(filter-out %/lib.sh,$(wildcard launch/*.sh launch/slurm/*.sh))
-# Two processes (tests/support/groups.py); PYTEST_ARGS="-n 0" for one.
-PYTEST = $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+# Three processes (tests/support/groups.py), for a quarter of the time is spent waiting for other processes: two leave a
+# third of two processors idle. PYTEST_ARGS="-n 0" for one.
+PYTEST = $(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
 # Some 400 tests run real processes on whatever machine this is. What fails is run once more, one test at a time; a failure that repeats
 # fails the run, and one that does not is named above as FAILED and is a bug to find, in the product or in the test.
 ONCE_MORE = [ $$? -eq 1 ] && echo "once more, what failed, one at a time:" && \

@@ -23,7 +23,7 @@ from trtllm_disagg.deployment.command_socket import send_to_up
 from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import Role
 
-NUM_STREAMS = 12
+NUM_STREAMS = 9
 #: Long enough that all of them run when the faults come.
 NUM_TOKENS = 500
 SECONDS = 90.0

@@ -1,4 +1,4 @@
-"""Which files stay together in one of pytest's processes (`pytest -n 2`), and which begin first.
+"""Which files stay together in one of pytest's processes (`pytest -n 3`), and which begin first.
 
 A file is never divided, for its fixtures are made once. Nor are files that share something dear.
 """

@@ -1,4 +1,4 @@
-"""Which tests stay together under `pytest -n 2`."""
+"""Which tests stay together under `pytest -n 3`."""
 
 from __future__ import annotations
 

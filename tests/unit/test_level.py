@@ -20,8 +20,8 @@ from trtllm_disagg.errors import ConfigError
 
 PROMPT = [5 + i % 11 for i in range(70)]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, detokenize=False)
-#: At this machine's level and at lower ones.
-LEVELS = ["torch", *(["avx2"] if this_cpu().level in ("avx512", "avx2") else [])]
+#: Below this machine's own.
+LEVELS = [*(["torch"] if this_cpu().compiles else []), *(["avx2"] if this_cpu().level == "avx512" else [])]
 
 
 def start(model: Path, dtype: str = "float32") -> LLM:

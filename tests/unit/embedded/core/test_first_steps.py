@@ -51,8 +51,11 @@ def test_the_smallest_pools_have_room_for_them(
     core.close()
 
 
-def test_nothing_is_left_to_compile(checkpoints: Checkpoints) -> None:
-    """In a process of its own: here, other tests have had the kernels compiled."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_left_to_compile_and_nothing_was_compiled_that_no_step_calls(
+    checkpoints: Checkpoints, dtype: str
+) -> None:
+    """In a process of its own: here, other tests have had the kernels compiled, those of both dtypes."""
     program = """
 import json, sys
 from pathlib import Path
@@ -62,7 +65,7 @@ from tests.support.cores import Core
 
 def compiled():
     return {
-        f"{module.__name__}.{name}": len(kernel.signatures)
+        name: len(kernel.signatures)
         for module in (attention_kernels, decode_step, layer_kernels)
         for name, kernel in vars(module).items() if isinstance(kernel, CPUDispatcher)
     }
@@ -76,32 +79,10 @@ core.run(first, core.add(range(50, 110), 12))
 core.close()
 print(json.dumps([before, compiled()]))
 """
-    for dtype in ("float32", "bfloat16"):
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(checkpoints()), dtype],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        before, after = json.loads(done.stdout.splitlines()[-1])
-        assert sum(before.values()) > 0
-        assert before == after
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kernels_compiled_ahead_are_those_that_steps_call(checkpoints: Checkpoints, dtype: str) -> None:
-    """In a process of its own, since kernels of both dtypes have been compiled here."""
-    program = """
-import json, sys
-from pathlib import Path
-from trtllm_disagg.embedded.cpu_kernels import attention_kernels, decode_step
-from tests.support.cores import Core
-
-Core(Path(sys.argv[1]), dtype=sys.argv[2]).close()
-kernels = (attention_kernels.attend_heads, attention_kernels.attend_rows, decode_step._attend)
-print(json.dumps([kernel.py_func.__name__ for kernel in kernels if len(kernel.signatures) > 1]))
-"""
     done = subprocess.run(
         [sys.executable, "-c", program, str(checkpoints()), dtype], check=True, capture_output=True, text=True
     )
-    assert json.loads(done.stdout.splitlines()[-1]) == []
+    before, after = json.loads(done.stdout.splitlines()[-1])
+    assert sum(before.values()) > 0
+    assert before == after
+    assert [name for name in ("attend_heads", "attend_rows", "_attend") if before[name] > 1] == []
