@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -35,12 +36,26 @@ async def no_leaks() -> AsyncIterator[None]:
     assert kept == 0
 
 
+#: What a request passes on TensorRT-LLM, from the endpoint to the engine. (Tests of the prefill queue start servers.)
+TRTLLM_PATH = ("dynamo_runtime", "engine", "handlers", "wire", "worker")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every asynchronous test of that path has the event loop watched."""
+    here = Path(__file__).parent
+    for item in items:
+        if (
+            item.path.is_relative_to(here)
+            and item.path.relative_to(here).parts[0] in TRTLLM_PATH
+            and isinstance(item, pytest.Function)
+            and inspect.iscoroutinefunction(item.function)
+        ):
+            item.fixturenames.append("the_loop_goes_on")
+
+
 @pytest.fixture
-async def the_loop_goes_on(request: pytest.FixtureRequest) -> AsyncIterator[None]:
-    """No call keeps the event loop of an asynchronous test waiting; that of another one does not run."""
-    if not inspect.iscoroutinefunction(request.function):
-        yield
-        return
+async def the_loop_goes_on() -> AsyncIterator[None]:
+    """No call keeps the event loop waiting."""
     async with loop_never_stands_still():
         yield
 

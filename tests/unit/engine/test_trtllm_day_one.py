@@ -63,9 +63,6 @@ from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_protocols import DYNAMO
 
-pytestmark = pytest.mark.usefixtures("the_loop_goes_on")
-
-
 # -- statistics and cache events: the readers block
 
 

@@ -37,7 +37,7 @@ from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import Generate
 from trtllm_disagg.wire.bodies import decode_request
 
-pytestmark = pytest.mark.usefixtures("tensorrt_llm", "the_loop_goes_on")
+pytestmark = pytest.mark.usefixtures("tensorrt_llm")
 
 CONFIGS = Path(__file__).parents[3] / "engine_configs"
 MODELS = ["llama-3.1-8b", "qwen3"]
