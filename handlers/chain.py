@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.tracing.spans import Span
@@ -87,7 +87,15 @@ def bare_decode(decode: DecodePhase) -> Generate:
 _OF_THE_SENDER = Handoff(TokenChunk([]), None)
 
 
-def bare_prefill(prefill: PrefillPhase, protocol: HandoffProtocol = DYNAMO) -> Generate:
+#: Told of each handoff that was answered: the id of its request, and how to take it back.
+PassedOn = Callable[[str | None, Callable[[], None]], None]
+
+
+def bare_prefill(
+    prefill: PrefillPhase,
+    protocol: HandoffProtocol = DYNAMO,
+    passed_on: PassedOn = lambda request_id, take_back: None,
+) -> Generate:
     """The prefill phase as a service: one chunk, with the first token and the handoff."""
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -99,7 +107,7 @@ def bare_prefill(prefill: PrefillPhase, protocol: HandoffProtocol = DYNAMO) -> G
             delivered = not context.is_stopped()
         finally:
             if delivered:
-                handoff.passed_on()
+                passed_on(context.id(), handoff.passed_on())
             handoff.release()
 
     return generate

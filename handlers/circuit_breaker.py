@@ -69,7 +69,7 @@ def stream_timeouts_of(config: WorkerConfig) -> Mapping[str, StreamTimeouts]:
     decode = StreamTimeouts(config.first_decode_token_timeout, config.next_decode_token_timeout)
     tries = config.max_tries + 1
     whole = StreamTimeouts(tries * prefill.first, tries * max(decode))
-    return {"prefill": prefill, "decode": decode, "whole": whole}
+    return {"prefill": prefill, "recall": prefill, "decode": decode, "whole": whole}
 
 
 class IdleTimer:

@@ -112,17 +112,34 @@ class RemotePrefill:
         dispatch = dispatched(instance, request)
         with ExitStack() as unless_returned:
             raw_request = self._protocol.encode(request.within(dispatch), PREFILL)
-            async with aclosing(instance.call(raw_request, context)) as answers:
-                with dispatch:
-                    async for raw in answers:
-                        handoffs.append(self._handoff(request, decode_chunk(raw)))
-                        unless_returned.callback(handoffs[-1].release)
+            try:
+                async with aclosing(instance.call(raw_request, context)) as answers:
+                    with dispatch:
+                        async for raw in answers:
+                            handoffs.append(self._handoff(request, decode_chunk(raw)))
+                            unless_returned.callback(handoffs[-1].release)
+            finally:
+                # Its answer may be on the way, and be dropped there.
+                if context.is_stopped() and not handoffs and instance.instance_id != QUEUE_ID:
+                    in_background(self._recall(instance, request, context.id()))
             if context.is_stopped():
                 raise RequestCancelledError("the client left during remote prefill")
             if len(handoffs) != 1:
                 raise _fault(instance, f"the prefill worker sent {len(handoffs)} answers instead of one")
             unless_returned.pop_all()
             return handoffs[0]
+
+    async def _recall(
+        self, instance: StageInstance, request: GenerateRequest, request_id: str | None
+    ) -> None:
+        body = self._protocol.encode(request, PhaseRequest("recall", request=request_id))
+        try:
+            async with aclosing(instance.call(body, None)) as answers:
+                async for _ in answers:
+                    pass
+        except DisaggError as error:
+            # Best effort: the lease ends by itself.
+            log.info("a prefill whose answer was lost waits for the end of its lease: %s", error)
 
     def _handoff(self, request: GenerateRequest, chunk: TokenChunk) -> Handoff:
         result = result_of(chunk)

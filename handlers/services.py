@@ -14,7 +14,7 @@ from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 from trtllm_disagg.handlers.admission import Queued
-from trtllm_disagg.handlers.chain import bare_decode, bare_prefill
+from trtllm_disagg.handlers.chain import bare_decode
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, stream_timeouts_of
 from trtllm_disagg.handlers.concurrent import LocalPush, bare_push
 from trtllm_disagg.handlers.decide import (
@@ -37,6 +37,7 @@ from trtllm_disagg.handlers.fallback import (
 )
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.occupancy import NotKnown, Occupancies, OwnOccupancy, within_fallback_budget
+from trtllm_disagg.handlers.recall import recallable
 from trtllm_disagg.handlers.remote import RemoteDrain, StageClient
 from trtllm_disagg.handlers.route import StrategyRouter, relayed
 from trtllm_disagg.handlers.select import RequireConsumers
@@ -259,7 +260,7 @@ def served(parts: Parts, whole: Generate) -> Generate:
         asked = request.phase_request
         if asked is None or asked.stage == "whole":
             return whole(request, context)
-        if asked.stage != own:
+        if (Role.PREFILL if asked.stage == "recall" else asked.stage) != own:
             raise PeerUnavailableError(f"a {own} worker was asked for the phase {asked.stage}")
         return phase(request, context)
 
@@ -270,7 +271,7 @@ def _prefill(parts: Parts) -> Generate:
     if parts.pushes:
         return bare_push(LocalPush(parts.engine, parts.protocol))
     drain = RemoteDrain(parts.stage, parts.protocol)
-    return bare_prefill(LocalPrefill(parts.engine, drain), parts.protocol)
+    return recallable(LocalPrefill(parts.engine, drain), parts.protocol)
 
 
 def _decode(parts: Parts) -> Generate:

@@ -109,9 +109,11 @@ class Rendezvous(msgspec.Struct, frozen=True, omit_defaults=True):
 class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one worker wants of another; a request from a frontend has none, and means the whole answer."""
 
-    stage: Literal["prefill", "decode", "whole"]
+    stage: Literal["prefill", "decode", "whole", "recall"]
     #: For "whole": the order that the sender has chosen.
     strategy: str | None = None
+    #: For "recall": the id of the request whose prefill was asked for, and whose answer did not arrive.
+    request: str | None = None
 
 
 class WireRequest(msgspec.Struct, frozen=True):
@@ -291,9 +293,17 @@ class Handoff:
         self._release = None
         self._end()
 
-    def passed_on(self) -> None:
-        """Another worker has the duty to fetch or release the KV, which is still here."""
-        self._release = None
+    def passed_on(self) -> Callable[[], None]:
+        """Another worker has the duty to fetch or release the KV, which is still here. What is returned takes that
+        back, and releases it.
+        """
+        release, self._release = self._release, None
+
+        def take_back() -> None:
+            self._release = release
+            self.release()
+
+        return take_back
 
     def on_release(self, release: Callable[[], None]) -> None:
         self._release = release

@@ -174,7 +174,7 @@ class RecordingStageClient:
             raise self._error
 
     async def _served(self, call: StageCall) -> AsyncGenerator[Raw, None]:
-        """As Dynamo does it: a stopped context ends the iteration, leaving the iteration stops the peer."""
+        """As Dynamo does it: a stopped context ends the iteration, whatever is on the way; leaving stops the peer."""
         answers: asyncio.Queue[Raw | DisaggError | None] = asyncio.Queue()
         call.context.on_stop(lambda: answers.put_nowait(None))
         context = call.context.child()
@@ -182,7 +182,7 @@ class RecordingStageClient:
         self._peers.add(peer)
         peer.add_done_callback(self._peers.discard)
         try:
-            while (answer := await answers.get()) is not None:
+            while (answer := await answers.get()) is not None and not call.context.is_stopped():
                 if isinstance(answer, DisaggError):
                     answer.peer = self.instance_id
                     raise answer

@@ -266,6 +266,36 @@ async def test_a_client_that_leaves_behind_the_first_token_leaves_no_context(pai
     assert pair.contexts == 0
 
 
+@pytest.mark.parametrize("overtakes", [False, True], ids=["behind the answer", "before the answer"])
+async def test_a_prefill_whose_answer_is_lost_as_the_client_leaves_leaves_no_context(
+    tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch, overtakes: bool
+) -> None:
+    """Dynamo drops what is on the way to a request that it has killed."""
+    both = Both("decode_first")
+    day_one, context = both.day_one("decode_first"), FakeContext()
+    way = both.clients[Role.PREFILL]
+    send = way.call
+
+    async def losing(raw: dict[str, Any], for_client: Any) -> AsyncIterator[dict[str, Any]]:
+        if raw["errand"]["stage"] == "prefill":
+            if overtakes:
+                recall = raw | {"errand": {"stage": "recall", "request": context.id()}}
+                assert [answer async for answer in send(recall, None)] == []
+            (answer,) = [answer async for answer in send(raw, FakeContext(context.id()))]
+            assert "disaggregated_params" in answer
+            context.stop()
+            return
+        async for answer in send(raw, for_client):
+            yield answer
+
+    monkeypatch.setattr(way, "call", losing)
+    with pytest.raises(RequestCancelledError):
+        await collect(day_one.generate, request(max_tokens=5), context)
+    await day_one.quiet()
+    await both.clients[Role.DECODE].idle()
+    assert day_one.contexts == 0
+
+
 async def test_a_client_that_leaves_a_remote_prefill_as_it_ends_leaves_no_context(
     tensorrt_llm: ModuleType,
 ) -> None:
