@@ -1,4 +1,4 @@
-"""One log line per request and worker: what was done for it here, why, and when. `trtllm-disagg demo` reads it.
+"""One log line per request and worker, and one tree of spans: what was done for it here, why, and when.
 
 What was done and why is also in the first and the last chunk of the answer, and counted.
 """

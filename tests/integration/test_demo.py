@@ -43,6 +43,10 @@ async def test_the_demo_shows_both_orders_and_that_they_agree(
     assert not [name for name in os.listdir(tmp_path) if name.startswith("trtllm-disagg-demo-")]
     for order in ("prefill_first", "decode_first"):
         assert f"{order}: the frontend sends the request to the" in output
-    assert output.count("gave token 1") == 2
     assert output.count("first token at the client after") == 2
-    assert output.count("handoff (KV moved to decode") == 2
+    for span in ("compute", "handoff", "kv_transfer", "decode_steps"):
+        assert (
+            sum(line.split()[:1] == [span] or line.split()[1:2] == [span] for line in output.splitlines())
+            >= 2
+        ), span
+    assert output.count("most of it: ") == 2

@@ -11,24 +11,28 @@ import sys
 import time
 from pathlib import Path
 
+from rich.console import Console
+
 from trtllm_disagg.demo.chat import Answer, WrappedText, stream_chat
-from trtllm_disagg.demo.timeline import Timeline, read_timeline, render
 from trtllm_disagg.demo_model import build_demo_model
 from trtllm_disagg.deployment import (
     Deployment,
     DeploymentConfig,
     deployment_in_background,
 )
-from trtllm_disagg.deployment.plan import NO_WORKERS
 from trtllm_disagg.deployment.run_dir import scratch_directory
 from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.deployment.up_command import default_name, engine_configs_in
 from trtllm_disagg.model_directory import is_hub_name, servable_model
 from trtllm_disagg.strategies import StrategySpec, orders
+from trtllm_disagg.tracing.reading import Trace, read_traces
+from trtllm_disagg.tracing.waterfall import duration, waterfall
 
 QUESTION = "What is a list?"
 _DEFAULT_MODEL = ".cache/demo-model"
-_JOURNAL_SECONDS = 2.0
+_TRACE_SECONDS = 5.0
+#: The wall clock is looked at twice for one moment.
+_CLOCK_NS = 1_000_000
 _INDENT = "   "
 _DEFAULT_CONFIGS = Path("engine_configs/demo")
 
@@ -94,21 +98,31 @@ def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> An
             on_text=text.write,
         )
         text.end()
-        print(f"\n{render(_timeline(deployment, answer), columns)}\n", flush=True)
+        print()
+        _draw(_trace(deployment, answer), columns)
+        first = duration((answer.first_text - answer.sent) * 1000)
+        print(f"{_INDENT}first token at the client after {first}\n", flush=True)
     return answer
 
 
-def _timeline(deployment: Deployment, answer: Answer) -> Timeline:
-    """Both workers write their line when they are done, which may be a moment after the client is."""
-    logs = {
-        process.spec.name: process.log for process in deployment.processes if process.role not in NO_WORKERS
-    }
-    deadline = time.monotonic() + _JOURNAL_SECONDS
-    while True:
-        timeline = read_timeline(logs, answer)
-        if len(timeline.entries) == len(logs) or time.monotonic() > deadline:
-            return timeline
+def _trace(deployment: Deployment, answer: Answer) -> Trace | None:
+    """Both workers write their spans when they are done, a moment after the client; None if they do not."""
+    deadline = time.monotonic() + _TRACE_SECONDS
+    while time.monotonic() < deadline:
+        for trace in read_traces(deployment.run_dir):
+            if (
+                trace.start >= answer.sent * 1e9 - _CLOCK_NS
+                and len({node.worker for node in trace.nodes}) == 2
+            ):
+                return trace
         time.sleep(0.02)
+    return None
+
+
+def _draw(trace: Trace | None, columns: int) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for line in () if trace is None else waterfall(trace, columns - len(_INDENT)):
+        console.print(_INDENT, line, sep="")
 
 
 def _say(text: str) -> None:

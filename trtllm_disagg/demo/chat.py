@@ -15,7 +15,7 @@ _TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Times are seconds since the epoch, as in the workers' journals."""
+    """Times are seconds since the epoch, as spans have them in nanoseconds."""
 
     text: str
     sent: float

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.handling import collect, request
+from tests.support.handling import collect, request, until
 from tests.support.tracing import Batches, names_below, tracer_into
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.embedded.api.perf_metrics import TimingMetrics
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError
+from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.handlers.trace import with_request_log
 from trtllm_disagg.prefill_queue.messages import Claim
@@ -42,6 +43,7 @@ class Traced:
         self._run_dir = run_dir
         self._settings = settings
         self.engines: dict[Role, LLM] = {}
+        self._endpoint: str | None = None
         entry = spec_of(strategy).entry_role
         other = next(role for role in (Role.PREFILL, Role.DECODE) if role != entry)
         serves = None if error is not None else self._worker(other, strategy, RecordingStageClient())
@@ -49,7 +51,11 @@ class Traced:
         self.generate = self._worker(Role(entry or Role.AGG), strategy, self.client)
 
     def _worker(self, role: Role, strategy: str, client: RecordingStageClient) -> Generate:
-        engine = recording_engine()
+        # With this runtime two engines can meet.
+        transceiver = {"backend": "NIXL", "transceiver_runtime": "PYTHON"}
+        engine = recording_engine(cache_transceiver_config=transceiver)
+        client.description["ctx_info_endpoint"] = self._endpoint
+        self._endpoint = engine.ctx_info_endpoint
         self.engines[role] = engine.llm
         config = WorkerConfig(model="org/model", role=role, strategy=strategy, **self._settings)
         file = TraceFile(self._run_dir / "traces" / f"{role.value}-0.jsonl", {})
@@ -228,3 +234,24 @@ async def test_a_queue_of_prefills_is_told_from_their_computation() -> None:
     root.end()
     assert got.named("request").span_id == got.named("queue_wait").parent_id
     assert got.named("queue_wait").attributes == {"instance": "1a"}
+
+
+async def test_a_handoff_that_no_decode_took_is_drained_in_a_span_after_the_request() -> None:
+    got = Batches()
+    root = tracer_into(got).begin("request", "r", None, None)
+    asked = replace(request(), step=root)
+    handoff = await LocalPrefill(recording_engine())(asked, FakeContext())
+    root.end()
+    LocalDecode(recording_engine(), repeats_first_token=True).drain(asked.with_handoff(handoff))
+    await until(lambda: len(got.batches) == 2)
+    assert got.named("drain").parent_id == got.named("request").span_id
+
+
+@pytest.mark.parametrize("strategy", ["prefill_first", "decode_first"])
+async def test_phases_that_run_at_once_are_beside_each_other(strategy: str, tmp_path: Path) -> None:
+    trace = await Traced(strategy, tmp_path, schedule_style=ScheduleStyle.GENERATION_FIRST).trace()
+    (root,) = trace.roots
+    assert names_below(root)[:2] == ["decide", "meet"]
+    here, there = ("prefill", "decode") if strategy == "prefill_first" else ("decode", "prefill")
+    assert here in names_below(root)
+    assert there in names_below(node(trace, f"{there}_stage"))
