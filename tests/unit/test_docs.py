@@ -96,3 +96,16 @@ def test_pages_that_the_code_names_exist() -> None:
 def test_every_decision_is_in_the_index() -> None:
     listed = set(_LINK.findall((DOCS / "decisions" / "index.md").read_text(encoding="utf-8")))
     assert listed == {page.name for page in (DOCS / "decisions").glob("0*.md")}
+
+
+def test_a_cell_about_a_peer_has_a_source_with_its_date_or_says_that_it_was_not_looked_at() -> None:
+    text = (DOCS / "explanation" / "comparison.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
+    bare = [
+        (row[0], cell)
+        for row in rows
+        for cell in row[2:]
+        if cell != "?" and not re.search(r"\]\(https://.*\b20\d\d\b", cell)
+    ]
+    assert len(rows) >= 10
+    assert not bare
