@@ -11,7 +11,7 @@ from trtllm_disagg.bench.strategies.measures import PARTS, Measured
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm
 from trtllm_disagg.bench.strategies.slo import Quantity, Slo
 from trtllm_disagg.bench.strategies.sweep import Sweep, shown
-from trtllm_disagg.bench.strategies.verdict import LEAD, Verdict, goodput, judge, number, peak_goodput, spread
+from trtllm_disagg.bench.strategies.verdict import LEAD, Verdict, goodput, judge, number, spread
 
 #: What an SLO is multiplied by to find where the advice ends, the nearest first.
 _SLO_FACTORS = (0.8, 1.25, 0.67, 1.5, 0.5, 2.0, 0.33, 3.0, 0.25, 4.0)
@@ -19,6 +19,7 @@ _SLO_FACTORS = (0.8, 1.25, 0.67, 1.5, 0.5, 2.0, 0.33, 3.0, 0.25, 4.0)
 
 @dataclass(frozen=True, slots=True)
 class Advice:
+    #: With its number of GPUs.
     workload: str
     #: What to run, or that it is not decided.
     headline: str
@@ -36,7 +37,7 @@ class Advice:
 def advise(sweep: Sweep, slo: Slo) -> Advice:
     verdict = judge(sweep, goodput(slo))
     if verdict.refusal:
-        return Advice(sweep.workload.name, f"not decided: {verdict.refusal}", "", "", verdict)
+        return Advice(sweep.name, f"not decided: {verdict.refusal}", "", "", verdict)
     arms = {arm.name: arm for arm in sweep.arms}
     clean = sweep.without_doubtful_rates(verdict.measure.times)
     if verdict.is_decided:
@@ -45,7 +46,7 @@ def advise(sweep: Sweep, slo: Slo) -> Advice:
         open_arms = [verdict.best, *(lead.other for lead in verdict.doubtful)]
         headline = f"not decided between {_listed(open_arms)}: {verdict.why_not}"
     return Advice(
-        sweep.workload.name,
+        sweep.name,
         headline,
         " ".join(_because(clean, slo, verdict)),
         _what_changes_it(clean, slo, verdict) if verdict.is_decided else "",
@@ -131,8 +132,8 @@ def _other_rate(sweep: Sweep, slo: Slo, best: str) -> str:
             )
     alike = [rate for rate in sweep.rates if _is_alike(sweep, slo, rate)]
     if alike:
-        return f"up to {max(alike):g} requests/s all arms do alike; at no rate measured is another one better"
-    return "at no rate measured is another arm better"
+        return f"up to {max(alike):g} requests/s all arms do alike; at no rate measured did another one do better"
+    return "at no rate measured did another arm do better"
 
 
 def _is_alike(sweep: Sweep, slo: Slo, rate: float) -> bool:
@@ -155,17 +156,15 @@ def _band(verdict: Verdict) -> str:
 
 
 def _other_slo(sweep: Sweep, slo: Slo, best: str) -> str:
+    """The nearest one, stricter or looser, at which another arm is better; as surely as the advice itself."""
     for factor in _SLO_FACTORS:
         for name in slo.limits:
             other_slo = slo.scaled(name, factor)
-            scores = {
-                arm.name: median(peak_goodput(curve, other_slo) for curve in sweep.curves(arm.name).values())
-                for arm in sweep.arms
-            }
-            other = max(scores, key=lambda arm: scores[arm])
-            if scores[other] > LEAD * scores[best]:
-                numbers = f"{number(scores[other])} against {number(scores[best])} requests/s"
-                return f"with {name.upper()} {other_slo.limits[name]:g} ms {other} is better ({numbers})"
+            verdict = judge(sweep, goodput(other_slo))
+            if any(lead.other == best for lead in verdict.beaten):
+                theirs, ours = (number(verdict.scores[arm][NOMINAL].median) for arm in (verdict.best, best))
+                better = f"{verdict.best} is better ({theirs} against {ours} requests/s)"
+                return f"with {name.upper()} {other_slo.limits[name]:g} ms {better}"
     return (
         "no SLO from a quarter to four times this one, one limit changed at a time, makes another arm better"
     )

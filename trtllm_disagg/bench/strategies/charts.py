@@ -29,7 +29,6 @@ _INK, _GRID, _PAPER = "#1c2024", "#d9dde2", "#ffffff"
 #: In a page, which may be light or dark. No drawing uses these three for anything else.
 _PAGE_COLORS = {_INK: "var(--ink)", _GRID: "var(--grid)", _PAPER: "var(--paper)"}
 _TIMELINE_SLICES = 160
-_MILLISECONDS = "ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ def _every(sweep: Sweep, slo: Slo) -> Iterator[Chart | None]:
 
 
 def _named(sweep: Sweep, name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", f"{sweep.workload.name}-{name}".lower())
+    return re.sub(r"[^a-z0-9]+", "-", f"{sweep.name}-{name}".lower())
 
 
 def _arms(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -229,12 +228,25 @@ def _latency(sweep: Sweep, quantity: Quantity, percent: int, slo: Slo) -> Chart:
         limit = slo.limits.get(quantity)
         if limit is not None:
             axis.axhline(limit, ls=":", lw=1, color=_INK)
-        axis.set_yscale("log")
-        axis.set_ylabel(_MILLISECONDS)
+        if quantity == "ttft":
+            _plain_log(axis)
+        else:
+            axis.set_ylim(bottom=0)
+        axis.set_ylabel("ms")
 
     what = {"ttft": "time to the first token", "tpot": "time of each further token"}[quantity]
     caption = f"Lower is better: {what}, {_shown_percent(percent)}. Dotted: the SLO. {_SPREAD}"
     return Chart(_named(sweep, f"{quantity}-p{percent}"), f"{quantity.upper()} p{percent}", caption, draw)
+
+
+def _plain_log(axis: Any) -> None:
+    """1, 2, 5, 10, ...: as milliseconds are spoken."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _shown_percent(percent: int) -> str:

@@ -107,7 +107,12 @@ def report_of(run: RunDirectory, slo: Slo = DEFAULT_SLO) -> Report:
 
 
 def _workload(sweep: Sweep, slo: Slo, plan: Plan) -> WorkloadReport:
-    planned = [point for point in plan.points if point.workload == sweep.workload.name]
+    gpus = sweep.arms[0].gpus
+    planned = [
+        point
+        for point in plan.points
+        if point.workload == sweep.workload.name and plan.arm(point.arm).gpus == gpus
+    ]
     rate = sweep.calm_rate
     measures = (pareto_area(), latency_at(rate, "ttft"), latency_at(rate, "tpot"))
     others = tuple(judge(sweep, measure) for measure in measures)

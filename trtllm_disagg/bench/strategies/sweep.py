@@ -1,8 +1,8 @@
-"""All that was measured of one workload, and which of it a conclusion may rest on."""
+"""All that was measured of one workload on so many GPUs, and which of it a conclusion may rest on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -37,6 +37,14 @@ class Sweep:
     is_modelled: bool = True
     #: Why rates are missing that were measured: sentences.
     left_out: tuple[str, ...] = ()
+    #: Of the run, the arms that have another number of GPUs: nothing is compared with them.
+    elsewhere: tuple[Arm, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """ "chat on 4 GPUs"."""
+        gpus = self.arms[0].gpus
+        return f"{self.workload.name} on {gpus} GPU{'s' * (gpus != 1)}"
 
     @cached_property
     def variants(self) -> tuple[Sensitivity, ...]:
@@ -45,10 +53,6 @@ class Sweep:
     @cached_property
     def rates(self) -> tuple[float, ...]:
         return tuple(sorted({point.rate for point in self.measured if point.sensitivity == NOMINAL}))
-
-    @property
-    def has_equal_gpus(self) -> bool:
-        return len({arm.gpus for arm in self.arms}) == 1
 
     @cached_property
     def _curves(self) -> dict[tuple[str, Sensitivity, int], dict[float, Measured]]:
@@ -59,21 +63,31 @@ class Sweep:
         return curves
 
     def curves(self, arm: str, sensitivity: Sensitivity = NOMINAL) -> dict[int, Curve]:
-        """By repetition, of the rates at which every arm was measured or is known to be saturated."""
-        found: dict[int, Curve] = {}
-        for (name, variant, repetition), curve in self._curves.items():
-            if (name, variant) == (arm, sensitivity):
-                shared = self._shared_rates(sensitivity, repetition)
-                found[repetition] = {rate: curve[rate] for rate in sorted(shared & curve.keys())}
-        return {repetition: found[repetition] for repetition in sorted(found) if found[repetition]}
-
-    def _shared_rates(self, sensitivity: Sensitivity, repetition: int) -> set[float]:
-        curves = [self._curves.get((arm.name, sensitivity, repetition), {}) for arm in self.arms]
-        return {
-            rate
-            for rate in set().union(*curves)
-            if all(rate in curve or _is_saturated_below(curve, rate) for curve in curves)
+        """By repetition, each by growing rate."""
+        own = {
+            repetition: dict(sorted(curve.items()))
+            for (name, variant, repetition), curve in self._curves.items()
+            if (name, variant) == (arm, sensitivity)
         }
+        return dict(sorted(own.items()))
+
+    def compared(
+        self, arm: str, sensitivity: Sensitivity, is_exhausted: Callable[[Measured], bool]
+    ) -> dict[int, Curve]:
+        """Its curves at the rates that every arm was measured at, and those beyond the rate that exhausted the others:
+        an arm that was measured at more rates would look better.
+        """
+        found: dict[int, Curve] = {}
+        for repetition, curve in self.curves(arm, sensitivity).items():
+            others = [self._curves.get((each.name, sensitivity, repetition), {}) for each in self.arms]
+            shared = {
+                rate: measured
+                for rate, measured in curve.items()
+                if all(rate in other or _is_beyond(other, rate, is_exhausted) for other in others)
+            }
+            if shared:
+                found[repetition] = shared
+        return found
 
     def at_rate(self, arm: str, rate: float, sensitivity: Sensitivity = NOMINAL) -> list[Measured]:
         """By repetition."""
@@ -131,8 +145,8 @@ class Sweep:
         return replace(self, measured=kept, left_out=tuple(reasons))
 
 
-def _is_saturated_below(curve: Curve, rate: float) -> bool:
-    return any(measured.result.is_saturated for lower, measured in curve.items() if lower < rate)
+def _is_beyond(curve: Curve, rate: float, is_exhausted: Callable[[Measured], bool]) -> bool:
+    return bool(curve) and rate > max(curve) and is_exhausted(curve[max(curve)])
 
 
 def _doubt(measured: Measured, times: Iterable[str], is_modelled: bool) -> str:
@@ -155,19 +169,27 @@ def shown(sensitivity: Sensitivity) -> str:
 
 
 def sweeps_of(plan: Plan, results: Iterable[PointResult]) -> list[Sweep]:
-    """One a workload of which something was measured, in the plan's order."""
-    gpus = {arm.name: arm.gpus for arm in plan.arms}
-    by_workload: dict[str, dict[Point, Measured]] = {}
+    """One for each workload and number of GPUs of which something was measured, in the plan's order."""
+    arms = {arm.name: arm for arm in plan.arms}
+    groups: dict[tuple[str, int], dict[Point, Measured]] = {}
     for result in results:
-        point = result.point
-        by_workload.setdefault(point.workload, {})[point] = Measured(result, gpus[point.arm])
+        gpus = arms[result.point.arm].gpus
+        measured = groups.setdefault((result.point.workload, gpus), {})
+        measured[result.point] = Measured(result, gpus)
     return [
-        Sweep(
-            workload,
-            tuple(arm for arm in plan.arms if any(point.arm == arm.name for point in measured)),
-            measured,
-            plan.is_modelled,
-        )
+        _sweep(plan, workload, gpus, measured)
         for workload in plan.workloads
-        if (measured := by_workload.get(workload.name, {}))
+        for (name, gpus), measured in sorted(groups.items())
+        if name == workload.name
     ]
+
+
+def _sweep(plan: Plan, workload: Workload, gpus: int, measured: Mapping[Point, Measured]) -> Sweep:
+    names = {point.arm for point in measured}
+    return Sweep(
+        workload,
+        tuple(arm for arm in plan.arms if arm.name in names),
+        measured,
+        plan.is_modelled,
+        elsewhere=tuple(arm for arm in plan.arms if arm.gpus != gpus),
+    )

@@ -1,13 +1,14 @@
 """Which arm is best by one measure, and whether that may be said.
 
-It is said when every arm has as many GPUs, the best one leads by more than its repetitions differ, and the sensitivity
-band does not overturn it. It rests on no point at which an answer failed or our own software took part of the time.
+It is said when the best one leads by more than its repetitions differ, the rates reach what the others can do, and the
+sensitivity band does not overturn it. It rests on no rate at which an answer failed or our own software took much of the
+time, and compares arms with as many GPUs only (sweep.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -133,7 +134,7 @@ class Verdict:
     @property
     def why_not(self) -> str:
         """Empty if decided."""
-        return self.refusal or "; ".join(f"{lead.other}: {lead.doubt}" for lead in self.doubtful)
+        return self.refusal or "; ".join(lead.doubt for lead in self.doubtful)
 
 
 def judge(sweep: Sweep, measure: Measure) -> Verdict:
@@ -154,17 +155,20 @@ def judge(sweep: Sweep, measure: Measure) -> Verdict:
 
 def _scores(sweep: Sweep, measure: Measure, arm: str) -> dict[Sensitivity, Sample]:
     found = {
-        variant: Sample.of(measure.score(curve) for curve in sweep.curves(arm, variant).values())
+        variant: Sample.of(measure.score(curve) for curve in _curves(sweep, measure, arm, variant))
         for variant in sweep.variants
     }
     return {variant: sample for variant, sample in found.items() if sample.values}
 
 
+def _curves(sweep: Sweep, measure: Measure, arm: str, variant: Sensitivity) -> Iterable[Curve]:
+    return sweep.compared(arm, variant, measure.is_exhausted).values()
+
+
 def _refusal(sweep: Sweep, clean: Sweep, measure: Measure, scores: Mapping[str, float]) -> str:
     if len(sweep.arms) < 2:
-        return "only one arm was measured"
-    if not sweep.has_equal_gpus:
-        return "the arms do not have equal GPUs: " + ", ".join(f"{arm.name} {arm.gpus}" for arm in sweep.arms)
+        others = ", ".join(f"{arm.name} has {arm.gpus}" for arm in sweep.elsewhere)
+        return "no other arm has as many GPUs" + (f": {others}" if others else "")
     missing = [arm.name for arm in sweep.arms if arm.name not in scores]
     if missing and clean.left_out:
         return f"no rate is left to compare: {clean.left_out[0]}"
@@ -208,43 +212,50 @@ def _lead(
     # What has no number in a variant is no proof of it, so it is the lowest.
     lowest_at = min(factors, key=lambda variant: (not math.isnan(factors[variant]), factors[variant]))
     lowest, factor = factors[lowest_at], factors[NOMINAL]
-    doubt = (
-        _doubt_of_repetitions(measure, scores[best][NOMINAL], scores[other][NOMINAL], factor)
-        or _doubt_of_rates(sweep, measure, other)
-        or _doubt_of_band(lowest, lowest_at)
+    doubts = (
+        _doubt_of_repetitions(measure, best, other, scores),
+        *(_doubt_of_rates(sweep, measure, other, variant) for variant in factors),
+        _doubt_of_band(best, other, lowest, lowest_at),
     )
-    return Lead(other, factor, lowest, lowest_at, doubt)
+    return Lead(other, factor, lowest, lowest_at, next(filter(None, doubts), ""))
 
 
-def _doubt_of_repetitions(measure: Measure, best: Sample, other: Sample, factor: float) -> str:
-    ranges = f"{spread(best)} against {spread(other)} {measure.unit}"
-    once = min(len(best.values), len(other.values)) < 2
+def _doubt_of_repetitions(
+    measure: Measure, best: str, other: str, scores: Mapping[str, Mapping[Sensitivity, Sample]]
+) -> str:
+    ours, theirs = scores[best][NOMINAL], scores[other][NOMINAL]
+    ranges = f"{spread(ours)} against {spread(theirs)} {measure.unit}"
+    once = min(len(ours.values), len(theirs.values)) < 2
     needed = LEAD_ONCE if once else LEAD
-    if not factor >= needed:
+    if not measure.ratio(ours.median, theirs.median) >= needed:
         measured = ", each measured once" if once else ""
-        return f"they differ by less than {needed - 1:.0%} ({ranges}{measured})"
+        return f"{best} and {other} differ by less than {needed - 1:.0%} ({ranges}{measured})"
     # Repetitions have their prompts and arrivals in common, so each is compared with its like.
-    if not all(measure.ratio(a, b) > 1 for a, b in zip(best.values, other.values, strict=False)):
-        return f"repetitions differ by more than the arms do ({ranges})"
+    if not all(measure.ratio(a, b) > 1 for a, b in zip(ours.values, theirs.values, strict=False)):
+        return f"repetitions differ by more than {best} and {other} do ({ranges})"
     return ""
 
 
-def _doubt_of_rates(sweep: Sweep, measure: Measure, other: str) -> str:
-    curves = sweep.curves(other).values()
+def _doubt_of_rates(sweep: Sweep, measure: Measure, other: str, variant: Sensitivity) -> str:
+    """The score of an arm that could take more is not known."""
+    curves = list(_curves(sweep, measure, other, variant))
     if any(measure.is_exhausted(curve[max(curve)]) for curve in curves):
         return ""
     highest = max(max(curve) for curve in curves)
-    return f"it could take more than {highest:g} requests/s, the highest rate to be compared"
+    return f"{other} could take more than {highest:g} requests/s, the highest rate compared{_with(variant)}"
 
 
-def _doubt_of_band(lowest: float, lowest_at: Sensitivity) -> str:
+def _doubt_of_band(best: str, other: str, lowest: float, lowest_at: Sensitivity) -> str:
     if math.isnan(lowest):
-        return f"it was not measured with {shown(lowest_at)}"
+        return f"{best} and {other} were not both measured{_with(lowest_at)}"
     if lowest * LEAD > 1:
         return ""
-    if not lowest:
-        return f"the band overturns it: with {shown(lowest_at)} only the other one keeps it"
-    return f"the band overturns it: with {shown(lowest_at)} it is {1 / lowest - 1:.0%} better"
+    better = f"{1 / lowest - 1:.0%} better than" if lowest else "good for something, unlike"
+    return f"the band overturns it:{_with(lowest_at)} {other} is {better} {best}"
+
+
+def _with(variant: Sensitivity) -> str:
+    return f" with {shown(variant)}" if variant != NOMINAL else ""
 
 
 def spread(sample: Sample) -> str:

@@ -88,7 +88,7 @@ def test_the_page_answers_before_its_first_plot(page: str) -> None:
     assert "Run decode_first with 1 prefill worker and 1 decode worker, decider always" in top
     assert "What changes it:" in top
     assert top.index("chat") < top.index(ORDER) < top.index("By other measures")
-    assert "Pareto" not in top[: top.index("All arms on 2 GPUs")]
+    assert "Pareto" not in top[: top.index("All arms, medians")]
 
 
 def test_plots_take_their_colours_from_the_page(page: str) -> None:
@@ -104,7 +104,7 @@ def test_plots_take_their_colours_from_the_page(page: str) -> None:
 
 def test_every_plot_is_a_png_too(run: RunDirectory) -> None:
     files = list((run.path / "plots").iterdir())
-    assert {file.stem for file in files} == {f"chat-{name}" for name in PLOTS}
+    assert {file.stem for file in files} == {f"chat-on-2-gpus-{name}" for name in PLOTS}
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
@@ -134,7 +134,7 @@ def test_a_run_that_goes_on_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_the_advice_follows_the_slo(run: RunDirectory) -> None:
-    assert report_of(run, Slo(ttft=500)).advice().startswith("chat: run decode_first")
+    assert report_of(run, Slo(ttft=500)).advice().startswith("chat on 2 GPUs: run decode_first")
     assert "no arm keeps it" in report_of(run, Slo(ttft=1)).advice()
 
 

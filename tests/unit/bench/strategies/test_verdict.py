@@ -22,7 +22,7 @@ from tests.unit.bench.strategies.synthetic import (
 from trtllm_disagg.bench.strategies.advice import advise
 from trtllm_disagg.bench.strategies.records import NOMINAL, PointResult, Sensitivity
 from trtllm_disagg.bench.strategies.slo import Slo
-from trtllm_disagg.bench.strategies.sweep import Sweep
+from trtllm_disagg.bench.strategies.sweep import Sweep, sweeps_of
 from trtllm_disagg.bench.strategies.verdict import Verdict, goodput, judge, latency_at, pareto_area
 
 SLO = Slo(ttft=500, tpot=30)
@@ -75,7 +75,7 @@ def test_a_winner_that_the_band_overturns_is_not_stated() -> None:
     }
     verdict = verdict_of(sweep_of(behaviours))
     assert (verdict.best, verdict.winner) == (ORDER, None)
-    assert "the band overturns it: with decode steps x0.5 it is" in verdict.why_not
+    assert "the band overturns it: with decode steps x0.5 2 agg is" in verdict.why_not
     untouched = verdict_of(sweep_of({name: replace(b, prefill_share=0.5) for name, b in behaviours.items()}))
     assert untouched.winner == ORDER
 
@@ -84,7 +84,7 @@ def test_a_lead_within_the_spread_of_repetitions_is_not_stated() -> None:
     """One falls by 40 % a repetition, the other stays: the median leads, the repetitions do not."""
     verdict = verdict_of(sweep_of({AGG: Behaviour(9), ORDER: Behaviour(17, noise=0.4)}))
     assert verdict.winner is None
-    assert "repetitions differ by more than the arms do" in verdict.why_not
+    assert "repetitions differ by more than" in verdict.why_not
 
 
 def test_points_measured_once_need_a_larger_lead() -> None:
@@ -137,9 +137,15 @@ def test_where_the_other_arm_could_take_more_nothing_is_stated() -> None:
     assert verdict.winner is None
 
 
-def test_unequal_gpus_are_refused() -> None:
-    unequal = {AGG: Behaviour(6, gpus=2), ORDER: Behaviour(12, gpus=4)}
-    assert "do not have equal GPUs: 2 agg 2" in verdict_of(sweep_of(unequal)).why_not
+def test_arms_of_other_numbers_of_gpus_are_not_compared() -> None:
+    unequal = {AGG: Behaviour(6, gpus=2), ORDER: Behaviour(12, gpus=4), "4 agg": Behaviour(30, gpus=4)}
+    plan = plan_of(unequal)
+    two, four = sweeps_of(plan, results_of(plan, unequal))
+    assert (two.name, four.name) == ("chat on 2 GPUs", "chat on 4 GPUs")
+    refused = verdict_of(two)
+    assert refused.winner is None
+    assert refused.why_not == "no other arm has as many GPUs: 1P1D decode_first has 4, 4 agg has 4"
+    assert verdict_of(four).winner == "4 agg"
 
 
 def test_a_missing_side_of_the_band_is_refused() -> None:
@@ -148,7 +154,7 @@ def test_a_missing_side_of_the_band_is_refused() -> None:
 
 
 def test_one_arm_is_no_comparison() -> None:
-    assert verdict_of(sweep_of({AGG: Behaviour(6)})).why_not == "only one arm was measured"
+    assert verdict_of(sweep_of({AGG: Behaviour(6)})).why_not == "no other arm has as many GPUs"
 
 
 def test_an_slo_that_no_arm_keeps_is_said_so() -> None:
@@ -163,14 +169,25 @@ def test_an_arm_that_never_keeps_the_slo_is_beaten_without_a_number() -> None:
     assert "inf" not in advice.paragraph
 
 
-def test_arms_measured_at_other_rates_share_those_of_both_and_those_beyond_saturation() -> None:
-    plan = plan_of(CLEAR)
-    kept = [r for r in results_of(plan, CLEAR) if r.point.arm == ORDER or r.point.rate <= 8]
+def test_arms_are_compared_at_rates_of_all_and_at_those_beyond_what_exhausted_the_others() -> None:
+    plan, measure = plan_of(CLEAR), goodput(SLO)
+    kept = [r for r in results_of(plan, CLEAR) if r.point.arm == ORDER or r.point.rate <= 16]
     sweep = sweep_of_results(plan, kept)
-    assert list(sweep.curves(AGG)[0]) == [1, 2, 4, 8]
-    assert list(sweep.curves(ORDER)[0]) == list(RATES)
+    assert list(sweep.compared(AGG, NOMINAL, measure.is_exhausted)[0]) == [1, 2, 4, 8, 16]
+    assert list(sweep.compared(ORDER, NOMINAL, measure.is_exhausted)[0]) == list(RATES)
+    assert verdict_of(sweep).winner == ORDER
     cut = sweep_of_results(plan, [r for r in kept if r.point.arm == ORDER or r.point.rate <= 4])
-    assert list(cut.curves(ORDER)[0]) == [1, 2, 4]
+    assert list(cut.compared(ORDER, NOMINAL, measure.is_exhausted)[0]) == [1, 2, 4]
+    assert verdict_of(cut).winner is None
+
+
+def test_a_variant_that_the_rates_do_not_exhaust_proves_nothing() -> None:
+    """Half the steps, twice the capacity: at the highest rate both are in time."""
+    behaviours = {AGG: Behaviour(6, prefill_share=0.9), ORDER: Behaviour(12, prefill_share=0.9)}
+    why_not = verdict_of(sweep_of(behaviours, rates=(1, 2, 4, 8))).why_not
+    assert why_not == (
+        "2 agg could take more than 8 requests/s, the highest rate compared with prefill steps x0.5"
+    )
 
 
 def test_knee_is_the_last_rate_at_which_nine_in_ten_are_in_time() -> None:
@@ -191,7 +208,7 @@ def test_other_measures_have_verdicts_of_their_own() -> None:
 def test_advice_names_order_workers_decider_numbers_and_what_changes_it() -> None:
     advice = advise(sweep_of(CLEAR), SLO)
     for text in (
-        "chat: run decode_first with 1 prefill worker and 1 decode worker, decider always (1P1D decode_first).",
+        "chat on 2 GPUs: run decode_first with 1 prefill worker and 1 decode worker, decider always",
         "requests/s within TTFT 500 ms and TPOT 30 ms on 2 GPUs",
         "2 agg up to 5.9",
         "At 8 requests/s 2 agg keeps TTFT for 7",
