@@ -1,4 +1,4 @@
-"""Makes docs/reference/which-strategy.md and its pictures of runs of `trtllm-disagg bench strategies`.
+"""Makes the page which-strategy of the reference, and its pictures, of runs of `bench strategies`.
 
     python -m tools.which_strategy RUN_DIRECTORY ... [--slo ttft=500,tpot=30]
 
@@ -50,7 +50,7 @@ def _page(reports: Sequence[Report], pictures: Path) -> Iterator[str]:
     if any(report.plan.is_modelled for report in reports):
         yield "The GPUs are modelled ([how](../how-to/simulate-gpus.md)): these lines compare orders, and say nothing"
         yield "absolute about a GPU."
-    yield "How a conclusion is reached, and when it is refused: [how to read a report](../how-to/choose-by-measuring.md)."
+    yield "How a conclusion is reached, and when it is refused: [reports](../how-to/choose-by-measuring.md)."
     yield ""
     yield "| served | traffic | run | because, or why it is not decided |"
     yield "|---|---|---|---|"

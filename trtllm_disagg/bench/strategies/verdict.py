@@ -1,8 +1,8 @@
 """Which arm is best by one measure, and whether that may be said.
 
-It is said when the best one leads by more than its repetitions differ, the rates reach what the others can do, and the
-sensitivity band does not overturn it. It rests on no rate at which an answer failed or our own software took much of the
-time, and compares arms with as many GPUs only (sweep.py).
+It is said when the best one leads by more than its repetitions differ, the rates reach what the others can do, and
+the sensitivity band does not overturn it. It rests on no rate at which an answer failed or our own software took much
+of the time, and compares arms with as many GPUs only (sweep.py).
 """
 
 from __future__ import annotations
