@@ -38,8 +38,7 @@ PREFIX = "journal "
 
 def record_transfer(trace: RequestTrace, result: Any) -> None:
     """How long the request's KV was on its way here, and how much of it came. `result` is a finished RequestOutput."""
-    measured = result.outputs[0].request_perf_metrics
-    timing = measured.timing_metrics if measured is not None else None
+    timing = _record_times(trace, result)
     if timing is None:
         return
     seconds = (timing.kv_cache_transfer_end - timing.kv_cache_transfer_start).total_seconds()
@@ -50,9 +49,31 @@ def record_transfer(trace: RequestTrace, result: Any) -> None:
 
 def record_cache_hit(request: GenerateRequest, result: Any) -> None:
     """What the engine found of the prompt in its cache. `result` is the RequestOutput of a prefill that ran here."""
+    _record_times(request.trace, result)
     if result.cached_tokens is not None:
         reused = int(result.cached_tokens)
         request.trace.cache_hit = {"prompt_tokens": len(request.token_ids), "reused_tokens": reused}
+
+
+#: Of TensorRT-LLM's timing metrics, what the request log tells: on one machine, all engines' are on one clock.
+ENGINE_TIMES = (
+    "arrival_time",
+    "first_scheduled_time",
+    "first_token_time",
+    "last_token_time",
+    "kv_cache_transfer_start",
+    "kv_cache_transfer_end",
+)
+
+
+def _record_times(trace: RequestTrace, result: Any) -> Any:
+    """The engine's timing metrics of a request; None where it is not measured."""
+    measured = result.outputs[0].request_perf_metrics
+    timing = measured.timing_metrics if measured is not None else None
+    if timing is not None:
+        times = {name: getattr(timing, name, None) for name in ENGINE_TIMES}
+        trace.engine_times = {name: time.total_seconds() for name, time in times.items() if time}
+    return timing
 
 
 class RequestSink(Protocol):
@@ -164,7 +185,8 @@ class _Record:
             "second_chunk": times[1] if len(times) > 1 else None,
             "end": time.time(),
         }
-        log.info("%s%s", PREFIX, json.dumps(entry | ({"disagg": trace} if trace else {})))
+        told = {"disagg": trace, "engine": self._request.trace.engine_times}
+        log.info("%s%s", PREFIX, json.dumps(entry | {name: said for name, said in told.items() if said}))
         self._end_span(error, is_aborted=is_aborted)
 
     def _end_span(self, error: BaseException | None, *, is_aborted: bool) -> None:

@@ -151,6 +151,9 @@ class RequestTrace:
     facts: dict[str, Any] = field(default_factory=dict)
     #: What this worker's cache had of the prompt, for Dynamo's router; None where the engine does not tell.
     cache_hit: dict[str, int] | None = None
+    #: When its engine did what for it, by the names of TensorRT-LLM's timing metrics, in seconds of the engine's clock;
+    #: empty where requests are not measured (`--publish-metrics`).
+    engine_times: dict[str, float] = field(default_factory=dict)
     #: Around all that this worker does for the request.
     root: Span = NO_SPAN
 

@@ -28,6 +28,11 @@ BENCHMARKS = {
         "trtllm_disagg.bench.scenarios",
         "trtllm-disagg bench scenarios --scale seed",
     ),
+    "strategies": Command(
+        "which order, with how many workers, for a model, GPUs and traffic, on modelled GPUs or real ones",
+        "trtllm_disagg.bench.strategies",
+        "trtllm-disagg bench strategies --quick --model .cache/demo-model --out strategies",
+    ),
     "transfer": Command(
         "KV pulls between two processes beside memcpy",
         "trtllm_disagg.bench.transfer",

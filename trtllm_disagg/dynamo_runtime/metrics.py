@@ -31,6 +31,9 @@ _COUNTERS = {
     "kv_bytes_saved": "Bytes of KV that did not have to come, because this worker had them",
     "kv_pushes": "Requests for which this worker wrote KV into another one (generation_first)",
     "kv_bytes_pushed": "Bytes of KV that this worker wrote into another one",
+    "modelled_steps": "Steps of the modelled engine",
+    "modelled_step_seconds": "What those steps take on the GPU, in modelled seconds",
+    "modelled_late_seconds": "How late this machine was at the end of each of those steps, in modelled seconds",
 }
 _SHED = "Requests that were refused because too many waited on this worker"
 _QUEUED = {
@@ -71,6 +74,10 @@ class EngineMetrics(Collector):
         batch = stat.get("inflightBatchingStats") or {}
         self._count("prefill_tokens", batch.get("numCtxTokens", 0))
         self._count("decode_tokens", batch.get("numGenRequests", 0))
+        if batch.get("numScheduledRequests") and (modelled := stat.get("modelled")):
+            self._count("modelled_steps", 1)
+            self._count("modelled_step_seconds", modelled["stepMS"] / 1000)
+            self._count("modelled_late_seconds", modelled["lateMS"] / 1000)
         totals = stat.get("totals") or {}
         self._counted |= {name: totals[key] for name, key in _TOTALS.items() if key in totals}
         rank = stat.get("attentionDpRank")

@@ -52,7 +52,7 @@ class NoMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Gpus:
+class Gpus:
     """All of one engine, and what a step of it takes."""
 
     times: StepTimes
@@ -75,10 +75,10 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
     own, kv_config = args.modelled, args.kv_cache_config
     if own.measured is None or own.model is not None:
         _require_tables()
-    gpus = _gpus(args)
+    gpus = open_gpus(args)
     raw = read_model_config(args)
     size = kv_config.tokens_per_block
-    num_blocks = _num_blocks(args, gpus)
+    num_blocks = num_kv_blocks(args, gpus)
     longest = _max_seq_len(args, raw, num_blocks * size)
     events = KvEventLog(kv_config.event_buffer_max_size, longest)
     blocks = create_blocks(kv_config, num_blocks, events)
@@ -124,7 +124,8 @@ def _require_tables() -> None:
         )
 
 
-def _gpus(args: ModelledArgs) -> _Gpus:
+def open_gpus(args: ModelledArgs) -> Gpus:
+    """Raises ConfigError for what no table covers."""
     own, ranks = args.modelled, args.tensor_parallel_size
     kv_gpus, num_ranks = (1, ranks) if args.enable_attention_dp else (ranks, 1)
     if (measured := own.measured) is not None:
@@ -147,10 +148,10 @@ def _gpus(args: ModelledArgs) -> _Gpus:
         facts = replace(facts, link_bytes_per_second=own.link_gb_per_second * 1e9)
     if own.link_latency_us is not None:
         facts = replace(facts, link_latency=own.link_latency_us / 1e6)
-    return _Gpus(times, facts, kv_gpus, num_ranks)
+    return Gpus(times, facts, kv_gpus, num_ranks)
 
 
-def _num_blocks(args: ModelledArgs, gpus: _Gpus) -> int:
+def num_kv_blocks(args: ModelledArgs, gpus: Gpus) -> int:
     """What is smaller: the pool of the tables, or kv_cache_config.max_tokens."""
     there, size = gpus.facts.kv_blocks * gpus.num_ranks, args.kv_cache_config.tokens_per_block
     wanted = args.kv_cache_config.max_tokens
@@ -176,7 +177,7 @@ def _max_seq_len(args: ModelledArgs, raw: dict[str, Any], pool_tokens: int) -> i
 
 def _create_connector(
     args: ModelledArgs,
-    gpus: _Gpus,
+    gpus: Gpus,
     raw: dict[str, Any],
     num_blocks: int,
     block_bytes: int,
@@ -220,7 +221,7 @@ def _tokenizers_vocabulary(args: ModelledArgs) -> int:
     return int(raw["vocab_size"])
 
 
-def _tell(args: ModelledArgs, gpus: _Gpus, num_blocks: int) -> None:
+def _tell(args: ModelledArgs, gpus: Gpus, num_blocks: int) -> None:
     own = args.modelled
     source = (
         "measured steps"

@@ -47,6 +47,20 @@ def test_steps_add_up_and_holdings_do_not() -> None:
     }
 
 
+def test_steps_of_a_modelled_gpu_tell_how_late_they_were() -> None:
+    metrics = EngineMetrics()
+    ran = {"numScheduledRequests": 1}
+    for late, batch in ((2.0, ran), (3.0, ran), (3.0, {"numScheduledRequests": 0})):
+        metrics.update(
+            {"inflightBatchingStats": batch, "modelled": {"stepMS": 10.0, "lateMS": late, "timeScale": 4.0}}
+        )
+
+    told = shown(metrics)
+    assert told["modelled_steps_total"] == 2
+    assert told["modelled_step_seconds_total"] == pytest.approx(0.02)
+    assert told["modelled_late_seconds_total"] == pytest.approx(0.005)
+
+
 def test_ranks_of_attention_dp_hold_together() -> None:
     metrics = EngineMetrics()
     for rank, used in ((0, 7), (1, 5), (0, 6)):

@@ -62,7 +62,10 @@ async def test_a_transfer_is_told_with_the_answer_and_counted(caplog: pytest.Log
 
     told = {"kv_transfer_ms": 12.0, "kv_transfer_bytes": 4096}
     assert chunks[-1].engine_data == {ENGINE_DATA: told}
-    assert json.loads(caplog.messages[-1].removeprefix(PREFIX))["disagg"] == told
+    entry = json.loads(caplog.messages[-1].removeprefix(PREFIX))
+    assert entry["disagg"] == told
+    begin, end = (entry["engine"][f"kv_cache_transfer_{end}"] for end in ("start", "end"))
+    assert end - begin == pytest.approx(0.012)
     numbers = shown(EngineMetrics(counts))
     assert numbers["kv_transfer_seconds_count"] == numbers["kv_transfer_bytes_count"] == 2
     assert numbers["kv_transfer_seconds_sum"] == pytest.approx(0.024)

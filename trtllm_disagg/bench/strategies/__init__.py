@@ -1,1 +1,107 @@
 """`trtllm-disagg bench strategies`: which order, with how many workers, for a model, GPUs and traffic."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+from pathlib import Path
+
+_REQUESTS, _QUICK_REQUESTS = 200, 24
+_REPETITIONS = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the run directory; a run that was cut off goes on",
+    )
+    add(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory with a tokenizer and a config.json",
+    )
+    add("--engine", default="modelled", help="which module offers the LLM API (default: %(default)s)")
+    add(
+        "--engine-configs",
+        type=Path,
+        default=Path("engine_configs/modelled"),
+        metavar="DIR",
+        help="agg.yaml, prefill.yaml and decode.yaml, of as many GPUs each (default: %(default)s)",
+    )
+    add(
+        "--url",
+        action="append",
+        default=[],
+        metavar="'ARM=URL'",
+        help="a deployment that serves already, and which arm it is; once for each",
+    )
+    add("--workers", metavar="N,...", help="of each arm, all roles together (default: 2,4)")
+    add(
+        "--arms",
+        metavar="PATTERN,...",
+        help="as '* agg,1P*decode_first' (default: all strategies, no deciders)",
+    )
+    add("--workloads", metavar="NAME,...", help="chat, rag, reasoning, agentic, bursts, trace (default: all)")
+    add("--trace", type=Path, metavar="FILE", help="the workload trace: lines of a Mooncake trace")
+    add("--rates", metavar="R,...", help="requests a modelled second (default: by the tables, to saturation)")
+    add("--requests", type=_count, metavar="N", help=f"of a point (default: {_REQUESTS})")
+    add("--repetitions", type=_count, default=_REPETITIONS, metavar="N", help="(default: %(default)s)")
+    add(
+        "--band",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="all step times of prefill, and of decode, so much longer and shorter; 0: only as the tables say "
+        "(default: %(default)s)",
+    )
+    add(
+        "--time-scale",
+        type=float,
+        metavar="K",
+        help="how many times slower the modelled clock runs (default: what each workload needs)",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="2 workers, one workload, two rates, once: minutes instead of hours",
+    )
+    add(
+        "--aiperf",
+        type=Path,
+        metavar="FILE",
+        help="AIPerf's command (default: of this environment, or in PATH)",
+    )
+    add(
+        "--worker-args",
+        type=shlex.split,
+        default=[],
+        metavar="'...'",
+        help="more arguments for every worker (one alone: --worker-args=--flag)",
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number from 1")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    # The package is imported for `--help` too, which needs no engine.
+    from trtllm_disagg.bench.strategies.aiperf import AIPerf
+    from trtllm_disagg.bench.strategies.records import RunDirectory
+    from trtllm_disagg.bench.strategies.starting import check, finish, of_engines, of_urls
+
+    if args.quick:
+        args.repetitions, args.band = 1, 0.0
+    args.requests = args.requests or (_QUICK_REQUESTS if args.quick else _REQUESTS)
+    check(args)
+    prepare = of_urls if args.url else of_engines
+    return asyncio.run(finish(prepare(args, AIPerf.find(args.aiperf), RunDirectory(args.out))))

@@ -1,0 +1,115 @@
+"""Points from what the client saw: each for itself, on the modelled clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.bench.strategies.aiperf import Seen
+from trtllm_disagg.bench.strategies.measuring import Elsewhere, Measured, Schedule, is_saturated
+from trtllm_disagg.bench.strategies.records import Point, RequestRecord
+from trtllm_disagg.bench.strategies.spent import Lateness
+from trtllm_disagg.bench.strategies.workloads import Ask
+
+SCALE = 4.0
+LOW, HIGH = Point("2 agg", "chat", 1.0, time_scale=SCALE), Point("2 agg", "chat", 2.0, time_scale=SCALE)
+ASKS = tuple(Ask(arrival, (300,) * 80, 10, str(arrival)) for arrival in (0.0, 1.0, 2.0))
+SCHEDULE = Schedule.of([(LOW, ASKS), (HIGH, ASKS)], {"chat": 1.0})
+
+
+def seen(name: str, begin: float, seconds: float) -> Seen:
+    """Wall seconds."""
+    begin_ns = round(begin * 1e9)
+    milliseconds = seconds * 1000
+    gap = milliseconds * 0.9 / 9
+    return Seen(
+        *(
+            name,
+            f"id {name}",
+            begin_ns,
+            begin_ns + round(seconds * 1e9),
+            milliseconds,
+            milliseconds * 0.1,
+            gap,
+        ),
+        *((gap,) * 9, 80, 10, 20, None),
+    )
+
+
+def all_seen(seconds: float) -> dict[str, Seen]:
+    return {send.name: seen(send.name, 100 + send.at, seconds) for send in SCHEDULE.sends()}
+
+
+def results_of(answers: dict[str, Seen]) -> dict[Point, object]:
+    measured = Measured(SCHEDULE, answers, None, (), "load")
+    results = measured.results(Elsewhere("http://there", "m"), {"2 agg": "agg"}, {}, "")
+    return {result.point: result for result in results}
+
+
+def test_arrivals_are_stretched_by_the_time_scale_and_points_are_apart() -> None:
+    low, high = SCHEDULE.stretches
+    assert low.end - low.begin == high.end - high.begin == 2 * SCALE
+    assert high.begin - low.end > 1.0 * SCALE
+    sent = {send.name: send.at for send in SCHEDULE.sends()}
+    assert sent["0-1"] - sent["0-0"] == SCALE
+    assert min(sent, key=lambda name: sent[name]) == "warm-0"
+
+
+def test_times_are_divided_by_the_time_scale() -> None:
+    measured = Measured(SCHEDULE, all_seen(2.0), None, (), "load")
+    first, second = measured.results(
+        Elsewhere("http://there", "m"), {"2 agg": "agg"}, {"a": "1"}, "two cores"
+    )
+    assert (first.point, second.point) == (LOW, HIGH)
+    request = first.requests[1]
+    assert (request.arrival_s, request.latency_ms, request.ttft_ms) == (1.0, 500.0, 50.0)
+    assert (request.tpot_ms, sum(request.gaps_ms)) == (50.0, 450.0)
+    assert first.duration_s == pytest.approx(2.5)
+    assert first.kv_hit_rate == 0.25
+    assert (first.commands, first.versions) == ({"url": "http://there", "load": "load"}, {"a": "1"})
+
+
+def test_a_point_that_began_while_another_ran_is_measured_again() -> None:
+    assert set(results_of(all_seen(2.0))) == {LOW, HIGH}
+    answers = all_seen(2.0)
+    answers["0-2"] = seen("0-2", 108 + SCHEDULE.stretches[0].begin, 600.0)
+    assert set(results_of(answers)) == {LOW}
+
+
+def test_a_request_that_was_not_sent_is_an_error_of_its_own() -> None:
+    answers = all_seen(2.0)
+    del answers["1-1"]
+    measured = Measured(SCHEDULE, answers, None, (), "load")
+    _, high = measured.results(Elsewhere("http://there", "m"), {"2 agg": "agg"}, {}, "")
+    assert [request.error for request in high.requests] == [None, "not sent", None]
+    assert high.is_saturated
+
+
+def test_the_latest_worker_counts_and_only_in_the_time_of_the_point() -> None:
+    looks = [
+        (round(at * 1e9), {"agg-0": Lateness(steps, late), "agg-1": Lateness(steps, 0.0)})
+        for at, steps, late in ((90, 100, 50.0), (160, 200, 51.0), (300, 300, 99.0))
+    ]
+    measured = Measured(SCHEDULE, {}, None, looks, "load")
+    assert measured._late_ms(100 * 10**9, 150 * 10**9) == pytest.approx(10.0)
+
+
+def steady(latencies: list[float]) -> list[RequestRecord]:
+    return [RequestRecord(float(i), 1, 10, latency * 1000) for i, latency in enumerate(latencies)]
+
+
+def test_an_arm_that_falls_behind_is_saturated_and_a_steady_one_is_not() -> None:
+    assert not is_saturated(steady([3.0] * 40))
+    assert not is_saturated(steady([3.0 + (i % 5) for i in range(40)]))
+    assert is_saturated(steady([1.0 + i for i in range(40)]))
+    refused = steady([3.0] * 40)
+    refused[20] = replace(refused[20], error="529: full")
+    assert is_saturated(refused)
+
+
+def test_logs_elsewhere_are_not_read(tmp_path: Path) -> None:
+    target = Elsewhere("http://there", "m")
+    assert target.logs() is None
+    assert target.lateness() == {}

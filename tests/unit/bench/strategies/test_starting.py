@@ -1,0 +1,165 @@
+"""`bench strategies` before anything runs: what it will measure, what it refuses, and what it goes on with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trtllm_disagg.bench.strategies import add_arguments
+from trtllm_disagg.bench.strategies.aiperf import AIPerf
+from trtllm_disagg.bench.strategies.estimate import rates
+from trtllm_disagg.bench.strategies.planning import sensitivities
+from trtllm_disagg.bench.strategies.records import NOMINAL, RunDirectory, Sensitivity
+from trtllm_disagg.bench.strategies.running import Deployments, Runner, batches
+from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls
+from trtllm_disagg.errors import ConfigError
+
+AIPERF = AIPerf(Path("aiperf"))
+MEASURED = {
+    "step_ms": 8.0,
+    "prefill_token_us": 60.0,
+    "decode_token_us": 250.0,
+    "kv_pool_tokens": 100_000,
+    "kv_bytes_per_token": 100_000,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 3072, "max_position_embeddings": 16384}))
+    return directory
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> Path:
+    directory = tmp_path / "configs"
+    directory.mkdir()
+    for role in ("agg", "prefill", "decode"):
+        content = {"max_seq_len": 16384, "modelled": {"measured": MEASURED}, "enable_chunked_prefill": True}
+        (directory / f"{role}.yaml").write_text(yaml.safe_dump(content))
+    return directory
+
+
+def parsed(model: Path, configs: Path, *flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    out = str(model.parent / "out")
+    args = parser.parse_args(["--model", str(model), "--engine-configs", str(configs), "--out", out, *flags])
+    args.requests = args.requests or 20
+    check(args)
+    return args
+
+
+def prepared(model: Path, configs: Path, *flags: str) -> Runner:
+    args = parsed(model, configs, *flags)
+    return (of_urls if args.url else of_engines)(args, AIPERF, RunDirectory(args.out))
+
+
+def test_all_arms_get_the_same_rates_prompts_and_arrivals(model: Path, configs: Path) -> None:
+    runner = prepared(model, configs, "--workers", "2", "--workloads", "chat", "--band", "0")
+    by_arm: dict[str, set[float]] = {}
+    for point in runner.plan.points:
+        by_arm.setdefault(point.arm, set()).add(point.rate)
+    longest = max(by_arm.values(), key=len)
+    assert all(rates_of <= longest and len(rates_of) >= 2 for rates_of in by_arm.values())
+    first = {point.arm: point for point in reversed(runner.plan.points)}
+    schedules = {arm: runner._asks(point) for arm, point in first.items()}
+    assert len(set(schedules.values())) == 1
+    repeated = [point for point in runner.plan.points if point.repetition == 1]
+    assert runner._asks(repeated[0]) not in schedules.values()
+
+
+def test_a_sweep_ends_with_one_rate_above_what_the_arm_should_be_able_to_do() -> None:
+    chosen = rates({"fast": 10.0, "slow": 4.0}, (0.3, 0.6, 0.9, 1.1))
+    assert chosen == {"fast": (3.0, 6.0, 9.0, 11.0), "slow": (3.0, 6.0)}
+
+
+def test_a_deployment_serves_all_points_of_its_arm_sensitivity_and_speed(model: Path, configs: Path) -> None:
+    runner = prepared(model, configs, "--workers", "2", "--workloads", "chat,rag", "--time-scale", "4")
+    groups = list(batches(runner.plan.points))
+    assert len(groups) == 5 * 5  # arms and sensitivities
+    assert [key[1] for key, _ in groups[:5]] == [NOMINAL] * 5
+    assert {point.workload for point in groups[0][1]} == {"chat", "rag"}
+
+
+def test_the_band_is_of_prefill_and_decode_apart() -> None:
+    assert sensitivities(0.0) == (NOMINAL,)
+    others = {Sensitivity(0.5, 1), Sensitivity(1.5, 1), Sensitivity(1, 0.5), Sensitivity(1, 1.5)}
+    assert set(sensitivities(0.5)) == {NOMINAL} | others
+
+
+def test_a_worker_gets_the_points_factors_and_deadlines_that_the_slow_clock_does_not_reach(
+    model: Path, configs: Path
+) -> None:
+    runner = prepared(model, configs, "--workers", "2", "--arms", "1P1D decode_first", "--rates", "1")
+    assert isinstance(runner.targets, Deployments)
+    config = runner.targets.config(("1P1D decode_first", Sensitivity(0.5, 1.0), 8.0))
+    written: dict[str, Any] = yaml.safe_load(config.engine_configs["prefill"].read_text())
+    own = written["modelled"]
+    assert (own["time_scale"], own["prefill_factor"], own["decode_factor"]) == (8.0, 0.5, 1.0)
+    assert own["measured"] == MEASURED
+    args = config.worker_args
+    assert args[args.index("--prefill-timeout") + 1] == "960"
+    assert args[args.index("--next-decode-token-timeout") + 1] == "480"
+
+
+def test_a_run_that_was_cut_off_goes_on_and_one_with_other_settings_does_not(
+    model: Path, configs: Path
+) -> None:
+    flags = ("--workers", "2", "--workloads", "chat", "--rates", "1")
+    before = prepared(model, configs, *flags).plan
+    assert prepared(model, configs, *flags).plan == before
+    with pytest.raises(ConfigError, match=r"--out: .*rates.*differ"):
+        prepared(model, configs, *flags[:-1], "2")
+
+
+def test_real_deployments_are_arms_by_their_names(model: Path, configs: Path) -> None:
+    urls = ("--url", "2 agg=http://a:1", "--url", "1P1D decode_first length=http://b:2")
+    runner = prepared(model, configs, *urls, "--rates", "1,2", "--workloads", "chat")
+    assert [arm.name for arm in runner.plan.arms] == ["2 agg", "1P1D decode_first length"]
+    assert not runner.plan.is_modelled
+    assert {point.time_scale for point in runner.plan.points} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--workers", "1"), "--workers: 1"),
+        (("--workers", "two"), "--workers: 'two'"),
+        (("--rates", "0"), "--rates: '0'"),
+        (("--rates", "nan"), "--rates: 'nan'"),
+        (("--band", "1"), "--band: 1.0"),
+        (("--time-scale", "0.5"), "--time-scale: 0.5"),
+        (("--workloads", "chats"), "--workloads: 'chats'"),
+        (("--workloads", "trace"), "--workloads: 'trace'"),
+        (("--arms", "agg"), "--arms: 'agg'"),
+        (("--url", "2 agg=http://a"), "--rates: None"),
+        (("--url", "agg=http://a", "--rates", "1"), "--url: 'agg'"),
+        (("--url", "2 agg=a", "--rates", "1"), "--url: '2 agg=a'"),
+        (("--engine", "tensorrt_llm", "--rates", "1", "--time-scale", "2"), "--time-scale: 2.0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(
+    model: Path, configs: Path, flags: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        prepared(model, configs, *flags)
+
+
+def test_engine_configs_of_a_role_that_is_missing_or_has_other_gpus_are_refused(
+    model: Path, configs: Path
+) -> None:
+    decode = configs / "decode.yaml"
+    decode.write_text(decode.read_text() + "tensor_parallel_size: 2\n")
+    with pytest.raises(ConfigError, match="one tensor_parallel_size"):
+        prepared(model, configs)
+    decode.unlink()
+    with pytest.raises(ConfigError, match=r"decode\.yaml"):
+        prepared(model, configs)

@@ -1,0 +1,82 @@
+"""Requests of a workload: the same for all arms, as long as they should be, at the rate that was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.bench.strategies.workloads import BUILT_IN, trace
+from trtllm_disagg.errors import ConfigError
+
+VOCABULARY = 3072
+
+
+@pytest.mark.parametrize("name", list(BUILT_IN))
+def test_requests_come_in_order_at_the_rate_and_lengths_that_are_said(name: str) -> None:
+    traffic = BUILT_IN[name]
+    asks = traffic.asks(2.0, 200, "seed", VOCABULARY)
+    arrivals = [ask.arrival for ask in asks]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] == pytest.approx(100, rel=0.35)
+    assert sum(len(ask.prompt) for ask in asks) / 200 == pytest.approx(traffic.record.input_tokens, rel=0.15)
+    assert sum(ask.output_tokens for ask in asks) / 200 == pytest.approx(
+        traffic.record.output_tokens, rel=0.1
+    )
+    assert all(256 <= token < VOCABULARY for token in asks[0].prompt)
+
+
+def test_prompts_repeat_with_their_seed_and_differ_with_another() -> None:
+    chat = BUILT_IN["chat"]
+    assert chat.asks(2.0, 20, "a", VOCABULARY) == chat.asks(2.0, 20, "a", VOCABULARY)
+    assert chat.asks(2.0, 20, "a", VOCABULARY)[0].prompt != chat.asks(2.0, 20, "b", VOCABULARY)[0].prompt
+
+
+def test_turns_of_an_agent_begin_with_the_prompt_of_the_turn_before() -> None:
+    last: dict[str, tuple[int, ...]] = {}
+    grown = 0
+    for ask in BUILT_IN["agentic"].asks(4.0, 120, "seed", VOCABULARY):
+        before = last.get(ask.session, ())
+        assert ask.prompt[: len(before)] == before
+        grown += bool(before)
+        last[ask.session] = ask.prompt
+    assert grown > 20
+    assert len({prompt[:2048] for prompt in last.values()}) == 1
+
+
+def test_a_burst_arrives_at_once() -> None:
+    asks = BUILT_IN["bursts"].asks(4.0, 48, "seed", VOCABULARY)
+    assert len({ask.arrival for ask in asks}) == 3
+
+
+def test_requests_of_a_trace_share_the_tokens_of_their_hashes(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(
+        '{"timestamp": 1000, "input_length": 1300, "output_length": 7, "hash_ids": [1, 2, 3]}\n'
+        '{"timestamp": 3000, "input_length": 1100, "output_length": 9, "hash_ids": [1, 2, 4]}\n'
+        '{"timestamp": 3000, "input_length": 90000, "output_length": 9, "hash_ids": [5]}\n'
+    )
+    traffic = trace(file, 4096)
+    first, second = traffic.asks(2.0, 10, "seed", VOCABULARY)
+    assert (len(first.prompt), len(second.prompt), second.output_tokens) == (1300, 1100, 9)
+    assert first.prompt[:1024] == second.prompt[:1024]
+    assert first.prompt[1024:1100] != second.prompt[1024:1100]
+    assert (first.arrival, second.arrival) == (0.0, 0.5)
+    assert traffic.shape.cached_tokens == 512
+
+
+@pytest.mark.parametrize(
+    "line", ["{", '{"timestamp": 1}', '{"timestamp": 1, "input_length": "a", "output_length": 1}']
+)
+def test_a_line_that_is_none_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(f'{{"timestamp": 1, "input_length": 9, "output_length": 1}}\n{line}\n')
+    with pytest.raises(ConfigError, match=r"--trace: trace.jsonl line 2"):
+        trace(file, 4096)
+
+
+def test_a_trace_of_requests_that_are_all_too_long_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"timestamp": 1, "input_length": 900, "output_length": 1}\n' * 2)
+    with pytest.raises(ConfigError, match=r"--trace.*at most 512 tokens"):
+        trace(file, 512)

@@ -1,0 +1,88 @@
+"""What an arm should be able to do, by the same tables that the modelled engines run on: for choosing the rates of a
+sweep, never for a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trtllm_disagg.bench.strategies.records import Arm
+from trtllm_disagg.bench.strategies.workloads import Shape
+from trtllm_disagg.modelled.build import Gpus, num_kv_blocks, open_gpus
+from trtllm_disagg.modelled.config import ModelledArgs
+from trtllm_disagg.modelled.step_times import Chunk
+
+#: Of the best arm's estimated rate.
+SWEEP = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.1)
+QUICK_SWEEP = (0.3, 0.8)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One engine's tables."""
+
+    gpus: Gpus
+    max_batch: int
+    max_step_tokens: int
+    pool_tokens: int
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Worker:
+        """Of the arguments of LLM(...). Raises ConfigError for what no table covers."""
+        args = ModelledArgs.model_validate(arguments)
+        gpus = open_gpus(args)
+        pool = num_kv_blocks(args, gpus) * args.kv_cache_config.tokens_per_block
+        return cls(gpus, args.max_batch_size, args.max_num_tokens, pool)
+
+    def prefill_seconds(self, shape: Shape) -> float:
+        """Of the tokens that no cache has, in chunks."""
+        done, seconds = round(shape.cached_tokens), 0.0
+        while (left := round(shape.input_tokens) - done) > 0:
+            chunk = min(left, self.max_step_tokens)
+            seconds += sum(self.gpus.times.parts([Chunk(chunk, done)], 0, 0)) / 1000
+            done += chunk
+        return seconds
+
+    def decode_seconds(self, shape: Shape) -> float:
+        """Of a request in the largest batch that the pool holds: its share of the steps."""
+        context = shape.input_tokens + shape.output_tokens / 2
+        batch = max(1, min(self.max_batch, int(self.pool_tokens / (context + shape.output_tokens / 2))))
+        step = sum(self.gpus.times.parts([], batch, round(context))) / 1000
+        return step * shape.output_tokens / batch
+
+    def isolated_seconds(self, shape: Shape) -> float:
+        """A request that is alone."""
+        step = sum(self.gpus.times.parts([], 1, round(shape.input_tokens))) / 1000
+        return self.prefill_seconds(shape) + step * shape.output_tokens
+
+    def sending_seconds(self, shape: Shape) -> float:
+        """Of a prompt's KV, over the link."""
+        facts = self.gpus.facts
+        return (
+            shape.input_tokens * facts.kv_bytes_per_token / facts.link_bytes_per_second / self.gpus.num_ranks
+        )
+
+
+def capacity(arm: Arm, shape: Shape, workers: dict[str, Worker]) -> float:
+    """Requests a second. `workers` by role."""
+    if arm.agg_workers:
+        worker = workers["agg"]
+        return arm.agg_workers / (worker.prefill_seconds(shape) + worker.decode_seconds(shape))
+    prefill, decode = workers["prefill"], workers["decode"]
+    sending = prefill.sending_seconds(shape)
+    return min(
+        arm.prefill_workers / max(prefill.prefill_seconds(shape), sending),
+        arm.decode_workers / max(decode.decode_seconds(shape), sending),
+    )
+
+
+def rates(capacities: dict[str, float], sweep: tuple[float, ...]) -> dict[str, tuple[float, ...]]:
+    """Of each arm: the same numbers for all, each up to the first one above what it should be able to do."""
+    most = max(capacities.values())
+    common = [float(f"{share * most:.2g}") for share in sweep]
+    # The lists are sorted, so those that an arm should manage come first.
+    return {
+        arm: tuple(common[: sum(rate <= capable for rate in common) + 1])
+        for arm, capable in capacities.items()
+    }

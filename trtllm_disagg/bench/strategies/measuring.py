@@ -1,0 +1,262 @@
+"""One deployment, one run of the load generator, several points after each other: what came of each."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+from trtllm_disagg.bench.strategies.aiperf import AIPerf, Seen, Send, read_export
+from trtllm_disagg.bench.strategies.records import Point, PointResult, RequestRecord
+from trtllm_disagg.bench.strategies.spent import Lateness, RequestLogs, lateness_of, software_share
+from trtllm_disagg.bench.strategies.workloads import Ask
+from trtllm_disagg.deployment import Deployment
+from trtllm_disagg.deployment.plan import NO_WORKERS
+
+#: Before the first point: engines meet, kernels of the request plane warm up.
+_WARM_UP_REQUESTS, _WARM_UP_SECONDS = 4, 8.0
+#: Between two points: a share of the point's own time, so many answers of its kind, and a moment.
+_PAUSE_SHARE, _PAUSE_ANSWERS, _PAUSE_SECONDS = 0.3, 1.5, 2.0
+_REQUEST_SECONDS = 3600.0
+_LOOK_SECONDS = 2.0
+#: Saturated: of the requests that came in the second half, so many have ended by its end; and these took longer and
+#: longer: the last quarter so many times what the second one took.
+_ENDED_SHARE, _GROWTH = 0.9, 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One point of a schedule. Wall seconds since the first request."""
+
+    point: Point
+    asks: tuple[Ask, ...]
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    stretches: tuple[Stretch, ...]
+
+    @classmethod
+    def of(
+        cls, points: Sequence[tuple[Point, tuple[Ask, ...]]], answer_seconds: Mapping[str, float]
+    ) -> Schedule:
+        """`answer_seconds`: modelled, of a lonely request, by workload."""
+        stretches, now = [], _WARM_UP_SECONDS
+        for point, asks in points:
+            end = now + asks[-1].arrival * point.time_scale
+            stretches.append(Stretch(point, asks, now, end))
+            answers = _PAUSE_ANSWERS * answer_seconds[point.workload] * point.time_scale
+            now = end + _PAUSE_SHARE * (end - now) + answers + _PAUSE_SECONDS
+        return cls(tuple(stretches))
+
+    @property
+    def seconds(self) -> float:
+        """Until the last request is sent."""
+        return self.stretches[-1].end
+
+    def sends(self) -> list[Send]:
+        prompt, every = self.stretches[0].asks[0].prompt[:64], _WARM_UP_SECONDS / _WARM_UP_REQUESTS / 2
+        warm = [Send(f"warm-{i}", i * every, prompt[i:], 4) for i in range(_WARM_UP_REQUESTS)]
+        return warm + [
+            Send(
+                f"{number}-{place}", s.begin + ask.arrival * s.point.time_scale, ask.prompt, ask.output_tokens
+            )
+            for number, s in enumerate(self.stretches)
+            for place, ask in enumerate(s.asks)
+        ]
+
+
+class Target(Protocol):
+    """A deployment that serves."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def commands(self) -> Mapping[str, str]: ...
+
+    def logs(self) -> RequestLogs | None:
+        """None: they are elsewhere."""
+        ...
+
+    def lateness(self) -> dict[str, Lateness]:
+        """Of each worker; none of real ones."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Behind a URL."""
+
+    url: str
+    model: str
+
+    @property
+    def commands(self) -> Mapping[str, str]:
+        return {"url": self.url}
+
+    def logs(self) -> RequestLogs | None:
+        return None
+
+    def lateness(self) -> dict[str, Lateness]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """That this benchmark has started."""
+
+    deployment: Deployment
+
+    @property
+    def url(self) -> str:
+        return self.deployment.base_url
+
+    @property
+    def model(self) -> str:
+        return self.deployment.config.served_model_name
+
+    @property
+    def commands(self) -> Mapping[str, str]:
+        return {process.spec.name: shlex.join(process.spec.argv) for process in self.deployment.processes}
+
+    def logs(self) -> RequestLogs | None:
+        logs = {process.role: process.log for process in self.deployment.of_role("frontend")}
+        workers = [process.log for process in self.deployment.processes if process.role not in NO_WORKERS]
+        return RequestLogs(logs["frontend"], workers)
+
+    def lateness(self) -> dict[str, Lateness]:
+        ports = {process.spec.name: process.spec.system_port for process in self.deployment.processes}
+        return {name: lateness_of(port) for name, port in ports.items() if port is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A run of the load generator."""
+
+    schedule: Schedule
+    seen: Mapping[str, Seen]
+    logs: RequestLogs | None
+    #: By the time of the look: nanoseconds since the epoch.
+    late: Sequence[tuple[int, Mapping[str, Lateness]]]
+    command: str
+
+    def results(
+        self, target: Target, strategies: Mapping[str, str], versions: Mapping[str, str], machine: str
+    ) -> list[PointResult]:
+        """Of the points whose requests did not meet those of a point before; the others are to be measured again.
+        `strategies` by arm.
+        """
+        results, busy_until = [], 0
+        for number, stretch in enumerate(self.schedule.stretches):
+            seen = {place: self.seen.get(f"{number}-{place}") for place in range(len(stretch.asks))}
+            there = [each for each in seen.values() if each is not None]
+            if not there:
+                continue
+            begin, end = min(each.begin_ns for each in there), max(each.end_ns for each in there)
+            if begin > busy_until:
+                scale = stretch.point.time_scale
+                requests = tuple(
+                    self._record(ask, seen[i], begin, scale) for i, ask in enumerate(stretch.asks)
+                )
+                share = software_share(requests, strategies[stretch.point.arm], self._late_ms(begin, end))
+                hits = [(r.cached_tokens, r.input_tokens) for r in requests if r.cached_tokens is not None]
+                results.append(
+                    PointResult(
+                        point=stretch.point,
+                        requests=requests,
+                        duration_s=(end - begin) / 1e9 / scale,
+                        software=share,
+                        kv_hit_rate=sum(hit for hit, _ in hits) / sum(of for _, of in hits) if hits else None,
+                        is_saturated=is_saturated(requests),
+                        commands={**target.commands, "load": self.command},
+                        versions=versions,
+                        machine=machine,
+                        wall_s=(end - begin) / 1e9,
+                    )
+                )
+            busy_until = max(busy_until, end)
+        return results
+
+    def _record(self, ask: Ask, seen: Seen | None, begin: int, scale: float) -> RequestRecord:
+        if seen is None:
+            return RequestRecord(ask.arrival, len(ask.prompt), 0, 0.0, error="not sent", session=ask.session)
+        parts = None
+        if self.logs is not None and seen.error is None:
+            parts = self.logs.parts(seen.request_id)
+        return RequestRecord(
+            arrival_s=(seen.begin_ns - begin) / 1e9 / scale,
+            input_tokens=seen.input_tokens or len(ask.prompt),
+            output_tokens=seen.output_tokens,
+            latency_ms=seen.latency_ms / scale,
+            ttft_ms=None if seen.ttft_ms is None else seen.ttft_ms / scale,
+            tpot_ms=None if seen.tpot_ms is None else seen.tpot_ms / scale,
+            gaps_ms=tuple(round(gap / scale, 3) for gap in seen.gaps_ms),
+            cached_tokens=seen.cached_tokens,
+            parts=parts,
+            error=seen.error,
+            session=ask.session,
+            turn=ask.turn,
+        )
+
+    def _late_ms(self, begin: int, end: int) -> float:
+        """Of the worker that was the latest, on average, between two moments."""
+        before = [looked for at, looked in self.late if at <= begin] or [
+            looked for _, looked in self.late[:1]
+        ]
+        after = [looked for at, looked in self.late if at >= end] or [looked for _, looked in self.late[-1:]]
+        if not before or not after:
+            return 0.0
+        return max(
+            (now.since(before[-1].get(name, Lateness())) for name, now in after[0].items()), default=0.0
+        )
+
+
+def is_saturated(requests: Sequence[RequestRecord]) -> bool:
+    """More comes than is done: requests were refused; or in the second half of the arrivals fewer ended than came, and
+    each took longer than those before it.
+    """
+    if any(request.error for request in requests):
+        return True
+    count = len(requests)
+    if count < 8:
+        return False
+    last = requests[-1].arrival_s
+    middle = requests[count // 2].arrival_s
+    ends = [request.arrival_s + request.latency_ms / 1000 for request in requests]
+    ended = sum(middle < end <= last for end in ends)
+    second, fourth = requests[count // 4 : count // 2], requests[-(count // 4) :]
+    growth = median(r.latency_ms for r in fourth) / max(median(r.latency_ms for r in second), 1e-9)
+    return ended < _ENDED_SHARE * (count - count // 2) and growth > _GROWTH
+
+
+async def measure(schedule: Schedule, target: Target, aiperf: AIPerf, directory: Path) -> Measured:
+    """Raises LoadFailedError."""
+    late: list[tuple[int, Mapping[str, Lateness]]] = []
+
+    async def look() -> None:
+        while True:
+            with suppress(OSError):  # of a worker that has died; the requests will tell
+                late.append((time.time_ns(), await asyncio.to_thread(target.lateness)))
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    looking = asyncio.create_task(look(), name="lateness")
+    try:
+        command = await aiperf.run(schedule.sends(), target.url, target.model, directory, _REQUEST_SECONDS)
+        with suppress(OSError):
+            late.append((time.time_ns(), await asyncio.to_thread(target.lateness)))
+    finally:
+        looking.cancel()
+    seen = {each.name: each for each in read_export(directory)}
+    return Measured(schedule, seen, target.logs(), late, command)

@@ -1,0 +1,216 @@
+"""A plan, point by point, until it is done or interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TextIO
+
+import yaml
+
+from trtllm_disagg.bench.machine import describe_machine
+from trtllm_disagg.bench.strategies.aiperf import AIPerf
+from trtllm_disagg.bench.strategies.measuring import Elsewhere, Here, Schedule, Target, measure
+from trtllm_disagg.bench.strategies.planning import Engines
+from trtllm_disagg.bench.strategies.records import Plan, Point, PointResult, RunDirectory, Sensitivity
+from trtllm_disagg.bench.strategies.workloads import Ask, Traffic
+from trtllm_disagg.config.worker_config import SETTINGS, flag_of
+from trtllm_disagg.deployment import DeploymentConfig, running_deployment
+from trtllm_disagg.deployment.plan import Role
+from trtllm_disagg.deployment.up_command import default_name
+from trtllm_disagg.strategies import spec_of
+
+_PROGRESS_SECONDS = 5.0
+#: Until the first deployment has shown how long it takes to start one, and the load generator.
+_GUESSED_START = 60.0
+#: The deadlines of handlers, which are in wall time.
+_DEADLINES = ("prefill_timeout", "first_decode_token_timeout", "next_decode_token_timeout")
+_PACKAGES = ("trtllm-disagg", "ai-dynamo", "aiconfigurator-core", "tensorrt-llm")
+
+#: What has to be started: an arm under one sensitivity, at one speed of the clock.
+Key = tuple[str, Sensitivity, float]
+
+
+def batches(points: Sequence[Point]) -> Iterator[tuple[Key, list[Point]]]:
+    """Points that one deployment serves, in the plan's order of their first ones; within each, every workload's rates
+    rise.
+    """
+    grouped: dict[Key, list[Point]] = {}
+    for point in points:
+        grouped.setdefault((point.arm, point.sensitivity, point.time_scale), []).append(point)
+    yield from grouped.items()
+
+
+@dataclass(frozen=True, slots=True)
+class Deployments:
+    """Started here, one at a time."""
+
+    plan: Plan
+    engines: Engines
+    directory: RunDirectory
+    worker_args: tuple[str, ...] = ()
+
+    @asynccontextmanager
+    async def serving(self, key: Key) -> AsyncIterator[Target]:
+        async with running_deployment(self.config(key)) as deployment:
+            yield Here(deployment)
+
+    def config(self, key: Key) -> DeploymentConfig:
+        arm_name, sensitivity, scale = key
+        arm = self.plan.arm(arm_name)
+        place = self.directory.logs / Point(arm_name, "all", 0, 0, sensitivity, scale).file_name.removesuffix(
+            ".json"
+        )
+        configs: dict[Role, Path] = {}
+        for role in spec_of(arm.strategy).roles:
+            file = place / f"{role}.yaml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(yaml.safe_dump(self.engines.for_point(role, sensitivity, scale)))
+            configs[role] = file
+        defaults = {name: float(SETTINGS[name].default) for name in _DEADLINES}  # type: ignore[arg-type]
+        deadlines = (
+            text for name, seconds in defaults.items() for text in (flag_of(name), f"{seconds * scale:g}")
+        )
+        calls = spec_of(arm.strategy).is_worker_side
+        return DeploymentConfig(
+            strategy=arm.strategy,
+            model=str(self.engines.model),
+            served_model_name=default_name(str(self.engines.model)),
+            run_dir=place / "up",
+            agg_workers=max(1, arm.agg_workers),
+            prefill_workers=max(1, arm.prefill_workers),
+            decode_workers=max(1, arm.decode_workers),
+            http_port=0,
+            engine=self.engines.engine,
+            engine_configs=configs,
+            # Requests that are cut off have no worth.
+            drain_seconds=1.0,
+            worker_args=(*(deadlines if calls else ()), *arm.flags, *self.worker_args),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Urls:
+    """Of deployments that serve already, by arm."""
+
+    urls: Mapping[str, str]
+    model: str
+
+    @asynccontextmanager
+    async def serving(self, key: Key) -> AsyncIterator[Target]:
+        yield Elsewhere(self.urls[key[0]], self.model)
+
+
+@dataclass
+class Progress:
+    """A line every few seconds: what is measured, and the time that is left."""
+
+    total: int
+    out: TextIO = sys.stderr
+    done: int = 0
+    #: Wall seconds that are still to be spent on sending, and of starts: how many are left, and what each took.
+    sending: float = 0.0
+    starts: int = 0
+    took: list[float] = field(default_factory=list)
+    what: str = ""
+    _since: float = field(default_factory=time.monotonic)
+
+    def begin(self, what: str) -> None:
+        self.what, self._since = what, time.monotonic()
+
+    def left(self) -> float:
+        start = sum(self.took) / len(self.took) if self.took else _GUESSED_START
+        return max(0.0, self.sending + self.starts * start - (time.monotonic() - self._since))
+
+    def say(self) -> None:
+        minutes, seconds = divmod(round(self.left()), 60)
+        print(
+            f"[{self.done}/{self.total} points] {self.what}: about {minutes} min {seconds:02d} s left",
+            file=self.out,
+        )
+
+    async def keep_saying(self) -> None:
+        while True:
+            self.say()
+            await asyncio.sleep(_PROGRESS_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    plan: Plan
+    directory: RunDirectory
+    traffics: Mapping[str, Traffic]
+    targets: Deployments | Urls
+    aiperf: AIPerf
+    vocabulary: int
+    requests: int
+    #: Modelled, of a lonely request, by workload.
+    answer_seconds: Mapping[str, float]
+
+    async def run(self) -> None:
+        """What is there already is not measured again."""
+        missing = [point for point in self.plan.points if not self.directory.has(point)]
+        groups = list(batches(missing))
+        progress = Progress(len(self.plan.points), done=len(self.plan.points) - len(missing))
+        progress.starts = len(groups)
+        progress.sending = sum(self._schedule(points).seconds for _, points in groups)
+        saying = asyncio.create_task(progress.keep_saying(), name="progress")
+        versions = versions_here() | {"aiperf": await asyncio.to_thread(self.aiperf.version)}
+        try:
+            for key, points in groups:
+                await self._batch(key, points, versions, progress)
+        finally:
+            saying.cancel()
+
+    async def _batch(
+        self, key: Key, points: list[Point], versions: Mapping[str, str], progress: Progress
+    ) -> None:
+        progress.begin(f"{key[0]}: starting")
+        begun = time.monotonic()
+        async with self.targets.serving(key) as target:
+            while points:
+                schedule = self._schedule(points)
+                progress.what = (
+                    f"{key[0]}: {len(points)} points, {', '.join(dict.fromkeys(p.workload for p in points))}"
+                )
+                results = await self._measure(schedule, target, versions)
+                for result in results:
+                    self.directory.save(result)
+                progress.done += len(results)
+                saved = {result.point for result in results}
+                points = [point for point in points if point not in saved]
+                progress.sending = max(0.0, progress.sending - schedule.seconds)
+                progress.took.append(max(0.0, time.monotonic() - begun - schedule.seconds))
+        progress.starts -= 1
+
+    async def _measure(
+        self, schedule: Schedule, target: Target, versions: Mapping[str, str]
+    ) -> list[PointResult]:
+        place = self.directory.logs / "load" / schedule.stretches[0].point.file_name.removesuffix(".json")
+        measured = await measure(schedule, target, self.aiperf, place.absolute())
+        strategies = {arm.name: arm.strategy for arm in self.plan.arms}
+        return measured.results(target, strategies, versions, describe_machine())
+
+    def _schedule(self, points: Sequence[Point]) -> Schedule:
+        return Schedule.of([(point, self._asks(point)) for point in points], self.answer_seconds)
+
+    def _asks(self, point: Point) -> tuple[Ask, ...]:
+        """The same for all arms. Other prompts at each rate: none is in a cache because it was asked before."""
+        traffic = self.traffics[point.workload]
+        return traffic.asks(point.rate, self.requests, f"{point.rate:g} {point.repetition}", self.vocabulary)
+
+
+def versions_here() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

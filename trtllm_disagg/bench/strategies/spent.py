@@ -1,0 +1,151 @@
+"""Where the time of requests went, by the workers' request logs (handlers/trace.py); and how far this machine was
+behind the GPUs that it models, by the workers' metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from trtllm_disagg.bench.strategies.records import Parts, RequestRecord
+from trtllm_disagg.handlers.trace import PREFIX
+from trtllm_disagg.strategies import spec_of
+
+#: The client's name of a request, and the one that workers know, in the frontend's log.
+_NAMES = re.compile(r"request completed request_id=(\S+) .*?x_request_id=\"([^\"]+)\"")
+
+
+#: Of a worker (dynamo_runtime/metrics.py).
+_STEPS, _LATE = "trtllm_disagg_modelled_steps_total", "trtllm_disagg_modelled_late_seconds_total"
+
+
+class Times(NamedTuple):
+    """Of one engine and one request: seconds of the modelled clock, which all engines of a machine share."""
+
+    arrival: float
+    scheduled: float
+    first_token: float
+    last_token: float
+    transfer_start: float
+    transfer_end: float
+
+    @classmethod
+    def of(cls, told: Mapping[str, float]) -> Times:
+        arrival = told.get("arrival_time", 0.0)
+        scheduled = told.get("first_scheduled_time", arrival)
+        first = told.get("first_token_time", scheduled)
+        start = told.get("kv_cache_transfer_start", 0.0)
+        return cls(
+            *(arrival, scheduled, first, told.get("last_token_time", first)),
+            *(start, told.get("kv_cache_transfer_end", start)),
+        )
+
+
+def parts_of(engines: Sequence[Times]) -> Parts | None:
+    """Of the engines that a request passed through; None where one is missing."""
+    decodes = [times for times in engines if times.transfer_start]
+    prefills = [times for times in engines if not times.transfer_start]
+    if not prefills or len(decodes) > 1:
+        return None
+    # A prefill that was done again elsewhere: the last one counts, the others are the wait for it.
+    prefills.sort()
+    prefill = prefills[-1]
+    queue = prefill.scheduled - prefills[0].arrival
+    work = prefill.first_token - prefill.scheduled
+    if not decodes:
+        return _milliseconds(queue, work, 0.0, 0.0, 0.0, prefill.last_token - prefill.first_token)
+    decode = decodes[0]
+    return _milliseconds(
+        queue,
+        work,
+        decode.arrival - prefill.first_token,
+        decode.transfer_end - max(decode.transfer_start, prefill.first_token),
+        decode.transfer_start - decode.arrival,
+        decode.last_token - decode.transfer_end,
+    )
+
+
+def _milliseconds(*seconds: float) -> Parts:
+    queue, prefill, handoff, transfer, decode_wait, decode = (max(0.0, each) * 1000 for each in seconds)
+    return Parts(queue, prefill, handoff, transfer, decode_wait, decode)
+
+
+class RequestLogs:
+    """What frontend and workers wrote, read once after their requests have ended."""
+
+    def __init__(self, frontend: Path, workers: Iterable[Path]) -> None:
+        self._names = {theirs: ours for ours, theirs in _NAMES.findall(frontend.read_text(errors="replace"))}
+        self._engines: defaultdict[str, list[Times]] = defaultdict(list)
+        for log in workers:
+            self._read(log)
+
+    def parts(self, request_id: str) -> Parts | None:
+        """Of a request by the client's name."""
+        return parts_of(self._engines.get(self._names.get(request_id, ""), ()))
+
+    def _read(self, log: Path) -> None:
+        for line in log.read_text(errors="replace").splitlines():
+            _, found, text = line.partition(f": {PREFIX}")
+            if found and (times := (entry := json.loads(text)).get("engine")):
+                self._engines[entry["request"]].append(Times.of(times))
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """Of one worker, since its start, in modelled seconds."""
+
+    steps: float = 0.0
+    late_seconds: float = 0.0
+
+    def since(self, before: Lateness) -> float:
+        """Milliseconds by which a step ended too late, on average."""
+        steps = self.steps - before.steps
+        return (self.late_seconds - before.late_seconds) / steps * 1000 if steps else 0.0
+
+
+def lateness_of(port: int) -> Lateness:
+    """Of the worker whose system server is there."""
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return Lateness(totals.get(_STEPS, 0.0), totals.get(_LATE, 0.0))
+
+
+def software_share(requests: Sequence[RequestRecord], strategy: str, late_ms: float) -> dict[str, float]:
+    """Of what clients measured, the share that no GPU and no link took: what is beyond the modelled parts, the way
+    between the workers, and how late steps were. Empty without parts.
+    """
+    known = [(request, request.parts) for request in requests if request.parts and request.error is None]
+    if not known:
+        return {}
+    # Under a strategy without a first stage the frontend gives the client nothing before decode has begun.
+    waits_for_decode = spec_of(strategy).entry_role is None
+    sums: defaultdict[str, float] = defaultdict(float)
+    for request, parts in known:
+        before = parts.queue + parts.prefill
+        moving = parts.transfer + parts.decode_wait
+        if request.ttft_ms is not None:
+            sums["ttft"] += request.ttft_ms
+            sums["ttft modelled"] += before + (moving if waits_for_decode else 0.0)
+        if request.tpot_ms is not None and request.ttft_ms is not None:
+            sums["tpot"] += request.latency_ms - request.ttft_ms
+            sums["tpot modelled"] += parts.decode + (0.0 if waits_for_decode else moving)
+        sums["latency"] += request.latency_ms
+        sums["latency modelled"] += before + moving + parts.decode
+    late = late_ms * len(known)
+    return {
+        time: min(1.0, (abs(sums[time] - sums[f"{time} modelled"]) + late) / sums[time])
+        for time in ("ttft", "tpot", "latency")
+        if sums[time]
+    }

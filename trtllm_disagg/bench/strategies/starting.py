@@ -1,0 +1,175 @@
+"""From the flags to a run, new or resumed; everything that may be wrong is said before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Mapping
+
+from trtllm_disagg.bench.strategies.aiperf import AIPerf
+from trtllm_disagg.bench.strategies.planning import (
+    Engines,
+    arms_for,
+    given_rates,
+    make_plan,
+    settings_of,
+    traffics,
+    vocabulary_of,
+)
+from trtllm_disagg.bench.strategies.records import Arm, Plan, Point, RunDirectory
+from trtllm_disagg.bench.strategies.running import Deployments, Runner, Urls
+from trtllm_disagg.bench.strategies.workloads import Traffic
+from trtllm_disagg.deployment.running import Interrupts
+from trtllm_disagg.deployment.up_command import default_name
+from trtllm_disagg.errors import ConfigError
+
+#: Of a real deployment, where nothing is known of it: wall seconds of an answer, for the pause between two points.
+_REAL_ANSWER_SECONDS = 10.0
+_LONGEST_AT_URL = 1 << 17
+
+
+def check(args: argparse.Namespace) -> None:
+    if not 0 <= args.band < 1:
+        raise ConfigError.bad_value("--band", args.band, "a share from 0 to less than 1")
+    if args.time_scale is not None and not 1 <= args.time_scale <= 1000:
+        raise ConfigError.bad_value("--time-scale", args.time_scale, "a number from 1 to 1000")
+    for key, text, kind in (("--rates", args.rates, float), ("--workers", args.workers, int)):
+        for number in text.split(",") if text else ():
+            if not _is_above_zero(number, kind):
+                raise ConfigError.bad_value(key, number, "numbers above 0 with commas between them")
+    if not (args.model / "config.json").is_file():
+        raise ConfigError.bad_value(
+            "--model", str(args.model), "a directory with a tokenizer and a config.json"
+        )
+    real = args.url or args.engine != "modelled"
+    if real and not args.rates:
+        raise ConfigError.bad_value(
+            "--rates", None, "rates: without the tables of a modelled engine none are known"
+        )
+    if real and (args.time_scale or 1) != 1:
+        raise ConfigError.bad_value(
+            "--time-scale", args.time_scale, "1: a real deployment's clock is the wall's"
+        )
+
+
+def _is_above_zero(text: str, kind: type[float] | type[int]) -> bool:
+    try:
+        return 0 < kind(text) < math.inf
+    except ValueError:
+        return False
+
+
+def of_engines(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory) -> Runner:
+    arms = arms_for(args)
+    engines = Engines.read(args.engine, args.model, args.engine_configs, arms)
+    chosen = traffics(args, engines.longest)
+    plan = (
+        make_plan(args, engines, chosen, _command())
+        if engines.is_modelled
+        else _real(args, arms, chosen, engines)
+    )
+    targets = Deployments(plan, engines, directory, tuple(args.worker_args))
+    return _runner(args, _resumed(plan, directory), directory, chosen, targets, aiperf)
+
+
+def of_urls(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory) -> Runner:
+    urls = dict(text.partition("=")[::2] for text in args.url)
+    counts = sorted({_workers_of(name) for name in urls})
+    known = {
+        arm.name: arm
+        for count in counts
+        for arm in arms_for(argparse.Namespace(workers=str(count), arms="*"))
+    }
+    for name, url in urls.items():
+        if name not in known or not url.startswith(("http://", "https://")):
+            raise ConfigError.bad_value(
+                "--url", f"{name}={url}", "ARM=http://..., as '1P1D decode_first=http://...'"
+            )
+    chosen = traffics(args, _LONGEST_AT_URL)
+    plan = _real(args, tuple(known[name] for name in urls), chosen, None)
+    targets = Urls(urls, default_name(str(args.model)))
+    return _runner(args, _resumed(plan, directory), directory, chosen, targets, aiperf)
+
+
+def _workers_of(name: str) -> int:
+    """Of an arm by its name: "2 agg", "1P3D router"."""
+    layout = name.partition(" ")[0].rstrip("D")
+    numbers = layout.split("P")
+    if not all(number.isdigit() for number in numbers):
+        raise ConfigError.bad_value("--url", name, "ARM=URL, with an arm as '2 agg' or '1P3D router'")
+    return sum(map(int, numbers))
+
+
+def _real(
+    args: argparse.Namespace, arms: tuple[Arm, ...], chosen: Mapping[str, Traffic], engines: Engines | None
+) -> Plan:
+    """Nothing is modelled: rates as given, the wall's clock, no sensitivity."""
+    points = tuple(
+        Point(arm.name, name, rate, repetition)
+        for arm in arms
+        for name in chosen
+        for repetition in range(args.repetitions)
+        for rate in given_rates(args)
+    )
+    return Plan(
+        subject=engines.subject() if engines else default_name(str(args.model)),
+        arms=arms,
+        workloads=tuple(traffic.record for traffic in chosen.values()),
+        points=points,
+        is_modelled=False,
+        gpus_per_worker=engines.gpus_per_worker if engines else 1,
+        command=_command(),
+        settings=settings_of(args, engines),
+    )
+
+
+def _resumed(plan: Plan, directory: RunDirectory) -> Plan:
+    """Raises ConfigError for a directory of a run with other settings."""
+    if not directory.has_plan:
+        directory.save_plan(plan)
+        return plan
+    there = directory.plan()
+    different = sorted(
+        name
+        for name in there.settings.keys() | plan.settings.keys()
+        if there.settings.get(name) != plan.settings.get(name)
+    )
+    if different or there.points != plan.points:
+        differ = ", ".join(different) or "points"
+        allowed = f"a new directory, or the settings of the run that is there; {differ} differ"
+        raise ConfigError.bad_value("--out", str(directory.path), allowed)
+    return there
+
+
+def _runner(
+    args: argparse.Namespace,
+    plan: Plan,
+    directory: RunDirectory,
+    chosen: Mapping[str, Traffic],
+    targets: Deployments | Urls,
+    aiperf: AIPerf,
+) -> Runner:
+    seconds = dict.fromkeys(chosen, _REAL_ANSWER_SECONDS)
+    if isinstance(targets, Deployments) and targets.engines.is_modelled:
+        workers = targets.engines.workers().values()
+        seconds = {
+            name: max(worker.isolated_seconds(traffic.shape) for worker in workers)
+            for name, traffic in chosen.items()
+        }
+    vocabulary = vocabulary_of(args.model)
+    return Runner(plan, directory, chosen, targets, aiperf, vocabulary, args.requests, seconds)
+
+
+def _command() -> str:
+    return shlex.join(["trtllm-disagg", *sys.argv[1:]])
+
+
+async def finish(runner: Runner) -> int:
+    """The exit status: 0 all points are there; 130 it was interrupted, and what it had started is gone."""
+    with Interrupts().listening() as interrupts:
+        if await interrupts.allow(runner.run()):
+            return 0
+        print(f"interrupted; the same command goes on from {runner.directory.path}", file=sys.stderr)
+        return interrupts.exit_code

@@ -1,0 +1,216 @@
+"""What is asked: prompts and arrival times, the same for all arms. A prompt is a list of token ids: no tokenizer makes
+it longer or shorter. What two prompts share is at their beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from trtllm_disagg.bench.strategies.records import Workload
+from trtllm_disagg.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. `arrival` in modelled seconds since the beginning of its point."""
+
+    arrival: float
+    prompt: tuple[int, ...]
+    output_tokens: int
+    session: str
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The tokens of a request, in and out, and those of its prompt that a cache may have."""
+
+    input_tokens: float
+    output_tokens: float
+    cached_tokens: float = 0.0
+
+
+class Tokens:
+    """Random token ids, of which none is special."""
+
+    def __init__(self, vocabulary: int, random_: random.Random) -> None:
+        self._ids = range(min(256, vocabulary // 2), vocabulary)
+        self._random = random_
+
+    def some(self, count: int) -> tuple[int, ...]:
+        return tuple(self._random.choices(self._ids, k=count))
+
+
+#: Makes requests without end: (rate, tokens, random numbers).
+Source = Callable[[float, Tokens, random.Random], Iterator[Ask]]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A workload and where its requests come from."""
+
+    record: Workload
+    shape: Shape
+    source: Source
+
+    def asks(self, rate: float, count: int, seed: str, vocabulary: int) -> tuple[Ask, ...]:
+        """The first `count` requests of a stream of `rate` requests a modelled second, by arrival."""
+        # By name: the prompts of one workload do not depend on which others run.
+        numbers = random.Random(f"{self.record.name} {seed}")
+        stream = self.source(rate, Tokens(vocabulary, numbers), numbers)
+        asks = [ask for ask, _ in zip(stream, range(count), strict=False)]
+        return tuple(sorted(asks, key=lambda ask: ask.arrival))
+
+
+def _single(input_tokens: int, output_tokens: int, burst: int = 1) -> Source:
+    """Each prompt for itself; lengths vary by a quarter. Poisson arrivals of so many at once."""
+
+    def source(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]:
+        now, number = 0.0, 0
+        while True:
+            for _ in range(burst):
+                prompt = tokens.some(_around(input_tokens, numbers))
+                yield Ask(now, prompt, _around(output_tokens, numbers), str(number))
+                number += 1
+            now += numbers.expovariate(rate / burst)
+
+    return source
+
+
+def _around(tokens: int, numbers: random.Random) -> int:
+    return round(tokens * numbers.uniform(0.75, 1.25))
+
+
+#: Of the agent: what all sessions begin with, what a turn adds (its answer among it), its answer, its turns, and the
+#: modelled seconds between two of them.
+_SYSTEM, _ADDED, _ANSWER, _TURNS, _THINKING = 2048, 768, 192, 8, 8.0
+
+
+def _agent(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]:
+    """Sessions that begin when enough others have; a turn comes when it comes, whether the one before was answered."""
+    system = tokens.some(_SYSTEM)
+    # Some sessions are under way when the point begins.
+    now, sessions = -_TURNS * _THINKING, 0
+    waiting: list[Ask] = []
+    while True:
+        prompt, arrival = system, now
+        for turn in range(_TURNS):
+            prompt = (*prompt, *tokens.some(_around(_ADDED, numbers)))
+            waiting.append(Ask(arrival, prompt, _around(_ANSWER, numbers), str(sessions), turn))
+            arrival += numbers.expovariate(1 / _THINKING)
+        now += numbers.expovariate(rate / _TURNS)
+        sessions += 1
+        waiting.sort(key=lambda ask: ask.arrival, reverse=True)
+        while waiting and waiting[-1].arrival <= now:
+            ask = waiting.pop()
+            if ask.arrival >= 0:
+                yield ask
+
+
+_CHAT = "short chats: 256 tokens in, 256 out"
+_AGENT_INPUT = _SYSTEM + _ADDED * (_TURNS + 1) / 2
+
+BUILT_IN: dict[str, Traffic] = {
+    traffic.record.name: traffic
+    for traffic in (
+        Traffic(Workload("chat", _CHAT, 256, 256), Shape(256, 256), _single(256, 256)),
+        Traffic(
+            Workload("rag", "long documents: 8192 in, 256 out", 8192, 256),
+            Shape(8192, 256),
+            _single(8192, 256),
+        ),
+        Traffic(
+            Workload("reasoning", "long answers: 1024 in, 4096 out", 1024, 4096),
+            Shape(1024, 4096),
+            _single(1024, 4096),
+        ),
+        Traffic(
+            Workload(
+                "agentic",
+                f"agents of {_TURNS} turns whose prompts grow, over one system prompt of {_SYSTEM} tokens",
+                _AGENT_INPUT,
+                _ANSWER,
+                _TURNS,
+            ),
+            Shape(_AGENT_INPUT, _ANSWER, _AGENT_INPUT - _ADDED),
+            _agent,
+        ),
+        Traffic(
+            Workload("bursts", "16 requests at once: 1024 in, 256 out", 1024, 256),
+            Shape(1024, 256),
+            _single(1024, 256, burst=16),
+        ),
+    )
+}
+
+#: Tokens that one hash of a Mooncake trace stands for.
+_HASH_TOKENS = 512
+
+
+class _Line(msgspec.Struct, frozen=True):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+
+
+def trace(file: Path, longest: int) -> Traffic:
+    """A file of Mooncake's lines: {"timestamp": ms, "input_length", "output_length", "hash_ids"}, a hash for each 512
+    tokens. Its arrivals are stretched to the rate of a point. Requests with more than `longest` tokens are left out.
+
+    Raises ConfigError for a line that is none.
+    """
+    lines = [line for line in _lines(file) if line.input_length + line.output_length <= longest]
+    if len(lines) < 2:
+        allowed = f"a trace with two requests of at most {longest} tokens, the engine's max_seq_len"
+        raise ConfigError.bad_value("--trace", str(file), allowed)
+    lines.sort(key=lambda line: line.timestamp)
+    begin = lines[0].timestamp
+    own_rate = (len(lines) - 1) / max((lines[-1].timestamp - begin) / 1000, 1e-3)
+
+    def source(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]:
+        blocks: dict[int, tuple[int, ...]] = {}
+        for number, line in enumerate(lines):
+            prompt: list[int] = []
+            for block in line.hash_ids:
+                if block not in blocks:
+                    blocks[block] = tokens.some(_HASH_TOKENS)
+                prompt += blocks[block]
+            prompt += tokens.some(max(0, line.input_length - len(prompt)))
+            arrival = (line.timestamp - begin) / 1000 * own_rate / rate
+            yield Ask(arrival, tuple(prompt[: line.input_length]), line.output_length, str(number))
+
+    seen: set[int] = set()
+    reused = 0
+    for line in lines:
+        reused += _HASH_TOKENS * len(seen & set(line.hash_ids))
+        seen |= set(line.hash_ids)
+    count = len(lines)
+    shape = Shape(
+        sum(line.input_length for line in lines) / count,
+        sum(line.output_length for line in lines) / count,
+        reused / count,
+    )
+    said = f"{count} requests of a trace: {shape.input_tokens:.0f} in, {shape.output_tokens:.0f} out"
+    record = Workload("trace", said, shape.input_tokens, shape.output_tokens, trace_file=str(file))
+    return Traffic(record, shape, source)
+
+
+def _lines(file: Path) -> Iterator[_Line]:
+    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if text.strip():
+            try:
+                line = msgspec.convert(json.loads(text), _Line)
+            except (ValueError, msgspec.ValidationError) as error:
+                allowed = f"timestamp, input_length, output_length, hash_ids as JSON ({error})"
+                raise ConfigError.bad_value(
+                    f"--trace: {file.name} line {number}", text[:60], allowed
+                ) from None
+            if line.input_length > 0 and line.output_length > 0:
+                yield line
