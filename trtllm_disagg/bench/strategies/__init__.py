@@ -6,6 +6,10 @@ import argparse
 import asyncio
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trtllm_disagg.bench.strategies.records import RunDirectory
 
 _REQUESTS, _QUICK_REQUESTS = 200, 24
 _REPETITIONS = 2
@@ -20,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the run directory; a run that was cut off goes on",
     )
+    add("--model", type=Path, metavar="DIR", help="directory with a tokenizer and a config.json")
+    add("--slo", metavar="LIMITS", help="milliseconds that an answer may take (default: ttft=500,tpot=30)")
     add(
-        "--model",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="directory with a tokenizer and a config.json",
+        "--advise",
+        action="store_true",
+        help="measure nothing: the report of what is in --out, and its advice",
     )
     add("--engine", default="modelled", help="which module offers the LLM API (default: %(default)s)")
     add(
@@ -95,8 +99,21 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     # The package is imported for `--help` too, which needs no engine.
-    from trtllm_disagg.bench.strategies.aiperf import AIPerf
     from trtllm_disagg.bench.strategies.records import RunDirectory
+    from trtllm_disagg.bench.strategies.report import write_report
+    from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
+
+    slo = Slo.parse(args.slo) if args.slo else DEFAULT_SLO
+    directory = RunDirectory(args.out)
+    if not args.advise and (code := _measure(args, directory)):
+        return code
+    print(write_report(directory, slo).advice())
+    print(f"\n{directory.path / 'report.html'}")
+    return 0
+
+
+def _measure(args: argparse.Namespace, directory: RunDirectory) -> int:
+    from trtllm_disagg.bench.strategies.aiperf import AIPerf
     from trtllm_disagg.bench.strategies.starting import check, finish, of_engines, of_urls
 
     if args.quick:
@@ -104,4 +121,4 @@ def run(args: argparse.Namespace) -> int:
     args.requests = args.requests or (_QUICK_REQUESTS if args.quick else _REQUESTS)
     check(args)
     prepare = of_urls if args.url else of_engines
-    return asyncio.run(finish(prepare(args, AIPerf.find(args.aiperf), RunDirectory(args.out))))
+    return asyncio.run(finish(prepare(args, AIPerf.find(args.aiperf), directory)))

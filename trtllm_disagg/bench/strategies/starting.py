@@ -39,9 +39,9 @@ def check(args: argparse.Namespace) -> None:
         for number in text.split(",") if text else ():
             if not _is_above_zero(number, kind):
                 raise ConfigError.bad_value(key, number, "numbers above 0 with commas between them")
-    if not (args.model / "config.json").is_file():
+    if args.model is None or not (args.model / "config.json").is_file():
         raise ConfigError.bad_value(
-            "--model", str(args.model), "a directory with a tokenizer and a config.json"
+            "--model", args.model and str(args.model), "a directory with a tokenizer and a config.json"
         )
     real = args.url or args.engine != "modelled"
     if real and not args.rates:
