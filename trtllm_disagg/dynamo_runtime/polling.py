@@ -76,8 +76,7 @@ class PollingPublisher(ABC):
         self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         self._thread.start()
 
-    async def stop(self, seconds: float = _STOP_SECONDS) -> None:
-        """`seconds`: for so long a poll that has begun is waited for."""
+    async def stop(self) -> None:
         if self._thread is None:
             return
         self._stopping.set()
@@ -85,7 +84,7 @@ class PollingPublisher(ABC):
             loop, task = self._polling
             with contextlib.suppress(RuntimeError):  # it has ended already
                 loop.call_soon_threadsafe(task.cancel)
-        await asyncio.to_thread(self._thread.join, seconds)
+        await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
         if self._thread.is_alive():
             log.warning("%s: the engine does not answer; this worker ends without it", self._name)
 

