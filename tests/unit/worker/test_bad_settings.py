@@ -173,5 +173,6 @@ def test_a_bad_flag_of_up(args: str, words: tuple[str, ...], refusal: Refusal) -
 def test_up_needs_a_model_before_it_starts_anything(tmp_path: Path, refusal: Refusal) -> None:
     said = refusal("up", "--strategy", "agg", "--model", "/no/such/model", "--run-dir", str(tmp_path / "run"))
 
-    assert said == "error: --model: '/no/such/model' is not allowed; expected a directory that exists\n"
+    expected = "a directory that exists, or the name of a model on the Hugging Face hub, ORGANISATION/NAME"
+    assert said == f"error: --model: '/no/such/model' is not allowed; expected {expected}\n"
     assert not (tmp_path / "run").exists()
