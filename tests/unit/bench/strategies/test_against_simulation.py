@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 
 from tests.support.queueing_model import Gpu, Job, simulate_agg, simulate_pair
 
-RECORDED = json.loads((Path(__file__).parent / "recorded" / "chat-straight-lines.json").read_text())
+_DIRECTORY = Path(__file__).parent / "recorded"
+RECORDED = json.loads((_DIRECTORY / "chat-straight-lines.json").read_text())
+#: The same with links of a tenth of the bandwidth.
+SLOW_LINK = {point["arm"]: point for point in json.loads((_DIRECTORY / "chat-slow-link.json").read_text())}
 #: As `modelled.measured` and the link of the recorded run.
 GPU = Gpu(
     step=8e-3, prompt_token=60e-6, answer_token=250e-6, bytes_per_token=131072, link_bytes=5e9, latency=100e-6
@@ -54,3 +58,25 @@ def test_what_the_client_saw_beyond_it_is_the_share_that_is_told(point: dict[str
     beyond = 1 - sum(in_engines) / sum(ttft)
     # And how late steps were.
     assert beyond - 0.001 <= point["software"]["ttft"] <= beyond + 0.1
+
+
+def test_a_slower_link_moves_the_pair_as_the_simulation_says_and_agg_not_at_all() -> None:
+    before = {point["arm"]: point for point in RECORDED if point["rate"] == SLOW_LINK["2 agg"]["rate"]}
+    moved = {arm: _tpot(slow) - _tpot(before[arm]) for arm, slow in SLOW_LINK.items()}
+    expected = _simulated_tpot(replace(GPU, link_bytes=GPU.link_bytes / 10)) - _simulated_tpot(GPU)
+    # A small difference of two runs: 0.3 of 11.6 ms.
+    assert moved["1P1D prefill_first"] == pytest.approx(expected, rel=0.2)
+    assert abs(moved["2 agg"]) < 0.1 * expected
+
+
+def _tpot(point: dict[str, Any]) -> float:
+    return float(mean(row[-1] for row in point["requests"]))
+
+
+def _simulated_tpot(gpu: Gpu) -> float:
+    jobs = [
+        Job(arrival, prompt, answer)
+        for arrival, prompt, answer, *_ in SLOW_LINK["1P1D prefill_first"]["requests"]
+    ]
+    simulate_pair(gpu, jobs, MOST_STEP_TOKENS)
+    return mean(job.tpot for job in jobs) * 1000
