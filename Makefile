@@ -82,7 +82,6 @@ release: $(TOOLS)
 	@rm -rf dist
 	$(BIN)/python -m tools.release dist
 	$(BIN)/python -P -m twine check --strict dist/*.whl dist/*.tar.gz
-	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file dist/sbom.cdx.json $(BIN)/python
 
 clean:
 	rm -rf .venv .cache build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
+
+from trtllm_disagg import __version__
 
 ROOT = Path(__file__).parents[1]
 #: Of zip archives.
@@ -90,5 +93,18 @@ def release(out: Path) -> None:
         print(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}")
 
 
+def write_sbom(path: Path) -> None:
+    """What is installed in this environment, in CycloneDX; the tools of tests and docs are in it too."""
+    program = str(Path(sys.executable).with_name("cyclonedx-py"))
+    root = str(ROOT / "pyproject.toml")
+    command = [program, "environment", sys.executable, "--output-reproducible", "--pyproject", root]
+    told = subprocess.run(command, check=True, capture_output=True).stdout
+    sbom = json.loads(told)
+    # cyclonedx-py reads no dynamic version.
+    sbom["metadata"]["component"]["version"] = __version__
+    path.write_text(json.dumps(sbom, indent=1) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
     release(Path(sys.argv[1]))
+    write_sbom(Path(sys.argv[1]) / "sbom.cdx.json")
