@@ -134,17 +134,16 @@ def _over_rate(axis: Any, sweep: Sweep, value: Callable[[Measured], float]) -> N
         axis.errorbar(
             list(nominal), middle, (below, above), label=arm, **look, markersize=4, lw=1.4, capsize=2
         )
-        shared = [rate for rate in nominal if len(lines) > 1 and all(rate in line for line in lines.values())]
-        extremes = [[float(np.median(line[rate])) for line in lines.values()] for rate in shared]
-        if shared:
-            axis.fill_between(
-                shared,
-                [min(e) for e in extremes],
-                [max(e) for e in extremes],
-                color=look["color"],
-                alpha=0.13,
-                lw=0,
-            )
+        # Each side of the band has rates of its own.
+        grid = list(nominal)
+        sides = [
+            np.interp(grid, list(line), [float(np.median(v)) for v in line.values()], math.nan, math.nan)
+            for line in lines.values()
+            if line
+        ]
+        if len(sides) > 1:
+            low, high = np.fmin.reduce(sides), np.fmax.reduce(sides)
+            axis.fill_between(grid, low, high, color=look["color"], alpha=0.13, lw=0)
     axis.set_xlabel("requests/s that arrive")
     axis.set_xlim(left=0)
 

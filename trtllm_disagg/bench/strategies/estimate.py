@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_disagg.bench.strategies.records import Arm
+from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Sensitivity
 from trtllm_disagg.bench.strategies.workloads import Shape
 from trtllm_disagg.modelled.build import Gpus, num_kv_blocks, open_gpus
 from trtllm_disagg.modelled.config import ModelledArgs
@@ -26,6 +26,8 @@ class Worker:
     max_batch: int
     max_step_tokens: int
     pool_tokens: int
+    #: All step times are multiplied by it, as in a side of the sensitivity band.
+    factors: Sensitivity = NOMINAL
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Worker:
@@ -42,19 +44,19 @@ class Worker:
             chunk = min(left, self.max_step_tokens)
             seconds += sum(self.gpus.times.parts([Chunk(chunk, done)], 0, 0)) / 1000
             done += chunk
-        return seconds
+        return seconds * self.factors.prefill_factor
 
     def decode_seconds(self, shape: Shape) -> float:
         """Of a request in the largest batch that the pool holds: its share of the steps."""
         context = shape.input_tokens + shape.output_tokens / 2
         batch = max(1, min(self.max_batch, int(self.pool_tokens / (context + shape.output_tokens / 2))))
         step = sum(self.gpus.times.parts([], batch, round(context))) / 1000
-        return step * shape.output_tokens / batch
+        return step * shape.output_tokens / batch * self.factors.decode_factor
 
     def isolated_seconds(self, shape: Shape) -> float:
         """A request that is alone."""
         step = sum(self.gpus.times.parts([], 1, round(shape.input_tokens))) / 1000
-        return self.prefill_seconds(shape) + step * shape.output_tokens
+        return self.prefill_seconds(shape) + step * shape.output_tokens * self.factors.decode_factor
 
     def sending_seconds(self, shape: Shape) -> float:
         """Of a prompt's KV, over the link."""

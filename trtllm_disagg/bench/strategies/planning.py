@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +117,11 @@ def make_plan(
 ) -> Plan:
     """Of modelled engines. Raises ConfigError, also for what no table covers."""
     arms = arms_for(args, engines.gpus_per_worker)
-    workers = engines.workers()
+    nominal = engines.workers()
     points = []
     for sensitivity in sensitivities(args.band):
+        # Rates of its own: with faster steps those of the tables would exhaust no arm, and prove nothing.
+        workers = {role: replace(worker, factors=sensitivity) for role, worker in nominal.items()}
         for arm in arms:
             for name, traffic in chosen.items():
                 equals = [each for each in arms if each.gpus == arm.gpus]

@@ -76,6 +76,16 @@ def test_all_arms_get_the_same_rates_prompts_and_arrivals(model: Path, configs: 
     assert runner._asks(repeated[0]) not in schedules.values()
 
 
+def test_rates_of_the_band_follow_its_step_times(model: Path, configs: Path) -> None:
+    """Arms that are faster have to be asked for more, or nothing is learned of what they can do."""
+    runner = prepared(model, configs, "--workers", "2", "--workloads", "rag")
+    highest = {
+        variant: max(point.rate for point in runner.plan.points if point.sensitivity == variant)
+        for variant in sensitivities(0.5)
+    }
+    assert highest[Sensitivity(0.5, 1)] > 1.3 * highest[NOMINAL] > 1.3 * highest[Sensitivity(1.5, 1)]
+
+
 def test_a_sweep_ends_with_one_rate_above_what_the_arm_should_be_able_to_do() -> None:
     chosen = rates({"fast": 10.0, "slow": 4.0}, (0.3, 0.6, 0.9, 1.1))
     assert chosen == {"fast": (3.0, 6.0, 9.0, 11.0), "slow": (3.0, 6.0)}
