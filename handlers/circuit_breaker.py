@@ -36,11 +36,17 @@ class CircuitBreaker:
         self._clock = clock
         self._failures: dict[int, int] = {}
         self._open_until: dict[int, float] = {}
+        self.times_opened = 0
 
     def open(self) -> frozenset[int]:
         """Instances to skip now."""
         now = self._clock()
         return frozenset(i for i, until in self._open_until.items() if now < until)
+
+    def num_open(self) -> int:
+        """From any thread."""
+        now = self._clock()
+        return sum(now < until for until in list(self._open_until.values()))
 
     def failed(self, instance_id: int) -> None:
         count = self._failures[instance_id] = self._failures.get(instance_id, 0) + 1
@@ -49,6 +55,7 @@ class CircuitBreaker:
                 "instance %x failed %d times in a row: skipped for %g s", instance_id, count, self._seconds
             )
             self._open_until[instance_id] = self._clock() + self._seconds
+            self.times_opened += 1
 
     def succeeded(self, instance_id: int) -> None:
         self._failures.pop(instance_id, None)

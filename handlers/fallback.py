@@ -209,7 +209,7 @@ def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_ne
                 log.warning(
                     "request %s: %s after %d tokens: %s", context.id(), step.to, len(delivered), error
                 )
-                request.trace.fell_back(step.to, str(error))
+                request.trace.fell_back(step.to, error)
                 request.trace.strategy = step.strategy or request.trace.strategy
                 if has_ended(request, delivered):
                     yield end_chunk(request, delivered)

@@ -257,7 +257,7 @@ def queued(
                 raise
             unusable = error
         log.warning("request %s: direct: %s", context.id(), unusable)
-        request.trace.fell_back("direct", str(unusable))
+        request.trace.fell_back("direct", unusable)
         # The worker that had it does not answer any more.
         request.trace.facts.pop("prefill_instance", None)
         try:

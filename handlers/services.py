@@ -41,7 +41,7 @@ from trtllm_disagg.handlers.recall import recallable
 from trtllm_disagg.handlers.remote import RemoteDrain, StageClient
 from trtllm_disagg.handlers.route import StrategyRouter, relayed
 from trtllm_disagg.handlers.select import RequireConsumers
-from trtllm_disagg.handlers.trace import RequestCounts
+from trtllm_disagg.handlers.trace import RequestSink
 from trtllm_disagg.strategies import orders, spec_of
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import require_splittable
@@ -59,14 +59,17 @@ class Policy:
     strategy: Live[str]
     thresholds: Live[Thresholds]
     cached: CachedPrefixes
-    counts: RequestCounts = field(default_factory=RequestCounts)
+    breaker: CircuitBreaker
+    #: Hear of every request that ends.
+    sinks: list[RequestSink] = field(default_factory=list)
     queued: Queued = field(default_factory=Queued)
     occupancy: OwnOccupancy = field(default_factory=OwnOccupancy)
 
     @classmethod
     def of(cls, config: WorkerConfig, block_size: int) -> Policy:
         """Raises ConfigError when the policy file is wrong."""
-        policy = cls(Live(config.strategy), Live(Thresholds.of(config)), CachedPrefixes(block_size))
+        breaker = CircuitBreaker(config.breaker_failures, config.breaker_seconds)
+        policy = cls(Live(config.strategy), Live(Thresholds.of(config)), CachedPrefixes(block_size), breaker)
         if config.policy_file is not None:
             policy.set_thresholds(read_policy_file(Path(config.policy_file)), config.policy_file)
         return policy
@@ -170,9 +173,8 @@ def _built(
         # Under router, Dynamo's link is from the prefill worker to the decode worker.
         whole = finish_if_budget_exhausted(whole)
         return resume_migrated(whole, replays) if config.role is Role.AGG else whole
-    breaker = CircuitBreaker(config.breaker_failures, config.breaker_seconds)
     timeouts = stream_timeouts_of(config)
-    watched = CircuitBreakerClient(stage, breaker, timeouts)
+    watched = CircuitBreakerClient(stage, policy.breaker, timeouts)
     parts = Parts(
         config.role,
         engine,
@@ -181,7 +183,8 @@ def _built(
         config.prefill_timeout,
         config.first_decode_token_timeout,
         choose_protocol(config.handoff_protocol),
-        prefills and CircuitBreakerClient(_require_consumers(config, prefills, stage), breaker, timeouts),
+        prefills
+        and CircuitBreakerClient(_require_consumers(config, prefills, stage), policy.breaker, timeouts),
     )
     known = Known(config.role, policy.cached, waiting or watched, policy.occupancy, occupancies)
     chosen = _strategy_router(config, parts, watched, known, policy, replays)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -68,6 +68,7 @@ ENGINE_TIMES = (
 
 def _record_times(trace: RequestTrace, result: Any) -> Any:
     """The engine's timing metrics of a request; None where it is not measured."""
+    trace.measured = result.metrics_dict
     measured = result.outputs[0].request_perf_metrics
     timing = measured.timing_metrics if measured is not None else None
     if timing is not None:
@@ -76,58 +77,59 @@ def _record_times(trace: RequestTrace, result: Any) -> Any:
     return timing
 
 
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """Of one request on this worker, for metrics. Seconds since it came; None for what did not come."""
+
+    request: GenerateRequest
+    num_tokens: int
+    #: Its client left before the end.
+    is_aborted: bool
+    seconds: float
+    first_chunk: float | None = None
+    second_chunk: float | None = None
+
+    @property
+    def trace(self) -> RequestTrace:
+        return self.request.trace
+
+    @property
+    def phase(self) -> str:
+        """`whole`, or the phase that a worker of the other role asked for."""
+        asked = self.request.phase_request
+        return "whole" if asked is None else asked.stage
+
+    @property
+    def transfer(self) -> tuple[float, int] | None:
+        """Seconds and bytes of the KV that came for it, where the engine has measured that."""
+        facts = self.trace.facts
+        return (facts[KV_TRANSFER_MS] / 1000, facts[KV_TRANSFER_BYTES]) if KV_TRANSFER_MS in facts else None
+
+
 class RequestSink(Protocol):
-    """Hears of single requests, for histograms."""
+    """Counts requests."""
 
-    def transferred(self, seconds: float, num_bytes: int) -> None:
-        """KV came to this worker."""
-        ...
-
-    def ended(self, *, is_guided: bool, is_aborted: bool) -> None:
-        """`is_aborted`: its client left before the end."""
-        ...
-
-
-class RequestCounts:
-    """How many whole requests took which way here: (strategy, reason, last fallback) -> number."""
-
-    LABELS = ("strategy", "reason", "fallback")
-
-    def __init__(self) -> None:
-        self.sinks: list[RequestSink] = []
-        self.ended: Counter[tuple[str, str, str]] = Counter()
-        #: KV transfers that the engine measured, their seconds and their bytes.
-        self.num_transfers, self.transfer_seconds, self.transfer_bytes = 0, 0.0, 0
-
-    def add(self, trace: RequestTrace) -> None:
-        last = trace.fallbacks[-1].partition(":")[0] if trace.fallbacks else "none"
-        self.ended[trace.strategy, trace.reason, last] += 1
-        if KV_TRANSFER_MS in trace.facts:
-            seconds, num_bytes = trace.facts[KV_TRANSFER_MS] / 1000, trace.facts[KV_TRANSFER_BYTES]
-            self.num_transfers += 1
-            self.transfer_seconds += seconds
-            self.transfer_bytes += num_bytes
-            for sink in self.sinks:
-                sink.transferred(seconds, num_bytes)
+    def ended(self, end: RequestEnd) -> None: ...
 
 
 def with_request_log(
     generate: Generate,
     part: str,
-    counts: RequestCounts | None = None,
+    sinks: list[RequestSink] | None = None,
     drain: WorkerDrain | None = None,
     tracer: Tracer | None = None,
 ) -> Generate:
     """`generate` under `drain`, with a log line for each request, and a span around each. `part` names the worker's
-    role and strategy.
+    role and strategy; `sinks` may get longer later.
     """
-    counts, tracer = counts or RequestCounts(), tracer or NoTracer()
+    hearing: list[RequestSink] = [] if sinks is None else sinks
+    tracer = tracer or NoTracer()
 
     def record(request: GenerateRequest, context: RequestContext) -> _Record:
         phase = request.phase_request
         name = "request" if phase is None or phase.stage == "whole" else f"{phase.stage}_stage"
         request.trace.root = tracer.begin(name, context.id(), request.traceparent, request.trace_headers)
-        return _Record(request, context, part, counts)
+        return _Record(request, context, part, hearing)
 
     return (drain or WorkerDrain()).tracking(generate, record)
 
@@ -138,12 +140,12 @@ class _Record:
     """
 
     def __init__(
-        self, request: GenerateRequest, context: RequestContext, part: str, counts: RequestCounts
+        self, request: GenerateRequest, context: RequestContext, part: str, sinks: list[RequestSink]
     ) -> None:
         self._request = request
         self._context = context
         self._part = part
-        self._counts = counts
+        self._sinks = sinks
         self._started = time.time()
         self._times: list[float] = []
         self._num_tokens = 0
@@ -168,12 +170,12 @@ class _Record:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         trace = self._request.trace.to_json()
-        if trace:
-            self._counts.add(self._request.trace)
         is_aborted = self._finish_reason is None and self._context.is_stopped()
-        for sink in self._counts.sinks:
-            sink.ended(is_guided=bool(self._request.sampling.guided_decoding), is_aborted=is_aborted)
-        times = self._times
+        times, now = self._times, time.time()
+        taken = (max(0.0, each - self._started) for each in (now, *times))
+        end = RequestEnd(self._request, self._num_tokens, is_aborted, *taken)
+        for sink in self._sinks:
+            sink.ended(end)
         entry = {
             "request": self._context.id(),
             "part": self._part,
@@ -183,7 +185,7 @@ class _Record:
             "start": self._started,
             "first_chunk": times[0] if times else None,
             "second_chunk": times[1] if len(times) > 1 else None,
-            "end": time.time(),
+            "end": now,
         }
         told = {"disagg": trace, "engine": self._request.trace.engine_times}
         log.info("%s%s", PREFIX, json.dumps(entry | {name: said for name, said in told.items() if said}))

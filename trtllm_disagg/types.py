@@ -7,7 +7,7 @@ of a request are ignored here and forwarded as they came.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol
 
@@ -147,6 +147,8 @@ class RequestTrace:
     reason: str = ""
     #: One entry a fallback step: "other_instance: ...", "local: ...".
     fallbacks: list[str] = field(default_factory=list)
+    #: The same for metrics: (where it went on, the name of the failure).
+    steps: list[tuple[str, str]] = field(default_factory=list)
     #: Further facts that the answer tells: {"prefill_instance": "1a2b", ...}.
     facts: dict[str, Any] = field(default_factory=dict)
     #: What this worker's cache had of the prompt, for Dynamo's router; None where the engine does not tell.
@@ -156,13 +158,17 @@ class RequestTrace:
     engine_times: dict[str, float] = field(default_factory=dict)
     #: Around all that this worker does for the request.
     root: Span = NO_SPAN
+    #: What the engine measured of it: the `metrics_dict` of its last result here.
+    measured: Mapping[Any, Any] = field(default_factory=dict)
 
     def chose(self, strategy: str, reason: str) -> None:
         """Later, lower decisions win: they are closer to what ran."""
         self.strategy, self.reason = strategy, reason
 
-    def fell_back(self, to: str, because: str) -> None:
+    def fell_back(self, to: str, because: object) -> None:
+        """`because`: an error, or a sentence about a wish that could not be met."""
         self.fallbacks.append(f"{to}: {because}")
+        self.steps.append((to, "wish" if isinstance(because, str) else type(because).__name__))
 
     def to_json(self) -> dict[str, Any]:
         """JSON; without what did not happen."""

@@ -94,27 +94,11 @@ def test_the_receiver_of_the_kv_says_how_long_it_took(strategy: str, deployed: S
     assert told("prefill") == [0, 0, 0]
 
 
-#: What Dynamo's dashboard for disaggregated serving asks workers for, but for NATS's own numbers. It asks for requests
-#: of the components `prefill` and `backend`, of which only the first one is an endpoint here.
-DASHBOARD = (
-    "dynamo_component_requests_total",
-    "dynamo_component_request_duration_seconds_sum",
-    "dynamo_component_request_duration_seconds_count",
-    "dynamo_component_kvstats_gpu_cache_usage_percent",
-    "dynamo_component_kvstats_active_blocks",
-    "dynamo_component_kvstats_total_blocks",
-)
-
-
 @every_strategy
 def test_each_worker_has_the_numbers_that_dynamos_dashboard_shows(strategy: str, deployed: Served) -> None:
     complete(deployed, fresh_prompt(300))
     deployed.wait_until_idle()
     for worker in deployed.workers:
-        component = "prefill" if worker.role == "prefill" else "backend"
-        for name in DASHBOARD:
-            assert worker.labels(name, "dynamo_namespace"), f"{worker.name} has no {name}"
-        assert worker.labels(DASHBOARD[-1], "dynamo_component") == {component}
         assert worker.metric("dynamo_component_kvstats_total_blocks") > 0
         moved = worker.metric("trtllm_kv_transfer_success_total")
         assert (moved > 0) == (worker.role == "decode")

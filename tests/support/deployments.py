@@ -99,26 +99,26 @@ class Worker:
 
     @cached_property
     def instance_id(self) -> int:
-        match = re.search(r'worker_id="([0-9a-f]+)"', self._page())
+        match = re.search(r'worker_id="([0-9a-f]+)"', self.page())
         assert match is not None, f"{self.name} shows no worker_id"
         return int(match[1], 16)
 
     def metric(self, name: str) -> float:
         """Of all its endpoints `generate`; 0 as long as the worker does not show it."""
-        return _metric(self._page(), name)
+        return _metric(self.page(), name)
 
     def labels(self, name: str, label: str) -> set[str]:
         """The values of a label that a metric has here."""
-        lines = [line for line in self._page().splitlines() if line.startswith(name + "{")]
+        lines = [line for line in self.page().splitlines() if line.startswith(name + "{")]
         return {match[1] for line in lines if (match := re.search(rf'\b{label}="([^"]*)"', line))}
 
     def held_and_counted(self) -> tuple[dict[str, float], list[str]]:
         """What it runs, waits for or holds now, and the lines of what this project counts."""
-        page = self._page()
+        page = self.page()
         held = {name: value for name in HELD if (value := _metric(page, name))}
         return held, [line for line in page.splitlines() if line.startswith("trtllm_disagg_")]
 
-    def _page(self) -> str:
+    def page(self) -> str:
         return self._http.get(self._url).raise_for_status().text
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo.common.utils.prometheus import LLMBackendMetrics, register_engine_metrics_callback
+from dynamo.common.utils.prometheus import LLMBackendMetrics
 from dynamo.prometheus_names import kvstats, labels, name_prefix
 from dynamo.prometheus_names import trtllm_additional as names
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from trtllm_disagg.config.settings import COMPONENTS, parse_endpoint_id
+from trtllm_disagg.config.settings import COMPONENTS
 from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.handlers.trace import RequestEnd
 
 #: As Dynamo's worker has them, so that the histograms of both add up.
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -30,7 +31,7 @@ _OF_DASHBOARD = {
 
 
 class DynamoMetrics:
-    """Hears of the engine's statistics, of KV transfers to this worker, of requests that end, and of cache events."""
+    """Hears of the engine's statistics, of requests that end, and of cache events."""
 
     def __init__(self, config: WorkerConfig, num_blocks: int, num_ranks: int = 1) -> None:
         """`num_blocks` of each rank's KV pool; 0: not known before the first step. Every series is there from the
@@ -82,16 +83,16 @@ class DynamoMetrics:
     def loaded(self, seconds: float) -> None:
         self._gauges.set_model_load_time(seconds)
 
-    def transferred(self, seconds: float, num_bytes: int) -> None:
-        self._transfers.inc()
-        self._seconds.observe(seconds)
-        self._bytes.observe(num_bytes)
-        if seconds > 0:
-            self._speed.observe(num_bytes / seconds / 1e9)
-
-    def ended(self, *, is_guided: bool, is_aborted: bool) -> None:
-        self._guided.inc(is_guided)
-        self._aborted.inc(is_aborted)
+    def ended(self, end: RequestEnd) -> None:
+        self._guided.inc(bool(end.request.sampling.guided_decoding))
+        self._aborted.inc(end.is_aborted)
+        if end.transfer is not None:
+            seconds, num_bytes = end.transfer
+            self._transfers.inc()
+            self._seconds.observe(seconds)
+            self._bytes.observe(num_bytes)
+            if seconds > 0:
+                self._speed.observe(num_bytes / seconds / 1e9)
 
     def polled_events(self, count: int) -> None:
         self._events.observe(count)
@@ -105,15 +106,3 @@ class DynamoMetrics:
         self._gauges.set_gpu_cache_usage(rank, share)
         for gauge, value in zip(self._shown, (used, most, share), strict=True):
             gauge.labels(**self._where, **{labels.DP_RANK: rank}).set(value)
-
-    def expose(self, endpoint: Any, config: WorkerConfig) -> None:
-        """On the page that DYN_SYSTEM_PORT opens."""
-        here = parse_endpoint_id(config.endpoint_id)
-        register_engine_metrics_callback(
-            endpoint,
-            self.registry,
-            namespace_name=here.namespace,
-            component_name=COMPONENTS[config.role],
-            endpoint_name=here.endpoint,
-            model_name=config.model_name,
-        )

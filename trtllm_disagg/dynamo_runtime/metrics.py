@@ -1,26 +1,22 @@
-"""What the engine did and holds, as numbers on the worker's own /metrics page."""
+"""What the engine did and holds, as numbers on the worker's own /metrics page, and how all numbers get there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from dynamo.common.utils.prometheus import register_engine_metrics_callback
-from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from trtllm_disagg.config.settings import parse_endpoint_id
+from trtllm_disagg.config.settings import COMPONENTS, parse_endpoint_id
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.handlers.admission import Queued
-from trtllm_disagg.handlers.trace import RequestCounts
 
 PREFIX = "trtllm_disagg_"
+OTHER = "other"
 
 #: Prometheus adds `_total` to each of these.
 _COUNTERS = {
@@ -35,18 +31,7 @@ _COUNTERS = {
     "modelled_step_seconds": "What those steps take on the GPU, in modelled seconds",
     "modelled_late_seconds": "How late this machine was at the end of each of those steps, in modelled seconds",
 }
-_SHED = "Requests that were refused because too many waited on this worker"
-_QUEUED = {
-    "requests": "Requests that this worker has taken on and that have no first token yet",
-    "tokens": "Prompt tokens of those requests",
-}
-_REQUESTS = "Whole requests that ended on this worker: what ran, why, and the last step down the ladder"
-_TRANSFERS = {
-    "seconds": "How long the KV of one request was on its way to this worker",
-    "bytes": "How much KV came for one request",
-}
 _GAUGES = {
-    "handoffs_held": "Finished prefills with KV that waits here for a decode worker",
     "kv_blocks_used": "KV blocks that running requests and held handoffs use",
     "requests_active": "Requests that run or wait in the engine",
 }
@@ -60,14 +45,59 @@ _TOTALS = {
 }
 
 
+class LabelValues:
+    """What one label may say: `known`, and the first others up to `most` in all. A series, once shown, is kept for
+    ever, so any further value is `other`.
+    """
+
+    def __init__(self, *known: str, most: int = 24) -> None:
+        self._values = set(known)
+        self._most = most
+
+    def bound(self, value: str) -> str:
+        if value in self._values:
+            return value
+        if len(self._values) >= self._most or not value.isidentifier() or len(value) > 64:
+            return OTHER
+        self._values.add(value)
+        return value
+
+
+class Breaker(Protocol):
+    """Of the instances of the other role."""
+
+    times_opened: int
+
+    def num_open(self) -> int: ...
+
+
+class Handoffs(Protocol):
+    """For engines that do not count them."""
+
+    def count(self) -> int: ...
+
+    def oldest_seconds(self) -> float: ...
+
+
 class EngineMetrics(Collector):
     """Adds up the engine's per-iteration statistics; every rank of attention DP sends its own."""
 
-    def __init__(self, journeys: RequestCounts | None = None, queued: Queued | None = None) -> None:
-        self._journeys = journeys or RequestCounts()
-        self._queued = queued or Queued()
+    def __init__(
+        self,
+        queued: Queued,
+        breaker: Breaker,
+        handoffs: Handoffs,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock`: the engine's, too."""
+        self._queued = queued
+        self._breaker = breaker
+        self._handoffs = handoffs
+        self._clock = clock
         self._counted: dict[str, float] = {}
         self._held: dict[str, dict[Any, float]] = {}
+        #: By rank: handoffs that it holds, and when it made the oldest one.
+        self._made: dict[Any, tuple[int, float | None]] = {}
 
     def update(self, stat: Mapping[str, Any]) -> None:
         """One record of `get_stats_async`."""
@@ -85,33 +115,37 @@ class EngineMetrics(Collector):
         self._hold(
             "requests_active", rank, stat.get("numActiveRequests", 0) + stat.get("numQueuedRequests", 0)
         )
-        self._hold("handoffs_held", rank, stat.get("numHandoffsHeld"))
+        if "numHandoffsHeld" in stat:
+            self._made[rank] = stat["numHandoffsHeld"], stat.get("oldestHandoffAt")
 
     def collect(self) -> Iterator[Metric]:
         # Dynamo asks from a thread of its own: no dict is iterated that may grow meanwhile.
         for name, value in list(self._counted.items()):
             yield CounterMetricFamily(PREFIX + name, _COUNTERS[name], value=value)
         for name, by_rank in list(self._held.items()):
-            yield GaugeMetricFamily(PREFIX + name, _GAUGES[name], value=sum(list(by_rank.values())))
-        requests = CounterMetricFamily(PREFIX + "requests", _REQUESTS, labels=RequestCounts.LABELS)
-        for labels, count in list(self._journeys.ended.items()):
-            requests.add_metric(labels, count)
-        yield requests
-        yield CounterMetricFamily(PREFIX + "requests_shed", _SHED, value=self._queued.shed)
-        for name, value in (("requests", self._queued.requests), ("tokens", self._queued.tokens)):
-            yield GaugeMetricFamily(f"{PREFIX}queued_{name}", _QUEUED[name], value=value)
-        yield from self._transfers()
+            yield _gauge(name, _GAUGES[name], sum(list(by_rank.values())))
+        num_held, oldest_seconds = self._handoffs_held()
+        yield _gauge(
+            "handoffs_held", "Finished prefills with KV that waits here for a decode worker", num_held
+        )
+        yield _gauge("handoffs_oldest_seconds", "For how long the oldest of them has waited", oldest_seconds)
+        queued = self._queued
+        shed = "Requests that were refused because too many waited on this worker"
+        yield CounterMetricFamily(PREFIX + "requests_shed", shed, value=queued.shed)
+        waiting = "Requests that this worker has taken on and that have no first token yet"
+        yield _gauge("queued_requests", waiting, queued.requests)
+        yield _gauge("queued_tokens", "Prompt tokens of those requests", queued.tokens)
+        skipped = "Workers of the other role that are skipped now, because they failed several times in a row"
+        yield _gauge("breakers_open", skipped, self._breaker.num_open())
+        opened = "How often such a worker began to be skipped, or was skipped for longer"
+        yield CounterMetricFamily(PREFIX + "breakers_opened", opened, value=self._breaker.times_opened)
 
-    def _transfers(self) -> Iterator[Metric]:
-        journeys = self._journeys
-        if journeys.num_transfers:
-            for name, total in (("seconds", journeys.transfer_seconds), ("bytes", journeys.transfer_bytes)):
-                yield SummaryMetricFamily(
-                    f"{PREFIX}kv_transfer_{name}",
-                    _TRANSFERS[name],
-                    count_value=journeys.num_transfers,
-                    sum_value=total,
-                )
+    def _handoffs_held(self) -> tuple[int, float]:
+        made = list(self._made.values())
+        if not made:
+            return self._handoffs.count(), self._handoffs.oldest_seconds()
+        since = [at for _, at in made if at is not None]
+        return sum(count for count, _ in made), max(0.0, self._clock() - min(since)) if since else 0.0
 
     def _count(self, name: str, more: float) -> None:
         self._counted[name] = self._counted.get(name, 0) + more
@@ -121,17 +155,28 @@ class EngineMetrics(Collector):
             self._held.setdefault(name, {})[rank] = value
 
 
-def expose(metrics: Collector, endpoint: Any, config: WorkerConfig) -> None:
-    """On the page that DYN_SYSTEM_PORT opens, with the labels that Dynamo's own metrics have."""
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, value=value)
+
+
+def registry_of(collector: Collector) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(metrics)
+    registry.register(collector)
+    return registry
+
+
+def expose(registry: CollectorRegistry, endpoint: Any, config: WorkerConfig) -> None:
+    """On the page that DYN_SYSTEM_PORT opens, with the labels that Dynamo's own metrics have; the component is that of
+    this worker's role, whichever stage it is.
+    """
+    # When each series began: twice as many series, of which no rate is ever asked.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     here = parse_endpoint_id(config.endpoint_id)
     register_engine_metrics_callback(
         endpoint,
         registry,
-        metric_prefix_filters=[PREFIX],
         namespace_name=here.namespace,
-        component_name=here.component,
+        component_name=COMPONENTS[config.role],
         endpoint_name=here.endpoint,
         model_name=config.model_name,
     )
@@ -150,13 +195,7 @@ class QueueMetrics(Collector):
         self._queue = queue
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            PREFIX + "prefill_queue_depth",
-            "Prefills in the queue that no worker has begun",
-            value=self._queue.depth(),
-        )
-        yield GaugeMetricFamily(
-            PREFIX + "prefill_queue_age_seconds",
-            "For how long the oldest of them has waited",
-            value=self._queue.age(),
-        )
+        waiting = "Prefills in the queue that no worker has begun"
+        yield _gauge("prefill_queue_depth", waiting, self._queue.depth())
+        age = "For how long the oldest of them has waited"
+        yield _gauge("prefill_queue_age_seconds", age, self._queue.age())

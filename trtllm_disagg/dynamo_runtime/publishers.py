@@ -14,13 +14,18 @@ from dynamo.llm import FpmDirectPublisher, KvEventPublisher, WorkerMetricsPublis
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.dynamo_metrics import DynamoMetrics
 from trtllm_disagg.dynamo_runtime.forward_pass import ForwardPassMetrics
-from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics, expose
+from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics, expose, registry_of
 from trtllm_disagg.dynamo_runtime.polling import (
     EVENTS_TIMEOUT,
     STATS_TIMEOUT,
     NullPublisher,
     PollingPublisher,
     Publisher,
+)
+from trtllm_disagg.dynamo_runtime.request_metrics import (
+    EngineRequestMetrics,
+    FrontRequests,
+    RequestMetrics,
 )
 from trtllm_disagg.dynamo_runtime.worker_endpoint import ServedModel
 from trtllm_disagg.engine.engine import Engine
@@ -257,10 +262,15 @@ async def create_publishers(
         return [events]
     sinks: list[StatsSink] = [engine.handoffs, policy.occupancy]
     if config.publish_metrics:
-        metrics = EngineMetrics(policy.counts, policy.queued)
-        expose(metrics, endpoint, config)
-        dynamo.expose(endpoint, config)
-        policy.counts.sinks.append(dynamo)
+        metrics = EngineMetrics(policy.queued, policy.breaker, engine.handoffs)
+        requests, of_engine = RequestMetrics(), EngineRequestMetrics(config.model_name)
+        for registry in (registry_of(metrics), requests.registry, of_engine.registry, dynamo.registry):
+            expose(registry, endpoint, config)
+        policy.sinks.extend((requests, of_engine, dynamo))
+        if config.may_switch:
+            at_front = FrontRequests(config, endpoint.connection_id())
+            at_front.expose(endpoint)
+            policy.sinks.append(at_front)
         sinks += [metrics, dynamo]
     # Where the Planner looks for this role, whichever stage it is.
     steps = FpmDirectPublisher(peer_endpoint, str(peer_endpoint.connection_id()), engine.num_ranks)

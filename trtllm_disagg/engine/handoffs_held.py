@@ -36,6 +36,11 @@ class HandoffsHeld:
         self._end_before(self._clock() - self._lease_seconds)
         return len(self._made)
 
+    def oldest_seconds(self) -> float:
+        """For how long it has been held; 0 when there is none."""
+        made = list(self._made.values())
+        return max(0.0, self._clock() - min(made)) if made else 0.0
+
     def update(self, stat: Mapping[str, Any]) -> None:
         """One record of `get_stats_async`; every rank of attention DP sends its own. From any thread."""
         num_active = stat.get("numActiveRequests", 1) + stat.get("numQueuedRequests", 0)

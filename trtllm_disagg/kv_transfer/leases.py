@@ -22,6 +22,7 @@ class Lease:
     deadline: float  # time.monotonic() seconds
     digest: bytes = b""  # KvHandle.digest(), set when the handle is made
     begun: bool = False
+    granted: float = 0.0
 
 
 class LeaseTable:
@@ -41,7 +42,8 @@ class LeaseTable:
         self.expired_total = 0
 
     def grant(self, request_id: int, blocks: list[int]) -> Lease:
-        lease = Lease(secrets.token_bytes(16), request_id, blocks, self._clock() + self.seconds)
+        now = self._clock()
+        lease = Lease(secrets.token_bytes(16), request_id, blocks, now + self.seconds, granted=now)
         with self._lock:
             self._by_id[lease.id] = lease
             self._by_request[request_id] = lease.id
@@ -96,6 +98,11 @@ class LeaseTable:
     def next_deadline(self) -> float | None:
         with self._lock:
             return min((lease.deadline for lease in self._by_id.values()), default=None)
+
+    def oldest(self) -> float | None:
+        """When it was granted; None when there is none."""
+        with self._lock:
+            return next((lease.granted for lease in self._by_id.values()), None)
 
     def __len__(self) -> int:
         with self._lock:

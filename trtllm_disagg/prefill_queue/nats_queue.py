@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.metrics import QueueMetrics, expose
+from trtllm_disagg.dynamo_runtime.metrics import QueueMetrics, expose, registry_of
 from trtllm_disagg.errors import QueueUnusableError
 from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
 from trtllm_disagg.prefill_queue.messages import Names
@@ -96,7 +96,7 @@ class NatsPrefillQueue:
         return self._watch.depth()
 
     async def start(self, generate: Generate, instance_id: int, endpoint: Any) -> None:
-        expose(QueueMetrics(self._watch), endpoint, self._config)
+        expose(registry_of(QueueMetrics(self._watch)), endpoint, self._config)
         if self._config.role is Role.PREFILL:
             room = Room(self._config.max_batch_size, self._config.max_num_tokens)
             self._puller = Puller(self._broker, instance_id, room, generate)

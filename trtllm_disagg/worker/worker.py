@@ -168,7 +168,7 @@ async def _serve(
     state = StageState(config, me, policy, stage, registration, verifier)
     waiting = queue if queue.client is not None else None
     generate = build_generate(config, engine, stage, policy, queue.client, waiting, occupancies)
-    generate = with_request_log(generate, _part(config), policy.counts, drain, tracer)
+    generate = with_request_log(generate, _part(config), policy.sinks, drain, tracer)
     generate = state.counting(generate)
     generate = Admission(policy.thresholds, policy.queued).admitting(generate)
     publishers = await create_publishers(

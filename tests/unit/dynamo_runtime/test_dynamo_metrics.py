@@ -11,7 +11,13 @@ from tests.unit.handlers.test_measured import CAME, decoder, prefilled
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.dynamo_metrics import DynamoMetrics
 from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder
-from trtllm_disagg.handlers.trace import RequestCounts, with_request_log
+from trtllm_disagg.handlers.trace import (
+    KV_TRANSFER_BYTES,
+    KV_TRANSFER_MS,
+    RequestEnd,
+    RequestSink,
+    with_request_log,
+)
 from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import TokenChunk
 
@@ -68,7 +74,9 @@ def test_an_engine_that_does_not_tell_its_pool_at_the_start_is_shown_empty_until
 
 def test_a_transfer_that_took_no_time_has_no_speed() -> None:
     metrics = made()
-    metrics.transferred(0.0, 4096)
+    moved = request()
+    moved.trace.facts |= {KV_TRANSFER_MS: 0.0, KV_TRANSFER_BYTES: 4096}
+    metrics.ended(RequestEnd(moved, 1, False, 1.0))
     assert value(metrics, "trtllm_kv_transfer_success_total") == 1
     assert value(metrics, "trtllm_kv_transfer_speed_gb_s_count") == 0
 
@@ -81,10 +89,9 @@ def test_a_prefill_worker_is_the_component_prefill() -> None:
 
 @pytest.mark.usefixtures("no_leaks")
 async def test_a_transfer_is_counted_with_its_time_size_and_speed() -> None:
-    metrics, counts = made(), RequestCounts()
-    counts.sinks.append(metrics)
+    metrics = made()
 
-    await collect(decoder(CAME, counts), await prefilled())
+    await collect(decoder(CAME, [metrics]), await prefilled())
 
     assert value(metrics, "trtllm_kv_transfer_success_total") == 1
     assert value(metrics, "trtllm_kv_transfer_latency_seconds_sum") == pytest.approx(0.012)
@@ -98,8 +105,8 @@ async def test_a_transfer_is_counted_with_its_time_size_and_speed() -> None:
 async def test_a_request_is_aborted_when_its_client_leaves_before_the_end(
     finish_reason: str | None, aborted: int
 ) -> None:
-    metrics, counts, context = made(), RequestCounts(), FakeContext()
-    counts.sinks.append(metrics)
+    metrics, context = made(), FakeContext()
+    sinks: list[RequestSink] = [metrics]
 
     async def answer(asked: Any, context: Any) -> Any:
         yield TokenChunk([1], finish_reason=finish_reason)
@@ -107,7 +114,7 @@ async def test_a_request_is_aborted_when_its_client_leaves_before_the_end(
 
     guided = request(sampling_options={"guided_decoding": {"json": {"type": "object"}}})
     assert guided.sampling.guided_decoding is not None
-    async for _ in with_request_log(answer, "x", counts)(guided, context):
+    async for _ in with_request_log(answer, "x", sinks)(guided, context):
         pass
 
     assert value(metrics, "trtllm_num_aborted_requests_total") == aborted

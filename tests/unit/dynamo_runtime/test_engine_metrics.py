@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from tests.conftest import Checkpoints
+from tests.support.clock import Clock
 from tests.support.cores import Core
-from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics
+from trtllm_disagg.dynamo_runtime.metrics import OTHER, EngineMetrics, LabelValues
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld
+from trtllm_disagg.handlers.admission import Queued
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
 
 #: What the worker itself counts.
-QUEUE = {"requests_shed_total": 0, "queued_requests": 0, "queued_tokens": 0}
+OWN = {
+    "requests_shed_total": 0,
+    "queued_requests": 0,
+    "queued_tokens": 0,
+    "handoffs_held": 0,
+    "handoffs_oldest_seconds": 0,
+    "breakers_open": 0,
+    "breakers_opened_total": 0,
+}
 
 
-def shown(metrics: EngineMetrics) -> dict[str, float]:
+def made(
+    *, breaker: CircuitBreaker | None = None, handoffs: HandoffsHeld | None = None, clock: Clock | None = None
+) -> EngineMetrics:
+    clock = clock or Clock()
+    return EngineMetrics(
+        Queued(), breaker or CircuitBreaker(1, 5.0, clock), handoffs or HandoffsHeld(), clock
+    )
+
+
+def shown(metrics: EngineMetrics | CollectorRegistry) -> dict[str, float]:
     return {
         sample.name.removeprefix("trtllm_disagg_"): sample.value
         for metric in metrics.collect()
@@ -34,7 +59,7 @@ def step(context: int = 0, generating: int = 0, used: int = 0, **more: Any) -> d
 
 
 def test_steps_add_up_and_holdings_do_not() -> None:
-    metrics = EngineMetrics()
+    metrics = made()
     metrics.update(step(context=100, used=7))
     metrics.update(step(context=20, generating=3, used=5))
 
@@ -43,12 +68,12 @@ def test_steps_add_up_and_holdings_do_not() -> None:
         "decode_tokens_total": 3,
         "kv_blocks_used": 5,
         "requests_active": 3,
-        **QUEUE,
+        **OWN,
     }
 
 
 def test_steps_of_a_modelled_gpu_tell_how_late_they_were() -> None:
-    metrics = EngineMetrics()
+    metrics = made()
     ran = {"numScheduledRequests": 1}
     for late, batch in ((2.0, ran), (3.0, ran), (3.0, {"numScheduledRequests": 0})):
         metrics.update(
@@ -62,7 +87,7 @@ def test_steps_of_a_modelled_gpu_tell_how_late_they_were() -> None:
 
 
 def test_ranks_of_attention_dp_hold_together() -> None:
-    metrics = EngineMetrics()
+    metrics = made()
     for rank, used in ((0, 7), (1, 5), (0, 6)):
         metrics.update(step(context=10, used=used, attentionDpRank=rank))
 
@@ -71,7 +96,7 @@ def test_ranks_of_attention_dp_hold_together() -> None:
 
 
 def test_handoffs_and_pulls_are_shown_where_the_engine_knows_them() -> None:
-    metrics = EngineMetrics()
+    metrics = made()
     metrics.update(step(totals={"kvPulls": 2, "kvBytesPulled": 4096, "kvBytesSaved": 512}, numHandoffsHeld=1))
 
     assert shown(metrics)["kv_pulls_total"] == 2
@@ -81,7 +106,48 @@ def test_handoffs_and_pulls_are_shown_where_the_engine_knows_them() -> None:
 
 
 def test_nothing_of_the_engine_is_shown_before_it_has_said_anything() -> None:
-    assert shown(EngineMetrics()) == QUEUE
+    assert shown(made()) == OWN
+
+
+def test_the_age_of_the_oldest_handoff_grows_while_the_engine_says_nothing() -> None:
+    metrics = made(clock=(clock := Clock()))
+    metrics.update(step(numHandoffsHeld=2, oldestHandoffAt=clock() - 3))
+    metrics.update(step(numHandoffsHeld=1, oldestHandoffAt=clock() - 1, attentionDpRank=1))
+    clock.now += 4
+    assert (shown(metrics)["handoffs_held"], shown(metrics)["handoffs_oldest_seconds"]) == (3, 7)
+    for rank in (None, 1):
+        metrics.update(step(numHandoffsHeld=0, oldestHandoffAt=None, attentionDpRank=rank))
+    assert (shown(metrics)["handoffs_held"], shown(metrics)["handoffs_oldest_seconds"]) == (0, 0)
+
+
+def test_where_the_engine_counts_no_handoffs_those_that_the_worker_knows_are_shown() -> None:
+    """TensorRT-LLM."""
+    clock = Clock()
+    handoffs = HandoffsHeld(clock=clock)
+    metrics = made(handoffs=handoffs)
+    handoffs.hold()
+    clock.now += 2
+    metrics.update(step())
+    assert (shown(metrics)["handoffs_held"], shown(metrics)["handoffs_oldest_seconds"]) == (1, 2)
+
+
+def test_a_breaker_shows_while_it_is_open() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker(2, 5.0, clock)
+    metrics = made(breaker=breaker)
+    for _ in range(3):
+        breaker.failed(7)
+    assert (shown(metrics)["breakers_open"], shown(metrics)["breakers_opened_total"]) == (1, 2)
+    clock.now += 5
+    assert (shown(metrics)["breakers_open"], shown(metrics)["breakers_opened_total"]) == (0, 2)
+
+
+@given(values=st.lists(st.text(), max_size=80))
+def test_a_label_has_no_more_values_than_its_bound(values: list[str]) -> None:
+    bound = LabelValues("known", most=5)
+    shown_values = {bound.bound(value) for value in [*values, "known"]}
+    assert "known" in shown_values
+    assert len(shown_values - {OTHER}) <= 5
 
 
 @pytest.fixture
@@ -96,12 +162,14 @@ def test_a_handoff_that_is_let_go_shows_without_another_step(prefill: Core) -> N
     prefill.run(request_id)
     held = prefill.stats[-1]
     assert (held["numHandoffsHeld"], held["kvCacheStats"]["usedNumBlocks"]) == (1, 2)
+    assert 0 < held["oldestHandoffAt"] <= time.monotonic()
 
     prefill.engine.abort(request_id)
     prefill.settle()
 
     free = prefill.stats[-1]
     assert (free["numHandoffsHeld"], free["kvCacheStats"]["usedNumBlocks"]) == (0, 0)
+    assert free["oldestHandoffAt"] is None
 
 
 def test_an_idle_engine_repeats_nothing(prefill: Core) -> None:

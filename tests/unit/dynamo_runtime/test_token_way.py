@@ -91,7 +91,7 @@ def stage_of(role: Role, strategy: str) -> StageClient:
 def served(config: WorkerConfig, engine: Any, stage: StageClient) -> Any:
     """As a worker composes it."""
     policy = Policy.of(config, config.kv_block_size)
-    generate = with_request_log(build_generate(config, engine, stage, policy), "part", policy.counts)
+    generate = with_request_log(build_generate(config, engine, stage, policy), "part", policy.sinks)
     generate = Admission(policy.thresholds, policy.queued).admitting(generate)
     return as_dynamo_handler(generate, dict)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.handling import collect, request
 from tests.unit.dynamo_runtime.test_engine_metrics import shown
-from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics
+from trtllm_disagg.dynamo_runtime.request_metrics import RequestMetrics
 from trtllm_disagg.embedded.api.perf_metrics import (
     FINISHED_REASON,
     MetricNames,
@@ -21,7 +21,7 @@ from trtllm_disagg.embedded.api.perf_metrics import (
 from trtllm_disagg.embedded.ipc.messages import Measured
 from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE
-from trtllm_disagg.handlers.trace import ENGINE_DATA, PREFIX, RequestCounts, with_request_log
+from trtllm_disagg.handlers.trace import ENGINE_DATA, PREFIX, RequestSink, with_request_log
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.testing.stage_client import FakeContext
@@ -44,21 +44,21 @@ async def prefilled() -> GenerateRequest:
     return decode_request(encode_request(asked.with_handoff(handoff), DECODE))
 
 
-def decoder(perf_metrics: Any, counts: RequestCounts, *, measures: bool = True) -> Generate:
+def decoder(perf_metrics: Any, sinks: list[RequestSink], *, measures: bool = True) -> Generate:
     engine = recording_engine(enable_iter_perf_stats=measures)
     engine.llm.scripts.append(Script(perf_metrics=perf_metrics))
     phase = LocalDecode(engine, repeats_first_token=True)
     return with_request_log(
-        lambda asked, context: phase(asked, context, Handoff(TokenChunk([]), None)), "x", counts
+        lambda asked, context: phase(asked, context, Handoff(TokenChunk([]), None)), "x", sinks
     )
 
 
 @pytest.mark.usefixtures("no_leaks")
 async def test_a_transfer_is_told_with_the_answer_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="trtllm_disagg.handlers.trace")
-    counts = RequestCounts()
+    counts = RequestMetrics()
     for _ in range(2):
-        chunks = await collect(decoder(CAME, counts), await prefilled())
+        chunks = await collect(decoder(CAME, [counts]), await prefilled())
 
     told = {"kv_transfer_ms": 12.0, "kv_transfer_bytes": 4096}
     assert chunks[-1].engine_data == {ENGINE_DATA: told}
@@ -66,7 +66,7 @@ async def test_a_transfer_is_told_with_the_answer_and_counted(caplog: pytest.Log
     assert entry["disagg"] == told
     begin, end = (entry["engine"][f"kv_cache_transfer_{end}"] for end in ("start", "end"))
     assert end - begin == pytest.approx(0.012)
-    numbers = shown(EngineMetrics(counts))
+    numbers = shown(counts.registry)
     assert numbers["kv_transfer_seconds_count"] == numbers["kv_transfer_bytes_count"] == 2
     assert numbers["kv_transfer_seconds_sum"] == pytest.approx(0.024)
     assert numbers["kv_transfer_bytes_sum"] == 8192
@@ -79,10 +79,10 @@ async def test_a_transfer_is_told_with_the_answer_and_counted(caplog: pytest.Log
     ids=["unasked", "no transfer", "no measurements", "no times"],
 )
 async def test_what_was_not_measured_is_not_told(perf_metrics: Any, measures: bool) -> None:
-    counts = RequestCounts()
-    chunks = await collect(decoder(perf_metrics, counts, measures=measures), await prefilled())
+    counts = RequestMetrics()
+    chunks = await collect(decoder(perf_metrics, [counts], measures=measures), await prefilled())
     assert chunks[-1].engine_data is None
-    assert not any(name.startswith("kv_transfer") for name in shown(EngineMetrics(counts)))
+    assert shown(counts.registry)["kv_transfer_seconds_count"] == 0
 
 
 def test_what_did_not_happen_is_not_among_the_numbers() -> None:

@@ -146,6 +146,11 @@ class KvConnector(Protocol):
     def num_leases(self) -> int: ...
 
     @property
+    def oldest_lease(self) -> float | None:
+        """When it was granted, by the monotonic clock; None when there is none."""
+        ...
+
+    @property
     def num_active(self) -> int:
         """Leases, prefills that wait for their decode, and transfers that still use blocks."""
         ...
@@ -210,6 +215,7 @@ class NullKvConnector:
     description = "off"
     endpoint = ""
     num_leases = 0
+    oldest_lease = None
     num_active = 0
     has_news = False
 

@@ -84,6 +84,10 @@ class TwoSidedConnector:
         return len(self.sender.leases)
 
     @property
+    def oldest_lease(self) -> float | None:
+        return self.sender.leases.oldest()
+
+    @property
     def num_active(self) -> int:
         """Requests that decode expects are counted by the scheduler."""
         return self.num_leases + self._outgoing.num_awaited + self._blocks.num_held

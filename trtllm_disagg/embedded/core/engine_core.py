@@ -162,7 +162,11 @@ class EngineCore:
         if rows:
             self._run(rows)
         stats = self._stats.of_step(
-            rows, self.scheduler, self.blocks, self.connector.num_leases, self._clock() - started
+            rows,
+            self.scheduler,
+            self.blocks,
+            (self.connector.num_leases, self.connector.oldest_lease),
+            self._clock() - started,
         )
         return StepReport(self._outbox.take(), self.num_active, self._events.take(), stats)
 

@@ -93,7 +93,7 @@ class IterationStats:
                 0,
             )
         )
-        self._held: tuple[int, ...] = ()
+        self._held: tuple[object, ...] = ()
 
     def received(self, bytes_moved: int, bytes_saved: int) -> None:
         """A prompt's KV has come from another engine; saved are the blocks that were here already."""
@@ -108,12 +108,14 @@ class IterationStats:
         rows: Seq[Row],
         scheduler: Scheduler,
         blocks: BlockManager,
-        num_handoffs: int,
+        handoffs: tuple[int, float | None],
         seconds: float,
     ) -> list[dict[str, Any]]:
-        """One dict for a step that ran, or that changed what is held; none when statistics are off."""
+        """One dict for a step that ran, or that changed what is held; none when statistics are off. `handoffs`: how
+        many are held, and when the oldest one was made.
+        """
         paused = scheduler.paused
-        held = (scheduler.num_active, len(paused), len(scheduler.waiting), blocks.num_used, num_handoffs)
+        held = (scheduler.num_active, len(paused), len(scheduler.waiting), blocks.num_used, handoffs)
         if not (self._enabled or self._prints) or (not rows and held == self._held):
             return []
         self._held = held
@@ -180,7 +182,8 @@ class IterationStats:
                 },
                 **({"requestStats": request_stats(rows, scheduler)} if self._tells_requests else {}),
                 # Ours: finished prefills with KV that waits for a decode, and running totals.
-                "numHandoffsHeld": num_handoffs,
+                "numHandoffsHeld": handoffs[0],
+                "oldestHandoffAt": handoffs[1],
                 "totals": dict(self._totals),
             }
         ]

@@ -1,0 +1,60 @@
+"""Prometheus's side of a /metrics page: the series on it, and which of them an expression asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import promql_parser
+from prometheus_client.parser import text_string_to_metric_families
+
+
+class Series(NamedTuple):
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def series_of(page: str) -> list[Series]:
+    # The parser calls every counter `_total`, whether the page does or not.
+    names = set(re.findall(r"^\w+", page, re.MULTILINE))
+    return [
+        Series(s.name if s.name in names else s.name.removesuffix("_total"), s.labels, s.value)
+        for family in text_string_to_metric_families(page)
+        for s in family.samples
+    ]
+
+
+def selectors(expression: str) -> list[Any]:
+    """The vector selectors of a PromQL expression, which must be one."""
+    found: list[Any] = []
+
+    def visit(node: Any) -> None:
+        if isinstance(node, promql_parser.VectorSelector):
+            found.append(node)
+        elif isinstance(node, promql_parser.MatrixSelector):
+            found.append(node.vector_selector)
+
+    promql_parser.walk(promql_parser.parse(expression), visit)
+    return list({str(each): each for each in found}.values())
+
+
+def selected(expression: str, series: Iterable[Series]) -> Iterator[Series]:
+    """Of a single selector."""
+    (selector,) = selectors(expression)
+    return (each for each in series if asks_for(selector, each))
+
+
+def asks_for(selector: Any, series: Series) -> bool:
+    matchers = selector.matchers.matchers
+    return bool(series.name == selector.name) and all(
+        _fits(each, series.labels.get(each.name, "")) for each in matchers
+    )
+
+
+def _fits(matcher: Any, value: str) -> bool:
+    operations = promql_parser.MatchOp
+    if matcher.op in (operations.Equal, operations.NotEqual):
+        return bool((value == matcher.value) is (matcher.op == operations.Equal))
+    return bool(re.fullmatch(matcher.value, value)) is (matcher.op == operations.Re)

@@ -1,0 +1,109 @@
+"""Writes docs/reference/metrics.md from the metrics themselves: `python tools/metrics_page.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Metric
+
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.dynamo_metrics import DynamoMetrics
+from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics, QueueMetrics, registry_of
+from trtllm_disagg.dynamo_runtime.request_metrics import EngineRequestMetrics, FrontRequests, RequestMetrics
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld
+from trtllm_disagg.handlers.admission import Queued
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
+from trtllm_disagg.handlers.trace import RequestEnd
+from trtllm_disagg.wire.bodies import decode_request
+
+OUT = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
+HEAD = """# Metrics
+
+On `http://WORKER:PORT/metrics` of a worker with `--publish-metrics` and `DYN_SYSTEM_PORT=PORT`. Besides these a page
+has what Dynamo's runtime counts by itself (`dynamo_component_*` of endpoints, `dynamo_work_handler_*`). A histogram has
+`_bucket`, `_sum` and `_count`.
+
+Each metric also has the labels `dynamo_namespace`, `dynamo_component` (`prefill`, or `backend` for decode and agg),
+`dynamo_endpoint`, `worker_id`, `model` and `model_name`. What a label may say is bounded: a value beyond the bound is
+shown as `other`. Made by `tools/metrics_page.py`. [Dashboards and alerts](../how-to/alerts.md).
+"""
+
+
+class OneWaits:
+    def depth(self) -> int:
+        return 1
+
+    def age(self) -> float:
+        return 1.0
+
+
+def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
+    """(heading, text, registry), each with a sample of all that it can show."""
+    config = WorkerConfig(model="m", role=Role.DECODE)
+    engine = EngineMetrics(Queued(), CircuitBreaker(1, 1.0), HandoffsHeld())
+    totals = dict.fromkeys(("kvPulls", "kvBytesPulled", "kvBytesSaved", "kvPushes", "kvBytesPushed"), 1)
+    engine.update(
+        {
+            "kvCacheStats": {"usedNumBlocks": 1, "maxNumBlocks": 2},
+            "inflightBatchingStats": {"numScheduledRequests": 1},
+            "totals": totals,
+            "modelled": {"stepMS": 1.0, "lateMS": 1.0},
+        }
+    )
+    requests, of_engine, front = RequestMetrics(), EngineRequestMetrics("m"), FrontRequests(config, 1)
+    request = decode_request({"model": "m", "token_ids": [1]})
+    request.trace.chose("decode_first", "default")
+    requests.ended(RequestEnd(request, 1, False, 1.0))
+    dynamo = DynamoMetrics(config, 2)
+    dynamo.update({"kvCacheStats": {"usedNumBlocks": 1, "maxNumBlocks": 2, "cacheHitRate": 0.5}})
+    dynamo.loaded(1.0)
+    yield "Requests", "Counted when a request ends on this worker.", requests.registry
+    yield (
+        "Engine and worker",
+        "Of the engine's statistics; totals of KV on the embedded engine only.",
+        registry_of(engine),
+    )
+    yield "Prefill queue", "With `--prefill-dispatch queue`.", registry_of(QueueMetrics(OneWaits()))
+    yield (
+        "As TensorRT-LLM's server shows them",
+        "What the engine measured of requests that it finished, from its `metrics_dict`, under the names of "
+        "TensorRT-LLM's `MetricsCollector`.",
+        of_engine.registry,
+    )
+    yield (
+        "As Dynamo's worker shows them",
+        "Dynamo's dashboards ask for these, and so do those for `dynamo.trtllm`.",
+        dynamo.registry,
+    )
+    yield (
+        "By role",
+        "Where a worker calls a worker, frontends reach the first stage at the component `tensorrt_llm`, under which "
+        "Dynamo counts these requests. Here they are once more, by the role of the worker, as Dynamo's dashboards ask "
+        "for them; without `model`, so that sums over a model's requests have each once.",
+        front.registry,
+    )
+
+
+def labels_of(metric: Metric) -> list[str]:
+    names = {name: None for sample in metric.samples for name in sample.labels if name != "le"}
+    return list(names)
+
+
+def rows(registry: CollectorRegistry) -> Iterator[Sequence[str]]:
+    for metric in registry.collect():
+        name = metric.name + ("_total" if metric.type == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in labels_of(metric))
+        yield f"`{name}`", metric.type, labels, metric.documentation
+
+
+def page() -> str:
+    parts = [HEAD]
+    for heading, text, registry in registries():
+        lines = "\n".join(f"| {' | '.join(row)} |" for row in rows(registry))
+        parts.append(f"## {heading}\n\n{text}\n\n| metric | type | labels | |\n|---|---|---|---|\n{lines}\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    OUT.write_text(page())

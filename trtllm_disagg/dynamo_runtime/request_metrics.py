@@ -1,0 +1,239 @@
+"""What became of requests, as histograms and counters: ours, and those of TensorRT-LLM's own server.
+
+All is counted when a request ends; nothing happens for its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dynamo.common.utils.prometheus import register_engine_metrics_callback
+from dynamo.prometheus_names import labels, name_prefix, work_handler
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from trtllm_disagg.config.settings import COMPONENTS, parse_endpoint_id
+from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.dynamo_runtime.metrics import PREFIX, LabelValues
+from trtllm_disagg.errors import PeerUnavailableError
+from trtllm_disagg.handlers.trace import RequestEnd
+from trtllm_disagg.strategies import STRATEGIES
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_BYTES = tuple(4.0**power for power in range(6, 18))
+
+_LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_DECADES = (0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+#: Of TensorRT-LLM's `metrics_dict`: (name, text, buckets). The buckets are TensorRT-LLM's, so that both add up.
+_OF_ENGINE: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
+    "e2e": ("e2e_request_latency_seconds", "From a request's arrival in the engine to its last token", _LONG),
+    "ttft": (
+        "time_to_first_token_seconds",
+        "From a request's arrival in the engine to its first token there",
+        (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, *_DECADES, 160.0, 640.0, 2560.0),
+    ),
+    "tpot": (
+        "time_per_output_token_seconds",
+        "Between two tokens, on average over a request",
+        (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, *_DECADES),
+    ),
+    "request_queue_time": ("request_queue_time_seconds", "From arrival to the first step", _LONG),
+    "prefill_time": (
+        "request_prefill_time_seconds",
+        "From the first step to the first token",
+        (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560),
+    ),
+    "decode_time": ("request_decode_time_seconds", "From the first to the last token", _LONG),
+    "inference_time": ("request_inference_time_seconds", "From the first step to the last token", _LONG),
+}
+_FINISHED_REASON = "finished_reason"
+
+#: Where Dynamo counts a worker's requests from 0.005 to 10 s; this goes on from there.
+_OF_HANDLER = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class RequestMetrics:
+    """Hears of every request that ends on this worker, whole or one phase of it. Series that a rate is asked of are
+    there from the start.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._ways = LabelValues(*STRATEGIES, "local")
+        self._reasons, self._steps, self._causes = LabelValues(), LabelValues(), LabelValues()
+
+        def counter(name: str, text: str, *names: str) -> Counter:
+            return Counter(PREFIX + name, text, names, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *names: str) -> Histogram:
+            return Histogram(PREFIX + name, text, names, registry=self.registry, buckets=buckets)
+
+        self._requests = counter(
+            "requests",
+            "Whole requests that ended on this worker: what ran, why, and the last step down the ladder",
+            *("strategy", "reason", "fallback"),
+        )
+        self._fallbacks = counter(
+            "fallbacks",
+            "Steps down the ladder: where a request went on, and after which failure",
+            "to",
+            "cause",
+        )
+        self._first_tokens = counter(
+            "first_tokens",
+            "First tokens of whole requests, by who computed them: own_engine, prefill_worker, or other_first_stage "
+            "where the request was relayed",
+            "source",
+        )
+        self._relayed = counter(
+            "relayed_tokens", "Tokens that came from another worker and went on to the frontend"
+        )
+        self._cancelled = counter(
+            "cancelled", "Requests whose client left, by how far they were", "phase", "point"
+        )
+        self._seconds = histogram(
+            "request_seconds", "From a request's arrival on this worker to its end", _SECONDS, "phase"
+        )
+        self._first = histogram(
+            "first_chunk_seconds",
+            "From a request's arrival on this worker to its first tokens",
+            _SECONDS,
+            "phase",
+        )
+        self._second = histogram(
+            "second_chunk_gap_seconds",
+            "From the first tokens to the next ones: in two stages, handoff, KV transfer and the first decode step",
+            *(_SECONDS, "phase"),
+        )
+        self._transfer_seconds = histogram(
+            "kv_transfer_seconds", "How long the KV of one request was on its way to this worker", _SECONDS
+        )
+        self._transfer_bytes = histogram("kv_transfer_bytes", "How much KV came for one request", _BYTES)
+        for phase in ("whole", "prefill", "decode"):
+            for each in (self._seconds, self._first, self._second):
+                each.labels(phase)
+            for point in CANCEL_POINTS:
+                self._cancelled.labels(phase, point)
+        for source in FIRST_TOKEN_SOURCES:
+            self._first_tokens.labels(source)
+        for step in ("other_instance", "local", "other_stage", "direct"):
+            self._fallbacks.labels(step, PeerUnavailableError.__name__)
+
+    def ended(self, end: RequestEnd) -> None:
+        trace = end.trace
+        if trace.strategy:
+            self._requests.labels(
+                self._ways.bound(trace.strategy),
+                self._reasons.bound(trace.reason or "none"),
+                self._steps.bound(trace.steps[-1][0] if trace.steps else "none"),
+            ).inc()
+        for to, cause in trace.steps:
+            self._fallbacks.labels(self._steps.bound(to), self._causes.bound(cause)).inc()
+        if end.is_aborted:
+            num_chunks = sum(each is not None for each in (end.first_chunk, end.second_chunk))
+            self._cancelled.labels(end.phase, CANCEL_POINTS[num_chunks]).inc()
+        self._seconds.labels(end.phase).observe(end.seconds)
+        if end.first_chunk is not None:
+            self._first.labels(end.phase).observe(end.first_chunk)
+            if end.phase == "whole":
+                source = _source(trace.facts)
+                self._first_tokens.labels(source).inc()
+                if trace.facts.keys() & {"decode_instance", "first_stage"}:
+                    self._relayed.inc(end.num_tokens - (source == OWN_ENGINE))
+            if end.second_chunk is not None:
+                self._second.labels(end.phase).observe(end.second_chunk - end.first_chunk)
+        if end.transfer is not None:
+            seconds, num_bytes = end.transfer
+            self._transfer_seconds.observe(seconds)
+            self._transfer_bytes.observe(num_bytes)
+
+
+#: By how many chunks had left.
+CANCEL_POINTS = ("before_first_token", "before_second_chunk", "streaming")
+OWN_ENGINE = "own_engine"
+FIRST_TOKEN_SOURCES = (OWN_ENGINE, "prefill_worker", "other_first_stage")
+
+
+def _source(facts: Mapping[str, Any]) -> str:
+    if "first_stage" in facts:
+        return "other_first_stage"
+    return "prefill_worker" if "prefill_instance" in facts else OWN_ENGINE
+
+
+class EngineRequestMetrics:
+    """What the engine measured of the requests that it finished, as TensorRT-LLM's server shows it."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        mode = {"model_name": model_name, "engine_type": "trtllm"}
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(
+                f"trtllm_{name}", text, list(mode), registry=self.registry, buckets=buckets
+            ).labels(**mode)
+
+        self._histograms = {key: histogram(*spec) for key, spec in _OF_ENGINE.items()}
+        self._tokens = {
+            key: Counter(f"trtllm_{key}", text, list(mode), registry=self.registry).labels(**mode)
+            for key, text in (
+                ("prompt_tokens", "Tokens of prompts"),
+                ("generation_tokens", "Tokens of answers"),
+            )
+        }
+        success = Counter(
+            "trtllm_request_success",
+            "Requests that the engine finished, by how",
+            [*mode, _FINISHED_REASON],
+            registry=self.registry,
+        )
+        self._reasons = LabelValues("length", "stop", "cancelled")
+        self._finished: Callable[[str], Any] = lambda reason: success.labels(*mode.values(), reason)
+        for reason in ("length", "stop"):
+            self._finished(reason)
+
+    def ended(self, end: RequestEnd) -> None:
+        # TensorRT-LLM's keys are members of an enum, but for one.
+        told = {str(getattr(key, "value", key)): value for key, value in end.trace.measured.items()}
+        reason = told.get(_FINISHED_REASON)
+        if reason is None:
+            return
+        self._finished(self._reasons.bound(str(reason))).inc()
+        for key, histogram in self._histograms.items():
+            if told.get(key):
+                histogram.observe(told[key])
+        for key, counter in self._tokens.items():
+            counter.inc(told.get(key) or (len(end.request.token_ids) if key == "prompt_tokens" else 0))
+
+
+class FrontRequests:
+    """Requests that frontends sent to this worker at the endpoint that both roles share, under the component name of
+    its role: Dynamo counts them under that endpoint's, and its dashboards ask for them by role.
+
+    Without the label `model`, so that a sum over a model's requests has each of them once.
+    """
+
+    def __init__(self, config: WorkerConfig, instance_id: int) -> None:
+        self.registry = CollectorRegistry()
+        front = parse_endpoint_id(config.front_endpoint_id)
+        where = {
+            labels.NAMESPACE: front.namespace,
+            labels.COMPONENT: COMPONENTS[config.role],
+            labels.ENDPOINT: "generate",
+            labels.WORKER_ID: f"{instance_id:x}",
+        }
+        requests = f"{name_prefix.COMPONENT}_{work_handler.REQUESTS_TOTAL}"
+        seconds = f"{name_prefix.COMPONENT}_{work_handler.REQUEST_DURATION_SECONDS}"
+        text = "Requests that frontends sent to a first stage, by its role"
+        self._requests = Counter(requests, text, list(where), registry=self.registry).labels(**where)
+        self._seconds = Histogram(
+            seconds, text, list(where), registry=self.registry, buckets=_OF_HANDLER
+        ).labels(**where)
+
+    def ended(self, end: RequestEnd) -> None:
+        if end.request.phase_request is None:
+            self._requests.inc()
+            self._seconds.observe(end.seconds)
+
+    def expose(self, endpoint: Any) -> None:
+        # Dynamo has said what these metrics are further up on the page, where that may be said once.
+        register_engine_metrics_callback(endpoint, self.registry, exclude_prefixes=["# "])
