@@ -9,10 +9,11 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from trtllm_disagg import __version__
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, DisaggError
+from trtllm_disagg.exit_codes import ExitCode
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,16 @@ class Command(NamedTuple):
     help: str
     module: str
     example: str
+
+    def described(self) -> dict[str, Any]:
+        """What argparse's `add_parser` takes."""
+        return {
+            "help": self.help,
+            "description": self.help,
+            "epilog": shown_example(self),
+            "formatter_class": argparse.RawDescriptionHelpFormatter,
+            "allow_abbrev": False,
+        }
 
 
 COMMANDS = {
@@ -72,6 +83,11 @@ COMMANDS = {
         "trtllm_disagg.bench",
         "trtllm-disagg bench transfer --transport NIXL",
     ),
+    "top": Command(
+        "show a running deployment: its workers, their load, and what happens",
+        "trtllm_disagg.top",
+        "trtllm-disagg top --run-dir DIR",
+    ),
     "demo": Command(
         "show how one request passes through both orders",
         "trtllm_disagg.demo",
@@ -81,6 +97,11 @@ COMMANDS = {
         "train the small local model; nothing is downloaded",
         "trtllm_disagg.demo_model",
         "trtllm-disagg demo-model .cache/demo-model",
+    ),
+    "completion": Command(
+        "print the completion script of a shell",
+        "trtllm_disagg.completion",
+        "trtllm-disagg completion bash",
     ),
 }
 
@@ -93,20 +114,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit status: 0 done, 1 failed, 2 a setting is wrong. What went wrong is one sentence, without a traceback."""
+    """The exit status is one of `ExitCode`. What went wrong is one sentence, without a traceback."""
     try:
         sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
     except (DisaggError, OSError) as error:
         log.debug("where it failed", exc_info=True)
         print(f"{ERROR_PREFIX}{_told(error)}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(ExitCode.WRONG_SETTING if isinstance(error, ConfigError) else ExitCode.FAILED)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _OF_THE_EMBEDDED_ENGINE:
             raise
         print(f"{ERROR_PREFIX}{error.name} is not installed; {_INSTALL_EMBEDDED}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(ExitCode.WRONG_SETTING)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(ExitCode.INTERRUPTED)
 
 
 #: Beside TensorRT-LLM, which pins some of them, a worker needs none.
@@ -132,7 +153,7 @@ def _told(error: DisaggError | OSError) -> str:
 def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
-        return 0 if argv else 2
+        return ExitCode.DONE if argv else ExitCode.WRONG_SETTING
     if argv[0] == "--version":
         print(__version__)
         return 0
@@ -153,13 +174,9 @@ def run(argv: list[str]) -> int:
 
 def parser_of(name: str, command: Command) -> Parser:
     """Without its flags, which are the module's."""
-    return Parser(
-        prog=f"trtllm-disagg {name}",
-        description=command.help,
-        epilog=shown_example(command),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    options = command.described()
+    del options["help"]
+    return Parser(prog=f"trtllm-disagg {name}", **options)
 
 
 def shown_example(command: Command) -> str:

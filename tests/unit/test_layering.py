@@ -25,6 +25,7 @@ LAYERS = (
         "engine.handoffs_held",
         "engine.trtllm_version",
         "errors",
+        "exit_codes",
         "keys",
         "model_directory",
         "processes",
@@ -54,6 +55,7 @@ LAYERS = (
     ("worker",),
     ("worker.worker_command", "deployment"),
     ("cli", "admin", "demo", "demo_model", "doctor", "bench", "k8s"),
+    ("completion", "top"),
     ("__main__",),
 )
 

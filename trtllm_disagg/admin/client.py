@@ -28,7 +28,6 @@ from trtllm_disagg.commands import (
     UpCommand,
 )
 from trtllm_disagg.config.worker_config import FLAGS, flag_of
-from trtllm_disagg.deployment.command_socket import send_to_up
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.keys import KEY_FILE, AdminKey, user_key
 
@@ -111,6 +110,8 @@ def change_deployment(args: argparse.Namespace, change: Change, then: UpCommand 
 
     The exit code: that of `change`, or 1 when it failed on the way. Raises ConfigError for a setting that is wrong.
     """
+    from trtllm_disagg.deployment.command_socket import send_to_up
+
     up = send_to_up(args.run_dir, Describe()) if args.run_dir is not None else None
     with_key = signer(args.run_dir, args.key_file, os.environ)
 

@@ -6,8 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from trtllm_disagg.commands import Scale
-from trtllm_disagg.deployment.command_socket import send_to_up
 from trtllm_disagg.errors import ConfigError
 
 
@@ -20,6 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit code: 0 when so many run, 1 when a new one did not come up, 2 when a setting is wrong."""
+    # `--help` needs none of it.
+    from trtllm_disagg.commands import Scale
+    from trtllm_disagg.deployment.command_socket import send_to_up
+
     given = {"prefill": args.prefill, "decode": args.decode, "agg": args.agg}
     workers = {role: count for role, count in given.items() if count is not None}
     if not workers:

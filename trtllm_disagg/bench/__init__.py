@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 from importlib import import_module
+from typing import Any
 
-from trtllm_disagg.cli import Command, shown_example
+from trtllm_disagg.cli import Command, Parser
 
 #: Each module has add_arguments(parser) and run(namespace) -> exit status.
 BENCHMARKS = {
@@ -41,18 +42,30 @@ BENCHMARKS = {
 }
 
 
+class BenchmarkParser(Parser):
+    """Has the flags of its benchmark from when it is used: a benchmark imports much."""
+
+    def __init__(self, *, module: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._module = module
+        self._is_filled = False
+
+    def fill(self) -> None:
+        if not self._is_filled:
+            self._is_filled = True
+            import_module(self._module).add_arguments(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.fill()
+        return super().parse_known_args(args, namespace)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    benchmarks = parser.add_subparsers(dest="benchmark", metavar="NAME", required=True)
+    benchmarks = parser.add_subparsers(
+        dest="benchmark", metavar="NAME", required=True, parser_class=BenchmarkParser
+    )
     for name, benchmark in BENCHMARKS.items():
-        subparser = benchmarks.add_parser(
-            name,
-            help=benchmark.help,
-            description=benchmark.help,
-            epilog=shown_example(benchmark),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        import_module(benchmark.module).add_arguments(subparser)
+        benchmarks.add_parser(name, module=benchmark.module, **benchmark.described())
 
 
 def run(args: argparse.Namespace) -> int:

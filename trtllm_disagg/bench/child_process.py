@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.bench import child_main
 from trtllm_disagg.bench.machine import is_running
-from trtllm_disagg.embedded.cpu_kernels.cpu import environment_of
 from trtllm_disagg.errors import DisaggError, EngineError
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ class ChildProcess:
         failure: type[DisaggError] = EngineError,
     ) -> None:
         """`factory` (see child_main.load) gets the fields of `start`; `await_ready` waits until it is built."""
+        from trtllm_disagg.embedded.cpu_kernels.cpu import environment_of
+
         self._factory, self._failure = factory, failure
         self._process = subprocess.Popen(
             (interpreter, "-P", child_main.__file__, factory),

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from trtllm_disagg.bench.plot import Bars, Panel
 
 
@@ -45,11 +43,15 @@ class Sample:
 
     @property
     def median(self) -> float:
+        import numpy as np
+
         return float(np.median(self.values))
 
     @property
     def spread(self) -> float:
         """Distance between the quartiles as a share of the median; 0 for a single value."""
+        import numpy as np
+
         low, high = np.percentile(self.values, (25, 75))
         return float((high - low) / self.median) if self.median else 0.0
 

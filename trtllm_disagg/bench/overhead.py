@@ -13,17 +13,19 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Rounds, Sample, Section
 from trtllm_disagg.bench.http_client import Answer, BadAnswerError, Connection, ask_all, completion_request
 from trtllm_disagg.bench.machine import cpu_seconds
 from trtllm_disagg.bench.models import weightless_model
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
-from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
+from trtllm_disagg.deployment import DeploymentConfig
 from trtllm_disagg.deployment.limits import look_at_limits
-from trtllm_disagg.deployment.run_dir import scratch_directory
 from trtllm_disagg.strategies import STRATEGIES, orders
+
+if TYPE_CHECKING:
+    from trtllm_disagg.deployment import Deployment
 
 T = TypeVar("T")
 BASELINE = "router"
@@ -77,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
+    from trtllm_disagg.deployment.run_dir import scratch_directory
+
     measured = Rounds()
     asked = Load(concurrency=args.concurrency)
     rounds = args.rounds
@@ -136,6 +140,8 @@ def _config(strategy: str, scratch: Path, args: argparse.Namespace) -> Deploymen
 
 @asynccontextmanager
 async def _subject(config: DeploymentConfig, args: argparse.Namespace) -> AsyncIterator[Subject]:
+    from trtllm_disagg.deployment import running_deployment
+
     async with running_deployment(config) as deployment:
         address = config.client_host, deployment.config.http_port
         connections = [await Connection.open(*address) for _ in range(args.concurrency)]

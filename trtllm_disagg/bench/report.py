@@ -8,17 +8,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, TypeVar
 
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Section, to_json
 from trtllm_disagg.bench.machine import describe_machine, load
 from trtllm_disagg.bench.plot import draw, require_matplotlib
 from trtllm_disagg.bench.targets import judged
-from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 NOT_JUDGED = "No target is judged: for that the run is too short, or compares too little."
 _VERDICTS = {True: "met", False: "missed", None: ""}
@@ -59,6 +58,9 @@ def run_benchmark(
     if args.json:
         print(to_json(figures_of(sections)))
     else:
+        # `--help` needs no engine.
+        from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+
         console = wide_console()
         console.print(
             f"{describe_machine()}, CPU level {this_cpu()}; load {before:.1f} before, {load():.1f} after"
@@ -127,6 +129,9 @@ def _figures(title: str, figures: Iterable[Figure]) -> Table:
 
 def _table(title: str, headers: Iterable[str]) -> Table:
     """A header that starts with > is of numbers, which stand to the right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for header in headers:
         is_number = header.startswith(">")
@@ -137,6 +142,8 @@ def _table(title: str, headers: Iterable[str]) -> Table:
 
 
 def wide_console() -> Console:
+    from rich.console import Console
+
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console.width = _WIDTH

@@ -14,8 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Rounds, Section
 from trtllm_disagg.bench.machine import two_cores
@@ -23,9 +22,11 @@ from trtllm_disagg.bench.models import NANOGPT_DIRECTORY, random_checkpoint, voc
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.bench.servers import DISAGG, DISAGGREGATED, MODES, Bench, Server, start_servers
 from trtllm_disagg.bench.workloads import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
-from trtllm_disagg.embedded import SamplingParams
 from trtllm_disagg.kv_transfer.transports import on_one_host
 from trtllm_disagg.model_directory import model_directory
+
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded import SamplingParams
 
 
 @dataclass(slots=True)
@@ -51,6 +52,8 @@ class Trace:
 
 def measures_of(traces: Sequence[Trace]) -> dict[str, float]:
     """One repetition of a mode: what _COLUMNS name, in their units."""
+    import numpy as np
+
     wall = max(trace.times[-1] for trace in traces)
     ttft = [1000 * trace.ttft for trace in traces]
     gaps = [1000 * gap for trace in traces for gap in trace.gaps]
@@ -89,6 +92,8 @@ def mismatched_tokens(expected: Sequence[Trace], actual: Sequence[Trace]) -> int
 
 
 def _sampling(number: int, scenario: Scenario) -> SamplingParams:
+    from trtllm_disagg.embedded import SamplingParams
+
     return SamplingParams(
         max_tokens=scenario.output_tokens,
         temperature=1.0,

@@ -10,10 +10,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trtllm_disagg.bench.workloads import Scale
-from trtllm_disagg.embedded import LLM, DisaggregatedParams, SamplingParams
+
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded import LLM, SamplingParams
 
 
 class Place(Enum):
@@ -115,6 +117,8 @@ class Disaggregated:
         self._prefill, self._decode = prefill, decode
 
     async def answer(self, prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
+        from trtllm_disagg.embedded import DisaggregatedParams
+
         only_context = DisaggregatedParams(request_type="context_only")
         first = self._prefill.generate_async(
             prompt, replace(sampling, max_tokens=1), disaggregated_params=only_context
@@ -174,6 +178,9 @@ class Bench:
 
     def engine(self, budget: int, threads: int, **more: Any) -> LLM:
         """Any engine may run on both cores. Nothing is found in a cache: every prompt is computed."""
+        # `--help` needs no engine.
+        from trtllm_disagg.embedded import LLM
+
         return LLM(
             self.model,
             skip_tokenizer_init=True,

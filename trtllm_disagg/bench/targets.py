@@ -8,9 +8,12 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from trtllm_disagg.bench.figures import Figure
-from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
+
+if TYPE_CHECKING:
+    from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -97,6 +100,8 @@ TARGETS = (
 
 def judged(figure: Figure, cpu: CpuFeatures | None = None) -> Figure:
     """With a target when one is named for it on this CPU. `cpu`: None for this machine's."""
+    from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+
     cpu = cpu or this_cpu()
     target = next((target for target in TARGETS if target.applies(figure.figure, cpu)), None)
     return target.judge(figure) if target else figure

@@ -12,16 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
-from trtllm_disagg.bench.kv_ends import (
-    SHAPES,
-    KvShape,
-    MemcpyPools,
-    ProcessVmReadv,
-    connected,
-)
+from trtllm_disagg.bench.kv_shapes import SHAPES, KvShape
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.kv_transfer.transports import on_one_host
 
@@ -90,6 +82,11 @@ class PullTimes:
 
 def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say) -> PullTimes:
     """In each round everything once, in another order each time. The bytes are checked at the end."""
+    # `--help` needs no torch.
+    import numpy as np
+
+    from trtllm_disagg.bench.kv_ends import MemcpyPools, ProcessVmReadv, connected
+
     order = random.Random(0)
     with connected(backend, shape) as (sender, receiver):
         pid, pool_address = sender.call("address")

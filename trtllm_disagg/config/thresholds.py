@@ -8,8 +8,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import yaml
-
 from trtllm_disagg.config.deciders import Rule
 from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, WorkerConfig, check_value
 from trtllm_disagg.errors import ConfigError
@@ -17,6 +15,8 @@ from trtllm_disagg.errors import ConfigError
 
 def read_yaml(path: Path) -> Any:
     """Raises OSError when it cannot be read, and ValueError for whatever is wrong with what it says."""
+    import yaml
+
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, RecursionError) as error:

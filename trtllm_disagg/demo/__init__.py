@@ -6,41 +6,17 @@ Real processes all the way: Dynamo's frontend, a prefill and a decode worker, KV
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
-import time
 from pathlib import Path
 
-from rich.console import Console
-
-from trtllm_disagg.demo.chat import Answer, WrappedText, stream_chat
-from trtllm_disagg.demo_model import build_demo_model
-from trtllm_disagg.deployment import (
-    Deployment,
-    DeploymentConfig,
-    deployment_in_background,
-)
-from trtllm_disagg.deployment.run_dir import scratch_directory
-from trtllm_disagg.deployment.status import status_for
-from trtllm_disagg.deployment.up_command import default_name, engine_configs_in
-from trtllm_disagg.model_directory import is_hub_name, servable_model
-from trtllm_disagg.strategies import StrategySpec, orders
-from trtllm_disagg.tracing.reading import Trace, read_traces
-from trtllm_disagg.tracing.waterfall import duration, waterfall
-
 QUESTION = "What is a list?"
-_DEFAULT_MODEL = ".cache/demo-model"
-_TRACE_SECONDS = 5.0
-#: The wall clock is looked at twice for one moment.
-_CLOCK_NS = 1_000_000
-_INDENT = "   "
+DEFAULT_MODEL = ".cache/demo-model"
 _DEFAULT_CONFIGS = Path("engine_configs/demo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
-        default=_DEFAULT_MODEL,
+        default=DEFAULT_MODEL,
         help="directory, made when missing, or Hugging Face name (default: %(default)s)",
     )
     parser.add_argument("--question", default=QUESTION, help="(default: %(default)r)")
@@ -55,75 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0 when both orders answered, and answered the same."""
-    path = Path(args.model)
-    if not is_hub_name(args.model) and (args.model == _DEFAULT_MODEL or not path.exists()):
-        _say(f"1. The model: {path}, trained here on Python's documentation")
-        build_demo_model(path)
-    else:
-        _say(f"1. The model: {args.model}")
-    model = servable_model(args.model)
-    answers = [_one_order(number, order, model, args) for number, order in enumerate(orders(), 2)]
-    same = len({answer.text for answer in answers}) == 1
-    _say("Both orders gave the same answer." if same else "The two orders gave DIFFERENT answers: a bug.")
-    return 0 if same else 1
+    # `--help` needs none of it.
+    from trtllm_disagg.demo.both_orders import show_both_orders
 
-
-def _one_order(number: int, order: StrategySpec, model: Path, args: argparse.Namespace) -> Answer:
-    _say(f"{number}. {order.name}: the frontend sends the request to the {order.entry_role} worker first")
-    with scratch_directory("trtllm-disagg-demo-") as scratch:
-        return _ask(scratch.path, order.name, model, args)
-
-
-def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> Answer:
-    columns = shutil.get_terminal_size().columns
-    config = DeploymentConfig(
-        strategy=order,
-        model=str(model),
-        served_model_name=default_name(args.model),
-        run_dir=run_dir,
-        http_port=0,
-        engine="embedded",
-        engine_configs=engine_configs_in(args.engine_configs, order) if args.engine_configs.is_dir() else {},
-    )
-    with deployment_in_background(config, status_for(sys.stderr)) as deployment:
-        # The first request also connects the two engines; show an ordinary one.
-        stream_chat(deployment.base_url, config.served_model_name, "Hello", max_tokens=2)
-        print(f"\n   > {args.question}")
-        text = WrappedText(sys.stdout, columns, _INDENT)
-        answer = stream_chat(
-            deployment.base_url,
-            config.served_model_name,
-            args.question,
-            max_tokens=args.max_tokens,
-            on_text=text.write,
-        )
-        text.end()
-        print()
-        _draw(_trace(deployment, answer), columns)
-        first = duration((answer.first_text - answer.sent) * 1000)
-        print(f"{_INDENT}first token at the client after {first}\n", flush=True)
-    return answer
-
-
-def _trace(deployment: Deployment, answer: Answer) -> Trace | None:
-    """Both workers write their spans when they are done, a moment after the client; None if they do not."""
-    deadline = time.monotonic() + _TRACE_SECONDS
-    while time.monotonic() < deadline:
-        for trace in read_traces(deployment.run_dir):
-            if (
-                trace.start >= answer.sent * 1e9 - _CLOCK_NS
-                and len({node.worker for node in trace.nodes}) == 2
-            ):
-                return trace
-        time.sleep(0.02)
-    return None
-
-
-def _draw(trace: Trace | None, columns: int) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    for line in () if trace is None else waterfall(trace, columns - len(_INDENT)):
-        console.print(_INDENT, line, sep="")
-
-
-def _say(text: str) -> None:
-    print(f"\n{text}", flush=True)
+    return show_both_orders(args)

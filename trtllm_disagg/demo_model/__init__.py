@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trtllm_disagg.demo_model.build import build_demo_model
 from trtllm_disagg.demo_model.recipe import DEFAULT_RECIPE, Recipe
 from trtllm_disagg.errors import ConfigError
 
-__all__ = ["DEFAULT_RECIPE", "Recipe", "add_arguments", "build_demo_model", "run"]
+__all__ = ["DEFAULT_RECIPE", "Recipe", "add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0: the model is there."""
+    # `--help` needs none of it.
+    from trtllm_disagg.demo_model.build import build_demo_model
+
     try:
         build_demo_model(args.directory)
     except OSError as error:

@@ -1,12 +1,16 @@
 """A whole deployment on one machine: `trtllm-disagg up`, and the same for tests."""
 
+from typing import TYPE_CHECKING, Any
+
 from trtllm_disagg.deployment.plan import (
     DeploymentConfig,
     DeploymentFailedError,
     PortInUseError,
     RunDirInUseError,
 )
-from trtllm_disagg.deployment.running import Deployment, deployment_in_background, running_deployment
+
+if TYPE_CHECKING:
+    from trtllm_disagg.deployment.running import Deployment, deployment_in_background, running_deployment
 
 __all__ = [
     "Deployment",
@@ -17,3 +21,13 @@ __all__ = [
     "deployment_in_background",
     "running_deployment",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take every name for defined
+
+    def __getattr__(name: str) -> Any:
+        """What runs processes is loaded by what runs them, and not by `--help`."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from trtllm_disagg.deployment import running
+
+        return getattr(running, name)

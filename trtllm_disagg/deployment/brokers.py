@@ -10,10 +10,12 @@ import shutil
 import sysconfig
 import threading
 from pathlib import Path
-
-import zmq
+from typing import TYPE_CHECKING
 
 from trtllm_disagg.errors import ConfigError
+
+if TYPE_CHECKING:
+    import zmq
 
 _INTO, _OUT_OF = "events-in", "events-out"
 #: Of a Unix socket's path, with the final zero.
@@ -41,6 +43,8 @@ class EventBroker:
     def start(self) -> None:
         if not broker_env(self._run_dir):
             return
+        import zmq
+
         self._context = zmq.Context()
         into = self._bound(self._context, zmq.XSUB, _INTO)
         out_of = self._bound(self._context, zmq.XPUB, _OUT_OF)
@@ -67,6 +71,8 @@ class EventBroker:
 
 
 def _pass_on(into: zmq.Socket[bytes], out_of: zmq.Socket[bytes]) -> None:
+    import zmq
+
     with into, out_of:
         try:
             zmq.proxy(into, out_of)

@@ -184,12 +184,14 @@ async def serving_commands(supervisor: Supervisor, limits: Limits = LIMITS) -> A
         await commands.cancel()
 
 
-def send_to_up(run_dir: Path, command: UpCommand, say: Say = lambda text: None) -> Any:
+def send_to_up(
+    run_dir: Path, command: UpCommand, say: Say = lambda text: None, *, seconds: float | None = None
+) -> Any:
     """Send a command to the `up` of `run_dir`, and wait until it is done; its answer. Raises ConfigError when it
-    refuses or no `up` is there, DisaggError when it fails.
+    refuses or no `up` is there, DisaggError when it fails, TimeoutError when it is silent for `seconds`.
     """
     try:
-        connection = connect(run_dir / COMMAND_SOCKET)
+        connection = connect(run_dir / COMMAND_SOCKET, seconds)
     except OSError as error:
         raise ConfigError.bad_value(
             "--run-dir", str(run_dir), f"the run directory of a running `up` ({error.strerror or error})"
@@ -314,9 +316,10 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def connect(path: Path) -> socket.socket:
-    """Raises OSError when no process listens."""
+def connect(path: Path, seconds: float | None = None) -> socket.socket:
+    """Raises OSError when no process listens; `seconds` are the connection's timeout from then on."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(seconds)
     try:
         with short_path(path) as name:
             connection.connect(name)

@@ -17,7 +17,6 @@ from typing import Any
 
 from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
 from trtllm_disagg.config.dotted_flags import with_dotted_flags
-from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.engines import ENGINES, resolve_engine
 from trtllm_disagg.errors import ConfigError
@@ -146,6 +145,9 @@ def read_worker(arguments: Sequence[str], environ: Mapping[str, str]) -> WorkerC
 
 def needs_of(config: WorkerConfig) -> GpuNeeds:
     """Of a worker on TensorRT-LLM. Raises ConfigError for wrong engine arguments."""
+    # `--help` needs none of its libraries.
+    from trtllm_disagg.config.engine_args import build_engine_args
+
     args: Mapping[str, Any] = build_engine_args(config)
     cache = args.get("kv_cache_config")
     fraction = cache.get("free_gpu_memory_fraction") if isinstance(cache, Mapping) else None

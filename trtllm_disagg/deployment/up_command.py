@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import shlex
 import sys
@@ -22,9 +21,6 @@ from trtllm_disagg.deployment.plan import (
     DeploymentConfig,
     Role,
 )
-from trtllm_disagg.deployment.run_dir import scratch_directory
-from trtllm_disagg.deployment.running import serve
-from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.strategies import STRATEGIES, spec_of
@@ -137,6 +133,8 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit code: that of `serve`."""
+    from trtllm_disagg.deployment.run_dir import scratch_directory
+
     if args.run_dir is not None:
         return _serve(config_from(args, args.run_dir))
     with scratch_directory("trtllm-disagg-") as scratch:
@@ -146,6 +144,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(config: DeploymentConfig) -> int:
+    # After the flags are known to be good; `--help` needs none of it.
+    import asyncio
+
+    from trtllm_disagg.deployment.running import serve
+    from trtllm_disagg.deployment.status import status_for
+
     config = replace(config, model=str(servable_model(config.model)))
     return asyncio.run(serve(config, status_for(sys.stderr)))
 

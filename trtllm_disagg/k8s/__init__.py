@@ -10,15 +10,12 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
 from trtllm_disagg import __version__
 from trtllm_disagg.config.settings import POSITIVE, Rule
 from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.deployment.up_command import add_deployment_arguments, config_from
 from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.k8s.manifests import Manifest, manifests
 from trtllm_disagg.k8s.pods import MODELS, MOUNTED, Cluster, Resources
 from trtllm_disagg.keys import AdminKey
 from trtllm_disagg.kv_transfer.shared_key import read_key
@@ -100,13 +97,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises ConfigError before anything is written."""
+    from trtllm_disagg.k8s.manifests import manifests
+    from trtllm_disagg.k8s.yaml_text import yaml_text
+
     config, cluster = _deployment(args), _cluster(args)
     has_pairs = spec_of(config.strategy).is_disaggregated
     if config.engine == "embedded" and has_pairs and cluster.transfer_key is None:
         raise ConfigError(
             "--transfer-key-file is missing: without a key, KV does not leave a pod of --engine embedded"
         )
-    files = {name: _text(made) for name, made in manifests(config, cluster).items()}
+    files = {name: yaml_text(made) for name, made in manifests(config, cluster).items()}
     header = f"# Made by trtllm-disagg {__version__} k8s: {config.strategy}, {config.model}.\n"
     if args.output is None:
         sys.stdout.write(header + "---\n".join(files.values()))
@@ -173,24 +173,6 @@ def _key(path: Path | None, check: Callable[[Path], Any]) -> bytes | None:
         return None
     check(path)
     return path.read_bytes()
-
-
-class _Dumper(yaml.SafeDumper):
-    """Files stay readable inside a manifest, and nothing in it refers to another place."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text_of_lines(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text_of_lines)
-
-
-def _text(made: Manifest) -> str:
-    return yaml.dump(made, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=200)
 
 
 def _write(path: Path, text: str) -> None:

@@ -14,7 +14,6 @@ from trtllm_disagg.config.args import (
     refuse_unknown_arguments,
 )
 from trtllm_disagg.config.dotted_flags import with_dotted_flags
-from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.deployment.gpus import needs_of
 from trtllm_disagg.deployment.plan import (
@@ -28,7 +27,6 @@ from trtllm_disagg.deployment.plan import (
     frontend_flags,
     worker_flags,
 )
-from trtllm_disagg.engine.health import TIMES
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.access import KEY_FILE_VARIABLE
 from trtllm_disagg.strategies import spec_of
@@ -120,6 +118,9 @@ def worker_pods(config: DeploymentConfig, cluster: Cluster) -> tuple[WorkerPod, 
 
 
 def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: Role) -> WorkerPod:
+    # `--help` needs none of its libraries.
+    from trtllm_disagg.config.engine_args import build_engine_args
+
     file = config.engine_configs.get(role)
     in_pod = {role: MOUNTED / ENGINE_CONFIGS / f"{role}.yaml"} if file else {}
     args = worker_flags(replace(config, engine_configs=in_pod), role, _only_in_pods(config, cluster))
@@ -180,6 +181,8 @@ def _parsed(args: tuple[str, ...], env: Mapping[str, str]) -> WorkerConfig:
 
 def _stop_seconds(worker: WorkerConfig) -> float:
     """For its requests and its engine. Kubernetes has no way to say "no limit", which 0 means for the engine."""
+    from trtllm_disagg.engine.health import TIMES
+
     engine = worker.engine_health_shutdown_timeout or TIMES.shutdown
     return worker.drain_seconds + BEYOND_DRAIN_SECONDS + engine
 

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from trtllm_disagg import demo_model
-from trtllm_disagg.demo_model import Recipe, build, build_demo_model, corpus, tokenizer, training
+from trtllm_disagg.demo_model import Recipe, build, corpus, tokenizer, training
 from trtllm_disagg.demo_model import corpus as conversations
+from trtllm_disagg.demo_model.build import build_demo_model
 from trtllm_disagg.errors import ConfigError
 
 TINY = Recipe(

@@ -14,7 +14,6 @@ from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine import other_engines, peer_checkpoints
 from trtllm_disagg.bench.engine.measurement_plan import DTYPES, Plan
 from trtllm_disagg.bench.models import Size
-from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.errors import EngineError
 
 EMBEDDED = "embedded"
@@ -104,6 +103,8 @@ class Contestant:
             max_batch=max(rows, *plan.batches),
             max_tokens=max(tokens, plan.longest),
         )
+        from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+
         level = _AVX2_OF_PEERS if this_cpu().level == "avx2" else {}
         variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **level, **self.variables}
         interpreter = str(self.environment.interpreter(cache)) if self.environment else sys.executable

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtllm_disagg.bench.models import ITEM_BYTES, Size
-from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 
 DTYPES = tuple(ITEM_BYTES)
 
 
 def computed_in(dtype: str) -> str:
     """The dtype that a model of `dtype` is computed in, and its weights held in, on this CPU."""
+    from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+
     return dtype if this_cpu().has_bfloat16 else "float32"
 
 

@@ -1,0 +1,158 @@
+"""What `top` sees of a deployment, above all of one in which something is dead or stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, birth
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.top import eyes as eyes_module
+from trtllm_disagg.top.eyes import OfRunDir, eyes_on
+from trtllm_disagg.top.pages import frontend_of, load_of
+from trtllm_disagg.top.snapshot import DEAD, SILENT, Load, latency
+
+PAGE = """
+# TYPE trtllm_disagg_requests_active gauge
+trtllm_disagg_requests_active{dynamo_endpoint="generate"} 3.0
+# TYPE dynamo_component_kvstats_active_blocks gauge
+dynamo_component_kvstats_active_blocks{dp_rank="0"} 10.0
+dynamo_component_kvstats_active_blocks{dp_rank="1"} 20.0
+# TYPE dynamo_component_kvstats_total_blocks gauge
+dynamo_component_kvstats_total_blocks{dp_rank="0"} 100.0
+dynamo_component_kvstats_total_blocks{dp_rank="1"} 100.0
+# TYPE trtllm_disagg_requests_total counter
+trtllm_disagg_requests_total{fallback="none",strategy="decode_first"} 7.0
+trtllm_disagg_requests_total{fallback="local",strategy="local"} 2.0
+"""
+
+
+def test_ranks_are_added_and_what_a_page_does_not_have_is_not_known() -> None:
+    load = load_of(PAGE)
+    assert load == Load(batch=3, kv_blocks=30, kv_blocks_total=200, fallbacks=2)
+    assert load.kv_use == pytest.approx(0.15)
+
+
+def test_what_is_no_page_is_no_load() -> None:
+    assert load_of("<html>{{{") == Load()
+
+
+def test_quantiles_of_latencies_are_those_of_prometheus() -> None:
+    buckets = ((0.1, 50.0), (0.2, 90.0), (float("inf"), 100.0))
+    found = latency(buckets, 12.0)
+    assert found is not None
+    assert (found.count, found.mean, found.p50, found.p99) == (100, 0.12, 0.1, 0.2)
+    later = latency(((0.1, 50.0), (0.2, 91.0), (float("inf"), 101.0)), 12.15, buckets, 12.0)
+    assert later is not None
+    assert (later.count, later.p50) == (1, pytest.approx(0.15))
+    assert latency(buckets, 12.0, buckets, 12.0) is None
+    assert latency((), 0.0) is None
+
+
+def test_the_frontends_histograms_are_those_of_all_models() -> None:
+    name = "dynamo_frontend_time_to_first_token_seconds"
+    lines = [f"# TYPE {name} histogram"]
+    for model in ("a", "b"):
+        lines += [f'{name}_bucket{{le="{le}",model="{model}"}} 1' for le in ("0.5", "+Inf")]
+        lines += [f'{name}_sum{{model="{model}"}} 0.25', f'{name}_count{{model="{model}"}} 1']
+    seen = frontend_of("\n".join(lines) + "\n")
+    assert (seen.ttft, seen.ttft_sum) == (((0.5, 2.0), (float("inf"), 2.0)), 0.5)
+
+
+# -- processes
+
+
+def record(name: str, port: int, *, pid: int = os.getpid(), state: str = "ready") -> ProcessRecord:
+    """Of this process, unless told otherwise: it is alive."""
+    role = name.partition("-")[0]
+    ports = {"http" if role == "frontend" else "system": port}
+    return ProcessRecord(name, role, pid, ports, f"{name}.log", state, birth(pid) or 1)
+
+
+@asynccontextmanager
+async def worker_page() -> AsyncIterator[int]:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.0 200 OK\r\nContent-Length: {len(PAGE)}\r\n\r\n{PAGE}".encode())
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@contextmanager
+def frozen_page() -> Iterator[int]:
+    """Connections are accepted by the system, as for a process that is stopped, and never answered."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+async def test_a_frozen_worker_a_dead_one_and_an_up_that_is_gone_show_as_such_beside_a_sound_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eyes_module, "ANSWER_SECONDS", 0.3)
+    run_dir = RunDir.claim(tmp_path / "run")
+    gone = 2**22 + 1
+    async with worker_page() as sound:
+        with frozen_page() as frozen:
+            run_dir.write(
+                [
+                    record("prefill-0", sound),
+                    record("decode-0", frozen),
+                    record("decode-1", frozen, pid=gone),
+                    record("decode-2", frozen, state="starting"),
+                ]
+            )
+            seen = await asyncio.wait_for(OfRunDir(run_dir.path).look(), 10)
+    states = {process.name: process.state for process in seen.processes}
+    assert states == {"prefill-0": "ready", "decode-0": SILENT, "decode-1": DEAD, "decode-2": "starting"}
+    assert seen.processes[0].load.batch == 3
+    assert seen.processes[1].load == Load()
+    assert seen.doubt.startswith("`up` does not answer: ")
+
+
+async def test_an_up_that_is_frozen_costs_a_look_its_deadline_also_when_its_socket_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eyes_module, "ANSWER_SECONDS", 0.1)
+    run_dir = RunDir.claim(tmp_path / "run")
+    with socket.socket(socket.AF_UNIX) as up:
+        up.bind(str(run_dir.path / "orders.sock"))
+        up.listen(1)
+        eyes = OfRunDir(run_dir.path)
+        for _ in range(5):
+            seen = await asyncio.wait_for(eyes.look(), 10)
+            assert seen.doubt.startswith("`up` does not answer: ")
+
+
+async def test_warnings_that_workers_log_are_told_once(tmp_path: Path) -> None:
+    run_dir = RunDir.claim(tmp_path / "run")
+    log = run_dir.log("decode-0")
+    log.write_text("13:00:00.000 WARNING trtllm_disagg.x: before\n")
+    eyes = OfRunDir(run_dir.path)
+    assert (await eyes.look()).warnings == ()
+    with log.open("a") as more:
+        more.write(
+            "13:00:01.000 INFO trtllm_disagg.x: not this\n13:00:01.100 WARNING trtllm_disagg.x: skipped\n"
+        )
+    assert (await eyes.look()).warnings == ("decode-0: skipped",)
+    assert (await eyes.look()).warnings == ()
+
+
+def test_a_directory_of_no_up_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--run-dir: .* is not allowed; expected the run directory of an `up`"
+    ):
+        eyes_on(tmp_path, None)
+
+
+def test_a_url_without_a_frontend_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--url: .* is not allowed"):
+        eyes_on(None, "http://127.0.0.1:1")

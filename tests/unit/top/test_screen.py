@@ -1,0 +1,195 @@
+"""The live screen in a terminal of 80 columns, and the frame that `--once` prints."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from textual.pilot import Pilot
+from textual.widgets import DataTable, RichLog, Static
+
+from trtllm_disagg import cli
+from trtllm_disagg.top import frame
+from trtllm_disagg.top.history import History, events_between
+from trtllm_disagg.top.screen import Top
+from trtllm_disagg.top.snapshot import SILENT, Frontend, Load, Process, Snapshot
+
+SIZE = (80, 24)
+
+
+def worker(name: str, **load: int) -> Process:
+    sizes = {"batch": 0, "queued": 0, "kv_blocks": 0, "kv_blocks_total": 1000, "handoffs_held": 0}
+    return Process(name, name.partition("-")[0], "ready", 7, "serving", Load(**{**sizes, **load}))
+
+
+BUCKETS = ((0.05, 1.0), (0.1, 2.0), (float("inf"), 2.0))
+FIRST = Snapshot(
+    100.0,
+    "http://127.0.0.1:8000",
+    "demo-model",
+    "decode_first",
+    "",
+    (
+        Process("frontend", "frontend", "ready", 6),
+        worker("prefill-0", batch=2, decode_tokens=0, prefill_tokens=0),
+        worker("decode-0", batch=9, kv_blocks=250, handoffs_held=3, breakers_open=0, decode_tokens=100),
+    ),
+    Frontend(11, 0, 40, BUCKETS, 0.15),
+)
+SECOND = replace(
+    FIRST,
+    at=110.0,
+    strategy="prefill_first",
+    processes=(
+        FIRST.processes[0],
+        replace(FIRST.processes[1], state=SILENT, load=Load()),
+        worker("decode-0", batch=9, kv_blocks=250, breakers_open=1, decode_tokens=600, fallbacks=0),
+    ),
+    warnings=("decode-0: instance 1aa failed 3 times in a row: skipped for 10 s",),
+)
+
+
+class Looks:
+    """Each of them once; the last one again and again."""
+
+    def __init__(self, *looks: Snapshot) -> None:
+        self._looks = list(looks)
+        self.count = 0
+
+    async def look(self) -> Snapshot:
+        self.count += 1
+        return self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+
+
+async def look(app: Top, pilot: Pilot[None]) -> None:
+    app.action_look()
+    await app.workers.wait_for_complete()
+    await pilot.pause()
+
+
+def rows(app: Top) -> list[list[str]]:
+    table: DataTable[Any] = app.query_one("#processes", DataTable)
+    return [[str(cell) for cell in table.get_row_at(place)] for place in range(table.row_count)]
+
+
+def events(app: Top) -> str:
+    return " ".join(line.text.strip() for line in app.query_one("#events", RichLog).lines)
+
+
+async def test_the_screen_fits_80_columns_and_shows_workers_rates_and_events() -> None:
+    app = Top(Looks(FIRST, SECOND), 3600)
+    async with app.run_test(size=SIZE) as pilot:
+        await app.workers.wait_for_complete()
+        await look(app, pilot)
+        assert rows(app)[1][:3] == ["prefill-0", "no answer", "-"]
+        assert rows(app)[2][:9] == ["decode-0", "ready", "9", "0", "25%", "0", "-", "50", "1"]
+        table: DataTable[Any] = app.query_one("#processes", DataTable)
+        assert table.virtual_size.width <= SIZE[0]
+        told = events(app)
+        assert "the order is prefill_first now (it was decode_first)" in told
+        assert "prefill-0 is no answer" not in told
+        assert "prefill-0 does not answer any more" in told
+        assert "decode-0: circuit breaker open for 1 worker" in told
+        assert "decode-0: instance 1aa failed 3 times in a row" in told
+        picture = app.export_screenshot()
+        for shown in ("prefill_first", "decode-0", "Quit"):
+            assert shown in picture
+
+
+async def test_keys_sort_pause_explain_and_quit() -> None:
+    looks = Looks(FIRST)
+    app = Top(looks, 3600)
+    async with app.run_test(size=SIZE) as pilot:
+        await app.workers.wait_for_complete()
+        await pilot.press("s", "s", "s")
+        assert [row[0] for row in rows(app)] == ["decode-0", "prefill-0", "frontend"]
+        await pilot.press("r")
+        assert [row[0] for row in rows(app)] == ["frontend", "prefill-0", "decode-0"]
+        await pilot.press("p")
+        before = looks.count
+        await look(app, pilot)
+        assert looks.count == before
+        assert "paused" in str(app.query_one("#headline", Static).render())
+        await pilot.press("question_mark")
+        assert "handoffs that wait for decode" in events(app)
+        await pilot.press("q")
+    assert app.return_code == 0
+
+
+def test_latencies_and_rates_are_of_the_window_and_a_frontend_that_began_anew_is_not_subtracted() -> None:
+    history = History()
+    history.add(FIRST)
+    more = replace(FIRST.frontend, requests=41, ttft=((0.05, 1.0), (0.1, 3.0), (float("inf"), 3.0)))
+    history.add(replace(FIRST, at=110.0, frontend=more))
+    found = history.ttft()
+    assert found is not None
+    assert found.count == 1
+    history.add(replace(FIRST, at=111.0, frontend=replace(FIRST.frontend, requests=1)))
+    found = history.ttft()
+    assert found is not None
+    assert found.count == 2
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        (replace(FIRST, doubt="`up` does not answer: gone"), "`up` does not answer: gone"),
+        (replace(FIRST, processes=FIRST.processes[:2]), "decode-0 has left"),
+        (replace(FIRST, processes=(*FIRST.processes, worker("decode-1"))), "decode-1 is new, ready"),
+        (
+            replace(FIRST, processes=(*FIRST.processes[:2], replace(FIRST.processes[2], pid=8))),
+            "decode-0 was started again: pid 8",
+        ),
+    ],
+)
+def test_a_change_is_an_event(after: Snapshot, told: str) -> None:
+    assert [event.text for event in events_between(FIRST, after)] == [told]
+
+
+# -- one frame
+
+
+def printed(*, terminal: bool) -> str:
+    out = io.StringIO()
+    frame.print_frame(FIRST, Console(file=out, force_terminal=terminal, width=80, highlight=False))
+    return out.getvalue()
+
+
+def test_a_frame_fits_80_columns_and_has_colours_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    plain = printed(terminal=False)
+    assert max(map(len, plain.splitlines())) <= 80
+    assert "\x1b" not in plain
+    assert "TTFT 50 ms p99 99 ms" in plain
+    assert "\x1b[32mready" in printed(terminal=True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in printed(terminal=True)
+
+
+def test_a_frame_as_json() -> None:
+    said = json.loads(frame.to_json(FIRST))
+    assert said["strategy"] == "decode_first"
+    assert said["frontend"]["ttft_seconds"]["count"] == 2
+    assert said["frontend"]["itl_seconds"] is None
+    assert [process["load"]["kv_blocks"] for process in said["processes"]] == [None, 0, 250]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "one of --run-dir DIR and --url URL"),
+        (["--run-dir", "a", "--url", "http://b"], "one of --run-dir DIR and --url URL"),
+        (["--run-dir", "a", "--json"], "add --once"),
+        (["--run-dir", "a", "--interval", "0"], "--interval: 0.0 is not allowed"),
+    ],
+)
+def test_wrong_flags_are_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["top", *argv])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

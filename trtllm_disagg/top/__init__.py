@@ -1,0 +1,73 @@
+"""`trtllm-disagg top`: a running deployment, live. `--once` prints one frame and ends."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from trtllm_disagg.top.eyes import Eyes
+
+_SECONDS = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--run-dir", type=Path, metavar="DIR", help="run directory of a running `up`")
+    add("--url", help="instead: the URL of a frontend; on this machine its run directory is found")
+    add("--once", action="store_true", help="print one frame and end")
+    add("--json", action="store_true", help="with --once: as JSON")
+    add(
+        "--interval",
+        type=float,
+        default=_SECONDS,
+        metavar="SECONDS",
+        help="between two looks (default: %(default)g)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0, also for a deployment that is dead: the frame says so. Raises ConfigError where there is none."""
+    if (args.run_dir is None) == (args.url is None):
+        raise ConfigError("top needs one of --run-dir DIR and --url URL")
+    if args.json and not args.once:
+        raise ConfigError("--json is for one frame; add --once")
+    if not args.interval > 0:
+        raise ConfigError.bad_value("--interval", args.interval, "more than 0 seconds")
+    # `--help` needs none of it.
+    from trtllm_disagg.top.eyes import eyes_on
+
+    eyes = eyes_on(args.run_dir, args.url)
+    if args.once:
+        _print_frame(eyes, as_json=args.json)
+    else:
+        _live(eyes, args.interval)
+    return ExitCode.DONE
+
+
+def _print_frame(eyes: Eyes, *, as_json: bool) -> None:
+    import asyncio
+
+    from trtllm_disagg.top.frame import print_frame, to_json
+
+    seen = asyncio.run(eyes.look())
+    if as_json:
+        print(to_json(seen))
+    else:
+        print_frame(seen)
+
+
+def _live(eyes: Eyes, interval: float) -> None:
+    try:
+        from trtllm_disagg.top.screen import Top
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "textual":
+            raise
+        raise ConfigError(
+            "the live screen needs textual; pip install 'trtllm-disagg[top]' brings it, --once does without"
+        ) from None
+    Top(eyes, interval).run()

@@ -1,0 +1,181 @@
+"""Looks at a deployment: all processes side by side, each with a deadline, so that one that is dead or frozen costs a
+look that long at most, and shows as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from trtllm_disagg.commands import Describe
+from trtllm_disagg.deployment.command_socket import send_to_up
+from trtllm_disagg.deployment.managed_process import get
+from trtllm_disagg.deployment.plan import LOOPBACK, NO_WORKERS
+from trtllm_disagg.deployment.run_dir import PROCESSES_FILE, ProcessRecord, is_alive, read_processes
+from trtllm_disagg.doctor.frontend import HttpFrontend, Instance
+from trtllm_disagg.doctor.machine import listener
+from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.processes.activity import read_activity
+from trtllm_disagg.top.pages import frontend_of, load_of
+from trtllm_disagg.top.snapshot import DEAD, SILENT, Frontend, Process, Snapshot
+
+ANSWER_SECONDS = 2.0
+_HTTP_OK = 200
+#: A worker's own log lines of these levels.
+_WARNING = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} (?:WARNING|ERROR) \S+: (.+)$")
+_MOST_LOG_BYTES = 64 * 1024
+
+
+class Eyes(Protocol):
+    async def look(self) -> Snapshot: ...
+
+
+def eyes_on(run_dir: Path | None, url: str | None) -> Eyes:
+    """Raises ConfigError where there is no deployment."""
+    if run_dir is None and url is not None:
+        frontend = HttpFrontend(url, ANSWER_SECONDS)
+        frontend.models()
+        run_dir = _run_dir_behind(frontend)
+        if run_dir is None:
+            return OfFrontend(frontend)
+    assert run_dir is not None
+    if not (run_dir / PROCESSES_FILE).is_file():
+        raise ConfigError.bad_value(
+            "--run-dir", str(run_dir), f"the run directory of an `up`, with a {PROCESSES_FILE}"
+        )
+    return OfRunDir(run_dir)
+
+
+def _run_dir_behind(frontend: HttpFrontend) -> Path | None:
+    """That of an `up` of this user on this machine."""
+    process = listener(*frontend.address)
+    store = process.environ.get("DYN_FILE_KV") if process is not None else None
+    run_dir = Path(store).parent if store else None
+    return run_dir if run_dir is not None and (run_dir / PROCESSES_FILE).is_file() else None
+
+
+class OfRunDir:
+    """Everything: what `up` and the workers say of themselves, the system's word on each process, pages and logs."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._described: Mapping[str, Any] = {}
+        self._logs = {path: path.stat().st_size for path in run_dir.glob("*.log")}
+
+    async def look(self) -> Snapshot:
+        records = await asyncio.to_thread(read_processes, self._run_dir)
+        doubt, *seen = await asyncio.gather(self._ask_up(), *map(self._process, records))
+        pages = [page for _, page in seen]
+        frontends = [page for record, page in zip(records, pages, strict=True) if record.role == "frontend"]
+        warnings = await asyncio.to_thread(self._new_warnings)
+        return Snapshot(
+            time.time(),
+            str(self._described.get("url", "")),
+            str(self._described.get("model", "")),
+            str(self._described.get("strategy", "")),
+            doubt,
+            tuple(process for process, _ in seen),
+            frontend_of(frontends[0]) if frontends else Frontend(),
+            tuple(warnings),
+        )
+
+    async def _ask_up(self) -> str:
+        """Why it gave no answer."""
+        try:
+            self._described = await asyncio.to_thread(
+                send_to_up, self._run_dir, Describe(), seconds=ANSWER_SECONDS
+            )
+        except (DisaggError, OSError) as error:
+            return f"`up` does not answer: {error}"
+        return ""
+
+    async def _process(self, record: ProcessRecord) -> tuple[Process, str]:
+        """And its /metrics page."""
+        seen = Process(record.name, record.role, record.state, record.pid or None)
+        if record.state in ("planned", "restarting", "exited"):
+            return seen, ""
+        if not await asyncio.to_thread(is_alive, record):
+            return replace(seen, state=DEAD), ""
+        activity = await asyncio.to_thread(read_activity, self._run_dir / f"{record.name}.activity")
+        seen = replace(seen, doing=str(activity))
+        port = record.ports.get("http", record.ports.get("system"))
+        if port is None or record.role == "nats":
+            return seen, ""
+        page = await _page(_host(self._described, record), port)
+        if page is None:
+            return replace(seen, state=SILENT if record.state == "ready" else record.state), ""
+        return (seen if record.role in NO_WORKERS else replace(seen, load=load_of(page))), page
+
+    def _new_warnings(self) -> list[str]:
+        found = []
+        for path in sorted(self._run_dir.glob("*.log")):
+            begin, size = self._logs.get(path, 0), path.stat().st_size
+            self._logs[path] = size
+            with path.open("rb") as log:
+                log.seek(max(begin if begin <= size else 0, size - _MOST_LOG_BYTES))
+                lines = log.read(_MOST_LOG_BYTES).decode(errors="replace").splitlines()
+            found += [f"{path.stem}: {match[1]}" for line in lines if (match := _WARNING.match(line))]
+        return found
+
+
+def _host(described: Mapping[str, Any], record: ProcessRecord) -> str:
+    """Of the frontend: where its user may have put it. Workers listen on loopback."""
+    host = urlsplit(str(described.get("url", ""))).hostname if record.role == "frontend" else None
+    return host or LOOPBACK
+
+
+class OfFrontend:
+    """What a frontend knows: of a deployment on another machine there is nothing else to ask."""
+
+    def __init__(self, frontend: HttpFrontend) -> None:
+        self._frontend = frontend
+
+    async def look(self) -> Snapshot:
+        try:
+            async with asyncio.timeout(2 * ANSWER_SECONDS):
+                instances = await asyncio.to_thread(self._frontend.instances)
+                page = await _page(*self._frontend.address)
+                models = await asyncio.to_thread(self._frontend.models)
+        except (TimeoutError, ConfigError):
+            instances, page, models = None, None, []
+        doubt = "" if page is not None else "the frontend does not answer"
+        return Snapshot(
+            time.time(),
+            self._frontend.url,
+            ", ".join(models),
+            "",
+            doubt,
+            tuple(_workers_of(instances or [])),
+            frontend_of(page or ""),
+        )
+
+
+def _workers_of(instances: list[Instance]) -> list[Process]:
+    """By the component at which workers of the other role, or the frontend, find them."""
+    components: dict[int, set[str]] = {}
+    for each in instances:
+        if each.endpoint == "generate":
+            components.setdefault(each.instance_id, set()).add(each.component)
+    return [
+        Process(f"{number:x}"[:10], _role(names), "listed") for number, names in sorted(components.items())
+    ]
+
+
+def _role(components: set[str]) -> str:
+    return next((role for role in ("prefill", "decode") if role in components), "worker")
+
+
+async def _page(host: str, port: int) -> str | None:
+    """None where there is no answer in time."""
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            status, body = await get(host, port, "/metrics")
+    except TimeoutError:
+        return None
+    return body.decode(errors="replace") if status == _HTTP_OK else None

@@ -1,0 +1,163 @@
+"""One frame as text or JSON: the same words and columns on the live screen and on paper."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trtllm_disagg.deployment.status import COLOURS
+from trtllm_disagg.top.history import History
+from trtllm_disagg.top.snapshot import DEAD, SILENT, Latency, Process, Snapshot
+
+_STYLES = {**COLOURS, DEAD: "bold red", SILENT: "bold red", "listed": "green"}
+_ABSENT = "-"
+#: A terminal over SSH.
+_WIDTH = 80
+
+Cell = str | Text
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    heading: str
+    cell: Callable[[Process, History], Cell]
+    #: Largest first, but for text.
+    order: Callable[[Process, History], float | str]
+    is_number: bool = True
+
+
+def _count(name: str) -> Column:
+    def value(process: Process, history: History) -> int | None:
+        found: int | None = getattr(process.load, name)
+        return found
+
+    return Column(
+        _HEADINGS[name], lambda p, h: _shown(value(p, h)), lambda p, h: -float(_or_less(value(p, h)))
+    )
+
+
+def _rate(heading: str, total: str) -> Column:
+    return Column(
+        heading,
+        lambda p, h: _shown(h.rate(p, total)),
+        lambda p, h: -_or_less(h.rate(p, total)),
+    )
+
+
+_HEADINGS = {"batch": "batch", "queued": "queue", "handoffs_held": "held", "breakers_open": "open"}
+
+COLUMNS: tuple[Column, ...] = (
+    Column("process", lambda p, h: p.name, lambda p, h: p.name, is_number=False),
+    Column(
+        "state",
+        lambda p, h: Text(p.state, style=_STYLES.get(p.state, "")),
+        lambda p, h: p.state,
+        is_number=False,
+    ),
+    _count("batch"),
+    _count("queued"),
+    Column("KV", lambda p, h: _share(p.load.kv_use), lambda p, h: -_or_less(p.load.kv_use)),
+    _count("handoffs_held"),
+    _rate("in/s", "prefill_tokens"),
+    _rate("out/s", "decode_tokens"),
+    _count("breakers_open"),
+    Column("doing", lambda p, h: _doing(p), lambda p, h: _doing(p), is_number=False),
+)
+
+LEGEND = (
+    "batch: requests in the engine; queue: those without a first token; KV: blocks in use; held: handoffs that wait "
+    "for decode; in/s, out/s: prompt and generated tokens; open: workers that the circuit breaker leaves alone"
+)
+
+
+def headline(seen: Snapshot) -> Text:
+    """The deployment and the order in force."""
+    parts = [part for part in (seen.model, seen.strategy, seen.url) if part]
+    line = Text("  ".join(parts) or "not known yet")
+    if seen.doubt:
+        line.append(f"  {seen.doubt}", style="bold red")
+    return line
+
+
+def latencies(history: History) -> str:
+    """Of the window on the live screen, of all requests in one frame."""
+    frontend = history.last.frontend
+    counts = f"running {_shown(frontend.running)}, waiting {_shown(frontend.waiting)}, done {_shown(frontend.requests)}"
+    return f"TTFT {_latency(history.ttft())}  ITL {_latency(history.itl())}  {counts}"
+
+
+def print_frame(seen: Snapshot, console: Console | None = None) -> None:
+    """Colours on a terminal only."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
+    history = History()
+    history.add(seen)
+    table = Table(box=None, pad_edge=False)
+    # A single look knows no rates.
+    shown = [column for column in COLUMNS if not column.heading.endswith("/s")]
+    for column in shown:
+        table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=True)
+    for process in seen.processes:
+        table.add_row(*(column.cell(process, history) for column in shown))
+    console.print(headline(seen))
+    console.print(latencies(history))
+    console.print(table)
+
+
+def to_json(seen: Snapshot) -> str:
+    history = History()
+    history.add(seen)
+    frontend = seen.frontend
+    ttft, itl = history.ttft(), history.itl()
+    return json.dumps(
+        {
+            "at": seen.at,
+            "url": seen.url,
+            "model": seen.model,
+            "strategy": seen.strategy,
+            "doubt": seen.doubt,
+            "frontend": {
+                "running": frontend.running,
+                "waiting": frontend.waiting,
+                "requests": frontend.requests,
+                "ttft_seconds": ttft and asdict(ttft),
+                "itl_seconds": itl and asdict(itl),
+            },
+            "processes": [asdict(process) for process in seen.processes],
+        },
+        indent=2,
+    )
+
+
+def _doing(process: Process) -> str:
+    """Of a process that serves, the numbers tell more."""
+    return "" if process.state == "ready" else process.doing
+
+
+def _latency(measured: Latency | None) -> str:
+    return _ABSENT if measured is None else f"{_ms(measured.p50)} p99 {_ms(measured.p99)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return _ABSENT
+    return f"{value:.0f}" if value < 10_000 else f"{value / 1000:.0f}k"
+
+
+def _share(value: float | None) -> str:
+    return _ABSENT if value is None else f"{value:.0%}"
+
+
+def _or_less(value: float | None) -> float:
+    """What is not known comes last."""
+    return -1.0 if value is None else float(value)

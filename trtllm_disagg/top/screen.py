@@ -1,0 +1,120 @@
+"""The live screen of `trtllm-disagg top`. It fits 80 columns and 24 lines, and needs nothing but a terminal."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import BindingType
+from textual.widgets import DataTable, Footer, RichLog, Static
+
+from trtllm_disagg.top.eyes import Eyes
+from trtllm_disagg.top.frame import COLUMNS, LEGEND, headline, latencies
+from trtllm_disagg.top.history import Event, History
+
+_HELP = f"s sorts by the next column, r turns the order round, p pauses, q quits. {LEGEND}."
+
+
+class Top(App[None]):
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Static { height: auto; padding: 0 1; }
+    #processes { height: auto; max-height: 60%; overflow-x: hidden; }
+    #events { height: 1fr; border-top: solid $panel; padding: 0 1; overflow-x: hidden; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("q", "quit", "Quit"),
+        ("s", "sort", "Sort"),
+        ("r", "turn_round", "Reverse"),
+        ("p", "pause", "Pause"),
+        ("question_mark", "explain", "Help"),
+    ]
+
+    def __init__(self, eyes: Eyes, interval: float) -> None:
+        super().__init__()
+        self._eyes = eyes
+        self._interval = interval
+        self._history = History()
+        #: Of COLUMNS; None: as `up` lists them.
+        self._sorted_by: int | None = None
+        self._is_reversed = False
+        self._is_paused = False
+        self._is_looking = False
+
+    def compose(self) -> ComposeResult:
+        yield Static("looking ...", id="headline")
+        yield Static("", id="latencies")
+        table: DataTable[Any] = DataTable(
+            id="processes", cursor_type="none", zebra_stripes=True, cell_padding=1
+        )
+        yield table
+        yield RichLog(id="events", wrap=True, max_lines=200, min_width=20)
+        yield Footer(compact=True)
+
+    def on_mount(self) -> None:
+        self.set_interval(self._interval, self.action_look)
+        self.action_look()
+
+    def action_look(self) -> None:
+        """One look at a time: a process that is frozen makes a look last, and never two of them."""
+        if not self._is_looking and not self._is_paused:
+            self._is_looking = True
+            self.run_worker(self._look(), exclusive=False, exit_on_error=True)
+
+    async def _look(self) -> None:
+        try:
+            seen = await self._eyes.look()
+            for event in self._history.add(seen):
+                self._tell(event)
+            self._show()
+        finally:
+            self._is_looking = False
+
+    def _tell(self, event: Event) -> None:
+        line = Text(time.strftime("%H:%M:%S ", time.localtime(event.at)), style="dim")
+        line.append(event.text, style="bold red" if event.is_bad else "default")
+        self.query_one("#events", RichLog).write(line)
+
+    def _show(self) -> None:
+        if not self._history.looks:
+            return
+        seen = self._history.last
+        line = headline(seen)
+        if self._is_paused:
+            line.append("  paused", style="bold yellow")
+        self.query_one("#headline", Static).update(line)
+        self.query_one("#latencies", Static).update(latencies(self._history))
+        table: DataTable[Any] = self.query_one("#processes", DataTable)
+        table.clear(columns=True)
+        for place, column in enumerate(COLUMNS):
+            mark = (" ^" if self._is_reversed else " v") if place == self._sorted_by else ""
+            table.add_column(Text(column.heading + mark, justify="right" if column.is_number else "left"))
+        processes = list(seen.processes)
+        if self._sorted_by is not None:
+            order = COLUMNS[self._sorted_by].order
+            processes.sort(key=lambda process: order(process, self._history), reverse=self._is_reversed)
+        for process in processes:
+            cells = (column.cell(process, self._history) for column in COLUMNS)
+            table.add_row(
+                *(
+                    Text(cell, justify="right") if column.is_number and isinstance(cell, str) else cell
+                    for column, cell in zip(COLUMNS, cells, strict=True)
+                )
+            )
+
+    def action_sort(self) -> None:
+        self._sorted_by = 0 if self._sorted_by is None else (self._sorted_by + 1) % len(COLUMNS)
+        self._show()
+
+    def action_turn_round(self) -> None:
+        self._is_reversed = not self._is_reversed
+        self._show()
+
+    def action_pause(self) -> None:
+        self._is_paused = not self._is_paused
+        self._show()
+
+    def action_explain(self) -> None:
+        self.query_one("#events", RichLog).write(Text(_HELP, style="yellow"))

@@ -1,0 +1,122 @@
+"""What one look at a deployment has seen. Numbers are None where they could not be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: Beside the states of `up`'s own table: it is gone, and it does not answer though it should.
+DEAD, SILENT = "dead", "no answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Of one worker, from its own /metrics page."""
+
+    #: Requests that run or wait in the engine.
+    batch: int | None = None
+    #: Requests without a first token yet.
+    queued: int | None = None
+    kv_blocks: int | None = None
+    kv_blocks_total: int | None = None
+    handoffs_held: int | None = None
+    #: Workers of the other role that the circuit breaker leaves alone.
+    breakers_open: int | None = None
+    #: Since the start of the worker.
+    prefill_tokens: int | None = None
+    decode_tokens: int | None = None
+    #: Requests that took another way than they should have.
+    fallbacks: int | None = None
+    requests_shed: int | None = None
+
+    @property
+    def kv_use(self) -> float | None:
+        if self.kv_blocks is None or not self.kv_blocks_total:
+            return None
+        return self.kv_blocks / self.kv_blocks_total
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A worker, the frontend, or NATS."""
+
+    name: str
+    role: str
+    state: str
+    pid: int | None = None
+    #: What it says that it is doing.
+    doing: str = ""
+    load: Load = field(default_factory=Load)
+
+    @property
+    def is_worker(self) -> bool:
+        return self.role in ("prefill", "decode", "agg", "worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Of `count` measurements, in seconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """Of its own /metrics page."""
+
+    running: int | None = None
+    waiting: int | None = None
+    requests: int | None = None
+    #: Upper bounds of buckets, in seconds, and how many were at most that; since the start of the frontend.
+    ttft: tuple[tuple[float, float], ...] = ()
+    ttft_sum: float = 0.0
+    itl: tuple[tuple[float, float], ...] = ()
+    itl_sum: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    #: Seconds since the epoch.
+    at: float
+    url: str
+    model: str
+    #: The order in force; empty where it could not be asked for.
+    strategy: str
+    #: What is wrong with the view as a whole, such as an `up` that is gone.
+    doubt: str
+    processes: tuple[Process, ...]
+    frontend: Frontend
+    #: Lines of the workers' logs since the last look that are warnings or errors, "worker: text".
+    warnings: tuple[str, ...] = ()
+
+
+def latency(
+    buckets: tuple[tuple[float, float], ...],
+    total: float,
+    before: tuple[tuple[float, float], ...] = (),
+    total_before: float = 0.0,
+) -> Latency | None:
+    """Of what was measured since `before`; None when nothing was."""
+    old = dict(before)
+    counts = [(bound, count - old.get(bound, 0.0)) for bound, count in buckets]
+    count = counts[-1][1] if counts else 0.0
+    if count <= 0:
+        return None
+    return Latency(
+        int(count), (total - total_before) / count, _quantile(counts, 0.5), _quantile(counts, 0.99)
+    )
+
+
+def _quantile(counts: list[tuple[float, float]], share: float) -> float:
+    """As Prometheus' histogram_quantile does: linear inside a bucket, the last finite bound beyond it."""
+    rank = share * counts[-1][1]
+    lower, below = 0.0, 0.0
+    for bound, count in counts:
+        if count >= rank:
+            if bound == float("inf"):
+                return lower
+            return lower + (bound - lower) * (rank - below) / (count - below)
+        lower, below = bound, count
+    return lower
