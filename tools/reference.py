@@ -21,6 +21,7 @@ from trtllm_disagg.config.deciders import DECIDERS
 from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, FLAGS, SETTINGS, rule_of
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import NO_EFFECT, Served
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.modelled.config import ModelledArgs
 
 ROOT = Path(__file__).parents[1]
@@ -192,11 +193,19 @@ def what_happens(field: FieldInfo) -> str:
     return "served"
 
 
+def exit_codes_page() -> str:
+    """Of every command."""
+    rows = ((code(each.value), each.name.lower().replace("_", " "), each.meaning) for each in ExitCode)
+    text = "# Exit codes" + MADE + "Of every command of `trtllm-disagg`.\n\n"
+    return text + table(("code", "", "meaning"), rows)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "flags.md": flags_page,
     "thresholds.md": thresholds_page,
     "errors.md": errors_page,
     "engine-arguments.md": engine_arguments_page,
+    "exit-codes.md": exit_codes_page,
 }
 
 

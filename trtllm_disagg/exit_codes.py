@@ -25,9 +25,3 @@ class ExitCode(IntEnum):
     HANGUP = 129, "stopped by SIGHUP before it was done; for `up`: before it was ready"
     INTERRUPTED = 130, "stopped by Ctrl-C (SIGINT) before it was done; for `up`: before it was ready"
     TERMINATED = 143, "stopped by SIGTERM before it was done; for `up`: before it was ready"
-
-
-def table() -> str:
-    """Of the documentation, in Markdown."""
-    rows = [f"| {code.value} | {code.name.lower().replace('_', ' ')} | {code.meaning} |" for code in ExitCode]
-    return "\n".join(["| code | | meaning |", "|---|---|---|", *rows])

@@ -33,3 +33,26 @@ def test_a_deployment_that_serves_has_no_errors_and_nothing_unknown(strategy: st
     assert value["pair"] == "1 of 1 fit"
     dynamo = metadata.version("ai-dynamo")
     assert value["versions"] == f"trtllm-disagg {__version__}, ai-dynamo {dynamo}, engine embedded"
+
+
+@pytest.mark.parametrize("strategy", DISAGGREGATED)
+def test_top_shows_the_order_in_force_and_what_each_worker_did(strategy: str, fleet: Fleet) -> None:
+    deployed = fleet[strategy]
+    deployed.openai.completions.create(model=MODEL_NAME, prompt="What is a list?", max_tokens=8)
+    command = [sys.executable, "-m", "trtllm_disagg", "top", "--once", "--json"]
+    for where in (["--run-dir", str(deployed.deployment.run_dir)], ["--url", deployed.url]):
+        ended = subprocess.run([*command, *where], capture_output=True, text=True, timeout=60)
+
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        said = json.loads(ended.stdout)
+        assert (said["strategy"], said["model"], said["url"]) == (strategy, MODEL_NAME, deployed.url)
+        assert said["doubt"] == ""
+        assert said["frontend"]["ttft_seconds"]["p50"] > 0
+        assert said["frontend"]["itl_seconds"]["count"] > 0
+        processes = {process["name"]: process for process in said["processes"]}
+        assert {process["state"] for process in processes.values()} == {"ready"}
+        for worker in deployed.workers:
+            load = processes[worker.name]["load"]
+            assert load["kv_blocks_total"] > 0
+            assert load["prefill_tokens" if worker.role == "prefill" else "decode_tokens"] > 0
+            assert None not in (load["batch"], load["queued"], load["handoffs_held"])

@@ -62,7 +62,7 @@ class BenchmarkParser(Parser):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(
-        dest="benchmark", metavar="NAME", required=True, parser_class=BenchmarkParser
+        dest="benchmark", metavar="NAME", required=True, help="one of these", parser_class=BenchmarkParser
     )
     for name, benchmark in BENCHMARKS.items():
         benchmarks.add_parser(name, module=benchmark.module, **benchmark.described())

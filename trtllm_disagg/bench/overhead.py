@@ -46,9 +46,9 @@ _COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
-    add_choice(parser, "--strategy", STRATEGIES)
-    add_number(parser, "--rounds", 24)
-    add_number(parser, "--concurrency", 32)
+    add_choice(parser, "--strategy", STRATEGIES, "orders to compare")
+    add_number(parser, "--rounds", 24, "repetitions, all orders by turns")
+    add_number(parser, "--concurrency", 32, "requests at once, in the second half of a round")
     add_number(parser, "--tokens-per-step", 1, "ready at once in the engine")
     add_number(parser, "--step-ms", 0.0, "between two steps; 0: at once")
     parser.add_argument(

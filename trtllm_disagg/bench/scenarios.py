@@ -135,10 +135,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["seed"],
         help="prompts as in the post, or up to 1k or 4k tokens, which takes minutes (default: %(default)s)",
     )
-    add_choice(parser, "--scenario", [scenario.name for scenario in SEED_SCENARIOS])
-    add_choice(parser, "--mode", MODES)
-    add_number(parser, "--repetitions", 5)
-    parser.add_argument("--transport", choices=on_one_host(), default="NIXL", help="(default: %(default)s)")
+    add_choice(parser, "--scenario", [scenario.name for scenario in SEED_SCENARIOS], "workloads")
+    add_choice(parser, "--mode", MODES, "ways to serve them")
+    add_number(parser, "--repetitions", 5, "of each workload, all modes by turns")
+    parser.add_argument(
+        "--transport",
+        choices=on_one_host(),
+        default="NIXL",
+        help="of KV between the two engines (default: %(default)s)",
+    )
 
 
 @dataclass(slots=True)

@@ -33,8 +33,8 @@ def readv_of(pattern: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
-    add_number(parser, "--rounds", 15)
-    add_choice(parser, "--transport", on_one_host())
+    add_number(parser, "--rounds", 15, "repetitions, each in another order")
+    add_choice(parser, "--transport", on_one_host(), "how KV moves")
     add_choice(
         parser, "--shape", SHAPES, "the KV of a model: layers and heads of Llama-3.1-8B, of Qwen2.5-0.5B"
     )

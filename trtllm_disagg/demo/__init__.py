@@ -8,19 +8,22 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from trtllm_disagg.demo_model.recipe import DEFAULT_DIRECTORY
+
 QUESTION = "What is a list?"
-DEFAULT_MODEL = ".cache/demo-model"
 _DEFAULT_CONFIGS = Path("engine_configs/demo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
-        default=DEFAULT_MODEL,
+        default=DEFAULT_DIRECTORY,
         help="directory, made when missing, or Hugging Face name (default: %(default)s)",
     )
-    parser.add_argument("--question", default=QUESTION, help="(default: %(default)r)")
-    parser.add_argument("--max-tokens", type=int, default=60, help="(default: %(default)s)")
+    parser.add_argument(
+        "--question", default=QUESTION, help="what is asked, once in each order (default: %(default)r)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=60, help="of the answer (default: %(default)s)")
     parser.add_argument(
         "--engine-configs",
         type=Path,

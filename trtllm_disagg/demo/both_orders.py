@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trtllm_disagg.demo import DEFAULT_MODEL
 from trtllm_disagg.demo.chat import Answer, WrappedText, stream_chat
 from trtllm_disagg.demo_model.build import build_demo_model
+from trtllm_disagg.demo_model.recipe import DEFAULT_DIRECTORY
 from trtllm_disagg.deployment import (
     Deployment,
     DeploymentConfig,
@@ -35,7 +35,7 @@ _INDENT = "   "
 def show_both_orders(args: argparse.Namespace) -> int:
     """The exit status: 0 when both orders answered, and answered the same."""
     path = Path(args.model)
-    if not is_hub_name(args.model) and (args.model == DEFAULT_MODEL or not path.exists()):
+    if not is_hub_name(args.model) and (args.model == DEFAULT_DIRECTORY or not path.exists()):
         _say(f"1. The model: {path}, trained here on Python's documentation")
         build_demo_model(path)
     else:

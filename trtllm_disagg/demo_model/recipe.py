@@ -8,6 +8,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+#: Where `make demo` and `demo` have the model.
+DEFAULT_DIRECTORY = ".cache/demo-model"
+
 
 @dataclass(frozen=True)
 class Recipe:

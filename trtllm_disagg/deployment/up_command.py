@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = DeploymentConfig
     add = parser.add_argument
     add_deployment_arguments(parser)
-    add("--http-host", default=default.http_host, help="(default: %(default)s)")
+    add("--http-host", default=default.http_host, help="where the frontend listens (default: %(default)s)")
     add(
         "--http-port",
         type=int,
@@ -74,8 +74,8 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
     add("--strategy", required=True, choices=STRATEGIES, help="which stage takes the request first")
     add("--model", required=True, help="model directory or Hugging Face name")
     add("--served-model-name", help="name for clients (default: the name of the model directory)")
-    add("--prefill-workers", type=int, metavar="N", help=f"(default: {default.prefill_workers})")
-    add("--decode-workers", type=int, metavar="N", help=f"(default: {default.decode_workers})")
+    add("--prefill-workers", type=int, metavar="N", help=f"how many (default: {default.prefill_workers})")
+    add("--decode-workers", type=int, metavar="N", help=f"how many (default: {default.decode_workers})")
     add("--agg-workers", type=int, metavar="N", help=f"only with agg (default: {default.agg_workers})")
     add("--engine", help="which module offers the LLM API (default: the worker's)")
     add(
@@ -105,7 +105,7 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         "--startup-timeout",
         type=float,
         metavar="SECONDS",
-        help=f"(default: {STARTUP_SECONDS:g}; with GPUs {GPU_STARTUP_SECONDS:g})",
+        help=f"until all are ready, else the start has failed (default: {STARTUP_SECONDS:g}; with GPUs {GPU_STARTUP_SECONDS:g})",
     )
     drain = FLAGS["drain_seconds"]
     add(

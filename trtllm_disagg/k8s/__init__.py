@@ -62,7 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--name", default="trtllm-disagg", help="of the DynamoGraphDeployment (default: %(default)s)")
     add("--namespace", dest=_NAMESPACE, help="of Kubernetes (default: kubectl's)")
     add("--output", type=Path, metavar="DIR", help="a file for each object (default: all to stdout)")
-    add("--frontends", type=int, default=1, metavar="N", help="(default: %(default)s)")
+    add(
+        "--frontends",
+        type=int,
+        default=1,
+        metavar="N",
+        help="replicas of the frontend (default: %(default)s)",
+    )
     add("--model-claim", metavar="PVC", help=f"volume claim with the weights, mounted at {MODELS}")
     add("--hf-token-secret", metavar="SECRET", help="in the cluster, with HF_TOKEN")
     add(

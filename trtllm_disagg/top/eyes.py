@@ -70,7 +70,9 @@ class OfRunDir:
 
     async def look(self) -> Snapshot:
         records = await asyncio.to_thread(read_processes, self._run_dir)
-        doubt, *seen = await asyncio.gather(self._ask_up(), *map(self._process, records))
+        doubt, seen = await asyncio.gather(
+            self._ask_up(), asyncio.gather(*(self._process(record) for record in records))
+        )
         pages = [page for _, page in seen]
         frontends = [page for record, page in zip(records, pages, strict=True) if record.role == "frontend"]
         warnings = await asyncio.to_thread(self._new_warnings)

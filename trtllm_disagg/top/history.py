@@ -69,7 +69,7 @@ class History:
         if len(values) < 2 or values[-1][0] <= values[0][0]:
             return None
         (began, first), (ended, last) = values[0], values[-1]
-        return max(0.0, (last - first) / (ended - began))
+        return max(0.0, float((last - first) / (ended - began)))
 
 
 def events_between(before: Snapshot, after: Snapshot) -> Iterator[Event]:

@@ -9,21 +9,23 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
 from trtllm_disagg.config.dotted_flags import with_dotted_flags
 from trtllm_disagg.config.dynamo_flags import RUNTIME_VARIABLES
-from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
 from trtllm_disagg.config.thresholds import Thresholds, read_policy_file
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.deployment.limits import look_at, needs_of_worker
 from trtllm_disagg.engine.engines import resolve_engine
-from trtllm_disagg.engine.llm_api import LlmApi, check_model, load_api
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, EngineLostError
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.processes.activity import reporter_of
 from trtllm_disagg.processes.watchdog import watch_over_this_process
+
+if TYPE_CHECKING:
+    from trtllm_disagg.engine.llm_api import LlmApi
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ def run(namespace: argparse.Namespace) -> int:
     try:
         uvloop.run(run_worker(config, engine_args, api))
     except ConfigError:
-        status.value = 2
+        status.value = ExitCode.WRONG_SETTING
         raise
     except EngineLostError as error:
         # Python would wait for the engine's threads before any exit handler runs.
@@ -57,9 +59,9 @@ def run(namespace: argparse.Namespace) -> int:
         status.end()
         raise
     except KeyboardInterrupt:
-        status.value = 130
+        status.value = ExitCode.INTERRUPTED
         raise
-    status.value = 0
+    status.value = ExitCode.DONE
     return status.value
 
 
@@ -68,6 +70,10 @@ def read_settings(namespace: argparse.Namespace) -> tuple[WorkerConfig, dict[str
 
     Raises ConfigError for whatever is wrong with them, with the policy file, or with the model for them.
     """
+    # `--help` needs none of it.
+    from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
+    from trtllm_disagg.engine.llm_api import check_model, load_api
+
     reporter_of(os.environ).tell("checking its settings")
     config = config_from_namespace(namespace, os.environ)
     # Dynamo's runtime reads them when it is made.
@@ -100,7 +106,7 @@ class ExitStatus:
     """
 
     def __init__(self) -> None:
-        self.value = 1
+        self.value: int = ExitCode.FAILED
         atexit.register(self._end_unless_in_a_job)
 
     def _end_unless_in_a_job(self) -> None:

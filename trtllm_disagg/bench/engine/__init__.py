@@ -25,14 +25,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Plan()
     add_output_arguments(parser)
     parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds: does it all run?")
-    add_choice(parser, "--part", PARTS)
+    add_choice(parser, "--part", PARTS, "of the measurement")
     sizes = " ".join(default.sizes)
     parser.add_argument("--size", choices=SIZES, nargs="+", help=f"parameters (default: {sizes})")
-    parser.add_argument("--dtype", choices=DTYPES, nargs="+", help="(default: both)")
-    parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="(default: 1 2)")
-    parser.add_argument("--batch", type=int, nargs="+", metavar="N", help="(default: 1 8 32)")
-    parser.add_argument("--rounds", type=int, metavar="N", help=f"(default: {default.rounds})")
-    parser.add_argument("--peer", choices=PEERS, nargs="*", default=list(PEERS), help="(default: all)")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", help="of weights (default: both)")
+    parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="of the engine (default: 1 2)")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="sequences that are decoded at once (default: 1 8 32)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help=f"repetitions, all engines by turns (default: {default.rounds})",
+    )
+    parser.add_argument(
+        "--peer",
+        choices=PEERS,
+        nargs="*",
+        default=list(PEERS),
+        help="engines beside the embedded one (default: all)",
+    )
     parser.add_argument(
         "--install-peers",
         action="store_true",
