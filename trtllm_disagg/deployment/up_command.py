@@ -105,7 +105,7 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         "--startup-timeout",
         type=float,
         metavar="SECONDS",
-        help=f"until all are ready, else the start has failed (default: {STARTUP_SECONDS:g}; with GPUs {GPU_STARTUP_SECONDS:g})",
+        help=f"how long the start may take (default: {STARTUP_SECONDS:g}; with GPUs {GPU_STARTUP_SECONDS:g})",
     )
     drain = FLAGS["drain_seconds"]
     add(
