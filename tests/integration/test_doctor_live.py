@@ -38,7 +38,9 @@ def test_a_deployment_that_serves_has_no_errors_and_nothing_unknown(strategy: st
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
 def test_top_shows_the_order_in_force_and_what_each_worker_did(strategy: str, fleet: Fleet) -> None:
     deployed = fleet[strategy]
-    deployed.openai.completions.create(model=MODEL_NAME, prompt="What is a list?", max_tokens=8)
+    deployed.openai.completions.create(
+        model=MODEL_NAME, prompt="What is a list?", max_tokens=8, extra_body={"ignore_eos": True}
+    )
     command = [sys.executable, "-m", "trtllm_disagg", "top", "--once", "--json"]
     for where in (["--run-dir", str(deployed.deployment.run_dir)], ["--url", deployed.url]):
         ended = subprocess.run([*command, *where], capture_output=True, text=True, timeout=60)
