@@ -9,12 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tracing.page import page, picture
 from trtllm_disagg.tracing.reading import Trace, find_trace, read_traces
-from trtllm_disagg.tracing.waterfall import side_by_side, waterfall
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +40,9 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status. Raises ConfigError when no such request was traced there."""
+    # `--help` needs none of it.
+    from trtllm_disagg.tracing.page import page, picture
+
     source = args.run_dir or args.otlp_file
     chosen = _chosen(read_traces(source), args, source)
     if args.html is not None:
@@ -70,6 +69,10 @@ def _chosen(traces: list[Trace], args: argparse.Namespace, source: Path) -> list
 
 
 def _print(traces: Sequence[Trace], *, is_comparison: bool) -> None:
+    from rich.console import Console
+
+    from trtllm_disagg.tracing.waterfall import side_by_side, waterfall
+
     console = Console(highlight=False, soft_wrap=True)
     columns = shutil.get_terminal_size().columns
     pictures = (

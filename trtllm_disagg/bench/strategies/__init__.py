@@ -56,7 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE", help="the workload trace: lines of a Mooncake trace")
     add("--rates", metavar="R,...", help="requests a modelled second (default: by the tables, to saturation)")
     add("--requests", type=_count, metavar="N", help=f"of a point (default: {_REQUESTS})")
-    add("--repetitions", type=_count, default=_REPETITIONS, metavar="N", help="(default: %(default)s)")
+    add(
+        "--repetitions",
+        type=_count,
+        default=_REPETITIONS,
+        metavar="N",
+        help="of a point (default: %(default)s)",
+    )
     add(
         "--band",
         type=float,
