@@ -103,7 +103,7 @@ class EngineMetrics(Collector):
         """One record of `get_stats_async`."""
         batch = stat.get("inflightBatchingStats") or {}
         self._count("prefill_tokens", batch.get("numCtxTokens", 0))
-        self._count("decode_tokens", batch.get("numGenRequests", 0))
+        self._count("decode_tokens", _num_generated(stat))
         if batch.get("numScheduledRequests") and (modelled := stat.get("modelled")):
             self._count("modelled_steps", 1)
             self._count("modelled_step_seconds", modelled["stepMS"] / 1000)
@@ -153,6 +153,18 @@ class EngineMetrics(Collector):
     def _hold(self, name: str, rank: Any, value: float | None) -> None:
         if value is not None:
             self._held.setdefault(name, {})[rank] = value
+
+
+def _num_generated(stat: Mapping[str, Any]) -> float:
+    """A token for each request of a decode step, and what they accepted of their drafts."""
+    steps: int = (stat.get("inflightBatchingStats") or {}).get("numGenRequests", 0)
+    drafts = stat.get("specDecodingStats") or {}
+    accepted: int = drafts.get("numAcceptedTokens", 0)
+    if stat.get("attentionDpRank"):
+        # These are rank 0's, which TensorRT-LLM tells of all ranks.
+        drafting: int = drafts.get("numRequestsWithDraftTokens", 0)
+        return steps * (1 + accepted / max(drafting, 1))
+    return steps + accepted
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

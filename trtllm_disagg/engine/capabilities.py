@@ -50,7 +50,7 @@ COUNTS_REQUESTS = Capability(
     "count its requests",
     _has("num_active_requests"),
     "a leaving worker waits for the requests it has started, and for each handoff until a statistic shows the engine "
-    "idle, kv_transfer_timeout_ms is over, or --drain-seconds are",
+    "idle with no KV block in use, kv_transfer_timeout_ms is over, or --drain-seconds are",
 )
 IS_EXACT = Capability(
     "give the same answer again",

@@ -95,6 +95,27 @@ def test_ranks_of_attention_dp_hold_together() -> None:
     assert shown(metrics)["prefill_tokens_total"] == 30
 
 
+def drafted(accepted: int, requests: int) -> dict[str, Any]:
+    return {"specDecodingStats": {"numAcceptedTokens": accepted, "numRequestsWithDraftTokens": requests}}
+
+
+def test_accepted_draft_tokens_are_tokens() -> None:
+    """TensorRT-LLM: a step gives each request one token, and what it accepts of its draft (py_executor.py)."""
+    metrics = made()
+    metrics.update(step(generating=4, **drafted(accepted=6, requests=3)))
+    metrics.update(step(generating=1, specDecodingStats=None))
+    assert shown(metrics)["decode_tokens_total"] == 4 + 6 + 1
+
+
+def test_of_the_other_ranks_drafts_the_first_ones_share_is_taken() -> None:
+    """TensorRT-LLM tells all ranks of attention DP those of rank 0."""
+    metrics = made()
+    metrics.update(step(generating=3, attentionDpRank=0, **drafted(accepted=6, requests=3)))
+    metrics.update(step(generating=1, attentionDpRank=1, **drafted(accepted=6, requests=3)))
+    metrics.update(step(generating=2, attentionDpRank=1, **drafted(accepted=0, requests=0)))
+    assert shown(metrics)["decode_tokens_total"] == 9 + 3 + 2
+
+
 def test_handoffs_and_pulls_are_shown_where_the_engine_knows_them() -> None:
     metrics = made()
     metrics.update(step(totals={"kvPulls": 2, "kvBytesPulled": 4096, "kvBytesSaved": 512}, numHandoffsHeld=1))

@@ -441,27 +441,72 @@ def test_a_handoff_ends_with_its_lease() -> None:
     assert held.count() == 0
 
 
+def stat(active: int = 0, used: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "numActiveRequests": active,
+        "numQueuedRequests": 0,
+        "kvCacheStats": {"usedNumBlocks": used},
+        **more,
+    }
+
+
 def test_a_statistic_of_an_idle_engine_ends_what_was_handed_over_before_it() -> None:
     held = HandoffsHeld(60.0, clock := Clock())
     held.hold()
-    held.update({"numActiveRequests": 0, "numQueuedRequests": 0})
+    held.update(stat())
     assert held.count() == 1, "the statistic may be older than the handoff"
     clock.now = 2.0
-    held.update({"numActiveRequests": 1, "numQueuedRequests": 0})
+    held.update(stat(active=1))
     assert held.count() == 1
-    held.update({"numActiveRequests": 0, "numQueuedRequests": 0})
+    held.update(stat())
     assert held.count() == 0
+
+
+@pytest.mark.parametrize("said", [stat(used=3), {"numActiveRequests": 0}], ids=["used", "not said"])
+def test_an_engine_without_requests_may_hold_kv_that_decode_has_still_to_read(said: dict[str, Any]) -> None:
+    """TensorRT-LLM's active requests are without those whose KV is on its way (py_executor.py, _handle_responses)."""
+    held = HandoffsHeld(60.0, clock := Clock())
+    held.hold()
+    clock.now = 2.0
+    held.update(said)
+    clock.now = 4.0
+    assert held.count() == 1
+
+
+def test_an_idle_engine_that_says_nothing_more_has_let_go() -> None:
+    held = HandoffsHeld(60.0, clock := Clock())
+    held.hold()
+    clock.now = 0.1
+    held.update(stat())
+    assert held.count() == 1
+    clock.now = 1.2
+    assert held.count() == 0, "the step of that handoff would have been heard of"
+    held.hold()
+    clock.now = 3.0
+    assert held.count() == 1, "that one came after the statistic"
 
 
 def test_all_ranks_have_to_be_idle() -> None:
     held = HandoffsHeld(60.0, clock := Clock())
     held.hold()
     clock.now = 2.0
-    held.update({"numActiveRequests": 1, "attentionDpRank": 1})
-    held.update({"numActiveRequests": 0, "attentionDpRank": 0})
+    held.update(stat(active=1, attentionDpRank=1))
+    held.update(stat(attentionDpRank=0))
     assert held.count() == 1
-    held.update({"numActiveRequests": 0, "attentionDpRank": 1})
+    held.update(stat(attentionDpRank=1))
     assert held.count() == 0
+
+
+async def test_a_prefill_that_the_frontend_never_follows_up_is_counted_until_its_lease_ends(
+    tensorrt_llm: ModuleType,
+) -> None:
+    both = Both("router")
+    await collect(both.handlers[Role.PREFILL], request(max_tokens=1))
+    engine = both.engines[Role.PREFILL]
+    engine.handoffs.update(stat(used=2))
+    assert engine.handoffs.count() == 1
+    assert engine.handoffs.oldest_seconds() > 0
+    assert both.engines[Role.DECODE].llm.calls_of("generate_async") == []
 
 
 # -- a dead engine, and one that is stuck
