@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shlex
+import subprocess
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -109,3 +112,18 @@ def test_a_cell_about_a_peer_has_a_source_with_its_date_or_says_that_it_was_not_
     ]
     assert len(rows) >= 10
     assert not bare
+
+
+def test_the_line_that_moves_a_script_from_dynamo_trtllm_moves_it(tmp_path: Path) -> None:
+    (line,) = re.findall(
+        r"^    (sed .*)$", (DOCS / "reference/from-dynamo-trtllm.md").read_text(), re.MULTILINE
+    )
+    script = tmp_path / "disagg.sh"
+    # As launch scripts and manifests have it.
+    script.write_text(
+        'CUDA_VISIBLE_DEVICES=0 python3 -m dynamo.trtllm \\\nWORKER_MODULE="dynamo.trtllm"\n- dynamo.trtllm\n'
+    )
+    subprocess.run(shlex.split(line), cwd=tmp_path, check=True)
+    assert script.read_text().count("trtllm_disagg.worker") == 3
+    assert "dynamo.trtllm" not in script.read_text()
+    assert find_spec("trtllm_disagg.worker.__main__") is not None
