@@ -6,20 +6,24 @@ import argparse
 import difflib
 import logging
 import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from trtllm_disagg import __version__
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, DisaggError
 from trtllm_disagg.exit_codes import ExitCode
 
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
 log = logging.getLogger(__name__)
 
 
 class Command(NamedTuple):
-    """`module` has add_arguments(parser) and run(namespace) -> exit status, and may have prepare(arguments)."""
+    """`module` has add_arguments(parser) and run(namespace) -> ExitCode, and may have prepare(arguments)."""
 
     help: str
     module: str
@@ -109,6 +113,10 @@ COMMANDS = {
 class Parser(argparse.ArgumentParser):
     """Its complaints are errors like all others."""
 
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        # argparse would not tell that the reader has left.
+        (file or sys.stdout).write(self.format_help())
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (`{self.prog} --help` lists the flags)")
 
@@ -116,8 +124,26 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> None:
     """The exit status is one of `ExitCode`. What went wrong is one sentence, without a traceback."""
     try:
-        sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
+        try:
+            _main(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            # Python would do it after all of this, and complain.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not (left := _left_by_their_reader()):
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in left:
+            os.dup2(nowhere, descriptor)
+        sys.exit(ExitCode.READER_LEFT)
+
+
+def _main(argv: list[str]) -> NoReturn:
+    try:
+        sys.exit(run(argv))
     except (DisaggError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _left_by_their_reader():
+            raise
         log.debug("where it failed", exc_info=True)
         print(f"{ERROR_PREFIX}{_told(error)}", file=sys.stderr)
         sys.exit(ExitCode.WRONG_SETTING if isinstance(error, ConfigError) else ExitCode.FAILED)
@@ -128,6 +154,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(ExitCode.WRONG_SETTING)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
+
+
+def _left_by_their_reader() -> list[int]:
+    """Of stdout and stderr those that are pipes or sockets whose other end is closed."""
+    streams = select.poll()
+    for descriptor in (1, 2):
+        # An error is told unasked.
+        streams.register(descriptor, 0)
+    return [descriptor for descriptor, event in streams.poll(0) if event & (select.POLLERR | select.POLLHUP)]
 
 
 #: Beside TensorRT-LLM, which pins some of them, a worker needs none.
@@ -150,13 +185,13 @@ def _told(error: DisaggError | OSError) -> str:
     return str(error)
 
 
-def run(argv: list[str]) -> int:
+def run(argv: list[str]) -> ExitCode:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return ExitCode.DONE if argv else ExitCode.WRONG_SETTING
     if argv[0] == "--version":
         print(__version__)
-        return 0
+        return ExitCode.DONE
     name, *arguments = argv
     command = _command(name)
     module = import_module(command.module)
@@ -169,7 +204,8 @@ def run(argv: list[str]) -> int:
 
         refuse_unknown_arguments(parser, unknown)
     _log_to_stderr()
-    return int(module.run(namespace))
+    status: ExitCode = module.run(namespace)
+    return status
 
 
 def parser_of(name: str, command: Command) -> Parser:

@@ -9,6 +9,7 @@ from importlib import import_module
 from trtllm_disagg.bench import BenchmarkParser
 from trtllm_disagg.cli import COMMANDS, Parser
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, help="for which shell")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """Raises ConfigError where shtab is not installed."""
     try:
         import shtab
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
             "completion needs shtab; pip install 'trtllm-disagg[completion]' brings it"
         ) from None
     print(shtab.complete(whole_parser(), args.shell))
-    return 0
+    return ExitCode.DONE
 
 
 def whole_parser() -> Parser:

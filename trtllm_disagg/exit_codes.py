@@ -24,4 +24,5 @@ class ExitCode(IntEnum):
     WRONG_SETTING = 2, "a flag, a variable, a file or a package is missing or wrong; nothing was begun"
     HANGUP = 129, "stopped by SIGHUP before it was done; for `up`: before it was ready"
     INTERRUPTED = 130, "stopped by Ctrl-C (SIGINT) before it was done; for `up`: before it was ready"
+    READER_LEFT = 141, "what reads its output has closed the pipe, as `head` does"
     TERMINATED = 143, "stopped by SIGTERM before it was done; for `up`: before it was ready"

@@ -58,7 +58,7 @@ async def test_nothing_that_changes_under_load_costs_a_request(
         assert load.wrong == []
 
         # -- more workers
-        assert await scale(deployment, prefill=2, decode=2) == "scaled: 2 prefill, 2 decode"
+        assert await scale(deployment, prefill=2, decode=2) == {"prefill": 2, "decode": 2}
         async with asyncio.timeout(SECONDS):
             while await first_stages(load) != 2:
                 pass
@@ -69,8 +69,8 @@ async def test_nothing_that_changes_under_load_costs_a_request(
         assert load.wrong == []
 
         # -- fewer workers: the second stage that leaves finishes what it was asked for
-        assert await scale(deployment, prefill=1, decode=2) == "scaled: 1 prefill, 2 decode"
-        assert await scale(deployment, prefill=1, decode=1) == "scaled: 1 prefill, 1 decode"
+        assert await scale(deployment, prefill=1, decode=2) == {"prefill": 1, "decode": 2}
+        assert await scale(deployment, prefill=1, decode=1) == {"prefill": 1, "decode": 1}
         await load.answers(10)
         assert [p.name for p in deployment.of_role("prefill")] == [prefill.name]
     assert load.wrong == []
@@ -138,9 +138,9 @@ async def start_switch(*arguments: str, **environment: str) -> asyncio.subproces
     )
 
 
-async def scale(deployment: Deployment, **workers: int) -> str:
-    line: str = await asyncio.to_thread(send_to_up, deployment.run_dir, Scale(workers))
-    return line
+async def scale(deployment: Deployment, **workers: int) -> dict[str, int]:
+    running: dict[str, int] = await asyncio.to_thread(send_to_up, deployment.run_dir, Scale(workers))
+    return running
 
 
 async def first_stages(load: Load) -> int:

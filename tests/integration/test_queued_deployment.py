@@ -116,7 +116,7 @@ async def test_prefills_are_queued_before_and_after_a_switch_under_load(
         async with load.running(at_once=2):
             for to in ("decode_first", "prefill_first"):
                 assert await switch(deployment, to) == 0
-                assert await scale(deployment, prefill=2, decode=1) == "scaled: 2 prefill, 1 decode"
+                assert await scale(deployment, prefill=2, decode=1) == {"prefill": 2, "decode": 1}
                 pulled_by: set[str] = set()
                 async with asyncio.timeout(30):
                     while len(pulled_by) < 2:

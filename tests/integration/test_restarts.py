@@ -139,7 +139,7 @@ async def test_scale_down_takes_a_worker_that_waits_for_its_next_start(start_up:
 
     said = await asyncio.to_thread(send_to_up, up.run_dir, Scale({"decode": 1}))
 
-    assert said == "scaled: 1 prefill, 1 decode"
+    assert said == {"prefill": 1, "decode": 1}
     assert "decode-1" not in up.records()
     up.process.terminate()
     assert await up.ends() == 0
@@ -155,7 +155,7 @@ async def test_a_worker_that_was_told_to_stop_is_not_started_again_and_scale_rep
     await up.says("decode-0 was told to stop")
     said = await asyncio.to_thread(send_to_up, up.run_dir, Scale({"decode": 1}))
 
-    assert said == "scaled: 1 prefill, 1 decode"
+    assert said == {"prefill": 1, "decode": 1}
     assert up.records()["decode-1"].state == "ready"
     up.process.terminate()
     assert await up.ends() == 0

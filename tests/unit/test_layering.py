@@ -24,6 +24,7 @@ LAYERS = (
         "engine.error_meaning",
         "engine.handoffs_held",
         "engine.trtllm_version",
+        "console",
         "errors",
         "exit_codes",
         "keys",

@@ -15,6 +15,7 @@ from tests.conftest import Checkpoints
 from trtllm_disagg.cli import run
 from trtllm_disagg.embedded import LLM, SamplingParams
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import is_hub_name, model_directory, servable_model
 
 NAME = "acme/tiny-1.5"
@@ -103,8 +104,8 @@ def test_a_name_that_is_not_there_is_one_sentence_with_the_remedy(
         status = run([*command.split(), "--model", NAME])
         said = capfd.readouterr().err
     except ConfigError as error:
-        status, said = 2, str(error)
-    assert status == 2
+        status, said = ExitCode.WRONG_SETTING, str(error)
+    assert status is ExitCode.WRONG_SETTING
     for part in (
         "--model: ",
         f"has no {NAME}",

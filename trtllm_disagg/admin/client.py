@@ -29,6 +29,7 @@ from trtllm_disagg.commands import (
 )
 from trtllm_disagg.config.worker_config import FLAGS, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.keys import KEY_FILE, AdminKey, user_key
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"key of the workers, as in their {flag_of('admin_key_file')} (default: that in --run-dir, or "
         f"[{_KEY_VARIABLE}], or the one that the launch scripts make)",
     )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
 
 
 def signer(run_dir: Path | None, key_file: Path | None, environ: Mapping[str, str]) -> Signer:
@@ -102,10 +107,10 @@ def _worker(instance: DescribedInstance) -> Worker:
 
 
 #: What a command does with the workers; the second argument is what `up` answers to Describe, if there is an `up`.
-Change = Callable[[Workers, dict[str, Any] | None], Awaitable[int]]
+Change = Callable[[Workers, dict[str, Any] | None], Awaitable[ExitCode]]
 
 
-def change_deployment(args: argparse.Namespace, change: Change, then: UpCommand | None) -> int:
+def change_deployment(args: argparse.Namespace, change: Change, then: UpCommand | None) -> ExitCode:
     """Carry out `change`, and tell `up`, if there is one, what new workers are to be like (`then`).
 
     The exit code: that of `change`, or 1 when it failed on the way. Raises ConfigError for a setting that is wrong.
@@ -115,7 +120,7 @@ def change_deployment(args: argparse.Namespace, change: Change, then: UpCommand 
     up = send_to_up(args.run_dir, Describe()) if args.run_dir is not None else None
     with_key = signer(args.run_dir, args.key_file, os.environ)
 
-    async def run() -> int:
+    async def run() -> ExitCode:
         async with _connected(up, args.namespace, with_key) as workers:
             return await change(workers, up)
 
@@ -127,7 +132,7 @@ def change_deployment(args: argparse.Namespace, change: Change, then: UpCommand 
         raise
     except DisaggError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return ExitCode.FAILED
     return status
 
 

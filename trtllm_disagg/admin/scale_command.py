@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
+from trtllm_disagg.admin.client import add_json
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,9 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run-dir", type=Path, required=True, metavar="DIR", help="run directory of a running `up`")
     for role in ("prefill", "decode", "agg"):
         add(f"--{role}", type=int, metavar="N", help=f"how many {role} workers (default: as they are)")
+    add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """The exit code: 0 when so many run, 1 when a new one did not come up, 2 when a setting is wrong."""
     # `--help` needs none of it.
     from trtllm_disagg.commands import Scale
@@ -26,5 +30,9 @@ def run(args: argparse.Namespace) -> int:
     workers = {role: count for role, count in given.items() if count is not None}
     if not workers:
         raise ConfigError("say how many: --prefill N, --decode N or --agg N")
-    print(send_to_up(args.run_dir, Scale(workers), lambda text: print(text, file=sys.stderr, flush=True)))
-    return 0
+    running = send_to_up(args.run_dir, Scale(workers), lambda text: print(text, file=sys.stderr, flush=True))
+    if args.json:
+        print(json.dumps(running))
+    else:
+        print("scaled: " + ", ".join(f"{count} {role}" for role, count in running.items()))
+    return ExitCode.DONE

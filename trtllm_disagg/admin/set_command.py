@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trtllm_disagg.admin import client
@@ -14,6 +16,7 @@ from trtllm_disagg.config.args import argument_parser_of
 from trtllm_disagg.config.thresholds import ADMISSION, NAMES
 from trtllm_disagg.config.worker_config import FLAGS, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.strategies import switchable
 
 Values = Mapping[str, Any]
@@ -29,9 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"{FLAGS[name].help} (default: as it is)",
         )
+    client.add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """The exit code: 0 when all have them, 1 when a worker could not be told, 2 when a setting is wrong."""
     values = {name: getattr(args, name) for name in NAMES if getattr(args, name) is not None}
     if not values:
@@ -40,10 +44,23 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--run-dir says where everything is; give no --namespace with it")
     instance = None if args.instance is None else _instance_id(args.instance)
 
-    async def change(workers: Workers, up: dict[str, Any] | None) -> int:
-        return min(1, await set_thresholds(workers, values, instance, print, _complain))
+    async def change(workers: Workers, up: dict[str, Any] | None) -> ExitCode:
+        say = _silence if args.json else print
+        told = await set_thresholds(workers, values, instance, say, _complain)
+        if args.json:
+            print(json.dumps([asdict(each) for each in told]))
+        return ExitCode.FAILED if any(each.error for each in told) else ExitCode.DONE
 
     return client.change_deployment(args, change, Set(values) if instance is None else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """`changed`: each threshold with its old value and the new one; `error`: why it could not be told."""
+
+    worker: str
+    changed: tuple[str, ...] = ()
+    error: str | None = None
 
 
 async def set_thresholds(
@@ -52,21 +69,22 @@ async def set_thresholds(
     instance: int | None,
     say: Callable[[str], None],
     complain: Callable[[str], None],
-) -> int:
-    """How many could not be told; the others have them. Each is said with its old values and the new ones.
+) -> list[Told]:
+    """Each is said as soon as it has answered.
 
     Raises ConfigError, before a worker is told anything, when none has a use for them.
     """
-    failed = 0
+    told: list[Told] = []
     for each in _meant(await all_workers(workers), values, instance):
         try:
             answer = await workers.send(each.endpoint_id, each.instance_id, Set(dict(values)))
         except DisaggError as error:
             complain(f"error: {each}: {error}")
-            failed += 1
+            told.append(Told(str(each), error=str(error)))
         else:
-            say(f"{each}: {', '.join(answer.get('changed') or ()) or 'has these already'}")
-    return failed
+            told.append(Told(str(each), tuple(answer.get("changed") or ())))
+            say(f"{each}: {', '.join(told[-1].changed) or 'has these already'}")
+    return told
 
 
 def _meant(workers: Sequence[Worker], values: Values, instance: int | None) -> list[Worker]:
@@ -94,6 +112,10 @@ def _instance_id(text: str) -> int:
         raise ConfigError.bad_value(
             "--instance", text, "a hexadecimal instance id, as logs and answers have it"
         ) from None
+
+
+def _silence(text: str) -> None:
+    pass
 
 
 def _complain(text: str) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 from urllib.request import Request, urlopen
 
@@ -22,6 +22,7 @@ from trtllm_disagg.admin.client import Worker, Workers, all_workers
 from trtllm_disagg.commands import Switch
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, StageTimeoutError
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.strategies import require_switchable, spec_of, switchable
 
 
@@ -143,15 +144,36 @@ class UnknownFrontends:
 Say = Callable[[str], None]
 
 
-async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, say: Say) -> str:
-    """The line that says what runs now.
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """What runs now."""
 
-    Raises ConfigError before any worker was told anything. A DisaggError later, or the death of this process at any
+    model: str
+    strategy: str
+    #: The workers that take requests first.
+    first: tuple[str, ...]
+    #: None: it ran already.
+    seconds: float | None = None
+    #: Requests that still run on the old first stage.
+    requests_left: int = 0
+
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return f"{self.model} runs {self.strategy} already: {', '.join(self.first)} first"
+        rest = (
+            f"; {self.requests_left} requests still run on the old first stage" if self.requests_left else ""
+        )
+        return f"switched {self.model} to {self.strategy} in {self.seconds:.1f} s{rest}"
+
+
+async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, say: Say) -> Switched:
+    """Raises ConfigError before any worker was told anything. A DisaggError later, or the death of this process at any
     point, leaves a deployment that serves: in the old order, the new one, or both; the same call finishes it.
     """
     plan = plan_switch(to, await all_workers(workers))
+    outcome = Switched(plan.model, plan.to, tuple(map(str, plan.first)))
     if plan.is_done:
-        return f"{plan.model} runs {plan.to} already: {_names(plan.first)} first"
+        return outcome
     began = time.monotonic()
     for each in plan.first:
         await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
@@ -162,8 +184,7 @@ async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, 
         await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a second stage; it finishes its requests")
     left = await _finished(plan, workers, timeout)
-    rest = f"; {left} requests still run on the old first stage" if left else ""
-    return f"switched {plan.model} to {plan.to} in {time.monotonic() - began:.1f} s{rest}"
+    return replace(outcome, seconds=time.monotonic() - began, requests_left=left)
 
 
 async def _known(plan: SwitchPlan, frontend: Frontend, timeout: float) -> None:
@@ -225,17 +246,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="for each step (default: %(default)g)",
     )
+    client.add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """The exit code: 0 when switched, 1 when it failed on the way, 2 when a setting is wrong."""
     require_switchable(args.to)
     if args.run_dir is not None and (args.namespace or args.frontend):
         raise ConfigError("--run-dir says where everything is; give no --namespace and no --frontend with it")
 
-    async def change(workers: Workers, up: dict[str, Any] | None) -> int:
-        print(await switch(workers, _frontend(args, up), args.to, args.timeout, _say))
-        return 0
+    async def change(workers: Workers, up: dict[str, Any] | None) -> ExitCode:
+        outcome = await switch(workers, _frontend(args, up), args.to, args.timeout, _say)
+        print(json.dumps(asdict(outcome)) if args.json else outcome)
+        return ExitCode.DONE
 
     return client.change_deployment(args, change, Switch(args.to))
 

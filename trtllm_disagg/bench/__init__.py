@@ -11,8 +11,9 @@ from importlib import import_module
 from typing import Any
 
 from trtllm_disagg.cli import Command, Parser
+from trtllm_disagg.exit_codes import ExitCode
 
-#: Each module has add_arguments(parser) and run(namespace) -> exit status.
+#: Each module has add_arguments(parser) and run(namespace) -> ExitCode.
 BENCHMARKS = {
     "engine": Command(
         "the embedded engine beside llama.cpp and others",
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         benchmarks.add_parser(name, module=benchmark.module, **benchmark.described())
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """Exit status 0: measured, and every answer was right. A missed target is reported, it does not fail."""
-    return int(import_module(BENCHMARKS[args.benchmark].module).run(args))
+    status: ExitCode = import_module(BENCHMARKS[args.benchmark].module).run(args)
+    return status

@@ -22,6 +22,7 @@ from trtllm_disagg.bench.models import weightless_model
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.deployment import DeploymentConfig
 from trtllm_disagg.deployment.limits import look_at_limits
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.strategies import STRATEGIES, orders
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Load:
     concurrency: int = 32
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """Exit status 0. Raises BadAnswerError when an answer is not whole, or differs between two orders."""
     run_benchmark(
         "overhead",
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         lambda say: asyncio.run(_measure(args, say)),
         lambda measured: [section_of(measured, is_judged=not args.quick)],
     )
-    return 0
+    return ExitCode.DONE
 
 
 async def _measure(args: argparse.Namespace, say: Say) -> Rounds:

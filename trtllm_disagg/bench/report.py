@@ -16,8 +16,9 @@ from trtllm_disagg.bench.plot import draw, require_matplotlib
 from trtllm_disagg.bench.targets import judged
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
+
+    from trtllm_disagg.console import Console
 
 NOT_JUDGED = "No target is judged: for that the run is too short, or compares too little."
 _VERDICTS = {True: "met", False: "missed", None: ""}
@@ -142,12 +143,9 @@ def _table(title: str, headers: Iterable[str]) -> Table:
 
 
 def wide_console() -> Console:
-    from rich.console import Console
+    from trtllm_disagg.console import Console
 
-    console = Console(highlight=False, soft_wrap=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
-    return console
+    return Console(paper=_WIDTH)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from trtllm_disagg.bench.models import NANOGPT_DIRECTORY, random_checkpoint, voc
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.bench.servers import DISAGG, DISAGGREGATED, MODES, Bench, Server, start_servers
 from trtllm_disagg.bench.workloads import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.kv_transfer.transports import on_one_host
 from trtllm_disagg.model_directory import model_directory
 
@@ -179,7 +180,7 @@ class Outcome:
         return self.measured.ratio(column, mode, against).median
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """Exit status 1 when a token differs between two modes, else 0."""
 
     def measure_all(say: Say) -> list[Outcome]:
@@ -187,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
         return [outcome for name in args.scale for outcome in measure(SCALES[name], model, args, say)]
 
     outcomes = run_benchmark("scenarios", args, measure_all, report_of)
-    return 1 if any(outcome.mismatches for outcome in outcomes) else 0
+    return ExitCode.FAILED if any(outcome.mismatches for outcome in outcomes) else ExitCode.DONE
 
 
 def measure(scale: Scale, model: Path, args: argparse.Namespace, say: Say) -> list[Outcome]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
 from trtllm_disagg.bench.kv_shapes import SHAPES, KvShape
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.kv_transfer.transports import on_one_host
 
 PATTERNS = ("contiguous", "scattered")
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """Exit status 0. Raises KvTransferError when a byte arrives wrong."""
     pairs = [(backend, SHAPES[shape]) for shape in args.shape for backend in args.transport]
     run_benchmark(
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         lambda say: [time_pulls(backend, shape, args.rounds, say) for backend, shape in pairs],
         lambda results: [section_of(times) for times in results],
     )
-    return 0
+    return ExitCode.DONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from trtllm_disagg.demo_model.recipe import DEFAULT_DIRECTORY
+from trtllm_disagg.exit_codes import ExitCode
 
 QUESTION = "What is a list?"
 _DEFAULT_CONFIGS = Path("engine_configs/demo")
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """The exit status: 0 when both orders answered, and answered the same."""
     # `--help` needs none of it.
     from trtllm_disagg.demo.both_orders import show_both_orders

@@ -8,8 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-
+from trtllm_disagg.console import Console
 from trtllm_disagg.demo.chat import Answer, WrappedText, stream_chat
 from trtllm_disagg.demo_model.build import build_demo_model
 from trtllm_disagg.demo_model.recipe import DEFAULT_DIRECTORY
@@ -21,6 +20,7 @@ from trtllm_disagg.deployment import (
 from trtllm_disagg.deployment.run_dir import scratch_directory
 from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.deployment.up_command import default_name, engine_configs_in
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import is_hub_name, servable_model
 from trtllm_disagg.strategies import StrategySpec, orders
 from trtllm_disagg.tracing.reading import Trace, read_traces
@@ -32,7 +32,7 @@ _CLOCK_NS = 1_000_000
 _INDENT = "   "
 
 
-def show_both_orders(args: argparse.Namespace) -> int:
+def show_both_orders(args: argparse.Namespace) -> ExitCode:
     """The exit status: 0 when both orders answered, and answered the same."""
     path = Path(args.model)
     if not is_hub_name(args.model) and (args.model == DEFAULT_DIRECTORY or not path.exists()):
@@ -44,7 +44,7 @@ def show_both_orders(args: argparse.Namespace) -> int:
     answers = [_one_order(number, order, model, args) for number, order in enumerate(orders(), 2)]
     same = len({answer.text for answer in answers}) == 1
     _say("Both orders gave the same answer." if same else "The two orders gave DIFFERENT answers: a bug.")
-    return 0 if same else 1
+    return ExitCode.DONE if same else ExitCode.FAILED
 
 
 def _one_order(number: int, order: StrategySpec, model: Path, args: argparse.Namespace) -> Answer:
@@ -99,7 +99,7 @@ def _trace(deployment: Deployment, answer: Answer) -> Trace | None:
 
 
 def _draw(trace: Trace | None, columns: int) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(soft_wrap=True)
     for line in () if trace is None else waterfall(trace, columns - len(_INDENT)):
         console.print(_INDENT, line, sep="")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trtllm_disagg.demo_model.recipe import DEFAULT_RECIPE, Recipe
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
 
 __all__ = ["DEFAULT_RECIPE", "Recipe", "add_arguments", "run"]
 
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """Exit status 0: the model is there."""
     # `--help` needs none of it.
     from trtllm_disagg.demo_model.build import build_demo_model
@@ -30,4 +31,4 @@ def run(args: argparse.Namespace) -> int:
         build_demo_model(args.directory)
     except OSError as error:
         raise ConfigError(f"DIR: cannot make a model at {args.directory}: {error}") from error
-    return 0
+    return ExitCode.DONE

@@ -6,20 +6,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from trtllm_disagg.console import Console
 from trtllm_disagg.demo_model.training import Report
 from trtllm_disagg.processes.steadily import SECONDS
 
 
 def say(text: str) -> None:
-    Console(highlight=False, soft_wrap=True).print(f"demo-model: {text}", markup=False)
+    Console(soft_wrap=True).print(f"demo-model: {text}", markup=False)
 
 
 @contextmanager
 def progress_report(clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
-    if not Console().is_terminal:
+    console = Console()
+    if not console.is_terminal:
         yield line_report(clock)
         return
     columns = (
@@ -28,7 +29,7 @@ def progress_report(clock: Callable[[], float] = time.monotonic) -> Iterator[Rep
         TextColumn("loss {task.fields[loss]:.2f}"),
         TimeRemainingColumn(),
     )
-    with Progress(TextColumn("training"), *columns) as bar:
+    with Progress(TextColumn("training"), *columns, console=console) as bar:
         task = bar.add_task("training", total=None, loss=float("nan"))
         yield lambda step, steps, loss: bar.update(task, completed=step, total=steps, loss=loss)
 

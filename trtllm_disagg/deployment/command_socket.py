@@ -221,9 +221,9 @@ async def _read_rest(reader: asyncio.StreamReader) -> None:
 class Scaler:
     supervisor: Supervisor
 
-    async def scale(self, wanted: Mapping[str, int], say: Say) -> str:
+    async def scale(self, wanted: Mapping[str, int], say: Say) -> dict[str, int]:
         """Until as many workers of each role run as `wanted` says; other roles stay as they are. New ones come
-        first, then the youngest go, one by one, each when its requests have ended. The line that says what runs.
+        first, then the youngest go, one by one, each when its requests have ended. How many run then, by role.
 
         Raises ConfigError before anything is changed, DeploymentFailedError when a new worker does not come up.
         """
@@ -236,7 +236,7 @@ class Scaler:
                 say(f"{process.name} has left" + ("" if obeyed else f" ({process.describe_end()})"))
         running = Counter(process.role for process in self.supervisor.processes if process.stays)
         roles = spec_of(self.supervisor.config.strategy).roles
-        return "scaled: " + ", ".join(f"{running[role]} {role}" for role in roles)
+        return {role: running[role] for role in roles}
 
     def _missing(self, wanted: Mapping[Role, int]) -> list[ProcessSpec]:
         config = self.supervisor.config

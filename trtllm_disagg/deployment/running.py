@@ -29,6 +29,7 @@ from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import SilentStatus, Status
 from trtllm_disagg.deployment.supervisor import Supervisor, first_completed
+from trtllm_disagg.exit_codes import ExitCode
 
 # `up` from start to end: load, say that it is ready, serve until asked to stop, drain.
 
@@ -45,7 +46,7 @@ def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
     return Supervisor(config, specs, run_dir, status)
 
 
-async def serve(config: DeploymentConfig, status: Status) -> int:
+async def serve(config: DeploymentConfig, status: Status) -> ExitCode:
     """The exit code: 0 after a clean stop, 1 when the deployment failed or a process had to be killed, 130 (SIGINT) or
     another 128 + signal number when it was stopped before it was ready.
     """
@@ -55,7 +56,7 @@ async def serve(config: DeploymentConfig, status: Status) -> int:
         return await _serve(supervisor, status)
 
 
-async def _serve(supervisor: Supervisor, status: Status) -> int:
+async def _serve(supervisor: Supervisor, status: Status) -> ExitCode:
     with Interrupts().listening() as interrupts:
         try:
             was_ready = await interrupts.allow(supervisor.load())
@@ -66,15 +67,22 @@ async def _serve(supervisor: Supervisor, status: Status) -> int:
                     await interrupts.allow(supervisor.watch())
             status.note("stopping; interrupt again to kill at once")
             all_obeyed = await supervisor.drain(interrupts.hurry)
-            return int(not all_obeyed) if was_ready else interrupts.exit_code
+            if not was_ready:
+                return interrupts.exit_code
+            return ExitCode.DONE if all_obeyed else ExitCode.FAILED
         except DeploymentFailedError as error:
             supervisor.tell_error(str(error))
             await supervisor.abandon(interrupts.hurry)
-            return 1
+            return ExitCode.FAILED
         finally:
             await supervisor.kill()
 
 
+_EXIT_CODES = {
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGTERM: ExitCode.TERMINATED,
+    signal.SIGHUP: ExitCode.HANGUP,
+}
 #: `timeout`, for one, signals its child and then its whole process group: two signals, one wish.
 ONE_INTERRUPT_SECONDS = 0.3
 
@@ -87,12 +95,12 @@ class Interrupts:
         self.hurry = asyncio.Event()
         self._first_at = 0.0
         #: Of a process that ends because of the first one.
-        self.exit_code = 0
+        self.exit_code = ExitCode.DONE
 
     @contextmanager
     def listening(self) -> Iterator[Interrupts]:
         loop = asyncio.get_running_loop()
-        numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _wanted(number)]
+        numbers = [number for number in _EXIT_CODES if _wanted(number)]
         for number in numbers:
             loop.add_signal_handler(number, self._interrupted, number)
         try:
@@ -106,11 +114,11 @@ class Interrupts:
         interrupted = await first_completed(work, self.stop.wait())
         return not interrupted
 
-    def _interrupted(self, number: int) -> None:
+    def _interrupted(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if not self.stop.is_set():
             self._first_at = now
-            self.exit_code = 128 + number
+            self.exit_code = _EXIT_CODES[number]
             self.stop.set()
         elif now - self._first_at > ONE_INTERRUPT_SECONDS:
             self.hurry.set()

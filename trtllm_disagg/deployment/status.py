@@ -128,9 +128,9 @@ class TableStatus:
     """A table that lives as long as `up`, with what there is to tell above it."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        from rich.console import Console
+        from trtllm_disagg.console import Console
 
-        self.console = Console(file=stream)
+        self.console = Console(stream)
         self._clock = clock
         self._began = clock()
 
@@ -151,7 +151,7 @@ class TableStatus:
         """The table shows it."""
 
     def note(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, soft_wrap=True)
 
 
 def status_for(stream: TextIO = sys.stderr) -> Status:

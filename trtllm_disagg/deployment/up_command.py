@@ -22,6 +22,7 @@ from trtllm_disagg.deployment.plan import (
     Role,
 )
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.strategies import STRATEGIES, spec_of
 
@@ -131,19 +132,19 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """The exit code: that of `serve`."""
     from trtllm_disagg.deployment.run_dir import scratch_directory
 
     if args.run_dir is not None:
         return _serve(config_from(args, args.run_dir))
     with scratch_directory("trtllm-disagg-") as scratch:
-        if (code := _serve(config_from(args, scratch.path))) == 1:
+        if (code := _serve(config_from(args, scratch.path))) is ExitCode.FAILED:
             scratch.keep()
         return code
 
 
-def _serve(config: DeploymentConfig) -> int:
+def _serve(config: DeploymentConfig) -> ExitCode:
     # After the flags are known to be good; `--help` needs none of it.
     import asyncio
 

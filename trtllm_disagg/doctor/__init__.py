@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion, installed_version
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.strategies import disaggregated
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """The exit code: 0 when no rule is broken, 1 when one is; what is a note or not known breaks none.
 
     Raises ConfigError for bad usage, and for a URL without a frontend.
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     return _of_files(args)
 
 
-def _of_deployment(args: argparse.Namespace) -> int:
+def _of_deployment(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.doctor.diagnosis import has_errors
     from trtllm_disagg.doctor.directory import Discovery
     from trtllm_disagg.doctor.frontend import HttpFrontend
@@ -112,10 +113,10 @@ def _of_deployment(args: argparse.Namespace) -> int:
         print(live_to_json(seen, found))
     else:
         show_live(seen, found)
-    return 1 if has_errors(found) else 0
+    return ExitCode.FAILED if has_errors(found) else ExitCode.DONE
 
 
-def _of_files(args: argparse.Namespace) -> int:
+def _of_files(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.doctor.diagnosis import diagnose, has_errors
     from trtllm_disagg.doctor.pair import Deployment, Pair
     from trtllm_disagg.doctor.report import show, to_json
@@ -138,7 +139,7 @@ def _of_files(args: argparse.Namespace) -> int:
         print(to_json(pair, rows))
     else:
         show(pair, rows)
-    return 1 if has_errors(rows) else 0
+    return ExitCode.FAILED if has_errors(rows) else ExitCode.DONE
 
 
 def _side(args: argparse.Namespace, role: Role, deployment: Deployment) -> Side:

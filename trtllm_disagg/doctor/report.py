@@ -10,10 +10,10 @@ from itertools import groupby
 from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trtllm_disagg.console import Console
 from trtllm_disagg.doctor.diagnosis import FINE, UNKNOWN, Row
 from trtllm_disagg.doctor.live import Observed
 from trtllm_disagg.doctor.live_rules import Finding
@@ -21,7 +21,7 @@ from trtllm_disagg.doctor.pair import Pair
 from trtllm_disagg.doctor.rules import Severity
 
 _STYLES = {FINE: "green", Severity.NOTE.value: "yellow", UNKNOWN: "yellow", Severity.ERROR.value: "bold red"}
-#: rich would cut a table in a file to 80.
+#: In a file.
 _WIDTH = 120
 
 
@@ -63,13 +63,13 @@ def show(pair: Pair, rows: Sequence[Row], console: Console | None = None) -> Non
         told,
         (f"prefill {pair.prefill.source}", f"decode {pair.decode.source}"),
         f"TensorRT-LLM {pair.deployment.trtllm_version}, {pair.deployment.strategy}",
-        console or _console(),
+        console or Console(paper=_WIDTH),
     )
 
 
 def show_live(seen: Observed, found: Sequence[Finding], console: Console | None = None) -> None:
     told = [(finding, (finding.value,)) for finding in found]
-    _show(told, (seen.url,), f"{seen.model} at {seen.url}", console or _console())
+    _show(told, (seen.url,), f"{seen.model} at {seen.url}", console or Console(paper=_WIDTH))
 
 
 class Verdict(Protocol):
@@ -110,11 +110,6 @@ def _together(rows: Iterable[Verdict]) -> Iterator[tuple[str, list[Verdict]]]:
     """Neighbours with one answer to them are told at once."""
     for (told, _), same in groupby(rows, lambda row: (row.instead, row.verdict)):
         yield told, list(same)
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
 
 
 def _counts(rows: Sequence[Verdict]) -> Counter[str]:

@@ -16,6 +16,7 @@ from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.deployment.up_command import add_deployment_arguments, config_from
 from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.k8s.pods import MODELS, MOUNTED, Cluster, Resources
 from trtllm_disagg.keys import AdminKey
 from trtllm_disagg.kv_transfer.shared_key import read_key
@@ -101,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dynamo-version", default=DYNAMO_VERSION, help="of ai-dynamo in the image (default: %(default)s)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """Raises ConfigError before anything is written."""
     from trtllm_disagg.k8s.manifests import manifests
     from trtllm_disagg.k8s.yaml_text import yaml_text
@@ -116,11 +117,11 @@ def run(args: argparse.Namespace) -> int:
     header = f"# Made by trtllm-disagg {__version__} k8s: {config.strategy}, {config.model}.\n"
     if args.output is None:
         sys.stdout.write(header + "---\n".join(files.values()))
-        return 0
+        return ExitCode.DONE
     args.output.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         _write(args.output / f"{name}.yaml", header + text)
-    return 0
+    return ExitCode.DONE
 
 
 def _deployment(args: argparse.Namespace) -> DeploymentConfig:

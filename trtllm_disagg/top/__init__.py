@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """Exit code 0, also for a deployment that is dead: the frame says so. Raises ConfigError where there is none."""
     if (args.run_dir is None) == (args.url is None):
         raise ConfigError("top needs one of --run-dir DIR and --url URL")

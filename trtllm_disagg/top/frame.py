@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trtllm_disagg.console import Console
 from trtllm_disagg.deployment.status import COLOURS
 from trtllm_disagg.top.history import History
 from trtllm_disagg.top.snapshot import DEAD, SILENT, Latency, Process, Snapshot
@@ -93,9 +93,7 @@ def latencies(history: History) -> str:
 
 def print_frame(seen: Snapshot, console: Console | None = None) -> None:
     """Colours on a terminal only."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, _WIDTH)
+    console = console or Console(paper=_WIDTH)
     history = History()
     history.add(seen)
     table = Table(box=None, pad_edge=False)

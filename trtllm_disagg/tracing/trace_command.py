@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.tracing.reading import Trace, find_trace, read_traces
 
 
@@ -38,7 +39,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """The exit status. Raises ConfigError when no such request was traced there."""
     # `--help` needs none of it.
     from trtllm_disagg.tracing.page import page, picture
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([as_json(trace) for trace in chosen], indent=1))
     else:
         _print(chosen, is_comparison=args.compare is not None)
-    return 0
+    return ExitCode.DONE
 
 
 def _chosen(traces: list[Trace], args: argparse.Namespace, source: Path) -> list[Trace]:
@@ -69,11 +70,10 @@ def _chosen(traces: list[Trace], args: argparse.Namespace, source: Path) -> list
 
 
 def _print(traces: Sequence[Trace], *, is_comparison: bool) -> None:
-    from rich.console import Console
-
+    from trtllm_disagg.console import Console
     from trtllm_disagg.tracing.waterfall import side_by_side, waterfall
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(soft_wrap=True)
     columns = shutil.get_terminal_size().columns
     pictures = (
         [side_by_side(traces, columns)] if is_comparison else [waterfall(each, columns) for each in traces]

@@ -35,7 +35,7 @@ add_arguments = add_worker_arguments
 prepare = with_dotted_flags
 
 
-def run(namespace: argparse.Namespace) -> int:
+def run(namespace: argparse.Namespace) -> ExitCode:
     config, engine_args, api = read_settings(namespace)
     has_peers = config.partner_endpoint_id is not None
     for doubt in look_at(needs_of_worker(has_peers=has_peers, discovery_backend=config.discovery_backend)):
@@ -106,7 +106,7 @@ class ExitStatus:
     """
 
     def __init__(self) -> None:
-        self.value: int = ExitCode.FAILED
+        self.value = ExitCode.FAILED
         atexit.register(self._end_unless_in_a_job)
 
     def _end_unless_in_a_job(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.admin.set_command import set_thresholds
+from trtllm_disagg.admin.set_command import Told, set_thresholds
 from trtllm_disagg.cli import run
 from trtllm_disagg.commands import Command, DescribedInstance, Set
 from trtllm_disagg.config.thresholds import NAMES
@@ -21,7 +21,7 @@ class FakeDeployment:
     def __init__(
         self, strategy: str = "decode_first", roles: tuple[str, ...] = ("prefill", "decode")
     ) -> None:
-        self.said = {
+        self.said: dict[int, dict[str, Any]] = {
             10 + i: {"role": role, "strategy": strategy, "model": "m"} for i, role in enumerate(roles)
         }
         self.told: dict[int, Command] = {}
@@ -38,7 +38,9 @@ class FakeDeployment:
         return {"changed": [] if same else ["max_local_prefill_length: 1000 -> 500"]}
 
 
-async def run_set(fake: FakeDeployment, instance: int | None = None) -> tuple[int, list[str], list[str]]:
+async def run_set(
+    fake: FakeDeployment, instance: int | None = None
+) -> tuple[list[Told], list[str], list[str]]:
     said: list[str] = []
     errors: list[str] = []
     return await set_thresholds(fake, VALUES, instance, said.append, errors.append), said, errors
@@ -46,10 +48,11 @@ async def run_set(fake: FakeDeployment, instance: int | None = None) -> tuple[in
 
 async def test_all_workers_are_told_and_answer_with_the_old_values() -> None:
     fake = FakeDeployment()
-    failed, said, _ = await run_set(fake)
+    told, said, _ = await run_set(fake)
     assert fake.told == {10: Set(VALUES), 11: Set(VALUES)}
-    assert (failed, said) == (
-        0,
+    changed = ("max_local_prefill_length: 1000 -> 500",)
+    assert (told, said) == (
+        [Told("prefill a", changed), Told("decode b", changed)],
         [
             "prefill a: max_local_prefill_length: 1000 -> 500",
             "decode b: max_local_prefill_length: 1000 -> 500",
@@ -61,7 +64,7 @@ async def test_all_workers_are_told_and_answer_with_the_old_values() -> None:
 async def test_bounds_of_the_queue_are_for_every_worker() -> None:
     fake = FakeDeployment("router", ("agg", "prefill"))
     values: dict[str, int | float | str | bool] = {"max_queued_requests": 3, "max_queued_tokens": 0}
-    assert await set_thresholds(fake, values, None, lambda _: None, lambda _: None) == 0
+    await set_thresholds(fake, values, None, lambda _: None, lambda _: None)
     assert fake.told == {10: Set(values), 11: Set(values)}
 
 
@@ -78,8 +81,9 @@ async def test_one_is_told() -> None:
 async def test_a_worker_that_does_not_answer_is_named_and_the_others_are_told() -> None:
     fake = FakeDeployment()
     fake.gone = {10}
-    failed, said, errors = await run_set(fake)
-    assert (failed, len(said), errors) == (1, 1, ["error: prefill a: it is gone"])
+    told, said, errors = await run_set(fake)
+    assert (told[0].error, told[1].error) == ("it is gone", None)
+    assert (len(said), errors) == (1, ["error: prefill a: it is gone"])
     assert list(fake.told) == [11]
 
 

@@ -75,7 +75,7 @@ class FakeDeployment:
 
 async def run_switch(fake: FakeDeployment, to: str, timeout: float = 5.0) -> tuple[str, list[str]]:
     lines: list[str] = []
-    return await switch(fake, fake, to, timeout, lines.append), lines
+    return str(await switch(fake, fake, to, timeout, lines.append)), lines
 
 
 async def test_a_new_first_stage_is_known_before_the_old_one_leaves() -> None:

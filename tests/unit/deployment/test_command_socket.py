@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from trtllm_disagg.cli import run
 from trtllm_disagg.commands import Describe, Scale, Set, Switch, UpCommand
 from trtllm_disagg.deployment.command_socket import (
     COMMAND_SOCKET,
@@ -32,6 +33,7 @@ from trtllm_disagg.deployment.run_dir import RunDir, is_alive, read_processes
 from trtllm_disagg.deployment.status import SilentStatus
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.exit_codes import ExitCode
 
 #: A worker that says it is healthy, and leaves on SIGTERM.
 HEALTHY = """
@@ -91,6 +93,14 @@ async def tell(supervisor: Supervisor, wanted: UpCommand) -> tuple[Any, list[str
     return answer, said
 
 
+async def test_scale_prints_what_runs(supervisor: Supervisor, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["scale", "--run-dir", str(supervisor.config.run_dir), "--prefill", "1"]
+    assert await asyncio.to_thread(run, words) is ExitCode.DONE
+    assert capsys.readouterr().out == "scaled: 1 prefill, 0 decode\n"
+    assert await asyncio.to_thread(run, [*words, "--json"]) is ExitCode.DONE
+    assert json.loads(capsys.readouterr().out) == {"prefill": 1, "decode": 0}
+
+
 def alive(supervisor: Supervisor) -> list[str]:
     """As `processes.json` tells it."""
     return [record.name for record in read_processes(supervisor.config.run_dir) if is_alive(record)]
@@ -104,7 +114,7 @@ async def test_only_its_user_may_open_the_socket(supervisor: Supervisor) -> None
 
 async def test_workers_come_and_go_and_processes_json_is_true(supervisor: Supervisor) -> None:
     line, said = await tell(supervisor, Scale({"prefill": 2, "decode": 1}))
-    assert line == "scaled: 2 prefill, 1 decode"
+    assert line == {"prefill": 2, "decode": 1}
     assert [text.split()[0] for text in said if text.endswith("starts")] == [
         "prefill-0",
         "prefill-1",
@@ -113,7 +123,7 @@ async def test_workers_come_and_go_and_processes_json_is_true(supervisor: Superv
     assert alive(supervisor) == ["prefill-0", "prefill-1", "decode-0"]
 
     line, said = await tell(supervisor, Scale({"prefill": 1}))
-    assert line == "scaled: 1 prefill, 1 decode"
+    assert line == {"prefill": 1, "decode": 1}
     assert said == ["prefill-1 finishes its requests and leaves", "prefill-1 has left"]
     assert [record.name for record in read_processes(supervisor.config.run_dir)] == ["prefill-0", "decode-0"]
 
@@ -245,7 +255,7 @@ async def test_a_command_is_executed_when_its_client_has_gone(supervisor: Superv
         connection.sendall(b'{"command": "scale", "workers": {"prefill": 1}}\n')
     # The next one waits for its turn.
     line, said = await tell(supervisor, Scale({"prefill": 1}))
-    assert (line, said) == ("scaled: 1 prefill, 0 decode", [])
+    assert (line, said) == ({"prefill": 1, "decode": 0}, [])
 
 
 def test_without_an_up_there_it_is_refused(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rich.console import Console
 from textual.pilot import Pilot
 from textual.widgets import DataTable, RichLog, Static
 
 from trtllm_disagg import cli
+from trtllm_disagg.console import Console
 from trtllm_disagg.top import frame
 from trtllm_disagg.top.history import History, events_between
 from trtllm_disagg.top.screen import Top
@@ -155,7 +155,8 @@ def test_a_change_is_an_event(after: Snapshot, told: str) -> None:
 
 def printed(*, terminal: bool) -> str:
     out = io.StringIO()
-    frame.print_frame(FIRST, Console(file=out, force_terminal=terminal, width=80, highlight=False))
+    out.isatty = lambda: terminal  # type: ignore[method-assign]
+    frame.print_frame(FIRST, Console(out, paper=80))
     return out.getvalue()
 
 

@@ -17,6 +17,7 @@ from trtllm_disagg.bench.engine.peer_checkpoints import DEFAULT_DIRECTORY
 from trtllm_disagg.bench.figures import Section
 from trtllm_disagg.bench.models import SIZES
 from trtllm_disagg.bench.report import Say, add_choice, add_output_arguments, run_benchmark
+from trtllm_disagg.exit_codes import ExitCode
 
 PARTS = ("speed", "overheads", "scaling")
 
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     """Exit status 0. Raises EngineError when the embedded engine fails; peers may be absent, or fail."""
     plan = (QUICK if args.quick else Plan()).with_options(
         sizes=args.size, dtypes=args.dtype, threads=args.threads, batches=args.batch, rounds=args.rounds
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         return measure(plan, args.part, args.peer, args.cache_dir, say, is_judged=not args.quick)
 
     run_benchmark("engine", args, measure_all, lambda sections: sections)
-    return 0
+    return ExitCode.DONE
 
 
 def measure(

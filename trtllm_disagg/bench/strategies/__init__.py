@@ -8,6 +8,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtllm_disagg.exit_codes import ExitCode
+
 if TYPE_CHECKING:
     from trtllm_disagg.bench.strategies.records import RunDirectory
 
@@ -103,7 +105,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> ExitCode:
     # The package is imported for `--help` too, which needs no engine.
     from trtllm_disagg.bench.strategies.records import RunDirectory
     from trtllm_disagg.bench.strategies.report import write_report
@@ -115,10 +117,10 @@ def run(args: argparse.Namespace) -> int:
         return code
     print(write_report(directory, slo).advice())
     print(f"\n{directory.path / 'report.html'}")
-    return 0
+    return ExitCode.DONE
 
 
-def _measure(args: argparse.Namespace, directory: RunDirectory) -> int:
+def _measure(args: argparse.Namespace, directory: RunDirectory) -> ExitCode:
     from trtllm_disagg.bench.strategies.aiperf import AIPerf
     from trtllm_disagg.bench.strategies.starting import check, finish, of_engines, of_urls
 

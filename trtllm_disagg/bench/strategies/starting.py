@@ -24,6 +24,7 @@ from trtllm_disagg.bench.strategies.workloads import Traffic
 from trtllm_disagg.deployment.running import Interrupts
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
 
 #: Of a real deployment, where nothing is known of it: wall seconds of an answer, for the pause between two points.
 _REAL_ANSWER_SECONDS = 10.0
@@ -166,10 +167,10 @@ def _command() -> str:
     return shlex.join(["trtllm-disagg", *sys.argv[1:]])
 
 
-async def finish(runner: Runner) -> int:
+async def finish(runner: Runner) -> ExitCode:
     """The exit status: 0 all points are there; 130 it was interrupted, and what it had started is gone."""
     with Interrupts().listening() as interrupts:
         if await interrupts.allow(runner.run()):
-            return 0
+            return ExitCode.DONE
         print(f"interrupted; the same command goes on from {runner.directory.path}", file=sys.stderr)
         return interrupts.exit_code

@@ -1,0 +1,53 @@
+"""Colours: on a terminal, not in a pipe, and not where NO_COLOR is set. Every command prints through one class."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.console import Console
+
+PACKAGE = Path(__file__).parents[2] / "trtllm_disagg"
+COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "no_color", "has_colour"),
+    [(Terminal, "", True), (Terminal, "1", False), (io.StringIO, "", False)],
+)
+def test_colours_are_for_terminals_that_want_them(
+    stream: type[io.StringIO], no_color: str, has_colour: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    out = stream()
+    Console(out).print("[red]error[/red] 7")
+    assert "error" in out.getvalue()
+    assert bool(COLOUR.search(out.getvalue())) is has_colour
+    assert stream is Terminal or "\x1b" not in out.getvalue()
+
+
+def test_paper_has_the_columns_that_it_is_given() -> None:
+    assert Console(io.StringIO(), paper=120).width == 120
+
+
+def test_no_other_file_makes_a_console_of_its_own() -> None:
+    own = {
+        file.relative_to(PACKAGE).as_posix()
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "rich.console"
+        if any(name.name == "Console" for name in node.names)
+    }
+    assert own == {"console.py"}

@@ -1,0 +1,76 @@
+"""How every command ends: with a code of the one table, quietly on Ctrl-C and when its reader leaves."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from trtllm_disagg.bench import BENCHMARKS
+from trtllm_disagg.cli import COMMANDS, main
+from trtllm_disagg.exit_codes import ExitCode
+
+ROOT = Path(__file__).parents[2]
+ENDS = {**COMMANDS, **{f"bench {name}": benchmark for name, benchmark in BENCHMARKS.items()}}
+
+
+@pytest.mark.parametrize("words", ENDS)
+def test_every_command_ends_with_a_code_of_the_table(words: str) -> None:
+    """mypy holds the function to it."""
+    assert get_type_hints(import_module(ENDS[words].module).run)["return"] is ExitCode
+
+
+@pytest.mark.parametrize("words", ENDS)
+def test_ctrl_c_ends_every_command_without_a_word(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(args: argparse.Namespace) -> ExitCode:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module(ENDS[words].module), "run", interrupt)
+    with pytest.raises(SystemExit) as caught:
+        main(shlex.split(ENDS[words].example)[1:])
+    assert caught.value.code == ExitCode.INTERRUPTED
+    assert capsys.readouterr() == ("", "")
+
+
+DOCTOR = ("doctor", *(f"engine_configs/demo/{role}.yaml" for role in ("prefill", "decode")))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("--help",), ("bench", "--help"), ("completion", "bash"), DOCTOR, (*DOCTOR, "--json")],
+    ids=" ".join,
+)
+def test_a_reader_that_leaves_ends_a_command_without_a_word(argv: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as left:
+        ended = subprocess.run(
+            [sys.executable, "-m", "trtllm_disagg", *argv],
+            stdout=left,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=60,
+        )
+    assert (ended.stderr, ended.returncode) == ("", ExitCode.READER_LEFT)
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def break_pipe(args: argparse.Namespace) -> ExitCode:
+        raise BrokenPipeError("the engine process is gone")
+
+    monkeypatch.setattr(import_module(COMMANDS["completion"].module), "run", break_pipe)
+    with pytest.raises(SystemExit) as caught:
+        main(["completion", "bash"])
+    assert (caught.value.code, capfd.readouterr().err) == (1, "error: the engine process is gone\n")
