@@ -31,6 +31,7 @@ from trtllm_disagg.config.worker_config import FLAGS, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.keys import KEY_FILE, AdminKey, user_key
+from trtllm_disagg.processes.steadily import without_silence
 
 if TYPE_CHECKING:
     from trtllm_disagg.dynamo_runtime import Controller
@@ -55,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"key of the workers, as in their {flag_of('admin_key_file')} (default: that in --run-dir, or "
         f"[{_KEY_VARIABLE}], or the one that the launch scripts make)",
     )
+
+
+def say(text: str) -> None:
+    """Beside the outcome, which goes to stdout."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +128,8 @@ def change_deployment(args: argparse.Namespace, change: Change, then: UpCommand 
 
     async def run() -> ExitCode:
         async with _connected(up, args.namespace, with_key) as workers:
-            return await change(workers, up)
+            with without_silence(say, "waiting for the workers"):
+                return await change(workers, up)
 
     try:
         status = asyncio.run(run())

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from trtllm_disagg.admin.client import add_json
+from trtllm_disagg.admin import client
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 
@@ -17,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run-dir", type=Path, required=True, metavar="DIR", help="run directory of a running `up`")
     for role in ("prefill", "decode", "agg"):
         add(f"--{role}", type=int, metavar="N", help=f"how many {role} workers (default: as they are)")
-    add_json(parser)
+    client.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -25,12 +24,14 @@ def run(args: argparse.Namespace) -> ExitCode:
     # `--help` needs none of it.
     from trtllm_disagg.commands import Scale
     from trtllm_disagg.deployment.command_socket import send_to_up
+    from trtllm_disagg.processes.steadily import without_silence
 
     given = {"prefill": args.prefill, "decode": args.decode, "agg": args.agg}
     workers = {role: count for role, count in given.items() if count is not None}
     if not workers:
         raise ConfigError("say how many: --prefill N, --decode N or --agg N")
-    running = send_to_up(args.run_dir, Scale(workers), lambda text: print(text, file=sys.stderr, flush=True))
+    with without_silence(client.say, "waiting for `up`") as say:
+        running = send_to_up(args.run_dir, Scale(workers), say)
     if args.json:
         print(json.dumps(running))
     else:

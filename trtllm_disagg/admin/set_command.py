@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     async def change(workers: Workers, up: dict[str, Any] | None) -> ExitCode:
         say = _silence if args.json else print
-        told = await set_thresholds(workers, values, instance, say, _complain)
+        told = await set_thresholds(workers, values, instance, say, client.say)
         if args.json:
             print(json.dumps([asdict(each) for each in told]))
         return ExitCode.FAILED if any(each.error for each in told) else ExitCode.DONE
@@ -116,7 +115,3 @@ def _instance_id(text: str) -> int:
 
 def _silence(text: str) -> None:
     pass
-
-
-def _complain(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

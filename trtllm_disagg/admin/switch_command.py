@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -256,7 +255,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise ConfigError("--run-dir says where everything is; give no --namespace and no --frontend with it")
 
     async def change(workers: Workers, up: dict[str, Any] | None) -> ExitCode:
-        outcome = await switch(workers, _frontend(args, up), args.to, args.timeout, _say)
+        outcome = await switch(workers, _frontend(args, up), args.to, args.timeout, client.say)
         print(json.dumps(asdict(outcome)) if args.json else outcome)
         return ExitCode.DONE
 
@@ -266,7 +265,3 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _frontend(args: argparse.Namespace, up: dict[str, Any] | None) -> Frontend:
     url = up["url"] if up else args.frontend
     return HttpFrontend(url.rstrip("/")) if url else UnknownFrontends(args.settle)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -57,8 +57,13 @@ class BenchmarkParser(Parser):
             import_module(self._module).add_arguments(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        from trtllm_disagg.config.args import refuse_unknown_arguments
+
         self.fill()
-        return super().parse_known_args(args, namespace)
+        known, unknown = super().parse_known_args(args, namespace)
+        # The parser above knows none of these flags.
+        refuse_unknown_arguments(self, unknown)
+        return known, unknown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from trtllm_disagg.bench.figures import Column, Figure, Grid, Section, to_json
 from trtllm_disagg.bench.machine import describe_machine, load
 from trtllm_disagg.bench.plot import draw, require_matplotlib
 from trtllm_disagg.bench.targets import judged
+from trtllm_disagg.processes.steadily import without_silence
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -150,15 +151,18 @@ def wide_console() -> Console:
 
 @contextmanager
 def progress(name: str) -> Iterator[Say]:
-    """One line on stderr that says what is being measured: rewritten on a terminal, appended anywhere else."""
+    """One line on stderr that says what is being measured, again and again while it lasts: rewritten on a terminal,
+    appended anywhere else.
+    """
     started, rewrites = time.monotonic(), sys.stderr.isatty()
     start, end = (_CLEAR, "") if rewrites else ("", "\n")
 
-    def say(text: str) -> None:
+    def show(text: str) -> None:
         line = f"bench {name} [{time.monotonic() - started:4.0f} s] {text}"
         print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
 
     try:
-        yield say
+        with without_silence(show, "preparing") as say:
+            yield say
     finally:
         print(start, end="", file=sys.stderr, flush=True)

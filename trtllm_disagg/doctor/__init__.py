@@ -104,16 +104,22 @@ def _of_deployment(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.doctor.live_rules import findings
     from trtllm_disagg.doctor.machine import ThisMachine
     from trtllm_disagg.doctor.report import live_to_json, show_live
+    from trtllm_disagg.processes.steadily import without_silence
 
     frontend = HttpFrontend(args.url, args.timeout)
     eyes = Eyes(frontend.url, frontend.address, frontend, ThisMachine(), Discovery(), dict(os.environ))
-    seen = look(eyes, args.model, _EVENT_SECONDS, lambda text: print(text, file=sys.stderr, flush=True))
+    with without_silence(_say, f"asking {frontend.url}") as say:
+        seen = look(eyes, args.model, _EVENT_SECONDS, say)
     found = findings(seen)
     if args.json:
         print(live_to_json(seen, found))
     else:
         show_live(seen, found)
     return ExitCode.FAILED if has_errors(found) else ExitCode.DONE
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _of_files(args: argparse.Namespace) -> ExitCode:

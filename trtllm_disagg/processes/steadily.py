@@ -29,17 +29,45 @@ def steadily(
     over: threading.Event | None = None,
 ) -> Iterator[None]:
     """`what` is said when the block begins, and again with the seconds that have passed until it ends."""
-    over, began = over or threading.Event(), clock()
+    say(what)
+    with without_silence(say, what, clock=clock, over=over):
+        yield
+
+
+@contextmanager
+def without_silence(
+    show: Callable[[str], None],
+    first: str,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    over: threading.Event | None = None,
+) -> Iterator[Callable[[str], None]]:
+    """What the block says is shown, and after a silence again, with the seconds since it was said; until it says
+    anything, `first` is.
+    """
+    over = over or threading.Event()
+    text, began = first, clock()
+    shown = began
+
+    def say(new: str) -> None:
+        nonlocal text, began, shown
+        text, began = new, clock()
+        shown = began
+        show(text)
 
     def go_on() -> None:
+        nonlocal shown
         while not over.wait(SECONDS):
-            say(f"{what}: {clock() - began:.0f} s")
+            now = clock()
+            # What was said in between makes no silence of less than ten seconds.
+            if now - shown >= SECONDS / 2:
+                shown = now
+                show(f"{text}: {now - began:.0f} s")
 
-    say(what)
     thread = threading.Thread(target=go_on, name="steadily", daemon=True)
     thread.start()
     try:
-        yield
+        yield say
     finally:
         over.set()
         thread.join()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from trtllm_disagg.bench.figures import (
 from trtllm_disagg.bench.report import progress
 from trtllm_disagg.bench.targets import Target
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes import steadily
 
 
 @pytest.mark.parametrize(
@@ -108,6 +112,28 @@ def test_progress_goes_to_stderr_a_line_each_without_a_terminal(capsys: pytest.C
     assert [line.partition("] ")[2] for line in captured.err.splitlines()] == ["starting", "measuring"]
 
 
+class Watched(io.StringIO):
+    """Told when a line with `text` was written."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.seen = text, threading.Event()
+
+    def write(self, line: str) -> int:
+        if self.text in line:
+            self.seen.set()
+        return super().write(line)
+
+
+def test_progress_is_told_again_while_a_measurement_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steadily, "SECONDS", 0.01)
+    stderr = Watched("starting llama.cpp: 0 s")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with progress("engine") as say:
+        say("starting llama.cpp")
+        assert stderr.seen.wait(30), stderr.getvalue()
+
+
 @pytest.mark.parametrize("benchmark", ["scenarios", "transfer"])
 def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
     benchmark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -120,5 +146,5 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
 def test_an_unknown_benchmark_or_flag_is_refused() -> None:
     with pytest.raises(ConfigError, match="invalid choice: 'nothing'"):
         cli.run(["bench", "nothing"])
-    with pytest.raises(ConfigError, match="unknown flag --repetition"):
+    with pytest.raises(ConfigError, match="unknown flag --repetition; did you mean --repetitions"):
         cli.run(["bench", "scenarios", "--repetition", "3"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trtllm_disagg.processes import steadily as module
-from trtllm_disagg.processes.steadily import SECONDS, steadily
+from trtllm_disagg.processes.steadily import SECONDS, steadily, without_silence
 
 
 class Clock(threading.Event):
@@ -36,6 +36,24 @@ def test_a_line_comes_at_once_and_then_every_few_seconds() -> None:
         clock.ended.wait()
     assert said == ["loading", *(f"loading: {second} s" for second in (5, 10, 15, 20, 25))]
     assert SECONDS <= 10
+
+
+def test_what_was_said_last_is_said_again_after_a_silence_only() -> None:
+    clock, said, inside = Clock(end=20.0), list[str](), threading.Event()
+
+    def show(text: str) -> None:
+        said.append(text)
+        if text == "preparing: 5 s":
+            inside.wait()
+            clock.now = 8.0
+            say("measuring")
+            # The thread wakes at 10 and at 15.
+            clock.now = 5.0
+
+    with without_silence(show, "preparing", clock=lambda: clock.now, over=clock) as say:
+        inside.set()
+        assert clock.ended.wait(30)
+    assert said == ["preparing: 5 s", "measuring", "measuring: 7 s"]
 
 
 def test_the_lines_end_with_an_error_too() -> None:

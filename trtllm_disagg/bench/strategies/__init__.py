@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.steadily import without_silence
 
 if TYPE_CHECKING:
     from trtllm_disagg.bench.strategies.records import RunDirectory
@@ -115,7 +117,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     directory = RunDirectory(args.out)
     if not args.advise and (code := _measure(args, directory)):
         return code
-    print(write_report(directory, slo).advice())
+    with without_silence(_say, "writing the report"):
+        report = write_report(directory, slo)
+    print(report.advice())
     print(f"\n{directory.path / 'report.html'}")
     return ExitCode.DONE
 
@@ -129,4 +133,10 @@ def _measure(args: argparse.Namespace, directory: RunDirectory) -> ExitCode:
     args.requests = args.requests or (_QUICK_REQUESTS if args.quick else _REQUESTS)
     check(args)
     prepare = of_urls if args.url else of_engines
-    return asyncio.run(finish(prepare(args, AIPerf.find(args.aiperf), directory)))
+    with without_silence(_say, "planning"):
+        runner = prepare(args, AIPerf.find(args.aiperf), directory)
+    return asyncio.run(finish(runner))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
