@@ -21,7 +21,8 @@ from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.access import OneHost
 from trtllm_disagg.kv_transfer.base import KvLayout
 from trtllm_disagg.modelled.clock import Clock, ScaledClock
-from trtllm_disagg.modelled.config import ModelledArgs
+from trtllm_disagg.modelled.config import ModelledArgs, ModelledConfig
+from trtllm_disagg.modelled.factors import Factors, FactorsFile, FactorSource, FixedFactors
 from trtllm_disagg.modelled.link import LinkCost, LinkTransport
 from trtllm_disagg.modelled.model import ClockedModel, ModelledCore
 from trtllm_disagg.modelled.step_times import StepPricer, StepTimes, StraightLines
@@ -84,8 +85,7 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
     blocks = create_blocks(kv_config, num_blocks, events)
     block_bytes = gpus.facts.kv_bytes_per_token * size * gpus.kv_gpus
     connector = _create_connector(args, gpus, raw, num_blocks, block_bytes, wake, clock)
-    pricer = StepPricer(gpus.times, own.prefill_factor, own.decode_factor, gpus.num_ranks)
-    model = ClockedModel(pricer, clock)
+    model = ClockedModel(StepPricer(gpus.times, gpus.num_ranks), _factors(own), clock)
     ready = Ready(
         num_blocks=num_blocks,
         tokens_per_block=size,
@@ -114,6 +114,12 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
     )
     _tell(args, gpus, num_blocks)
     return ModelledCore(parts, model, own.time_scale)
+
+
+def _factors(own: ModelledConfig) -> FactorSource:
+    if own.factors_file is not None:
+        return FactorsFile(own.factors_file)
+    return FixedFactors(Factors(own.prefill_factor, own.decode_factor))
 
 
 def _require_tables() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -65,6 +66,8 @@ class ModelledConfig(_Frozen):
     #: All step times of prefill, and of decode, are multiplied by it.
     prefill_factor: PositiveFloat = 1.0
     decode_factor: PositiveFloat = 1.0
+    #: Instead of these two: {"prefill_factor", "decode_factor"}, read again when the engine has rested.
+    factors_file: Path | None = None
 
 
 class ModelledArgs(LlmArgs):

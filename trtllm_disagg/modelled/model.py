@@ -8,6 +8,7 @@ from trtllm_disagg.embedded.model.rows import Sampled
 from trtllm_disagg.embedded.scheduler.scheduler import Row
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.modelled.clock import Clock
+from trtllm_disagg.modelled.factors import FactorSource
 from trtllm_disagg.modelled.step_times import StepPricer
 from trtllm_disagg.scripted_tokens import checksum, extended, token_after
 
@@ -38,8 +39,10 @@ class ClockedModel:
     process does in between: what a GPU's host does there, it does beside the GPU.
     """
 
-    def __init__(self, pricer: StepPricer, clock: Clock) -> None:
+    def __init__(self, pricer: StepPricer, factors: FactorSource, clock: Clock) -> None:
         self._pricer = pricer
+        self._factors = factors
+        self._in_force = factors.now()
         self._clock = clock
         self._texts = Texts()
         self._is_idle = True
@@ -50,8 +53,11 @@ class ClockedModel:
         self.late = 0.0
 
     def run(self, rows: list[Row]) -> list[Sampled]:
-        begin = max(self.end, self._clock.now()) if self._is_idle else self.end
-        self.seconds = self._pricer.seconds(rows)
+        begin = self.end
+        if self._is_idle:
+            begin = max(self.end, self._clock.now())
+            self._in_force = self._factors.now()
+        self.seconds = self._pricer.seconds(rows, self._in_force)
         self.end = begin + self.seconds
         sampling = [row.sequence for row in rows if row.samples]
         tokens = self._texts.next_tokens(sampling)

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from trtllm_disagg.embedded.scheduler.scheduler import Row
 from trtllm_disagg.modelled.config import MeasuredSteps
+from trtllm_disagg.modelled.factors import Factors
 
 
 class Chunk(NamedTuple):
@@ -59,32 +60,30 @@ class StepPricer:
     """Seconds of the rows of a step."""
 
     times: StepTimes
-    prefill_factor: float = 1.0
-    decode_factor: float = 1.0
     #: Of attention DP: the ranks take requests by turns, and the slowest one ends the step.
     num_ranks: int = 1
 
-    def seconds(self, rows: Sequence[Row]) -> float:
+    def seconds(self, rows: Sequence[Row], factors: Factors) -> float:
         if self.num_ranks == 1:
-            return self._of_rank(rows)
+            return self._of_rank(rows, factors)
         ranks: defaultdict[int, list[Row]] = defaultdict(list)
         for row in rows:
             ranks[row.sequence.admission_number % self.num_ranks].append(row)
-        return max(map(self._of_rank, ranks.values()))
+        return max(self._of_rank(own, factors) for own in ranks.values())
 
-    def _of_rank(self, rows: Sequence[Row]) -> float:
+    def _of_rank(self, rows: Sequence[Row], factors: Factors) -> float:
         # In the order of the scheduler, decode rows come first; a chunk may be of one token.
         chunks = [Chunk(row.num_tokens, row.num_computed) for row in rows if row.in_prefill]
         contexts = [row.num_computed for row in rows if not row.in_prefill]
         num_decode = len(contexts)
         parts = self.times.parts(chunks, num_decode, round(sum(contexts) / num_decode) if contexts else 0)
         prompt_tokens = sum(chunk.tokens for chunk in chunks)
-        weight = (prompt_tokens * self.prefill_factor + num_decode * self.decode_factor) / (
+        weight = (prompt_tokens * factors.prefill + num_decode * factors.decode) / (
             prompt_tokens + num_decode
         )
         milliseconds = (
             parts.shared * weight
-            + parts.prefill_attention * self.prefill_factor
-            + parts.decode_attention * self.decode_factor
+            + parts.prefill_attention * factors.prefill
+            + parts.decode_attention * factors.decode
         )
         return milliseconds / 1000

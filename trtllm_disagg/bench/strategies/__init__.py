@@ -15,7 +15,7 @@ from trtllm_disagg.processes.steadily import without_silence
 if TYPE_CHECKING:
     from trtllm_disagg.bench.strategies.records import RunDirectory
 
-_REQUESTS, _QUICK_REQUESTS = 200, 24
+_REQUESTS, _QUICK_REQUESTS = 200, 20
 _REPETITIONS = 2
 
 
@@ -84,7 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--quick",
         action="store_true",
-        help="2 workers, one workload, two rates, once: minutes instead of hours",
+        help="2 workers, agg and one pair in each order, one workload, two rates, the band at the upper one, once: "
+        "minutes instead of hours",
     )
     add(
         "--aiperf",
@@ -101,6 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def settle(args: argparse.Namespace) -> None:
+    """What `--quick` makes of the other flags."""
+    if args.quick:
+        args.repetitions = 1
+    args.requests = args.requests or (_QUICK_REQUESTS if args.quick else _REQUESTS)
+
+
 def _count(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number from 1")
@@ -110,10 +118,12 @@ def _count(text: str) -> int:
 def run(args: argparse.Namespace) -> ExitCode:
     # The package is imported for `--help` too, which needs no engine.
     from trtllm_disagg.bench.strategies.records import RunDirectory
-    from trtllm_disagg.bench.strategies.report import write_report
+    from trtllm_disagg.bench.strategies.report import require_packages, write_report
     from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 
     slo = Slo.parse(args.slo) if args.slo else DEFAULT_SLO
+    # An hour of measuring is not to end without them.
+    require_packages()
     directory = RunDirectory(args.out)
     if not args.advise and (code := _measure(args, directory)):
         return code
@@ -126,16 +136,11 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _measure(args: argparse.Namespace, directory: RunDirectory) -> ExitCode:
     from trtllm_disagg.bench.strategies.aiperf import AIPerf
-    from trtllm_disagg.bench.strategies.starting import check, finish, of_engines, of_urls
+    from trtllm_disagg.bench.strategies.starting import check, measure_all
 
-    if args.quick:
-        args.repetitions, args.band = 1, 0.0
-    args.requests = args.requests or (_QUICK_REQUESTS if args.quick else _REQUESTS)
+    settle(args)
     check(args)
-    prepare = of_urls if args.url else of_engines
-    with without_silence(_say, "planning"):
-        runner = prepare(args, AIPerf.find(args.aiperf), directory)
-    return asyncio.run(finish(runner))
+    return asyncio.run(measure_all(args, AIPerf.find(args.aiperf), directory, _say))
 
 
 def _say(text: str) -> None:

@@ -49,6 +49,9 @@ def _deciders_of(spec: StrategySpec) -> Iterator[str]:
 #: Without --arms: every strategy; deciders only when asked for.
 DEFAULT_PATTERNS = ("* agg", *(f"*D {name}" for name, spec in STRATEGIES.items() if spec.is_disaggregated))
 
+#: With --quick: no router, and no order for each request.
+QUICK_PATTERNS = ("* agg", "*D prefill_first", "*D decode_first")
+
 
 def choose(arms: Sequence[Arm], patterns: Iterable[str]) -> tuple[Arm, ...]:
     """The arms with a name that fits one of the patterns. Raises ConfigError for a pattern that fits none."""

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +116,13 @@ def _named(sweep: Sweep, name: str) -> str:
 
 
 def _arms(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any]]]:
-    for arm, color, marker in zip(sweep.arms, cycle(_COLORS), cycle(_MARKERS), strict=False):
-        yield arm.name, {"color": color, "marker": marker}
+    for number, arm in enumerate(sweep.arms):
+        # One more with every round: an arm with the colour of another has another marker.
+        rounds, place = divmod(number, len(_COLORS))
+        yield (
+            arm.name,
+            {"color": _COLORS[place], "marker": _MARKERS[(place + rounds) % len(_MARKERS)]},
+        )
 
 
 def _over_rate(axis: Any, sweep: Sweep, value: Callable[[Measured], float]) -> None:

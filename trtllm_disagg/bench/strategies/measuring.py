@@ -13,18 +13,20 @@ from statistics import median
 from typing import Protocol
 
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, Seen, Send, read_export
-from trtllm_disagg.bench.strategies.records import Point, PointResult, RequestRecord
+from trtllm_disagg.bench.strategies.records import Point, PointResult, RequestRecord, Sensitivity
 from trtllm_disagg.bench.strategies.spent import Lateness, RequestLogs, lateness_of, software_share
+from trtllm_disagg.bench.strategies.switching import Switching, was_in_force
 from trtllm_disagg.bench.strategies.workloads import Ask
 from trtllm_disagg.deployment import Deployment
 from trtllm_disagg.deployment.plan import NO_WORKERS
+from trtllm_disagg.modelled.factors import Factors
 
 #: Before the first point: engines meet, kernels of the request plane warm up.
 _WARM_UP_REQUESTS, _WARM_UP_SECONDS = 4, 8.0
 #: Between two points: a share of the point's own time, so many answers of its kind, and a moment.
 _PAUSE_SHARE, _PAUSE_ANSWERS, _PAUSE_SECONDS = 0.3, 1.5, 2.0
 _REQUEST_SECONDS = 3600.0
-_LOOK_SECONDS = 2.0
+_LOOK_SECONDS, _FIRST_LOOK_SECONDS = 2.0, 0.2
 #: Saturated: of the requests that came in the second half, so many have ended by its end; and these took longer and
 #: longer: the last quarter so many times what the second one took.
 _ENDED_SHARE, _GROWTH = 0.9, 1.5
@@ -46,21 +48,31 @@ class Schedule:
 
     @classmethod
     def of(
-        cls, points: Sequence[tuple[Point, tuple[Ask, ...]]], answer_seconds: Mapping[str, float]
+        cls,
+        points: Sequence[tuple[Point, tuple[Ask, ...]]],
+        answer_seconds: Mapping[str, float],
+        patience: float = 1.0,
     ) -> Schedule:
-        """`answer_seconds`: modelled, of a lonely request, by workload."""
+        """`answer_seconds`: modelled, of a lonely request by the nominal step times, by workload. `patience`: all
+        pauses so many times as long.
+        """
         stretches, now = [], _WARM_UP_SECONDS
         for point, asks in points:
             end = now + asks[-1].arrival * point.time_scale
             stretches.append(Stretch(point, asks, now, end))
-            answers = _PAUSE_ANSWERS * answer_seconds[point.workload] * point.time_scale
-            now = end + _PAUSE_SHARE * (end - now) + answers + _PAUSE_SECONDS
+            slowest = max(1.0, point.sensitivity.prefill_factor, point.sensitivity.decode_factor)
+            answers = _PAUSE_ANSWERS * answer_seconds[point.workload] * slowest * point.time_scale
+            now = end + patience * (_PAUSE_SHARE * (end - now) + answers + _PAUSE_SECONDS)
         return cls(tuple(stretches))
 
     @property
     def seconds(self) -> float:
         """Until the last request is sent."""
         return self.stretches[-1].end
+
+    def sensitivities(self) -> list[tuple[float, Sensitivity]]:
+        """Of each stretch, and when it begins."""
+        return [(stretch.begin, stretch.point.sensitivity) for stretch in self.stretches]
 
     def sends(self) -> list[Send]:
         prompt, every = self.stretches[0].asks[0].prompt[:64], _WARM_UP_SECONDS / _WARM_UP_REQUESTS / 2
@@ -94,6 +106,10 @@ class Target(Protocol):
         """Of each worker; none of real ones."""
         ...
 
+    def set_factors(self, sensitivity: Sensitivity) -> None:
+        """Of the step times of modelled engines, from their next rest on."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
@@ -112,12 +128,17 @@ class Elsewhere:
     def lateness(self) -> dict[str, Lateness]:
         return {}
 
+    def set_factors(self, sensitivity: Sensitivity) -> None:
+        """The times of real engines are what they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Here:
     """That this benchmark has started."""
 
     deployment: Deployment
+    #: Which its modelled engines read.
+    factors: Path
 
     @property
     def url(self) -> str:
@@ -140,6 +161,9 @@ class Here:
         ports = {process.spec.name: process.spec.system_port for process in self.deployment.processes}
         return {name: lateness_of(port) for name, port in ports.items() if port is not None}
 
+    def set_factors(self, sensitivity: Sensitivity) -> None:
+        Factors(sensitivity.prefill_factor, sensitivity.decode_factor).write(self.factors)
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -151,11 +175,14 @@ class Measured:
     #: By the time of the look: nanoseconds since the epoch.
     late: Sequence[tuple[int, Mapping[str, Lateness]]]
     command: str
+    #: Which step times were set, and when.
+    factors: Sequence[tuple[int, Sensitivity]]
 
     def results(
         self, target: Target, strategies: Mapping[str, str], versions: Mapping[str, str], machine: str
     ) -> list[PointResult]:
-        """Of the points whose requests did not meet those of a point before; the others are to be measured again.
+        """Of the points whose requests met neither those of a point before nor other step times; the others are to be
+        measured again.
         `strategies` by arm.
         """
         results, busy_until = [], 0
@@ -165,7 +192,8 @@ class Measured:
             if not there:
                 continue
             begin, end = min(each.begin_ns for each in there), max(each.end_ns for each in there)
-            if begin > busy_until:
+            wanted = stretch.point.sensitivity
+            if begin > busy_until and was_in_force(self.factors, wanted, begin, end):
                 scale = stretch.point.time_scale
                 requests = tuple(
                     self._record(ask, seen[i], begin, scale) for i, ask in enumerate(stretch.asks)
@@ -245,18 +273,29 @@ async def measure(schedule: Schedule, target: Target, aiperf: AIPerf, directory:
     """Raises LoadFailedError."""
     late: list[tuple[int, Mapping[str, Lateness]]] = []
 
+    switching = Switching(schedule.sensitivities(), target.set_factors)
+
     async def look() -> None:
         while True:
             with suppress(OSError):  # of a worker that has died; the requests will tell
                 late.append((time.time_ns(), await asyncio.to_thread(target.lateness)))
             await asyncio.sleep(_LOOK_SECONDS)
 
-    looking = asyncio.create_task(look(), name="lateness")
+    async def has_begun() -> None:
+        before = now = await asyncio.to_thread(target.lateness)
+        while now == before:
+            await asyncio.sleep(_FIRST_LOOK_SECONDS)
+            now = await asyncio.to_thread(target.lateness)
+
+    switching.begin()
+    looking = asyncio.gather(look(), switching.follow(has_begun))
     try:
         command = await aiperf.run(schedule.sends(), target.url, target.model, directory, _REQUEST_SECONDS)
         with suppress(OSError):
             late.append((time.time_ns(), await asyncio.to_thread(target.lateness)))
     finally:
         looking.cancel()
+        with suppress(asyncio.CancelledError, OSError):
+            await looking
     seen = {each.name: each for each in read_export(directory)}
-    return Measured(schedule, seen, target.logs(), late, command)
+    return Measured(schedule, seen, target.logs(), late, command, switching.done)

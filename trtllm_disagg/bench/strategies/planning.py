@@ -12,19 +12,24 @@ from typing import Any
 
 import yaml
 
-from trtllm_disagg.bench.strategies.arms import DEFAULT_PATTERNS, arms_at, choose
+from trtllm_disagg.bench.strategies.arms import DEFAULT_PATTERNS, QUICK_PATTERNS, arms_at, choose
 from trtllm_disagg.bench.strategies.estimate import QUICK_SWEEP, SWEEP, Worker, capacity, rates
-from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity
+from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import WorkerRole, spec_of
 
-#: What a first token costs our own software and the client, of which it is to be at most a twentieth.
-_SOFTWARE_SECONDS, _SHARE = 0.02, 0.05
+#: Where it was not measured.
+ASSUMED = Software(first_token_ms=20.0)
+#: Of each time: what our own software may take in the end is a little more (sweep.MOST_SOFTWARE).
+_SHARE = 0.04
 #: Answer tokens that a machine of two cores relays in a second, with time to spare.
 _RELAYED = 1000
-_LARGEST_SCALE = 256
+#: A quick run is not slower, or it were none.
+QUICK_SCALE = 3.0
+#: Of two workloads that need about the same, one deployment does for both.
+_SCALES = tuple(sorted(2.0**power * step for power in range(8) for step in (1, 1.5)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +82,11 @@ class Engines:
         """As the tables have them, by role."""
         return {role: Worker.of({"model": str(self.model)} | given) for role, given in self.arguments.items()}
 
-    def for_point(self, role: WorkerRole, sensitivity: Sensitivity, time_scale: float) -> dict[str, Any]:
+    def for_point(self, role: WorkerRole, factors_file: Path, time_scale: float) -> dict[str, Any]:
         given = self.arguments[role]
         if not self.is_modelled:
             return given
-        own = {
-            "time_scale": time_scale,
-            "prefill_factor": sensitivity.prefill_factor,
-            "decode_factor": sensitivity.decode_factor,
-        }
+        own = {"time_scale": time_scale, "factors_file": str(factors_file)}
         return given | {"modelled": (given.get("modelled") or {}) | own}
 
 
@@ -107,27 +108,39 @@ def traffics(args: argparse.Namespace, longest: int) -> dict[str, Traffic]:
 
 
 def arms_for(args: argparse.Namespace, gpus_per_worker: int = 1) -> tuple[Arm, ...]:
-    patterns = args.arms.split(",") if args.arms else DEFAULT_PATTERNS
+    default = QUICK_PATTERNS if args.quick else DEFAULT_PATTERNS
+    patterns = args.arms.split(",") if args.arms else default
     counts = map(int, (args.workers or ("2" if args.quick else "2,4")).split(","))
     return tuple(arm for count in counts for arm in choose(arms_at(count, gpus_per_worker), patterns))
 
 
 def make_plan(
-    args: argparse.Namespace, engines: Engines, chosen: Mapping[str, Traffic], command: str
+    args: argparse.Namespace,
+    engines: Engines,
+    chosen: Mapping[str, Traffic],
+    command: str,
+    software: Mapping[str, Software],
 ) -> Plan:
     """Of modelled engines. Raises ConfigError, also for what no table covers."""
     arms = arms_for(args, engines.gpus_per_worker)
     nominal = engines.workers()
     points = []
-    for sensitivity in sensitivities(args.band):
-        # Rates of its own: with faster steps those of the tables would exhaust no arm, and prove nothing.
-        workers = {role: replace(worker, factors=sensitivity) for role, worker in nominal.items()}
+    # Rates of its own for each: with faster steps those of the tables would exhaust no arm, and prove nothing.
+    of_sides = {
+        sensitivity: {role: replace(worker, factors=sensitivity) for role, worker in nominal.items()}
+        for sensitivity in sensitivities(args.band)
+    }
+    for sensitivity, workers in of_sides.items():
         for arm in arms:
             for name, traffic in chosen.items():
                 equals = [each for each in arms if each.gpus == arm.gpus]
                 able = {each.name: capacity(each, traffic.shape, workers) for each in equals}
-                sweep = given_rates(args) or rates(able, QUICK_SWEEP if args.quick else SWEEP)[arm.name]
-                scale = args.time_scale or scale_for(traffic, workers, max(able.values()))
+                sweep = given_rates(args) or rates(able, _shares(args, sensitivity))[arm.name]
+                # A quick run has one speed: its rates are such that requests wait for prefill, which makes TTFT long.
+                speeds = nominal if args.quick else workers
+                most = max(capacity(each, traffic.shape, speeds) for each in equals)
+                needed = scale_for(traffic, speeds, most, software.get(name, ASSUMED))
+                scale = args.time_scale or (min(needed, QUICK_SCALE) if args.quick else needed)
                 count = args.repetitions if sensitivity == NOMINAL else 1
                 points += [
                     Point(arm.name, name, rate, repetition, sensitivity, scale)
@@ -141,8 +154,15 @@ def make_plan(
         points=tuple(points),
         gpus_per_worker=engines.gpus_per_worker,
         command=command,
+        software=dict(software),
         settings=settings_of(args, engines),
     )
+
+
+def _shares(args: argparse.Namespace, sensitivity: Sensitivity) -> tuple[float, ...]:
+    if not args.quick:
+        return SWEEP
+    return QUICK_SWEEP if sensitivity == NOMINAL else QUICK_SWEEP[-1:]
 
 
 def given_rates(args: argparse.Namespace) -> tuple[float, ...]:
@@ -161,16 +181,19 @@ def sensitivities(band: float) -> tuple[Sensitivity, ...]:
     )
 
 
-def scale_for(traffic: Traffic, workers: Mapping[str, Worker], most: float) -> float:
-    """How many times slower the clock has to run for our own software to be a small share of what is measured: a power
-    of two, so that workloads share deployments. `most`: requests a second of the best arm.
+def scale_for(traffic: Traffic, workers: Mapping[str, Worker], most: float, software: Software) -> float:
+    """How many times slower the clock has to run for our own software to be a small share of what is measured.
+    `most`: requests a second of the best arm.
     """
-    first_token = min(worker.prefill_seconds(traffic.shape) for worker in workers.values())
-    wanted = max(_SOFTWARE_SECONDS / _SHARE / first_token, most * traffic.shape.output_tokens / _RELAYED)
-    scale = 1
-    while scale < min(wanted, _LARGEST_SCALE):
-        scale *= 2
-    return float(scale)
+    shape = traffic.shape
+    first_token = min(worker.prefill_seconds(shape) for worker in workers.values())
+    alone = min(worker.isolated_seconds(shape) - worker.prefill_seconds(shape) for worker in workers.values())
+    wanted = max(
+        software.first_token_ms / 1000 / _SHARE / first_token,
+        software.rest_ms / 1000 / _SHARE / alone,
+        most * shape.output_tokens / _RELAYED,
+    )
+    return next((scale for scale in _SCALES if scale >= wanted), _SCALES[-1])
 
 
 def settings_of(args: argparse.Namespace, engines: Engines | None) -> dict[str, str]:

@@ -164,6 +164,14 @@ class PointResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Software:
+    """Wall milliseconds that our own software adds to a request that is alone: before its first token, and after it."""
+
+    first_token_ms: float
+    rest_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What is to be measured, in this order."""
 
@@ -178,6 +186,8 @@ class Plan:
     gpus_per_worker: int = 1
     #: The command of this run.
     command: str = ""
+    #: By workload, measured on this machine before the run, to choose `time_scale`; empty: that was given.
+    software: Mapping[str, Software] = field(default_factory=dict)
     #: All that it was made of, to tell another run in the same directory: settings by name.
     settings: Mapping[str, str] = field(default_factory=dict)
     version: int = VERSION

@@ -121,11 +121,7 @@ def _workload(sweep: Sweep, slo: Slo, plan: Plan) -> WorkloadReport:
 
 def write_report(run: RunDirectory, slo: Slo = DEFAULT_SLO) -> Report:
     """Into the run directory. Raises ConfigError, before anything is written, where matplotlib or Jinja is absent."""
-    for package in ("matplotlib", "jinja2"):
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"bench strategies: {package} is not installed; pip install 'trtllm-disagg[bench]'"
-            )
+    require_packages()
     report = report_of(run, slo)
     plots = run.path / "plots"
     plots.mkdir(exist_ok=True)
@@ -144,6 +140,15 @@ def write_report(run: RunDirectory, slo: Slo = DEFAULT_SLO) -> Report:
         writer.writeheader()
         writer.writerows(rows)
     return report
+
+
+def require_packages() -> None:
+    """Raises ConfigError."""
+    for package in ("matplotlib", "jinja2"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"bench strategies: {package} is not installed; pip install 'trtllm-disagg[bench]'"
+            )
 
 
 class Picture(NamedTuple):
@@ -256,6 +261,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "command": report.plan.command,
         "settings": dict(report.plan.settings),
         "is_modelled": report.plan.is_modelled,
+        "software": {name: asdict(software) for name, software in report.plan.software.items()},
         "arms": [asdict(arm) for arm in report.plan.arms],
         "workloads": [
             {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TextIO
@@ -18,12 +19,21 @@ from trtllm_disagg.bench.machine import describe_machine
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
 from trtllm_disagg.bench.strategies.measuring import Elsewhere, Here, Schedule, Target, measure
 from trtllm_disagg.bench.strategies.planning import Engines
-from trtllm_disagg.bench.strategies.records import Plan, Point, PointResult, RunDirectory, Sensitivity
+from trtllm_disagg.bench.strategies.records import (
+    NOMINAL,
+    Plan,
+    Point,
+    PointResult,
+    RunDirectory,
+    Sensitivity,
+)
 from trtllm_disagg.bench.strategies.workloads import Ask, Traffic
 from trtllm_disagg.config.worker_config import SETTINGS, flag_of
 from trtllm_disagg.deployment import DeploymentConfig, running_deployment
 from trtllm_disagg.deployment.plan import Role
+from trtllm_disagg.deployment.run_dir import scratch_directory
 from trtllm_disagg.deployment.up_command import default_name
+from trtllm_disagg.modelled.factors import Factors
 from trtllm_disagg.strategies import spec_of
 
 _PROGRESS_SECONDS = 5.0
@@ -31,19 +41,21 @@ _PROGRESS_SECONDS = 5.0
 _GUESSED_START = 60.0
 #: The deadlines of handlers, which are in wall time.
 _DEADLINES = ("prefill_timeout", "first_decode_token_timeout", "next_decode_token_timeout")
+_FACTORS = "factors.json"
 _PACKAGES = ("trtllm-disagg", "ai-dynamo", "aiconfigurator-core", "tensorrt-llm")
 
 #: What has to be started: an arm under one sensitivity, at one speed of the clock.
 Key = tuple[str, Sensitivity, float]
 
 
-def batches(points: Sequence[Point]) -> Iterator[tuple[Key, list[Point]]]:
+def batches(points: Sequence[Point], is_quick: bool = False) -> Iterator[tuple[Key, list[Point]]]:
     """Points that one deployment serves, in the plan's order of their first ones; within each, every workload's rates
-    rise.
+    rise. A quick run starts none anew for the sides of the band; a long one does, so that less is lost with one.
     """
     grouped: dict[Key, list[Point]] = {}
     for point in points:
-        grouped.setdefault((point.arm, point.sensitivity, point.time_scale), []).append(point)
+        sensitivity = NOMINAL if is_quick else point.sensitivity
+        grouped.setdefault((point.arm, sensitivity, point.time_scale), []).append(point)
     yield from grouped.items()
 
 
@@ -58,20 +70,32 @@ class Deployments:
 
     @asynccontextmanager
     async def serving(self, key: Key) -> AsyncIterator[Target]:
-        async with running_deployment(self.config(key)) as deployment:
-            yield Here(deployment)
+        place = self._place(key)
+        # A Unix socket's path has room for 107 bytes, and arms' names are long.
+        with scratch_directory("trtllm-disagg-bench-") as scratch:
+            config = replace(self.config(key), run_dir=scratch.path)
+            try:
+                async with running_deployment(config) as deployment:
+                    yield Here(deployment, place / _FACTORS)
+            finally:
+                for log in scratch.path.glob("*.log"):
+                    shutil.copy(log, place)
+
+    def _place(self, key: Key) -> Path:
+        arm, sensitivity, scale = key
+        name = Point(arm, "all", 0, 0, sensitivity, scale).file_name.removesuffix(".json")
+        return self.directory.logs.absolute() / name
 
     def config(self, key: Key) -> DeploymentConfig:
         arm_name, sensitivity, scale = key
         arm = self.plan.arm(arm_name)
-        place = self.directory.logs / Point(arm_name, "all", 0, 0, sensitivity, scale).file_name.removesuffix(
-            ".json"
-        )
+        place = self._place(key)
+        place.mkdir(parents=True, exist_ok=True)
+        Factors(sensitivity.prefill_factor, sensitivity.decode_factor).write(place / _FACTORS)
         configs: dict[Role, Path] = {}
         for role in spec_of(arm.strategy).roles:
             file = place / f"{role}.yaml"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(yaml.safe_dump(self.engines.for_point(role, sensitivity, scale)))
+            file.write_text(yaml.safe_dump(self.engines.for_point(role, place / _FACTORS, scale)))
             configs[role] = file
         defaults = {name: float(SETTINGS[name].default) for name in _DEADLINES}  # type: ignore[arg-type]
         deadlines = (
@@ -152,14 +176,25 @@ class Runner:
     requests: int
     #: Modelled, of a lonely request, by workload.
     answer_seconds: Mapping[str, float]
+    is_quick: bool = False
 
-    async def run(self) -> None:
+    def groups(self) -> list[tuple[Key, list[Point]]]:
         """What is there already is not measured again."""
         missing = [point for point in self.plan.points if not self.directory.has(point)]
-        groups = list(batches(missing))
-        progress = Progress(len(self.plan.points), done=len(self.plan.points) - len(missing))
+        return list(batches(missing, self.is_quick))
+
+    def progress(self) -> Progress:
+        """Its `left` is what the run is expected to take."""
+        groups = self.groups()
+        count = len(self.plan.points)
+        progress = Progress(count, done=count - sum(len(points) for _, points in groups))
         progress.starts = len(groups)
         progress.sending = sum(self._schedule(points).seconds for _, points in groups)
+        progress.begin("")
+        return progress
+
+    async def run(self) -> None:
+        groups, progress = self.groups(), self.progress()
         saying = asyncio.create_task(progress.keep_saying(), name="progress")
         versions = versions_here() | {"aiperf": await asyncio.to_thread(self.aiperf.version)}
         try:
@@ -171,22 +206,23 @@ class Runner:
     async def _batch(
         self, key: Key, points: list[Point], versions: Mapping[str, str], progress: Progress
     ) -> None:
-        progress.begin(f"{key[0]}: starting")
-        begun = time.monotonic()
-        async with self.targets.serving(key) as target:
-            while points:
-                schedule = self._schedule(points)
-                progress.what = (
-                    f"{key[0]}: {len(points)} points, {', '.join(dict.fromkeys(p.workload for p in points))}"
-                )
+        attempt = 0
+        while points:
+            # Points met each other: longer pauses, and empty caches, since their prompts are the same again.
+            attempt += 1
+            progress.begin(f"{key[0]}: starting")
+            begun, schedule = time.monotonic(), self._schedule(points, attempt)
+            async with self.targets.serving(key) as target:
+                told = ", ".join(dict.fromkeys(point.workload for point in points))
+                progress.what = f"{key[0]}: {len(points)} points, {told}"
                 results = await self._measure(schedule, target, versions)
-                for result in results:
-                    self.directory.save(result)
-                progress.done += len(results)
-                saved = {result.point for result in results}
-                points = [point for point in points if point not in saved]
-                progress.sending = max(0.0, progress.sending - schedule.seconds)
-                progress.took.append(max(0.0, time.monotonic() - begun - schedule.seconds))
+            for result in results:
+                self.directory.save(result)
+            progress.done += len(results)
+            saved = {result.point for result in results}
+            points = [point for point in points if point not in saved]
+            progress.sending = max(0.0, progress.sending - schedule.seconds)
+            progress.took.append(max(0.0, time.monotonic() - begun - schedule.seconds))
         progress.starts -= 1
 
     async def _measure(
@@ -197,13 +233,16 @@ class Runner:
         strategies = {arm.name: arm.strategy for arm in self.plan.arms}
         return measured.results(target, strategies, versions, describe_machine())
 
-    def _schedule(self, points: Sequence[Point]) -> Schedule:
-        return Schedule.of([(point, self._asks(point)) for point in points], self.answer_seconds)
+    def _schedule(self, points: Sequence[Point], patience: float = 1.0) -> Schedule:
+        return Schedule.of([(point, self._asks(point)) for point in points], self.answer_seconds, patience)
 
     def _asks(self, point: Point) -> tuple[Ask, ...]:
-        """The same for all arms. Other prompts at each rate: none is in a cache because it was asked before."""
-        traffic = self.traffics[point.workload]
-        return traffic.asks(point.rate, self.requests, f"{point.rate:g} {point.repetition}", self.vocabulary)
+        """The same for all arms. Other prompts at each rate and side: none is in a cache from before."""
+        traffic, side = self.traffics[point.workload], point.sensitivity
+        seed = f"{point.rate:g} {point.repetition}"
+        if side != NOMINAL:
+            seed += f" {side.prefill_factor:g} {side.decode_factor:g}"
+        return traffic.asks(point.rate, self.requests, seed, self.vocabulary)
 
 
 def versions_here() -> dict[str, str]:

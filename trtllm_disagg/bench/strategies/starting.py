@@ -6,9 +6,11 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
+from trtllm_disagg.bench.strategies.calibrating import arm_to_ask, calibrate
 from trtllm_disagg.bench.strategies.planning import (
     Engines,
     arms_for,
@@ -18,13 +20,14 @@ from trtllm_disagg.bench.strategies.planning import (
     traffics,
     vocabulary_of,
 )
-from trtllm_disagg.bench.strategies.records import Arm, Plan, Point, RunDirectory
+from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, RunDirectory, Software
 from trtllm_disagg.bench.strategies.running import Deployments, Runner, Urls
 from trtllm_disagg.bench.strategies.workloads import Traffic
 from trtllm_disagg.deployment.running import Interrupts
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.steadily import without_silence
 
 #: Of a real deployment, where nothing is known of it: wall seconds of an answer, for the pause between two points.
 _REAL_ANSWER_SECONDS = 10.0
@@ -62,12 +65,17 @@ def _is_above_zero(text: str, kind: type[float] | type[int]) -> bool:
         return False
 
 
-def of_engines(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory) -> Runner:
+def of_engines(
+    args: argparse.Namespace,
+    aiperf: AIPerf,
+    directory: RunDirectory,
+    software: Mapping[str, Software] = MappingProxyType({}),
+) -> Runner:
     arms = arms_for(args)
     engines = Engines.read(args.engine, args.model, args.engine_configs, arms)
     chosen = traffics(args, engines.longest)
     plan = (
-        make_plan(args, engines, chosen, _command())
+        make_plan(args, engines, chosen, _command(), software)
         if engines.is_modelled
         else _real(args, arms, chosen, engines)
     )
@@ -81,7 +89,7 @@ def of_urls(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory) -
     known = {
         arm.name: arm
         for count in counts
-        for arm in arms_for(argparse.Namespace(workers=str(count), arms="*"))
+        for arm in arms_for(argparse.Namespace(workers=str(count), arms="*", quick=False))
     }
     for name, url in urls.items():
         if name not in known or not url.startswith(("http://", "https://")):
@@ -160,17 +168,54 @@ def _runner(
             for name, traffic in chosen.items()
         }
     vocabulary = vocabulary_of(args.model)
-    return Runner(plan, directory, chosen, targets, aiperf, vocabulary, args.requests, seconds)
+    return Runner(
+        plan, directory, chosen, targets, aiperf, vocabulary, args.requests, seconds, is_quick=args.quick
+    )
 
 
 def _command() -> str:
     return shlex.join(["trtllm-disagg", *sys.argv[1:]])
 
 
-async def finish(runner: Runner) -> ExitCode:
+async def measure_all(
+    args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory, say: Callable[[str], None]
+) -> ExitCode:
     """The exit status: 0 all points are there; 130 it was interrupted, and what it had started is gone."""
+
+    async def work() -> None:
+        software = {} if args.url else await _software(args, directory, say)
+        with without_silence(say, "planning"):
+            runner = (
+                of_urls(args, aiperf, directory)
+                if args.url
+                else of_engines(args, aiperf, directory, software)
+            )
+        progress = runner.progress()
+        minutes = math.ceil(progress.left() / 60)
+        todo = f"{progress.total - progress.done} points in {progress.starts} deployments"
+        say(f"{todo}: about {minutes} min")
+        await runner.run()
+
     with Interrupts().listening() as interrupts:
-        if await interrupts.allow(runner.run()):
+        if await interrupts.allow(work()):
             return ExitCode.DONE
-        print(f"interrupted; the same command goes on from {runner.directory.path}", file=sys.stderr)
+        say(f"interrupted; the same command goes on from {directory.path}")
         return interrupts.exit_code
+
+
+async def _software(
+    args: argparse.Namespace, directory: RunDirectory, say: Callable[[str], None]
+) -> Mapping[str, Software]:
+    """As this run has measured it, or measured now; none where it is of no use."""
+    if directory.has_plan:
+        return directory.plan().software
+    if args.time_scale is not None or args.engine != "modelled":
+        return {}
+    engines = Engines.read(args.engine, args.model, args.engine_configs, arms_for(args))
+    chosen = traffics(args, engines.longest)
+    plan = make_plan(args, engines, chosen, _command(), {})
+    arm = arm_to_ask(plan)
+    say(f"{arm.name}: a few requests, for what our own software takes here")
+    deployments = Deployments(plan, engines, directory, tuple(args.worker_args))
+    async with deployments.serving((arm.name, NOMINAL, 1.0)) as target:
+        return await calibrate(target, arm, engines.workers(), chosen, vocabulary_of(args.model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +10,15 @@ import pytest
 
 from trtllm_disagg.bench.strategies.aiperf import Seen
 from trtllm_disagg.bench.strategies.measuring import Elsewhere, Measured, Schedule, is_saturated
-from trtllm_disagg.bench.strategies.records import Point, RequestRecord
+from trtllm_disagg.bench.strategies.records import NOMINAL, Point, RequestRecord, Sensitivity
 from trtllm_disagg.bench.strategies.spent import Lateness
+from trtllm_disagg.bench.strategies.switching import Switching
 from trtllm_disagg.bench.strategies.workloads import Ask
 
 SCALE = 4.0
 LOW, HIGH = Point("2 agg", "chat", 1.0, time_scale=SCALE), Point("2 agg", "chat", 2.0, time_scale=SCALE)
 ASKS = tuple(Ask(arrival, (300,) * 80, 10, str(arrival)) for arrival in (0.0, 1.0, 2.0))
+IN_FORCE = [(0, NOMINAL)]
 SCHEDULE = Schedule.of([(LOW, ASKS), (HIGH, ASKS)], {"chat": 1.0})
 
 
@@ -43,7 +46,7 @@ def all_seen(seconds: float) -> dict[str, Seen]:
 
 
 def results_of(answers: dict[str, Seen]) -> dict[Point, object]:
-    measured = Measured(SCHEDULE, answers, None, (), "load")
+    measured = Measured(SCHEDULE, answers, None, (), "load", IN_FORCE)
     results = measured.results(Elsewhere("http://there", "m"), {"2 agg": "agg"}, {}, "")
     return {result.point: result for result in results}
 
@@ -58,7 +61,7 @@ def test_arrivals_are_stretched_by_the_time_scale_and_points_are_apart() -> None
 
 
 def test_times_are_divided_by_the_time_scale() -> None:
-    measured = Measured(SCHEDULE, all_seen(2.0), None, (), "load")
+    measured = Measured(SCHEDULE, all_seen(2.0), None, (), "load", IN_FORCE)
     first, second = measured.results(
         Elsewhere("http://there", "m"), {"2 agg": "agg"}, {"a": "1"}, "two cores"
     )
@@ -78,10 +81,46 @@ def test_a_point_that_began_while_another_ran_is_measured_again() -> None:
     assert set(results_of(answers)) == {LOW}
 
 
+def test_a_point_under_other_step_times_than_its_own_is_measured_again() -> None:
+    answers = all_seen(2.0)
+    second = min(seen.begin_ns for name, seen in answers.items() if name.startswith("1-"))
+    slower = Sensitivity(1.5, 1.0)
+    for moments, kept in (
+        ([(0, NOMINAL), (second - 1, slower)], {LOW}),
+        ([(0, NOMINAL), (second + 1, slower)], {LOW}),
+        ([(0, slower), (second - 1, NOMINAL)], {HIGH}),
+    ):
+        measured = Measured(SCHEDULE, answers, None, (), "load", moments)
+        results = measured.results(Elsewhere("http://there", "m"), {"2 agg": "agg"}, {}, "")
+        assert {result.point for result in results} == kept
+
+
+async def test_step_times_are_set_before_the_first_request_and_a_second_before_others() -> None:
+    other = Sensitivity(1.0, 0.5)
+    said: list[Sensitivity] = []
+    switching = Switching([(0.0, NOMINAL), (0.5, NOMINAL), (1.0, other), (1.1, NOMINAL)], said.append)
+    switching.begin()
+    assert said == [NOMINAL]
+    await switching.follow(lambda: asyncio.sleep(0))
+    assert said == [NOMINAL, other, NOMINAL]
+    assert [sensitivity for _, sensitivity in switching.done] == said
+
+
+def test_pauses_follow_slower_step_times_and_patience() -> None:
+    def pause(sensitivity: Sensitivity, patience: float = 1.0) -> float:
+        points = [(replace(LOW, sensitivity=sensitivity), ASKS), (HIGH, ASKS)]
+        first, second = Schedule.of(points, {"chat": 1.0}, patience).stretches
+        return second.begin - first.end
+
+    assert pause(Sensitivity(1.0, 1.5)) == pause(NOMINAL) + 0.5 * 1.5 * SCALE
+    assert pause(Sensitivity(0.5, 1.0)) == pause(NOMINAL)
+    assert pause(NOMINAL, 2.0) == 2 * pause(NOMINAL)
+
+
 def test_a_request_that_was_not_sent_is_an_error_of_its_own() -> None:
     answers = all_seen(2.0)
     del answers["1-1"]
-    measured = Measured(SCHEDULE, answers, None, (), "load")
+    measured = Measured(SCHEDULE, answers, None, (), "load", IN_FORCE)
     _, high = measured.results(Elsewhere("http://there", "m"), {"2 agg": "agg"}, {}, "")
     assert [request.error for request in high.requests] == [None, "not sent", None]
     assert high.is_saturated
@@ -92,7 +131,7 @@ def test_the_latest_worker_counts_and_only_in_the_time_of_the_point() -> None:
         (round(at * 1e9), {"agg-0": Lateness(steps, late), "agg-1": Lateness(steps, 0.0)})
         for at, steps, late in ((90, 100, 50.0), (160, 200, 51.0), (300, 300, 99.0))
     ]
-    measured = Measured(SCHEDULE, {}, None, looks, "load")
+    measured = Measured(SCHEDULE, {}, None, looks, "load", IN_FORCE)
     assert measured._late_ms(100 * 10**9, 150 * 10**9) == pytest.approx(10.0)
 
 

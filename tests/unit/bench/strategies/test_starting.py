@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from trtllm_disagg.bench.strategies import add_arguments
+from trtllm_disagg.bench.strategies import add_arguments, settle
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
-from trtllm_disagg.bench.strategies.estimate import rates
-from trtllm_disagg.bench.strategies.planning import sensitivities
-from trtllm_disagg.bench.strategies.records import NOMINAL, RunDirectory, Sensitivity
-from trtllm_disagg.bench.strategies.running import Deployments, Runner, batches
+from trtllm_disagg.bench.strategies.estimate import Worker, rates
+from trtllm_disagg.bench.strategies.measuring import Elsewhere, Schedule
+from trtllm_disagg.bench.strategies.planning import QUICK_SCALE, scale_for, sensitivities
+from trtllm_disagg.bench.strategies.records import (
+    NOMINAL,
+    Point,
+    PointResult,
+    RunDirectory,
+    Sensitivity,
+    Software,
+)
+from trtllm_disagg.bench.strategies.running import Deployments, Key, Runner, batches
 from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls
+from trtllm_disagg.bench.strategies.workloads import BUILT_IN
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.modelled.build import open_gpus
+from trtllm_disagg.modelled.config import ModelledArgs
+from trtllm_disagg.modelled.factors import Factors
 
 AIPERF = AIPerf(Path("aiperf"))
 MEASURED = {
@@ -52,7 +66,7 @@ def parsed(model: Path, configs: Path, *flags: str) -> argparse.Namespace:
     add_arguments(parser)
     out = str(model.parent / "out")
     args = parser.parse_args(["--model", str(model), "--engine-configs", str(configs), "--out", out, *flags])
-    args.requests = args.requests or 20
+    settle(args)
     check(args)
     return args
 
@@ -99,6 +113,71 @@ def test_a_deployment_serves_all_points_of_its_arm_sensitivity_and_speed(model: 
     assert {point.workload for point in groups[0][1]} == {"chat", "rag"}
 
 
+def test_a_quick_run_has_the_whole_band_at_its_deciding_rate_in_one_deployment_an_arm(
+    model: Path, configs: Path
+) -> None:
+    runner = prepared(model, configs, "--quick")
+    assert {arm.name for arm in runner.plan.arms} == {"2 agg", "1P1D prefill_first", "1P1D decode_first"}
+    groups = runner.groups()
+    assert len(groups) == 3
+    for _, points in groups:
+        assert [point.sensitivity for point in points] == [NOMINAL, *sensitivities(0.5)]
+    assert len({point.time_scale for point in runner.plan.points}) == 1
+    # What one point has left in the caches is of no use to another.
+    given = prepared(model, configs, "--quick", "--rates", "1", "--out", f"{model.parent / 'given'}")
+    ((_, at_one_rate), *_) = given.groups()
+    prompts = [ask.prompt for point in at_one_rate for ask in given._asks(point)]
+    assert len(set(prompts)) == len(prompts)
+    nominal, slower = groups[0][1][1], next(p for p in groups[0][1] if p.sensitivity.prefill_factor > 1)
+    assert slower.rate < nominal.rate
+
+
+def test_the_expected_wall_time_is_the_sum_of_starts_arrivals_and_pauses(model: Path, configs: Path) -> None:
+    runner = prepared(model, configs, "--quick", "--time-scale", "2", "--arms", "2 agg")
+    ((_, points),) = runner.groups()
+    expected, end = 8.0, 0.0
+    for number, point in enumerate(points):
+        if number:
+            slowest = max(
+                1.0,
+                points[number - 1].sensitivity.prefill_factor,
+                points[number - 1].sensitivity.decode_factor,
+            )
+            expected += 0.3 * end + 1.5 * runner.answer_seconds["rag"] * slowest * 2 + 2.0
+        end = runner._asks(point)[-1].arrival * 2
+        expected += end
+    assert runner.progress().left() == pytest.approx(60.0 + expected, abs=0.1)
+
+
+def test_a_quick_run_is_expected_to_end_within_ten_minutes(model: Path, configs: Path) -> None:
+    """With a model of 8 billion parameters on an H100, by straight lines through what the tables say of it."""
+    like_tables = {
+        "step_ms": 6.0,
+        "prefill_token_us": 24.0,
+        "decode_token_us": 330.0,
+        "kv_pool_tokens": 430_000,
+    }
+    for file in configs.iterdir():
+        content = yaml.safe_load(file.read_text())
+        content["modelled"]["measured"] = MEASURED | like_tables
+        file.write_text(yaml.safe_dump(content))
+    runner = prepared(model, configs, "--quick", "--time-scale", f"{QUICK_SCALE}")
+    assert runner.progress().left() < 600
+
+
+def test_more_of_our_own_software_slows_the_clock_until_its_share_is_small() -> None:
+    gpus = open_gpus(ModelledArgs.model_validate({"model": "m", "modelled": {"measured": MEASURED}}))
+    worker = Worker(gpus, 256, 8192, 100_000)
+    chat = BUILT_IN["chat"]
+    first_token_ms = worker.prefill_seconds(chat.shape) * 1000
+    for software in (2.0, 9.0, 30.0):
+        scale = scale_for(chat, {"agg": worker}, 0.1, Software(software))
+        assert software / (scale * first_token_ms) <= 0.04
+        assert scale == 1 or software / (scale / 2 * first_token_ms) > 0.04
+    assert scale_for(chat, {"agg": worker}, 0.1, Software(0.0, rest_ms=9000.0)) > 8
+    assert scale_for(chat, {"agg": worker}, 0.1, Software(1e6)) == 192
+
+
 def test_the_band_is_of_prefill_and_decode_apart() -> None:
     assert sensitivities(0.0) == (NOMINAL,)
     others = {Sensitivity(0.5, 1), Sensitivity(1.5, 1), Sensitivity(1, 0.5), Sensitivity(1, 1.5)}
@@ -113,7 +192,8 @@ def test_a_worker_gets_the_points_factors_and_deadlines_that_the_slow_clock_does
     config = runner.targets.config(("1P1D decode_first", Sensitivity(0.5, 1.0), 8.0))
     written: dict[str, Any] = yaml.safe_load(config.engine_configs["prefill"].read_text())
     own = written["modelled"]
-    assert (own["time_scale"], own["prefill_factor"], own["decode_factor"]) == (8.0, 0.5, 1.0)
+    assert own["time_scale"] == 8.0
+    assert Factors.read(Path(own["factors_file"])) == (0.5, 1.0)
     assert own["measured"] == MEASURED
     args = config.worker_args
     assert args[args.index("--prefill-timeout") + 1] == "960"
@@ -128,6 +208,32 @@ def test_a_run_that_was_cut_off_goes_on_and_one_with_other_settings_does_not(
     assert prepared(model, configs, *flags).plan == before
     with pytest.raises(ConfigError, match=r"--out: .*rates.*differ"):
         prepared(model, configs, *flags[:-1], "2")
+
+
+async def test_points_that_met_each_other_are_measured_again_in_a_new_deployment(
+    model: Path, configs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their prompts are the same again, and the old one has them in its caches."""
+    runner = prepared(model, configs, "--quick", "--arms", "2 agg", "--workloads", "chat")
+    runs: list[tuple[int, list[Point]]] = []
+    started: list[str] = []
+
+    @asynccontextmanager
+    async def serving(targets: Deployments, key: Key) -> AsyncIterator[Elsewhere]:
+        started.append(key[0])
+        yield Elsewhere("http://there", "m")
+
+    async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
+        points = [stretch.point for stretch in schedule.stretches]
+        runs.append((len(started), points))
+        return [PointResult(point, (), 1.0) for point in points[: max(1, len(points) // 2)]]
+
+    monkeypatch.setattr(Deployments, "serving", serving)
+    monkeypatch.setattr(Runner, "_measure", measure)
+    monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
+    await runner.run()
+    assert [(number, len(points)) for number, points in runs] == [(1, 6), (2, 3), (3, 2), (4, 1)]
+    assert not runner.groups()
 
 
 def test_real_deployments_are_arms_by_their_names(model: Path, configs: Path) -> None:

@@ -1,0 +1,82 @@
+"""By what all step times of prefill, and of decode, are multiplied; a file may change it while the engine runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from trtllm_disagg.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class Factors(NamedTuple):
+    prefill: float = 1.0
+    decode: float = 1.0
+
+    @classmethod
+    def read(cls, file: Path) -> Factors:
+        """Raises ConfigError for what is no such file."""
+        try:
+            said = json.loads(file.read_bytes())
+            found = cls(float(said["prefill_factor"]), float(said["decode_factor"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _bad(file, error) from None
+        if not (0 < found.prefill < float("inf") and 0 < found.decode < float("inf")):
+            raise _bad(file, found)
+        return found
+
+    def write(self, file: Path) -> None:
+        """Whole or not at all."""
+        partial = file.with_name(f".{file.name}.partial")
+        partial.write_text(json.dumps({"prefill_factor": self.prefill, "decode_factor": self.decode}))
+        os.replace(partial, file)
+
+
+def _bad(file: Path, said: object) -> ConfigError:
+    allowed = 'a file with {"prefill_factor": 1.0, "decode_factor": 1.0}, both above 0'
+    return ConfigError.bad_value("modelled.factors_file", f"{file}: {said}", allowed)
+
+
+class FactorSource(Protocol):
+    def now(self) -> Factors:
+        """Asked when work begins after a rest: never in the middle of a request."""
+        ...
+
+
+class FixedFactors:
+    def __init__(self, factors: Factors) -> None:
+        self._factors = factors
+
+    def now(self) -> Factors:
+        return self._factors
+
+
+class FactorsFile:
+    """Raises ConfigError for a file that says no factors. One that becomes bad later changes nothing."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._factors = Factors.read(file)
+        self._seen = _version(file)
+
+    def now(self) -> Factors:
+        if (version := _version(self._file)) != self._seen:
+            self._seen = version
+            try:
+                self._factors = Factors.read(self._file)
+            except ConfigError as error:
+                log.error("the factors stay as they are: %s", error)
+        return self._factors
+
+
+def _version(file: Path) -> tuple[int, int] | None:
+    """Of its content, without reading it: a file that is replaced is another one."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
