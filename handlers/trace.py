@@ -175,7 +175,11 @@ class _Record:
         taken = (max(0.0, each - self._started) for each in (now, *times))
         end = RequestEnd(self._request, self._num_tokens, is_aborted, *taken)
         for sink in self._sinks:
-            sink.ended(end)
+            try:
+                sink.ended(end)
+            except Exception:
+                # The client has its answer; a fault in counting it is the operator's to hear of.
+                log.exception("request %s is not counted", self._context.id())
         entry = {
             "request": self._context.id(),
             "part": self._part,

@@ -139,7 +139,8 @@ class RequestMetrics:
                 source = _source(trace.facts)
                 self._first_tokens.labels(source).inc()
                 if trace.facts.keys() & {"decode_instance", "first_stage"}:
-                    self._relayed.inc(end.num_tokens - (source == OWN_ENGINE))
+                    # An answer may end without any token, and its only chunk is then the end.
+                    self._relayed.inc(max(0, end.num_tokens - (source == OWN_ENGINE)))
             if end.second_chunk is not None:
                 self._second.labels(end.phase).observe(end.second_chunk - end.first_chunk)
         if end.transfer is not None:

@@ -71,6 +71,14 @@ def test_tokens_are_counted_by_where_they_came_from(facts: dict[str, str], sourc
     assert value(metrics.registry, f"{OURS}relayed_tokens_total") == relayed
 
 
+def test_an_answer_without_tokens_is_counted_as_no_relayed_token() -> None:
+    metrics = RequestMetrics()
+
+    metrics.ended(RequestEnd(whole(decode_instance="7"), 0, False, 2.0, 0.1))
+
+    assert value(metrics.registry, f"{OURS}relayed_tokens_total") == 0
+
+
 @pytest.mark.parametrize(
     ("chunks", "point"),
     [((), "before_first_token"), ((0.1,), "before_second_chunk"), ((0.1, 0.2), "streaming")],

@@ -11,7 +11,7 @@ import pytest
 from tests.support.handling import collect, request
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.local import LocalBoth
-from trtllm_disagg.handlers.trace import PREFIX, with_request_log
+from trtllm_disagg.handlers.trace import PREFIX, RequestEnd, with_request_log
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import RequestError, Script
 from trtllm_disagg.testing.stage_client import FakeContext
@@ -79,3 +79,19 @@ async def test_a_client_that_left_is_noted_at_once(lines: pytest.LogCaptureFixtu
     (entry,) = entries(lines)
     assert (entry["tokens"], entry["finish_reason"]) == (1, None)
     assert engine.llm.results[0].aborts == [1]
+
+
+class FaultySink:
+    def ended(self, end: RequestEnd) -> None:
+        raise ValueError("a counter went backwards")
+
+
+async def test_a_fault_in_counting_is_logged_and_the_answer_is_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    service = with_request_log(LocalBoth(recording_engine()), "agg", [FaultySink()])
+
+    chunks = await collect(service, request(max_tokens=3))
+
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 3
+    assert "request request-1 is not counted" in caplog.text
