@@ -94,9 +94,9 @@ async def test_without_nats_prefills_go_on_without_the_queue(tmp_path: Any, no_l
             assert tokens_of(await answer) == expected_tokens(5)
             assert tokens_of(await collect(pushing.generate, late)) == expected_tokens(5)
             for asked in (waiting, late):
-                assert asked.trace.fallbacks == [
-                    "direct: the prefill queue cannot be reached: NATS is gone (--nats-server)"
-                ]
+                # The client's own words, if a request hears of it before the connection does.
+                (fallback,) = asked.trace.fallbacks
+                assert fallback.startswith("direct: the prefill queue cannot be reached: ")
             assert len(stage.requests) == 2
             await stage.idle()
     finally:
