@@ -1,4 +1,4 @@
-"""Prefills whose answer never arrives: a client leaves as its prefill ends, and Dynamo drops what is on the way.
+"""Prefills with an answer that never arrives: a client leaves as its prefill ends, and Dynamo drops what is on the way.
 
 The prefill worker has answered, so it counts the KV as the caller's; the caller knows only that it asked. It recalls
 the request by its id, and the prefill worker has the KV fetched as if it had not answered.

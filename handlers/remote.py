@@ -139,7 +139,7 @@ class RemotePrefill:
                     pass
         except DisaggError as error:
             # Best effort: the lease ends by itself.
-            log.info("a prefill whose answer was lost waits for the end of its lease: %s", error)
+            log.info("a prefill that lost its answer waits for the end of its lease: %s", error)
 
     def _handoff(self, request: GenerateRequest, chunk: TokenChunk) -> Handoff:
         result = result_of(chunk)

@@ -142,7 +142,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 "held by {{worker_id}}": gauge(f"{OURS}_handoffs_held"),
                 "seconds, {{worker_id}}": gauge(f"{OURS}_handoffs_oldest_seconds"),
             },
-            "Finished prefills whose KV waits for decode. A growing age is KV that no decode worker fetches.",
+            "Finished prefills with KV that waits for decode. A growing age is KV that no decode worker fetches.",
         ),
         Panel(
             "KV pools in use",
@@ -167,7 +167,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Relayed: they came from the other stage and crossed this worker on their way to the frontend.",
         ),
         Panel(
-            "First tokens, by who computed them",
+            "First tokens, by source",
             "reqps",
             {"{{source}}": rate(f"{OURS}_first_tokens_total", "source")},
             "own_engine: no other worker had to be asked for them.",

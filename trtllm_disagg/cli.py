@@ -157,7 +157,7 @@ def _main(argv: list[str]) -> NoReturn:
 
 
 def _left_by_their_reader() -> list[int]:
-    """Of stdout and stderr those that are pipes or sockets whose other end is closed."""
+    """Of stdout and stderr those that are pipes or sockets with a closed other end."""
     streams = select.poll()
     for descriptor in (1, 2):
         # An error is told unasked.

@@ -38,7 +38,7 @@ class Job:
 
 
 def simulate_agg(gpu: Gpu, jobs: Sequence[Job], most_step_tokens: int) -> None:
-    """One worker: whoever is there when a step begins is in it, prompts as far as the step has room."""
+    """One worker: every request that is there when a step begins is in it, prompts as far as the step has room."""
     waiting = sorted(jobs, key=lambda job: job.arrival)
     left: dict[int, int] = {}
     prefilling: list[Job] = []

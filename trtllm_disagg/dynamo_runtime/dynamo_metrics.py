@@ -61,9 +61,11 @@ class DynamoMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, list(mode), registry=self.registry, buckets=buckets).labels(**mode)
 
-        self._aborted = counter(names.NUM_ABORTED_REQUESTS_TOTAL, "Requests whose client left")
+        self._aborted = counter(names.NUM_ABORTED_REQUESTS_TOTAL, "Requests that their client left")
         self._guided = counter(names.REQUEST_TYPE_STRUCTURED_OUTPUT_TOTAL, "Requests with guided decoding")
-        self._transfers = counter(names.KV_TRANSFER_SUCCESS_TOTAL, "Requests whose KV came to this worker")
+        self._transfers = counter(
+            names.KV_TRANSFER_SUCCESS_TOTAL, "Requests with KV that came to this worker"
+        )
         self._seconds = histogram(names.KV_TRANSFER_LATENCY_SECONDS, "Seconds of one transfer", _SECONDS)
         self._bytes = histogram(names.KV_TRANSFER_BYTES, "Bytes of one transfer", _BYTES)
         self._speed = histogram(names.KV_TRANSFER_SPEED_GB_S, "GB/s of one transfer", _GIGABYTES_A_SECOND)

@@ -81,7 +81,7 @@ class RequestMetrics:
         )
         self._first_tokens = counter(
             "first_tokens",
-            "First tokens of whole requests, by who computed them: own_engine, prefill_worker, or other_first_stage "
+            "First tokens of whole requests, by source: own_engine, prefill_worker, or other_first_stage "
             "where the request was relayed",
             "source",
         )
@@ -89,7 +89,7 @@ class RequestMetrics:
             "relayed_tokens", "Tokens that came from another worker and went on to the frontend"
         )
         self._cancelled = counter(
-            "cancelled", "Requests whose client left, by how far they were", "phase", "point"
+            "cancelled", "Requests that their client left, by how far they were", "phase", "point"
         )
         self._seconds = histogram(
             "request_seconds", "From a request's arrival on this worker to its end", _SECONDS, "phase"

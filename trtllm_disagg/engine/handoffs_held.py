@@ -70,7 +70,7 @@ class HandoffsHeld:
 
 
 def _holds_none(stat: Mapping[str, Any]) -> bool:
-    """TensorRT-LLM's active requests are without those whose KV is still to be read, so no block may be in use. One
+    """TensorRT-LLM's active requests are without those with KV still to be read, so no block may be in use. One
     that it keeps for itself makes handoffs look longer, never shorter.
     """
     active = stat.get("numActiveRequests", 1) + stat.get("numQueuedRequests", 0)

@@ -464,7 +464,7 @@ def test_a_statistic_of_an_idle_engine_ends_what_was_handed_over_before_it() -> 
 
 @pytest.mark.parametrize("said", [stat(used=3), {"numActiveRequests": 0}], ids=["used", "not said"])
 def test_an_engine_without_requests_may_hold_kv_that_decode_has_still_to_read(said: dict[str, Any]) -> None:
-    """TensorRT-LLM's active requests are without those whose KV is on its way (py_executor.py, _handle_responses)."""
+    """TensorRT-LLM's active requests are without those with KV on its way (py_executor.py, _handle_responses)."""
     held = HandoffsHeld(60.0, clock := Clock())
     held.hold()
     clock.now = 2.0

@@ -28,7 +28,7 @@ def arm_to_ask(plan: Plan) -> Arm:
 async def calibrate(
     target: Target, arm: Arm, workers: Mapping[str, Worker], traffics: Mapping[str, Traffic], vocabulary: int
 ) -> dict[str, Software]:
-    """By workload, on a deployment whose clock is the wall's."""
+    """By workload, on a deployment with the wall's clock."""
     prefill = workers["agg" if arm.agg_workers else "prefill"]
     decode = workers["agg" if arm.agg_workers else "decode"]
     found = {}

@@ -215,7 +215,7 @@ def _pareto(sweep: Sweep) -> Chart:
 
     caption = (
         "Each mark is one rate: to the right each reader gets tokens faster, upwards each GPU makes more of them. The "
-        "line is the best that an arm can do; the arm whose line lies further out is better. Thin lines: the "
+        "line is the best that an arm can do; the arm with the line further out is better. Thin lines: the "
         "sensitivity band."
     )
     return Chart(_named(sweep, "pareto"), "Speed for a user against work of a GPU", caption, draw)

@@ -112,7 +112,7 @@ class Lateness:
 
 
 def lateness_of(port: int) -> Lateness:
-    """Of the worker whose system server is there."""
+    """Of the worker with the system server that is there."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     totals: dict[str, float] = {}

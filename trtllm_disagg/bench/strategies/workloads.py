@@ -133,7 +133,7 @@ BUILT_IN: dict[str, Traffic] = {
         Traffic(
             Workload(
                 "agentic",
-                f"agents of {_TURNS} turns whose prompts grow, over one system prompt of {_SYSTEM} tokens",
+                f"agents of {_TURNS} turns with growing prompts, over one system prompt of {_SYSTEM} tokens",
                 _AGENT_INPUT,
                 _ANSWER,
                 _TURNS,

@@ -1,4 +1,4 @@
-"""Runs whose right verdict is known by construction: an arm keeps the SLO for so many requests a second."""
+"""Runs with a right verdict that is known by construction: an arm keeps the SLO for so many requests a second."""
 
 from __future__ import annotations
 

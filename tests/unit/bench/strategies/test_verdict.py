@@ -1,4 +1,4 @@
-"""What is said of runs whose right verdict is known by construction, and what is not."""
+"""What is said of runs with a right verdict that is known by construction, and what is not."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_of_a_tie_at_the_top_the_third_is_still_beaten() -> None:
 
 
 def test_a_winner_that_the_band_overturns_is_not_stated() -> None:
-    """Faster decode steps help the arm whose work is decode alone, by more than its lag."""
+    """Faster decode steps help the arm that only decodes, by more than its lag."""
     behaviours = {
         AGG: Behaviour(10, prefill_share=0.0),
         ORDER: Behaviour(12, prefill_share=1.0, strategy="decode_first"),
