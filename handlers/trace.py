@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from trtllm_disagg.handlers.drain import WorkerDrain
-from trtllm_disagg.tracing.spans import Attributes
+from trtllm_disagg.tracing.spans import Attributes, RequestClock
 from trtllm_disagg.tracing.trace_file import SCOPE
 from trtllm_disagg.tracing.tracer import NoTracer, Tracer
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, RequestTrace, TokenChunk
@@ -128,26 +127,35 @@ def with_request_log(
     def record(request: GenerateRequest, context: RequestContext) -> _Record:
         phase = request.phase_request
         name = "request" if phase is None or phase.stage == "whole" else f"{phase.stage}_stage"
-        request.trace.root = tracer.begin(name, context.id(), request.traceparent, request.trace_headers)
-        return _Record(request, context, part, hearing)
+        clock = RequestClock()
+        request.trace.root = tracer.begin(
+            name, context.id(), request.traceparent, request.trace_headers, clock
+        )
+        return _Record(request, context, part, hearing, clock)
 
     return (drain or WorkerDrain()).tracking(generate, record)
 
 
 class _Record:
-    """Of one request. Times are seconds since the epoch, so that logs of several processes on one machine can be put
-    together.
+    """Of one request. Its line has the times of the request's span, in seconds since the epoch, so that logs of several
+    processes on one machine can be put together.
     """
 
     def __init__(
-        self, request: GenerateRequest, context: RequestContext, part: str, sinks: list[RequestSink]
+        self,
+        request: GenerateRequest,
+        context: RequestContext,
+        part: str,
+        sinks: list[RequestSink],
+        clock: RequestClock,
     ) -> None:
         self._request = request
         self._context = context
         self._part = part
         self._sinks = sinks
-        self._started = time.time()
-        self._times: list[float] = []
+        self._clock = clock
+        #: Of the first two chunks.
+        self._times: list[int] = []
         self._num_tokens = 0
         self._finish_reason: str | None = None
 
@@ -157,9 +165,9 @@ class _Record:
     def _see(self, chunk: TokenChunk) -> TokenChunk:
         self._num_tokens += len(chunk.token_ids)
         if len(self._times) < 2:
-            self._times.append(time.time())
+            self._times.append(self._clock.now())
             if len(self._times) == 1:
-                self._request.trace.root.event("first_token")
+                self._request.trace.root.event("first_token", at=self._times[0])
         elif chunk.finish_reason is None:
             return chunk
         self._finish_reason = chunk.finish_reason or self._finish_reason
@@ -171,8 +179,8 @@ class _Record:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         trace = self._request.trace.to_json()
         is_aborted = self._finish_reason is None and self._context.is_stopped()
-        times, now = self._times, time.time()
-        taken = (max(0.0, each - self._started) for each in (now, *times))
+        now = self._clock.now()
+        taken = map(self._since_start, (now, *self._times))
         end = RequestEnd(self._request, self._num_tokens, is_aborted, *taken)
         for sink in self._sinks:
             try:
@@ -186,31 +194,36 @@ class _Record:
             "prompt_tokens": len(self._request.token_ids),
             "tokens": self._num_tokens,
             "finish_reason": self._finish_reason,
-            "start": self._started,
-            "first_chunk": times[0] if times else None,
-            "second_chunk": times[1] if len(times) > 1 else None,
-            "end": now,
+            "start": self._clock.start / 1e9,
+            "first_chunk": self._times[0] / 1e9 if self._times else None,
+            "second_chunk": self._times[1] / 1e9 if len(self._times) > 1 else None,
+            "end": now / 1e9,
         }
         told = {"disagg": trace, "engine": self._request.trace.engine_times}
         log.info("%s%s", PREFIX, json.dumps(entry | {name: said for name, said in told.items() if said}))
-        self._end_span(error, is_aborted=is_aborted)
+        self._end_span(error, now, is_aborted=is_aborted)
 
-    def _end_span(self, error: BaseException | None, *, is_aborted: bool) -> None:
+    def _since_start(self, at: int) -> float:
+        return (at - self._clock.start) / 1e9
+
+    def _end_span(self, error: BaseException | None, now: int, *, is_aborted: bool) -> None:
         root = self._request.trace.root
         if not root.is_recording:
             return
         if is_aborted:
-            root.event("cancelled", {"tokens": self._num_tokens})
+            root.event("cancelled", {"tokens": self._num_tokens}, at=now)
         root.note(_attributes(self._request, self._context.id()))
         root.note(
             {
                 "gen_ai.usage.completion_tokens": self._num_tokens,
-                "gen_ai.latency.time_to_first_token": self._times[0] - self._started if self._times else None,
-                "gen_ai.latency.e2e": time.time() - self._started,
+                "gen_ai.latency.time_to_first_token": (
+                    self._since_start(self._times[0]) if self._times else None
+                ),
+                "gen_ai.latency.e2e": self._since_start(now),
                 "gen_ai.response.finish_reasons": [self._finish_reason] if self._finish_reason else None,
             }
         )
-        root.end(error)
+        root.end(error, at=now)
 
 
 def _attributes(request: GenerateRequest, request_id: str | None) -> Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,9 +13,11 @@ from pathlib import Path
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.tracing.reading import Node, Trace, read_traces
 from trtllm_disagg.tracing.sampling import Sampler
-from trtllm_disagg.tracing.spans import SpanData, TraceParent
-from trtllm_disagg.tracing.trace_file import TraceFile
+from trtllm_disagg.tracing.spans import SpanData, TraceParent, Value
+from trtllm_disagg.tracing.trace_file import MAX_BYTES, TraceFile
 from trtllm_disagg.tracing.tracer import Tracer
+
+DYNAMO = {"service.name": "dynamo"}
 
 
 def every_request(trace_id: str, parent: TraceParent | None) -> bool:
@@ -46,6 +48,18 @@ class Batches:
 
 def tracer_into(*receivers: Batches | TraceFile, sampler: Sampler = every_request) -> Tracer:
     return Tracer(receivers, sampler)
+
+
+def write(
+    file: Path,
+    *batches: Sequence[SpanData],
+    resource: Mapping[str, Value] = DYNAMO,
+    max_bytes: int = MAX_BYTES,
+) -> None:
+    traces = TraceFile(file, resource, max_bytes)
+    for batch in batches:
+        traces.take(batch)
+    traces.close()
 
 
 def names_below(node: Node) -> list[str]:

@@ -75,17 +75,18 @@ class Span:
         """From now on."""
         return self
 
-    def measured(self, name: str, start: float, end: float, attributes: Attributes = _NONE) -> None:
+    def measured(self, name: str, start: float, end: float, attributes: Attributes = _NONE) -> Span:
         """A child that has ended; seconds of this machine's monotonic clock. What is outside of this span is cut."""
+        return NO_SPAN
 
     def note(self, attributes: Attributes) -> None:
         """None: no such attribute."""
 
-    def event(self, name: str, attributes: Attributes = _NONE) -> None:
-        """Now."""
+    def event(self, name: str, attributes: Attributes = _NONE, at: int | None = None) -> None:
+        """Now, or at a time of the request's clock."""
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Once; the next times are none."""
+    def end(self, error: BaseException | None = None, at: int | None = None) -> None:
+        """Once; the next times are none. So are notes and events after it."""
 
     @property
     def traceparent(self) -> str | None:
@@ -106,23 +107,16 @@ class Span:
 NO_SPAN = Span()
 
 
-class Recording:
-    """The spans of one request on one worker. `take` gets those that have ended when the first one, the root, ends, and
-    each that ends later.
+class RequestClock:
+    """The one source of a request's times on this worker, for its spans and its log line: nanoseconds since the epoch.
+    It looks at the wall clock once: no time of the request moves when that clock is set.
     """
 
-    def __init__(self, trace_id: str, take: Callable[[list[SpanData]], None]) -> None:
-        self.trace_id = trace_id
-        #: One look at the wall clock a request: nothing in its tree moves when that clock is set.
-        self._offset = time.time_ns() - time.monotonic_ns()
-        self._take = take
-        self._ended: list[SpanData] = []
-        self._root: RecordedSpan | None = None
+    __slots__ = ("_offset", "start")
 
-    def root(self, name: str, parent: TraceParent | None, attributes: Attributes = _NONE) -> RecordedSpan:
-        self._root = root = RecordedSpan(self, name, parent and parent.span_id, attributes)
-        root.data.is_remote = parent is not None
-        return root
+    def __init__(self) -> None:
+        self.start = time.time_ns()
+        self._offset = self.start - time.monotonic_ns()
 
     def now(self) -> int:
         return time.monotonic_ns() + self._offset
@@ -130,6 +124,27 @@ class Recording:
     def at(self, seconds: float) -> int:
         """Of the monotonic clock."""
         return int(seconds * 1e9) + self._offset
+
+
+class Recording:
+    """The spans of one request on one worker. `take` gets those that have ended when the first one, the root, ends, and
+    each that ends later.
+    """
+
+    def __init__(
+        self, trace_id: str, take: Callable[[list[SpanData]], None], clock: RequestClock | None = None
+    ) -> None:
+        self.trace_id = trace_id
+        self.clock = clock or RequestClock()
+        self._take = take
+        self._ended: list[SpanData] = []
+        self._root: RecordedSpan | None = None
+
+    def root(self, name: str, parent: TraceParent | None, attributes: Attributes = _NONE) -> RecordedSpan:
+        self._root = root = RecordedSpan(self, name, parent and parent.span_id, attributes)
+        root.data.start = self.clock.start
+        root.data.is_remote = parent is not None
+        return root
 
     def ended(self, span: RecordedSpan) -> None:
         self._ended.append(span.data)
@@ -146,34 +161,37 @@ class RecordedSpan(Span):
         self, recording: Recording, name: str, parent_id: str | None, attributes: Attributes = _NONE
     ) -> None:
         self._recording = recording
-        self.data = SpanData(name, recording.trace_id, secrets.token_hex(8), parent_id, recording.now())
+        self._now = recording.clock.now
+        self.data = SpanData(name, recording.trace_id, secrets.token_hex(8), parent_id, self._now())
         self.note(attributes)
 
     def child(self, name: str, attributes: Attributes = _NONE) -> Span:
         return RecordedSpan(self._recording, name, self.data.span_id, attributes)
 
-    def measured(self, name: str, start: float, end: float, attributes: Attributes = _NONE) -> None:
-        now = self._recording.now()
-        begin, last = (min(max(self._recording.at(each), self.data.start), now) for each in (start, end))
+    def measured(self, name: str, start: float, end: float, attributes: Attributes = _NONE) -> Span:
+        now, at = self._now(), self._recording.clock.at
+        begin, last = (min(max(at(each), self.data.start), now) for each in (start, end))
         if last <= begin:  # nothing of it, or the clock of another machine
-            return
+            return NO_SPAN
         child = RecordedSpan(self._recording, name, self.data.span_id, attributes)
-        child.data.start, child.data.end = begin, last
-        self._recording.ended(child)
+        child.data.start = begin
+        child.end(at=last)
+        return child
 
     def note(self, attributes: Attributes) -> None:
-        self.data.attributes.update({name: value for name, value in attributes.items() if value is not None})
+        if not self.data.end:
+            self.data.attributes.update(_known(attributes))
 
-    def event(self, name: str, attributes: Attributes = _NONE) -> None:
-        told = {name: value for name, value in attributes.items() if value is not None}
-        self.data.events.append(Event(name, self._recording.now(), told))
+    def event(self, name: str, attributes: Attributes = _NONE, at: int | None = None) -> None:
+        if not self.data.end:
+            self.data.events.append(Event(name, at or self._now(), _known(attributes)))
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end(self, error: BaseException | None = None, at: int | None = None) -> None:
         if self.data.end:
             return
         if error is not None and not isinstance(error, GeneratorExit):
             self.data.error = f"{type(error).__name__}: {error}"
-        self.data.end = self._recording.now()
+        self.data.end = at or self._now()
         self._recording.ended(self)
 
     @property
@@ -182,6 +200,10 @@ class RecordedSpan(Span):
 
     def headers(self, given: dict[str, str] | None) -> dict[str, str]:
         return (given or {}) | {TRACEPARENT: self.traceparent}
+
+
+def _known(attributes: Attributes) -> dict[str, Value]:
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def trace_id_of(request_id: str | None) -> str:

@@ -6,15 +6,19 @@ Reads what this worker, or such a collector, has written.
 from __future__ import annotations
 
 import logging
+import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import msgspec
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tracing.spans import Event, SpanData, Value
+from trtllm_disagg.tracing import spans
+from trtllm_disagg.tracing.spans import SpanData, Value
 
 log = logging.getLogger(__name__)
 
@@ -22,35 +26,81 @@ SCOPE = "trtllm_disagg"
 #: When a file is as large, it takes the place of the one before it, and a new one begins: some 10000 requests each.
 MAX_BYTES = 64 << 20
 OLD_SUFFIX = ".1"
+#: Batches that wait for the disk, of one request each: what a busy worker makes in some seconds.
+MAX_WAITING = 4096
+_CLOSE_SECONDS = 5.0
 _SERVER, _INTERNAL, _ERROR = 2, 1, 2
 
 
 class TraceFile:
-    """A receiver of spans."""
+    """A receiver of spans. A thread writes them: no request waits for a disk."""
 
-    def __init__(self, path: Path, resource: Mapping[str, Value], max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        path: Path,
+        resource: Mapping[str, Value],
+        max_bytes: int = MAX_BYTES,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
         self._path = path
         self._resource = {"attributes": _attributes(resource)}
         self._max_bytes = max_bytes
-        self._has_failed = False
+        self._max_waiting = max_waiting
+        #: Spans that the disk was too slow for, or too full.
+        self.num_dropped = 0
+        self._waiting: deque[Sequence[SpanData]] = deque()
+        self._has_news = Event()
+        self._is_closed = False
+        self._thread = Thread(target=self._write, name="trace-file", daemon=True)
+        self._thread.start()
 
     def take(self, spans: Sequence[SpanData]) -> None:
-        scope = {"scope": {"name": SCOPE}, "spans": [_encoded(span) for span in spans]}
-        line = msgspec.json.encode({"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]})
-        try:
-            with self._path.open("ab") as file:
-                file.write(line + b"\n")
-                is_full = file.tell() >= self._max_bytes
-            if is_full:
-                self._path.replace(self._path.with_name(self._path.name + OLD_SUFFIX))
-        except OSError as error:
-            # A full disk is no reason to fail a request.
-            if not self._has_failed:
-                log.warning("%s: spans are lost: %s", self._path, error)
-            self._has_failed = True
+        if len(self._waiting) >= self._max_waiting:
+            self._drop(spans, "the disk does not keep up")
+            return
+        self._waiting.append(spans)
+        self._has_news.set()
 
     def close(self) -> None:
-        """Each line is written at once."""
+        """All that was taken is in the file, unless the disk stands still."""
+        self._is_closed = True
+        self._has_news.set()
+        self._thread.join(_CLOSE_SECONDS)
+        if self.num_dropped:
+            log.warning("%s: %d spans were lost", self._path, self.num_dropped)
+
+    def _write(self) -> None:
+        while not self._is_closed or self._waiting:
+            self._has_news.wait()
+            self._has_news.clear()
+            while self._waiting:
+                try:
+                    self._write_waiting()
+                except OSError as error:
+                    # A full disk is no reason to fail a request.
+                    self._drop(self._waiting.popleft(), str(error))
+
+    def _drop(self, batch: Sequence[SpanData], why: str) -> None:
+        """It is told once, and at the end how many there were."""
+        if not self.num_dropped:
+            log.warning("%s: spans are lost: %s", self._path, why)
+        self.num_dropped += len(batch)
+
+    def _write_waiting(self) -> None:
+        """A line for each batch, until the file is full."""
+        with self._path.open("ab", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            while self._waiting and size < self._max_bytes:
+                size += file.write(self._line(self._waiting[0]))
+                self._waiting.popleft()
+            is_full = size >= self._max_bytes
+        if is_full:
+            self._path.replace(self._path.with_name(self._path.name + OLD_SUFFIX))
+
+    def _line(self, spans: Sequence[SpanData]) -> bytes:
+        scope = {"scope": {"name": SCOPE}, "spans": [_encoded(span) for span in spans]}
+        batch = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
+        return msgspec.json.encode(batch) + b"\n"
 
 
 def _encoded(span: SpanData) -> dict[str, Any]:
@@ -138,7 +188,7 @@ def _read(span: dict[str, Any]) -> SpanData:
         end=int(span["endTimeUnixNano"]),
         attributes=_read_attributes(span),
         events=[
-            Event(str(event["name"]), int(event["timeUnixNano"]), _read_attributes(event))
+            spans.Event(str(event["name"]), int(event["timeUnixNano"]), _read_attributes(event))
             for event in span.get("events") or ()
         ],
         # The collector's files have the number, other writers the name.

@@ -11,6 +11,7 @@ from trtllm_disagg.tracing.spans import (
     NO_SPAN,
     TRACEPARENT,
     Recording,
+    RequestClock,
     Span,
     SpanData,
     TraceParent,
@@ -41,14 +42,19 @@ class Tracer:
         self._sampler = sampler
 
     def begin(
-        self, name: str, request_id: str | None, traceparent: str | None, headers: Mapping[str, str] | None
+        self,
+        name: str,
+        request_id: str | None,
+        traceparent: str | None,
+        headers: Mapping[str, str] | None,
+        clock: RequestClock | None = None,
     ) -> Span:
         """`traceparent` is that of the worker that sent the request; else the frontend's, in the headers, counts."""
         parent = TraceParent.read(traceparent) or TraceParent.read((headers or {}).get(TRACEPARENT))
         trace_id = parent.trace_id if parent is not None else trace_id_of(request_id)
         if not self._sampler(trace_id, parent):
             return NO_SPAN
-        return Recording(trace_id, self._take).root(name, parent)
+        return Recording(trace_id, self._take, clock).root(name, parent)
 
     def close(self) -> None:
         for receiver in self._receivers:
@@ -66,7 +72,12 @@ class NoTracer(Tracer):
         super().__init__((), lambda trace_id, parent: False)
 
     def begin(
-        self, name: str, request_id: str | None, traceparent: str | None, headers: Mapping[str, str] | None
+        self,
+        name: str,
+        request_id: str | None,
+        traceparent: str | None,
+        headers: Mapping[str, str] | None,
+        clock: RequestClock | None = None,
     ) -> Span:
         return NO_SPAN
 

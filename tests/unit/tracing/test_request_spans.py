@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +19,7 @@ from trtllm_disagg.embedded.api.perf_metrics import TimingMetrics
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError
 from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.handlers.trace import with_request_log
+from trtllm_disagg.handlers.trace import PREFIX, with_request_log
 from trtllm_disagg.prefill_queue.messages import Claim
 from trtllm_disagg.prefill_queue.queue_client import _note
 from trtllm_disagg.strategies import spec_of
@@ -42,6 +43,7 @@ class Traced:
         (run_dir / "traces").mkdir()
         self._run_dir = run_dir
         self._settings = settings
+        self._files: list[TraceFile] = []
         self.engines: dict[Role, LLM] = {}
         self._endpoint: str | None = None
         entry = spec_of(strategy).entry_role
@@ -59,11 +61,14 @@ class Traced:
         self.engines[role] = engine.llm
         config = WorkerConfig(model="org/model", role=role, strategy=strategy, **self._settings)
         file = TraceFile(self._run_dir / "traces" / f"{role.value}-0.jsonl", {})
+        self._files.append(file)
         return with_request_log(build_generate(config, engine, client), role.value, tracer=tracer_into(file))
 
     async def trace(self, **keys: Any) -> Trace:
         await collect(self.generate, request(**keys))
         await self.client.idle()
+        for file in self._files:
+            file.close()
         (trace,) = read_traces(self._run_dir)
         return trace
 
@@ -255,3 +260,17 @@ async def test_phases_that_run_at_once_are_beside_each_other(strategy: str, tmp_
     here, there = ("prefill", "decode") if strategy == "prefill_first" else ("decode", "prefill")
     assert here in names_below(root)
     assert there in names_below(node(trace, f"{there}_stage"))
+
+
+async def test_the_log_line_and_the_span_have_the_same_times(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    got = Batches()
+    generate = build_generate(WorkerConfig(model="org/model"), recording_engine(), RecordingStageClient())
+    await collect(with_request_log(generate, "agg", tracer=tracer_into(got)), request())
+    (line,) = (said for record in caplog.records if (said := record.getMessage()).startswith(PREFIX))
+    entry = json.loads(line.removeprefix(PREFIX))
+    root = got.named("request")
+    assert [entry["start"], entry["first_chunk"], entry["end"]] == [
+        at / 1e9 for at in (root.start, root.events[0].at, root.end)
+    ]
+    assert root.attributes["gen_ai.latency.e2e"] == (root.end - root.start) / 1e9

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tracing import write
 from trtllm_disagg.cli import run
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tracing.reading import read_traces
 from trtllm_disagg.tracing.spans import Event, SpanData
-from trtllm_disagg.tracing.trace_file import TraceFile
 
 #: (name, place in the tree, first and last millisecond)
 SPANS = [
@@ -48,7 +48,7 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "traces").mkdir()
     for number, slower_ms in enumerate((0, 400, 10)):
         for worker, spans in zip(("prefill-0", "decode-0"), spans_of(number, slower_ms), strict=True):
-            TraceFile(tmp_path / "traces" / f"{worker}.jsonl", {"service.name": "dynamo"}).take(spans)
+            write(tmp_path / "traces" / f"{worker}.jsonl", spans)
     return tmp_path
 
 
@@ -143,7 +143,8 @@ def test_a_page_and_a_picture_need_nothing_else(run_dir: Path) -> None:
 def test_a_collectors_file_is_read_as_well(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Spans of other programs are shown, traces without one of ours are not."""
     file = run_dir / "collected.jsonl"
-    TraceFile(file, {"trtllm_disagg.worker": "agg", "service.instance.id": "12345"}).take(spans_of(0, 0)[0])
+    resource = {"trtllm_disagg.worker": "agg", "service.instance.id": "12345"}
+    write(file, spans_of(0, 0)[0], resource=resource)
     theirs = json.loads(file.read_text().replace(f"{1:032x}", f"{9:032x}"))
     theirs["resourceSpans"][0]["scopeSpans"][0]["scope"]["name"] = "another"
     with file.open("a") as out:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.support.tracing import write
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tracing.spans import Event, SpanData
 from trtllm_disagg.tracing.trace_file import OLD_SUFFIX, TraceFile, read_spans
@@ -29,7 +31,7 @@ CHILD = SpanData("prefill", TRACE_ID, "00f067aa0ba902b8", ROOT.span_id, ROOT.sta
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    TraceFile(file, {"service.name": "dynamo"}).take([CHILD, ROOT])
+    write(file, [CHILD, ROOT])
     read = list(read_spans(file))
     assert [each.data for each in read] == [CHILD, ROOT]
     assert {each.scope for each in read} == {"trtllm_disagg"}
@@ -41,7 +43,7 @@ def test_what_is_written_is_otlp(tmp_path: Path) -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     file = tmp_path / "a.jsonl"
-    TraceFile(file, {"service.name": "dynamo"}).take([ROOT])
+    write(file, [ROOT])
     batch = json.loads(file.read_text())
     message = ParseDict(batch, ExportTraceServiceRequest())
     (span,) = message.resource_spans[0].scope_spans[0].spans
@@ -50,26 +52,49 @@ def test_what_is_written_is_otlp(tmp_path: Path) -> None:
 
 def test_a_full_file_takes_the_place_of_the_one_before_it(tmp_path: Path) -> None:
     file, old = tmp_path / "a.jsonl", tmp_path / f"a.jsonl{OLD_SUFFIX}"
-    traces = TraceFile(file, {}, max_bytes=1)
     for span in (CHILD, ROOT):
-        traces.take([span])
+        write(file, [span], max_bytes=1)
         assert [each.data for each in read_spans(old)] == [span]
         assert not file.exists()
+
+
+def test_all_that_was_taken_is_in_the_file_when_it_is_closed(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    write(file, *([ROOT] for _ in range(1000)))
+    assert len(list(read_spans(file))) == 1000
+
+
+def test_what_a_disk_that_stands_still_has_no_room_for_is_counted_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pipe that is not read is such a disk."""
+    file = tmp_path / "pipe"
+    os.mkfifo(file)
+    traces = TraceFile(file, {}, max_waiting=2)
+    for _ in range(5):
+        traces.take([CHILD, ROOT])
+    assert traces.num_dropped == 6
+    read_end = os.open(file, os.O_RDONLY)
+    traces.close()
+    lines = os.read(read_end, 1 << 16).splitlines()
+    os.close(read_end)
+    assert len(lines) == 2
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"{file}: spans are lost: the disk does not keep up", f"{file}: 6 spans were lost"]
 
 
 def test_a_file_that_cannot_be_written_fails_no_request_and_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    traces = TraceFile(tmp_path / "missing" / "a.jsonl", {})
-    traces.take([ROOT])
-    traces.take([ROOT])
-    assert [record.getMessage().endswith("No such file or directory") for record in caplog.records] == [False]
-    assert "spans are lost" in caplog.text
+    write(tmp_path / "missing" / "a.jsonl", [ROOT], [ROOT])
+    first, last = (record.getMessage() for record in caplog.records)
+    assert "spans are lost: [Errno 2] No such file or directory" in first
+    assert last.endswith("2 spans were lost")
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    TraceFile(file, {}).take([ROOT])
+    write(file, [ROOT])
     whole = file.read_bytes()
     file.write_bytes(whole + b"\n" + whole[:50])
     assert [each.data for each in read_spans(file)] == [ROOT]
