@@ -125,8 +125,8 @@ def _factors(own: ModelledConfig) -> FactorSource:
 def _require_tables() -> None:
     if importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
-            "modelled: the tables of step times are not installed; pip install 'trtllm-disagg[modelled]', or give "
-            "modelled.measured and no modelled.model"
+            "modelled: the tables of GPUs' step times are not installed: pip install 'trtllm-disagg[modelled]' "
+            "(or give step times of your own: modelled.measured in the engine YAML, and no modelled.model)"
         )
 
 
@@ -143,12 +143,7 @@ def open_gpus(args: ModelledArgs) -> Gpus:
         )
         times: StepTimes = StraightLines(measured)
     else:
-        if importlib.util.find_spec(PACKAGE) is None:
-            raise ConfigError.bad_value(
-                "modelled.measured",
-                None,
-                "step times, or their tables: pip install 'trtllm-disagg[modelled]'",
-            )
+        _require_tables()
         times, facts = open_tables(args)
     if own.link_gb_per_second is not None:
         facts = replace(facts, link_bytes_per_second=own.link_gb_per_second * 1e9)

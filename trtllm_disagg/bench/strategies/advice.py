@@ -24,7 +24,7 @@ class Advice:
     #: What to run, or that it is not decided.
     headline: str
     because: str
-    #: Conditions under which another arm is better.
+    #: Conditions under which another arm is better; or what to do for a decision.
     changes: str
     verdict: Verdict
 
@@ -37,11 +37,11 @@ class Advice:
 def advise(sweep: Sweep, slo: Slo) -> Advice:
     verdict = judge(sweep, goodput(slo))
     if verdict.refusal:
-        return Advice(sweep.name, f"not decided: {verdict.refusal}", "", "", verdict)
+        return Advice(sweep.name, f"not decided: {verdict.refusal}", "", _what_decides_it(verdict), verdict)
     arms = {arm.name: arm for arm in sweep.arms}
     clean = sweep.without_doubtful_rates(verdict.measure.times)
     if verdict.is_decided:
-        headline = f"run {described(arms[verdict.best])}"
+        headline = f"run {described(arms[verdict.best])} ({verdict.best})"
     else:
         open_arms = [verdict.best, *(lead.other for lead in verdict.doubtful)]
         headline = f"not decided between {_listed(open_arms)}: {verdict.why_not}"
@@ -49,17 +49,17 @@ def advise(sweep: Sweep, slo: Slo) -> Advice:
         sweep.name,
         headline,
         " ".join(_because(clean, slo, verdict)),
-        _what_changes_it(clean, slo, verdict) if verdict.is_decided else "",
+        _what_changes_it(clean, slo, verdict) if verdict.is_decided else _what_decides_it(verdict),
         verdict,
     )
 
 
 def described(arm: Arm) -> str:
-    """Order, workers and decider."""
+    """Strategy, workers and decider."""
     workers = {"agg": arm.agg_workers, "prefill": arm.prefill_workers, "decode": arm.decode_workers}
     told = [f"{count} {role} worker{'s' * (count > 1)}" for role, count in workers.items() if count]
     decider = f", decider {arm.decider}" if arm.prefill_workers and arm.strategy != "router" else ""
-    return f"{arm.strategy} with {_listed(told)}{decider} ({arm.name})"
+    return f"{arm.strategy} with {_listed(told)}{decider}"
 
 
 def _because(sweep: Sweep, slo: Slo, verdict: Verdict) -> Iterator[str]:
@@ -118,6 +118,10 @@ def _what_changes_it(sweep: Sweep, slo: Slo, verdict: Verdict) -> str:
     return f"What changes it: {'; '.join(conditions)}."
 
 
+def _what_decides_it(verdict: Verdict) -> str:
+    return f"What decides it: {verdict.what_next} (other settings need another --out)."
+
+
 def _other_rate(sweep: Sweep, slo: Slo, best: str) -> str:
     """The nearest rate at which another arm is better, and below which rate there is nothing to choose."""
     peak = sweep.peak_rate(best, slo)
@@ -145,14 +149,17 @@ def _band(verdict: Verdict) -> str:
     smallest = min(verdict.leads, key=lambda lead: lead.lowest)
     if len(verdict.scores[verdict.best]) < 2:
         return "no band: the times were measured on real GPUs"
+    error = max(
+        max(abs(each.prefill_factor - 1), abs(each.decode_factor - 1))
+        for each in verdict.scores[verdict.best]
+    )
+    steps = f"not step times of prefill or decode that are {error:.0%} shorter or longer"
     if math.isinf(smallest.lowest):
-        return "not the band: in all of it no other arm keeps the SLO"
+        return f"{steps}: there too no other arm keeps the SLO"
     where = shown(smallest.lowest_at)
     if smallest.lowest < LEAD:
         return f"with {where} the lead over {smallest.other} is gone ({smallest.lowest - 1:+.0%})"
-    return (
-        f"not the band: its smallest lead is {smallest.lowest - 1:+.0%} over {smallest.other}, with {where}"
-    )
+    return f"{steps}: the lead is {smallest.lowest - 1:+.0%} at least, over {smallest.other}, with {where}"
 
 
 def _other_slo(sweep: Sweep, slo: Slo, best: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_disagg.bench.strategies.measures import PARTS, PERCENTILES, Measured, pareto_front
+from trtllm_disagg.bench.strategies.measures import PARTS, Measured, pareto_front
 from trtllm_disagg.bench.strategies.records import NOMINAL
 from trtllm_disagg.bench.strategies.slo import Quantity, Slo
 from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME, Sweep
@@ -24,10 +24,14 @@ _COLORS = (
     *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
 )
 _MARKERS = "osD^vPX*<>"
+#: Arms that do alike lie on each other, and each is seen between the dashes of the next.
+_DASHES = ("-", (0, (5, 3)), (0, (2, 2)))
 _INK, _GRID, _PAPER = "#1c2024", "#d9dde2", "#ffffff"
 #: In a page, which may be light or dark. No drawing uses these three for anything else.
 _PAGE_COLORS = {_INK: "var(--ink)", _GRID: "var(--grid)", _PAPER: "var(--paper)"}
 _TIMELINE_SLICES = 160
+#: Of prompt tokens; where no arm has as many, there is nothing to see.
+_SHOWN_HITS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,7 @@ def _every(sweep: Sweep, slo: Slo) -> Iterator[Chart | None]:
     yield _pareto(sweep)
     yield _parts(sweep)
     for quantity in ("ttft", "tpot"):
-        for percent in PERCENTILES:
+        for percent in sweep.percentiles:
             yield _latency(sweep, quantity, percent, slo)
     yield _hit_rate(sweep)
     yield _timeline(sweep)
@@ -121,7 +125,11 @@ def _arms(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any]]]:
         rounds, place = divmod(number, len(_COLORS))
         yield (
             arm.name,
-            {"color": _COLORS[place], "marker": _MARKERS[(place + rounds) % len(_MARKERS)]},
+            {
+                "color": _COLORS[place],
+                "marker": _MARKERS[(place + rounds) % len(_MARKERS)],
+                "ls": _DASHES[number % len(_DASHES)],
+            },
         )
 
 
@@ -148,6 +156,17 @@ def _over_rate(axis: Any, sweep: Sweep, value: Callable[[Measured], float]) -> N
         if len(sides) > 1:
             low, high = np.fmin.reduce(sides), np.fmax.reduce(sides)
             axis.fill_between(grid, low, high, color=look["color"], alpha=0.13, lw=0)
+        for variant, line in lines.items():
+            if variant != NOMINAL and len(line) == 1:
+                axis.plot(
+                    list(line),
+                    *line.values(),
+                    ls="",
+                    marker=look["marker"],
+                    color=look["color"],
+                    ms=4,
+                    alpha=0.4,
+                )
     axis.set_xlabel("requests/s that arrive")
     axis.set_xlim(left=0)
 
@@ -164,7 +183,18 @@ def _by_rate(
     return dict(sorted(values.items()))
 
 
-_SPREAD = "Bars: the repetitions. Shade: all step times of prefill, or of decode, 50 % shorter and longer."
+def _spread(sweep: Sweep) -> str:
+    """What of repetitions and band is in a drawing over rates."""
+    rates = [
+        max((len(curve) for arm in sweep.arms for curve in sweep.curves(arm.name, side).values()), default=0)
+        for side in sweep.variants
+        if side != NOMINAL
+    ]
+    told = ["Bars: the repetitions."] if any(len(sweep.curves(arm.name)) > 1 for arm in sweep.arms) else []
+    if rates:
+        drawn = "Shade" if max(rates) > 1 else "Faint marks"
+        told.append(f"{drawn}: all step times of prefill, or of decode, shorter and longer.")
+    return " ".join(told)
 
 
 def _goodput(sweep: Sweep, slo: Slo) -> Chart:
@@ -189,7 +219,7 @@ def _goodput(sweep: Sweep, slo: Slo) -> Chart:
 
     caption = (
         f"Requests that keep {slo}. Higher is better; on the dotted line every request is in time. A ring marks the "
-        f"knee: up to there {ENOUGH_IN_TIME:.0%} are. {_SPREAD}"
+        f"knee: up to there {ENOUGH_IN_TIME:.0%} are. {_spread(sweep)}"
     )
     return Chart(_named(sweep, "goodput"), "Goodput", caption, draw)
 
@@ -205,7 +235,7 @@ def _pareto(sweep: Sweep) -> Chart:
                 xs, ys = [0.0, *(x for x, _ in front)], [front[0][1], *(y for _, y in front)]
                 if variant == NOMINAL:
                     axis.step([*xs, xs[-1]], [*ys, 0], where="pre", color=look["color"], lw=1.4)
-                    axis.plot(*zip(*places, strict=True), ls="", markersize=5, label=arm, **look)
+                    axis.plot(*zip(*places, strict=True), markersize=5, label=arm, **(look | {"ls": ""}))
                 else:
                     axis.step([*xs, xs[-1]], [*ys, 0], where="pre", color=look["color"], lw=0.7, alpha=0.3)
         axis.set_xlabel("tok/s/user (1000 / TPOT p50)")
@@ -238,7 +268,7 @@ def _latency(sweep: Sweep, quantity: Quantity, percent: int, slo: Slo) -> Chart:
         axis.set_ylabel("ms")
 
     what = {"ttft": "time to the first token", "tpot": "time of each further token"}[quantity]
-    caption = f"Lower is better: {what}, {_shown_percent(percent)}. Dotted: the SLO. {_SPREAD}"
+    caption = f"Lower is better: {what}, {_shown_percent(percent)}. Dotted: the SLO. {_spread(sweep)}"
     return Chart(_named(sweep, f"{quantity}-p{percent}"), f"{quantity.upper()} p{percent}", caption, draw)
 
 
@@ -292,7 +322,8 @@ def _hit_rate(sweep: Sweep) -> Chart | None:
         rate = measured.result.kv_hit_rate
         return math.nan if rate is None else rate
 
-    if not any(_by_rate(sweep, arm.name, hit_rate) for arm in sweep.arms):
+    rates = [_by_rate(sweep, arm.name, hit_rate) for arm in sweep.arms]
+    if not any(rate >= _SHOWN_HITS for by_rate in rates for each in by_rate.values() for rate in each):
         return None
 
     def draw(axis: Any) -> None:
@@ -300,7 +331,7 @@ def _hit_rate(sweep: Sweep) -> Chart | None:
         axis.set_ylim(0, 1)
         axis.set_ylabel("share of prompt tokens")
 
-    caption = f"Prompt tokens that a prefix cache had; higher is better. {_SPREAD}"
+    caption = f"Prompt tokens that a prefix cache had; higher is better. {_spread(sweep)}"
     return Chart(_named(sweep, "hit-rate"), "KV hit rate", caption, draw)
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trtllm_disagg.bench.strategies.advice import Advice, advise
+from trtllm_disagg.bench.strategies.advice import Advice, advise, described
 from trtllm_disagg.bench.strategies.charts import charts_of
 from trtllm_disagg.bench.strategies.measures import PARTS, PERCENTILES, Measured
 from trtllm_disagg.bench.strategies.records import NOMINAL, Plan, PointResult, RunDirectory
@@ -113,8 +113,8 @@ def _workload(sweep: Sweep, slo: Slo, plan: Plan) -> WorkloadReport:
         for point in plan.points
         if point.workload == sweep.workload.name and plan.arm(point.arm).gpus == gpus
     ]
-    rate = sweep.calm_rate
-    measures = (pareto_area(), latency_at(rate, "ttft"), latency_at(rate, "tpot"))
+    rates, percent = sweep.calm_rates, max(sweep.percentiles, default=50)
+    measures = (pareto_area(), latency_at(rates, "ttft", percent), latency_at(rates, "tpot", percent))
     others = tuple(judge(sweep, measure) for measure in measures)
     return WorkloadReport(sweep, advise(sweep, slo), others, len(planned) - len(sweep.measured))
 
@@ -165,11 +165,14 @@ def _page(report: Report, pictures: list[list[Picture]]) -> str:
     environment.filters["number"] = number
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     pages = list(zip(report.workloads, pictures, strict=True))
-    return page.render(report=report, pages=pages, rows=arm_rows, lead=_shown_lead)
+    return page.render(report=report, pages=pages, rows=arm_rows, lead=_shown_lead, described=described)
 
 
 def _shown_lead(lead: Lead) -> str:
-    return "the only one" if math.isinf(lead.factor) else f"{lead.factor - 1:.0%} better"
+    if math.isinf(lead.factor):
+        return f"the only one; {lead.other} has none"
+    more = f"{lead.factor - 1:.0%} better" if lead.factor < 2 else f"{lead.factor:.1f} times as good"
+    return f"{more} than {lead.other}" if lead.factor < 2 else f"{more} as {lead.other}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +294,11 @@ def _verdict_json(verdict: Verdict) -> Mapping[str, Any]:
         "unit": verdict.measure.unit,
         "winner": verdict.winner,
         "why_not": verdict.why_not,
-        "left_out": list(verdict.left_out),
+        "what_next": verdict.what_next,
+        "left_out": list(map(str, verdict.left_out)),
         "leads": [
-            asdict(lead) | {"factor": _finite(lead.factor), "lowest": _finite(lead.lowest)}
+            asdict(lead)
+            | {"doubt": str(lead.doubt), "factor": _finite(lead.factor), "lowest": _finite(lead.lowest)}
             for lead in verdict.leads
         ],
         "scores": [

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 
-from trtllm_disagg.bench.strategies.measures import Measured
+from trtllm_disagg.bench.strategies.doubt import NO_DOUBT, Doubt
+from trtllm_disagg.bench.strategies.measures import PERCENTILES, Measured
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
     Arm,
@@ -35,8 +36,8 @@ class Sweep:
     arms: tuple[Arm, ...]
     measured: Mapping[Point, Measured]
     is_modelled: bool = True
-    #: Why rates are missing that were measured: sentences.
-    left_out: tuple[str, ...] = ()
+    #: Why rates are missing that were measured.
+    left_out: tuple[Doubt, ...] = ()
     #: Of the run, the arms that have another number of GPUs: nothing is compared with them.
     elsewhere: tuple[Arm, ...] = ()
 
@@ -93,18 +94,31 @@ class Sweep:
         """By repetition."""
         return [curve[rate] for curve in self.curves(arm, sensitivity).values() if rate in curve]
 
-    @cached_property
+    @property
     def calm_rate(self) -> float:
-        """The highest rate that every arm was measured at and that saturated none; if there is none, the lowest."""
-        every = [rate for rate in self.rates if all(self.at_rate(arm.name, rate) for arm in self.arms)]
+        return self.calm_rates[NOMINAL]
+
+    @cached_property
+    def calm_rates(self) -> dict[Sensitivity, float]:
+        """In each variant, the highest rate that every arm was measured at and that saturated none; if there is none,
+        the lowest.
+        """
+        return {variant: self._calm_rate(variant) for variant in self.variants}
+
+    def _calm_rate(self, variant: Sensitivity) -> float:
+        rates = sorted({point.rate for point in self.measured if point.sensitivity == variant})
+        there = {rate: [self.at_rate(arm.name, rate, variant) for arm in self.arms] for rate in rates}
+        every = [rate for rate, by_arm in there.items() if all(by_arm)]
         calm = [
-            rate
-            for rate in every
-            if not any(
-                measured.result.is_saturated for arm in self.arms for measured in self.at_rate(arm.name, rate)
-            )
+            rate for rate in every if not any(m.result.is_saturated for by_arm in there[rate] for m in by_arm)
         ]
-        return max(calm, default=min(every, default=self.rates[0]))
+        return max(calm, default=min(every, default=rates[0]))
+
+    @cached_property
+    def percentiles(self) -> tuple[int, ...]:
+        """Those with a request above them: of twenty, no one in a hundred is slower."""
+        fewest = min(len(measured.result.requests) for measured in self.measured.values())
+        return tuple(percent for percent in PERCENTILES if fewest * (100 - percent) >= 100)
 
     def goodput(self, arm: str, rate: float, slo: Slo) -> float:
         """Requests/s, the median of its repetitions; 0 at a rate left out since a lower one saturated the arm."""
@@ -130,13 +144,14 @@ class Sweep:
         than its share of one of `times`.
         """
         first_bad: dict[Sensitivity, float] = {}
-        reasons: list[str] = []
+        reasons: list[Doubt] = []
         for point, measured in sorted(self.measured.items(), key=lambda item: item[0].rate):
-            reason = _doubt(measured, times, self.is_modelled)
-            if reason and point.sensitivity not in first_bad:
+            doubt = _doubt(measured, times, self.is_modelled)
+            if doubt and point.sensitivity not in first_bad:
                 first_bad[point.sensitivity] = point.rate
                 where = f" with {shown(point.sensitivity)}" if point.sensitivity != NOMINAL else ""
-                reasons.append(f"from {point.rate:g} requests/s on{where}: {reason} in {point.arm}")
+                why = f"from {point.rate:g} requests/s on{where}: {doubt} in {point.arm}"
+                reasons.append(replace(doubt, why=why))
         kept = {
             point: measured
             for point, measured in self.measured.items()
@@ -149,17 +164,33 @@ def _is_beyond(curve: Curve, rate: float, is_exhausted: Callable[[Measured], boo
     return bool(curve) and rate > max(curve) and is_exhausted(curve[max(curve)])
 
 
-def _doubt(measured: Measured, times: Iterable[str], is_modelled: bool) -> str:
-    """Why nothing may be concluded of this point; empty: it may."""
+def _doubt(measured: Measured, times: Iterable[str], is_modelled: bool) -> Doubt:
+    """Why nothing may be concluded of this point."""
+    result = measured.result
     if measured.errors:
-        return f"{measured.errors} of {len(measured.result.requests)} requests failed"
+        return Doubt(
+            f"{measured.errors} of {len(result.requests)} requests failed",
+            "look into logs/ of --out for why they failed; if an arm was full, lower --rates",
+        )
     for name in times if is_modelled else ():
-        share = measured.result.software.get(name)
+        share = result.software.get(name)
         if share is None:
-            return f"the share of our own software in {name.upper()} is not known"
+            return Doubt(
+                f"the share of our own software in {name.upper()} is not known",
+                "look into logs/ of --out: the workers wrote no times of their requests",
+            )
         if share > MOST_SOFTWARE:
-            return f"our own software took {share:.0%} of {name.upper()} (most: {MOST_SOFTWARE:.0%})"
-    return ""
+            return Doubt(
+                f"our own software took {share:.0%} of {name.upper()} (most: {MOST_SOFTWARE:.0%})",
+                f"slow the modelled clock with --time-scale {_slower(result.point.time_scale, share):g}, or leave "
+                "this machine to it",
+            )
+    return NO_DOUBT
+
+
+def _slower(scale: float, share: float) -> float:
+    """At which our software's share should be well below the limit."""
+    return float(f"{1.3 * scale * share / MOST_SOFTWARE:.2g}")
 
 
 def shown(sensitivity: Sensitivity) -> str:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Literal
 
 from trtllm_disagg.bench.figures import Sample
+from trtllm_disagg.bench.strategies.doubt import GO_ON, NO_DOUBT, Doubt, remedies
 from trtllm_disagg.bench.strategies.measures import Measured, front_area
 from trtllm_disagg.bench.strategies.records import NOMINAL, Sensitivity
 from trtllm_disagg.bench.strategies.slo import Slo
@@ -66,7 +67,7 @@ def goodput(slo: Slo) -> Measure:
 def pareto_area() -> Measure:
     return Measure(
         "area",
-        "area under the Pareto front",
+        "fast for each user and much from each GPU (area under the Pareto front)",
         "tok/s/user x tok/s/GPU",
         lambda curve: front_area(measured.place for measured in curve.values()),
         ("tpot",),
@@ -74,13 +75,17 @@ def pareto_area() -> Measure:
     )
 
 
-def latency_at(rate: float, name: Literal["ttft", "tpot"], percent: int = 99) -> Measure:
+def latency_at(rates: Mapping[Sensitivity, float], name: Literal["ttft", "tpot"], percent: int) -> Measure:
+    """`rates` by variant: with slower steps an arm is asked for less."""
+
     def score(curve: Curve) -> float:
+        variant = next(iter(curve.values())).result.point.sensitivity
+        rate = rates[variant]
         return curve[rate].percentile(name, percent) if rate in curve else math.nan
 
     return Measure(
         f"{name}_p{percent}",
-        f"{name.upper()} p{percent} at {rate:g} requests/s",
+        f"{name.upper()} p{percent} at {rates[NOMINAL]:g} requests/s",
         "ms",
         score,
         (name,),
@@ -97,8 +102,8 @@ class Lead:
     #: The smallest of the band, and where.
     lowest: float
     lowest_at: Sensitivity
-    #: Why it is not said; empty: it is.
-    doubt: str = ""
+    #: Why it is not said.
+    doubt: Doubt = NO_DOUBT
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +116,9 @@ class Verdict:
     #: Over every other arm, the smallest first.
     leads: tuple[Lead, ...] = ()
     #: Why nothing is said of any arm.
-    refusal: str = ""
+    refusal: Doubt = NO_DOUBT
     #: Rates that the conclusion does not rest on, and why.
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[Doubt, ...] = ()
 
     @property
     def is_decided(self) -> bool:
@@ -134,7 +139,16 @@ class Verdict:
     @property
     def why_not(self) -> str:
         """Empty if decided."""
-        return self.refusal or "; ".join(lead.doubt for lead in self.doubtful)
+        return "; ".join(str(doubt) for doubt in self._doubts)
+
+    @property
+    def what_next(self) -> str:
+        """To get it decided; empty if it is."""
+        return remedies(self._doubts)
+
+    @property
+    def _doubts(self) -> list[Doubt]:
+        return [self.refusal] if self.refusal else [lead.doubt for lead in self.doubtful]
 
 
 def judge(sweep: Sweep, measure: Measure) -> Verdict:
@@ -165,22 +179,26 @@ def _curves(sweep: Sweep, measure: Measure, arm: str, variant: Sensitivity) -> I
     return sweep.compared(arm, variant, measure.is_exhausted).values()
 
 
-def _refusal(sweep: Sweep, clean: Sweep, measure: Measure, scores: Mapping[str, float]) -> str:
+def _refusal(sweep: Sweep, clean: Sweep, measure: Measure, scores: Mapping[str, float]) -> Doubt:
     if len(sweep.arms) < 2:
         others = ", ".join(f"{arm.name} has {arm.gpus}" for arm in sweep.elsewhere)
-        return "no other arm was measured on as many GPUs" + (f": {others}" if others else "")
+        why = "no other arm was measured on as many GPUs" + (f": {others}" if others else "")
+        return Doubt(why, "choose two arms or more with --arms, and one number of --workers")
     missing = [arm.name for arm in sweep.arms if arm.name not in scores]
     if missing and clean.left_out:
-        return f"no rate is left to compare: {clean.left_out[0]}"
+        return Doubt(f"no rate is left to compare: {clean.left_out[0]}", clean.left_out[0].remedy)
     if missing:
-        return f"no rate was measured that all arms share ({', '.join(missing)} lacks it)"
+        return Doubt(f"no rate was measured that all arms share ({', '.join(missing)} lacks it)", GO_ON)
     if not any(scores.values()):
-        return "no arm keeps it at any rate that was measured"
+        return Doubt("no arm keeps it at any rate that was measured", "lower --rates, or give a looser --slo")
     lacking = _lacking_of_band(clean) if sweep.is_modelled else []
     if lacking:
-        why = f" ({'; '.join(clean.left_out)})" if clean.left_out else ""
-        return f"the sensitivity band is not complete: {', '.join(lacking)} not measured for every arm{why}"
-    return ""
+        why = f" ({'; '.join(map(str, clean.left_out))})" if clean.left_out else ""
+        return Doubt(
+            f"the sensitivity band is not complete: {', '.join(lacking)} not measured for every arm{why}",
+            remedies(clean.left_out) or (GO_ON if len(sweep.variants) > 1 else "leave --band at 0.5"),
+        )
+    return NO_DOUBT
 
 
 def _lacking_of_band(sweep: Sweep) -> list[str]:
@@ -213,45 +231,57 @@ def _lead(
     lowest_at = min(factors, key=lambda variant: (not math.isnan(factors[variant]), factors[variant]))
     lowest, factor = factors[lowest_at], factors[NOMINAL]
     doubts = (
-        _doubt_of_repetitions(measure, best, other, scores),
+        # Arms that could take more have not shown yet how far they are apart.
         *(_doubt_of_rates(sweep, measure, other, variant) for variant in factors),
+        _doubt_of_repetitions(measure, best, other, scores),
         _doubt_of_band(best, other, lowest, lowest_at),
     )
-    return Lead(other, factor, lowest, lowest_at, next(filter(None, doubts), ""))
+    return Lead(other, factor, lowest, lowest_at, next(filter(None, doubts), NO_DOUBT))
 
 
 def _doubt_of_repetitions(
     measure: Measure, best: str, other: str, scores: Mapping[str, Mapping[Sensitivity, Sample]]
-) -> str:
+) -> Doubt:
     ours, theirs = scores[best][NOMINAL], scores[other][NOMINAL]
     ranges = f"{spread(ours)} against {spread(theirs)} {measure.unit}"
     once = min(len(ours.values), len(theirs.values)) < 2
     needed = LEAD_ONCE if once else LEAD
     if not measure.ratio(ours.median, theirs.median) >= needed:
         measured = ", each measured once" if once else ""
-        return f"{best} and {other} differ by less than {needed - 1:.0%} ({ranges}{measured})"
+        return Doubt(
+            f"{best} and {other} differ by less than {needed - 1:.0%} ({ranges}{measured})",
+            f"leave --quick out, or give --repetitions 3: then {LEAD - 1:.0%} are enough"
+            if once
+            else f"nothing, {best} and {other} do alike: take the one that is simpler to run",
+        )
     # Repetitions have their prompts and arrivals in common, so each is compared with its like.
     if not all(measure.ratio(a, b) > 1 for a, b in zip(ours.values, theirs.values, strict=False)):
-        return f"repetitions differ by more than {best} and {other} do ({ranges})"
-    return ""
+        return Doubt(f"repetitions differ by more than {best} and {other} do ({ranges})", "double --requests")
+    return NO_DOUBT
 
 
-def _doubt_of_rates(sweep: Sweep, measure: Measure, other: str, variant: Sensitivity) -> str:
+def _doubt_of_rates(sweep: Sweep, measure: Measure, other: str, variant: Sensitivity) -> Doubt:
     """The score of an arm that could take more is not known."""
     curves = list(_curves(sweep, measure, other, variant))
     if any(measure.is_exhausted(curve[max(curve)]) for curve in curves):
-        return ""
+        return NO_DOUBT
     highest = max(max(curve) for curve in curves)
-    return f"{other} could take more than {highest:g} requests/s, the highest rate compared{_with(variant)}"
+    return Doubt(
+        f"{other} could take more than {highest:g} requests/s, the highest rate compared{_with(variant)}",
+        f"give --rates of your own, up to {number(1.5 * highest)}",
+    )
 
 
-def _doubt_of_band(best: str, other: str, lowest: float, lowest_at: Sensitivity) -> str:
+def _doubt_of_band(best: str, other: str, lowest: float, lowest_at: Sensitivity) -> Doubt:
     if math.isnan(lowest):
-        return f"{best} and {other} were not both measured{_with(lowest_at)}"
+        return Doubt(f"{best} and {other} were not both measured{_with(lowest_at)}", GO_ON)
     if lowest * LEAD > 1:
-        return ""
+        return NO_DOUBT
     better = f"{1 / lowest - 1:.0%} better than" if lowest else "good for something, unlike"
-    return f"the band overturns it:{_with(lowest_at)} {other} is {better} {best}"
+    return Doubt(
+        f"the band overturns it:{_with(lowest_at)} {other} is {better} {best}",
+        "measure step times of your GPU (modelled.measured), or give a narrower --band if the tables are that good",
+    )
 
 
 def _with(variant: Sensitivity) -> str:

@@ -244,6 +244,18 @@ def test_real_deployments_are_arms_by_their_names(model: Path, configs: Path) ->
     assert {point.time_scale for point in runner.plan.points} == {1.0}
 
 
+def test_without_the_tables_it_is_said_how_to_get_them(
+    model: Path, configs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in configs.iterdir():
+        file.write_text("max_seq_len: 16384\n")
+    monkeypatch.setattr("trtllm_disagg.modelled.build.PACKAGE", "package_that_is_not_there")
+    with pytest.raises(
+        ConfigError, match=r"step times are not installed: pip install 'trtllm-disagg\[modelled\]'"
+    ):
+        prepared(model, configs)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

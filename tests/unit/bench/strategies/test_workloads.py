@@ -18,7 +18,9 @@ def test_requests_come_in_order_at_the_rate_and_lengths_that_are_said(name: str)
     asks = traffic.asks(2.0, 200, "seed", VOCABULARY)
     arrivals = [ask.arrival for ask in asks]
     assert arrivals == sorted(arrivals)
-    assert arrivals[-1] == pytest.approx(100, rel=0.35)
+    # Also of a few, which by chance alone would be anything. Bursts are not divided.
+    assert arrivals[-1] == pytest.approx(100, abs=8)
+    assert traffic.asks(2.0, 32, "seed", VOCABULARY)[-1].arrival == pytest.approx(16, abs=8)
     assert sum(len(ask.prompt) for ask in asks) / 200 == pytest.approx(traffic.record.input_tokens, rel=0.15)
     assert sum(ask.output_tokens for ask in asks) / 200 == pytest.approx(
         traffic.record.output_tokens, rel=0.1
