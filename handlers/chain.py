@@ -87,14 +87,14 @@ def bare_decode(decode: DecodePhase) -> Generate:
 _OF_THE_SENDER = Handoff(TokenChunk([]), None)
 
 
-#: Told of each handoff that was answered: the id of its request, and how to take it back.
-PassedOn = Callable[[str | None, Callable[[], None]], None]
+#: Told of each handoff that was answered: its request, and how to take it back.
+PassedOn = Callable[[GenerateRequest, Callable[[], None]], None]
 
 
 def bare_prefill(
     prefill: PrefillPhase,
     protocol: HandoffProtocol = DYNAMO,
-    passed_on: PassedOn = lambda request_id, take_back: None,
+    passed_on: PassedOn = lambda request, take_back: None,
 ) -> Generate:
     """The prefill phase as a service: one chunk, with the first token and the handoff."""
 
@@ -106,8 +106,8 @@ def bare_prefill(
                 yield protocol.answer(handoff, len(request.token_ids))
             delivered = not context.is_stopped()
         finally:
-            if delivered:
-                passed_on(context.id(), handoff.passed_on())
+            if delivered and not handoff.is_final:
+                passed_on(request, handoff.passed_on())
             handoff.release()
 
     return generate

@@ -76,7 +76,7 @@ def stream_timeouts_of(config: WorkerConfig) -> Mapping[str, StreamTimeouts]:
     decode = StreamTimeouts(config.first_decode_token_timeout, config.next_decode_token_timeout)
     tries = config.max_tries + 1
     whole = StreamTimeouts(tries * prefill.first, tries * max(decode))
-    return {"prefill": prefill, "recall": prefill, "decode": decode, "whole": whole}
+    return {"prefill": prefill, "decode": decode, "whole": whole}
 
 
 class IdleTimer:
@@ -211,6 +211,9 @@ class CircuitBreakerInstance:
 
     async def describe(self) -> dict[str, Any]:
         return await self._instance.describe()
+
+    async def tell(self, notice: dict[str, Any]) -> None:
+        await self._instance.tell(notice)
 
     async def call(
         self, request: dict[str, Any], context: RequestContext | None

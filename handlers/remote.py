@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any, Protocol
 
 from trtllm_disagg.errors import (
@@ -15,6 +16,7 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
 )
 from trtllm_disagg.handlers.cancellation import in_background
+from trtllm_disagg.handlers.recall import NoNotices, Notices
 from trtllm_disagg.tracing.spans import Span
 from trtllm_disagg.types import (
     GenerateRequest,
@@ -68,6 +70,12 @@ class StageInstance(Protocol):
         """
         ...
 
+    async def tell(self, notice: dict[str, Any]) -> None:
+        """A request that has no answer (`PhaseRequest.is_notice`): it is no load there, and says nothing of how well
+        the instance is. Raises a DisaggError.
+        """
+        ...
+
 
 class NoStage:
     """The stage client of a worker that calls no other."""
@@ -94,11 +102,15 @@ class RemotePrefill:
         client: StageClient,
         drain: Callable[[GenerateRequest], None],
         protocol: HandoffProtocol = DYNAMO,
+        notices: Notices | NoNotices | None = None,
     ) -> None:
-        """`drain` lets a handoff's KV go when no decode was started: only a decode can tell its holder."""
+        """`drain` lets a handoff's KV go when no decode was started: only a decode can tell its holder. `notices` None:
+        it goes through the queue, which knows what became of its answers.
+        """
         self._client = client
         self._drain = drain
         self._protocol = protocol
+        self._notices = notices or NoNotices()
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         with request.span.child("remote_prefill") as span:
@@ -110,18 +122,16 @@ class RemotePrefill:
         if instance.instance_id != QUEUE_ID:  # the worker that takes it from there says so itself
             request.trace.facts["prefill_instance"] = f"{instance.instance_id:x}"
         dispatch = dispatched(instance, request)
+        asked = self._notices.prefill()
+        taken = partial(self._notices.taken, instance, asked)
         with ExitStack() as unless_returned:
-            raw_request = self._protocol.encode(request.within(dispatch), PREFILL)
-            try:
+            raw_request = self._protocol.encode(request.within(dispatch), asked)
+            with self._notices.recalled_without(handoffs, instance, asked):
                 async with aclosing(instance.call(raw_request, context)) as answers:
                     with dispatch:
                         async for raw in answers:
-                            handoffs.append(self._handoff(request, decode_chunk(raw)))
+                            handoffs.append(self._handoff(request, decode_chunk(raw), taken))
                             unless_returned.callback(handoffs[-1].release)
-            finally:
-                # Its answer may be on the way, and be dropped there.
-                if context.is_stopped() and not handoffs and instance.instance_id != QUEUE_ID:
-                    in_background(self._recall(instance, request, context.id()))
             if context.is_stopped():
                 raise RequestCancelledError("the client left during remote prefill")
             if len(handoffs) != 1:
@@ -129,19 +139,7 @@ class RemotePrefill:
             unless_returned.pop_all()
             return handoffs[0]
 
-    async def _recall(
-        self, instance: StageInstance, request: GenerateRequest, request_id: str | None
-    ) -> None:
-        body = self._protocol.encode(request, PhaseRequest("recall", request=request_id))
-        try:
-            async with aclosing(instance.call(body, None)) as answers:
-                async for _ in answers:
-                    pass
-        except DisaggError as error:
-            # Best effort: the lease ends by itself.
-            log.info("a prefill that lost its answer waits for the end of its lease: %s", error)
-
-    def _handoff(self, request: GenerateRequest, chunk: TokenChunk) -> Handoff:
+    def _handoff(self, request: GenerateRequest, chunk: TokenChunk, taken: Callable[[], None]) -> Handoff:
         result = result_of(chunk)
         if result is None:
             if chunk.finish_reason is None:
@@ -151,7 +149,7 @@ class RemotePrefill:
             raise PeerUnavailableError(
                 f"the prefill worker sent {len(chunk.token_ids)} tokens instead of one"
             )
-        handoff = Handoff(chunk.without_end(), result)
+        handoff = Handoff(chunk.without_end(), result, _ended=taken)
         with_kv = request.with_handoff(handoff)
         handoff.on_release(lambda: self._drain(with_kv))
         return handoff

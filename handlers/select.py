@@ -204,6 +204,9 @@ class CountedInstance:
             self._instance.call(request, context), self._in_flight, self.instance_id, self._tokens
         )
 
+    async def tell(self, notice: dict[str, Any]) -> None:
+        await self._instance.tell(notice)
+
 
 class _CountedCall(PerRequestStream[dict[str, Any]]):
     def __init__(

@@ -37,7 +37,7 @@ from trtllm_disagg.handlers.fallback import (
 )
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.occupancy import NotKnown, Occupancies, OwnOccupancy, within_fallback_budget
-from trtllm_disagg.handlers.recall import recallable
+from trtllm_disagg.handlers.recall import Recalls, recallable
 from trtllm_disagg.handlers.remote import RemoteDrain, StageClient
 from trtllm_disagg.handlers.route import StrategyRouter, relayed
 from trtllm_disagg.handlers.select import RequireConsumers
@@ -122,6 +122,8 @@ class Parts:
     protocol: HandoffProtocol = DYNAMO
     #: The prefill queue, under --prefill-dispatch queue.
     prefills: StageClient | None = None
+    #: This worker, as the workers of the other role see it.
+    instance_id: int | None = None
 
     @property
     def pushes(self) -> bool:
@@ -137,13 +139,16 @@ def build_generate(
     prefills: StageClient | None = None,
     waiting: QueueDepth | None = None,
     occupancies: Occupancies | None = None,
+    instance_id: int | None = None,
 ) -> Generate:
-    """How this worker answers a request. `stage` is the way to the workers of the other role, and `occupancies` how
-    full those are; with a prefill queue `prefills` is that to whichever prefill worker has room, and `waiting` how many
-    have waited for one.
+    """How this worker, the instance `instance_id`, answers a request. `stage` is the way to the workers of the other
+    role, and `occupancies` how full those are; with a prefill queue `prefills` is that to whichever prefill worker has
+    room, and `waiting` how many have waited for one.
     """
     policy = policy or Policy.of(config, config.kv_block_size)
-    generate = _built(config, engine, stage, policy, prefills, waiting, occupancies or NotKnown())
+    generate = _built(
+        config, engine, stage, policy, prefills, waiting, occupancies or NotKnown(), instance_id
+    )
     return generate if config.role is Role.AGG else _splittable(generate)
 
 
@@ -165,6 +170,7 @@ def _built(
     prefills: StageClient | None,
     waiting: QueueDepth | None,
     occupancies: Occupancies,
+    instance_id: int | None,
 ) -> Generate:
     replays = always if engine.is_exact else replay_if_needed
     name = "agg" if config.role is Role.AGG else config.strategy
@@ -185,6 +191,7 @@ def _built(
         choose_protocol(config.handoff_protocol),
         prefills
         and CircuitBreakerClient(_require_consumers(config, prefills, stage), policy.breaker, timeouts),
+        instance_id,
     )
     known = Known(config.role, policy.cached, waiting or watched, policy.occupancy, occupancies)
     chosen = _strategy_router(config, parts, watched, known, policy, replays)
@@ -263,7 +270,7 @@ def served(parts: Parts, whole: Generate) -> Generate:
         asked = request.phase_request
         if asked is None or asked.stage == "whole":
             return whole(request, context)
-        if (Role.PREFILL if asked.stage == "recall" else asked.stage) != own:
+        if (Role.PREFILL if asked.is_notice else asked.stage) != own:
             raise PeerUnavailableError(f"a {own} worker was asked for the phase {asked.stage}")
         return phase(request, context)
 
@@ -274,7 +281,8 @@ def _prefill(parts: Parts) -> Generate:
     if parts.pushes:
         return bare_push(LocalPush(parts.engine, parts.protocol))
     drain = RemoteDrain(parts.stage, parts.protocol)
-    return recallable(LocalPrefill(parts.engine, drain), parts.protocol)
+    recalls = Recalls(parts.stage.instance_ids, parts.engine.handoffs.lease_seconds)
+    return recallable(LocalPrefill(parts.engine, drain), recalls, parts.protocol)
 
 
 def _decode(parts: Parts) -> Generate:

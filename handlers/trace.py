@@ -133,7 +133,8 @@ def with_request_log(
         )
         return _Record(request, context, part, hearing, clock)
 
-    return (drain or WorkerDrain()).tracking(generate, record)
+    tracked = (drain or WorkerDrain()).tracking(generate, record)
+    return lambda request, context: (generate if request.is_notice else tracked)(request, context)
 
 
 class _Record:

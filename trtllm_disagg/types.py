@@ -109,11 +109,18 @@ class Rendezvous(msgspec.Struct, frozen=True, omit_defaults=True):
 class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one worker wants of another; a request from a frontend has none, and means the whole answer."""
 
-    stage: Literal["prefill", "decode", "whole", "recall"]
+    stage: Literal["prefill", "decode", "whole", "recall", "taken"]
     #: For "whole": the order that the sender has chosen.
     strategy: str | None = None
-    #: For "recall": the id of the request whose prefill was asked for, and whose answer did not arrive.
-    request: str | None = None
+    #: The name of this prefill; for "recall" and "taken", of those that they are about. A retry has another one.
+    attempts: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...] = ()
+    #: For "prefill": the instance that asks.
+    sender: int | None = None
+
+    @property
+    def is_notice(self) -> bool:
+        """A word about prefills that this worker has answered: no work for an engine, and no request of a client."""
+        return self.stage in ("recall", "taken")
 
 
 class WireRequest(msgspec.Struct, frozen=True):
@@ -208,6 +215,10 @@ class GenerateRequest:
     trace: RequestTrace = field(default_factory=RequestTrace, compare=False)
     #: What is done for it now, of which what is done next is a part.
     step: Span = field(default=NO_SPAN, compare=False)
+
+    @property
+    def is_notice(self) -> bool:
+        return self.phase_request is not None and self.phase_request.is_notice
 
     @property
     def num_choices(self) -> int:

@@ -3,6 +3,7 @@
 from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.concurrent import RemotePush, concurrent
 from trtllm_disagg.handlers.local import LocalDecode, first_token_within
+from trtllm_disagg.handlers.recall import Notices
 from trtllm_disagg.handlers.remote import RemotePrefill, queued
 from trtllm_disagg.handlers.route import names_prefill
 from trtllm_disagg.handlers.services import Parts
@@ -15,7 +16,9 @@ def build(parts: Parts) -> Generate:
     timed = first_token_within(parts.first_decode_token_timeout, decode)
     if parts.pushes:
         return concurrent(RemotePush(parts.stage, parts.engine, parts.protocol), timed)
-    prefill: PrefillPhase = RemotePrefill(parts.stage, decode.drain, parts.protocol)
+    prefill: PrefillPhase = RemotePrefill(
+        parts.stage, decode.drain, parts.protocol, Notices(parts.instance_id)
+    )
     if parts.prefills is not None:
         through = RemotePrefill(parts.prefills, decode.drain, parts.protocol)
         prefill = queued(through, prefill, passes_by=names_prefill)

@@ -19,7 +19,7 @@ class HandoffsHeld:
     """
 
     def __init__(self, lease_seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lease_seconds = lease_seconds
+        self.lease_seconds = lease_seconds
         self._clock = clock
         self._ids = itertools.count()
         #: When each was made.
@@ -55,7 +55,7 @@ class HandoffsHeld:
 
     def _end_what_is_over(self) -> None:
         now, quiet_since = self._clock(), self._quiet_since
-        self._end_before(now - self._lease_seconds)
+        self._end_before(now - self.lease_seconds)
         if quiet_since is not None and now - quiet_since >= _OLD_SECONDS:
             # The step of a handoff that the statistic did not know would have been heard of by now.
             self._end_before(quiet_since)

@@ -269,6 +269,9 @@ class QueuedPrefill:
     async def describe(self) -> dict[str, Any]:
         raise PeerUnavailableError("it is not known yet which prefill worker will take this request")
 
+    async def tell(self, notice: dict[str, Any]) -> None:
+        """A puller keeps the KV until its pusher has said that it takes the answer."""
+
     def call(
         self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:

@@ -122,6 +122,7 @@ class RecordingStageClient:
         self.instance_id = 1
         self._peers: set[asyncio.Task[None]] = set()
         self.calls: list[StageCall] = []
+        self.notices: list[Raw] = []
 
     async def call(self, request: Raw, context: Any) -> AsyncGenerator[Raw, None]:
         context = context or FakeContext()
@@ -147,6 +148,13 @@ class RecordingStageClient:
 
     async def describe(self) -> Raw:
         return self.description
+
+    async def tell(self, notice: Raw) -> None:
+        self.notices.append(notice)
+        if self._serve is not None:
+            async with aclosing(self._serve(decode_request(notice), FakeContext())) as nothing:
+                async for _ in nothing:
+                    pass
 
     def serve_by(self, serve: Generate) -> None:
         """From the next call on."""

@@ -167,7 +167,9 @@ async def _serve(
     registration = Registration(runtime, model, tells_peers=config.tells_peers)
     state = StageState(config, me, policy, stage, registration, verifier)
     waiting = queue if queue.client is not None else None
-    generate = build_generate(config, engine, stage, policy, queue.client, waiting, occupancies)
+    generate = build_generate(
+        config, engine, stage, policy, queue.client, waiting, occupancies, runtime.instance_id
+    )
     generate = with_request_log(generate, _part(config), policy.sinks, drain, tracer)
     generate = state.counting(generate)
     generate = Admission(policy.thresholds, policy.queued).admitting(generate)

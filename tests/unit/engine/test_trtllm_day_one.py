@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from tests.support.clock import Clock
+from tests.support.day_one import PESSIMISM, Both, DayOne, kinds, opened
 from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of, until
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
 from trtllm_disagg.dynamo_runtime.health_check import health_check_payload
 from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
@@ -41,8 +42,6 @@ from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.decide import CachedPrefixes
 from trtllm_disagg.handlers.local import LocalBoth, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE, PREFILL
-from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.testing.hard_edges import (
     CONTEXT_TRANSFER_ERROR,
     GENERATION_TRANSFER_ERROR,
@@ -50,7 +49,7 @@ from trtllm_disagg.testing.hard_edges import (
     RequestError,
 )
 from trtllm_disagg.testing.mounted import mounted_recording_llm
-from trtllm_disagg.testing.recording import LLM, Script
+from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.testing.sinks import (
     RecordingEventSink,
     RecordingLoadSink,
@@ -58,8 +57,8 @@ from trtllm_disagg.testing.sinks import (
     Removed,
     Stored,
 )
-from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
-from trtllm_disagg.types import Generate, GenerateRequest
+from trtllm_disagg.testing.stage_client import FakeContext
+from trtllm_disagg.types import GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_protocols import DYNAMO
 
@@ -173,8 +172,6 @@ async def test_a_reader_that_never_answers_does_not_keep_the_worker(
 
 # -- the stand-in as it really is
 
-PESSIMISM = {"max_seq_len": 64, "max_num_tokens": 32}
-
 
 @pytest.fixture
 def tensorrt_llm() -> Iterator[ModuleType]:
@@ -182,66 +179,9 @@ def tensorrt_llm() -> Iterator[ModuleType]:
         yield module
 
 
-def opened(**engine_args: Any) -> Engine:
-    """On `tensorrt_llm`, whatever that is now."""
-    args = {"model": "org/model", "cache_transceiver_config": {"backend": "NIXL"}}
-    return Engine.open(load_api("tensorrt_llm"), args | engine_args, machine_id=70)
-
-
-@dataclass(frozen=True, slots=True)
-class DayOne:
-    """A pair of workers in one of the orders."""
-
-    generate: Generate
-    prefill: LLM
-    decode: LLM
-    client: RecordingStageClient
-
-    async def quiet(self) -> None:
-        """All that goes on behind the answers has ended."""
-        await self.client.idle()
-        await until(lambda: not num_in_background())
-        await self.client.idle()
-
-    @property
-    def contexts(self) -> int:
-        return self.prefill.held_contexts
-
-
-class Both:
-    """Each worker's way to the other: what one of them drains goes through the other."""
-
-    def __init__(self, strategy: str, **engine_args: Any) -> None:
-        self.engines = {role: opened(**(PESSIMISM | engine_args)) for role in (Role.PREFILL, Role.DECODE)}
-        self.clients = {role: RecordingStageClient() for role in self.engines}
-        self.handlers: dict[Role, Generate] = {}
-        for role, engine in self.engines.items():
-            config = WorkerConfig(model="org/model", role=role, strategy=strategy, engine="tensorrt_llm")
-            other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-            self.handlers[role] = build_generate(config, engine, self.clients[other])
-        for role, handler in self.handlers.items():
-            self.clients[role].serve_by(handler)
-
-    def day_one(self, strategy: str) -> DayOne:
-        entry = spec_of(strategy).entry_role
-        assert entry is not None
-        first = Role(entry)
-        second = Role.DECODE if first is Role.PREFILL else Role.PREFILL
-        prefill, decode = (self.engines[role].llm for role in (Role.PREFILL, Role.DECODE))
-        return DayOne(self.handlers[first], prefill, decode, self.clients[second])
-
-
 @pytest.fixture(params=ORDERS)
 def pair(request: pytest.FixtureRequest, tensorrt_llm: ModuleType) -> DayOne:
     return Both(request.param).day_one(request.param)
-
-
-def kinds(llm: LLM) -> list[str | None]:
-    """What was asked of an engine."""
-    return [
-        getattr(call.get("disaggregated_params"), "request_type", None)
-        for call in llm.calls_of("generate_async")
-    ]
 
 
 # -- KV that no decode fetches
@@ -264,36 +204,6 @@ async def test_a_client_that_leaves_behind_the_first_token_leaves_no_context(pai
     await chunks.aclose()
     await pair.quiet()
     assert pair.contexts == 0
-
-
-@pytest.mark.parametrize("overtakes", [False, True], ids=["behind the answer", "before the answer"])
-async def test_a_prefill_whose_answer_is_lost_as_the_client_leaves_leaves_no_context(
-    tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch, overtakes: bool
-) -> None:
-    """Dynamo drops what is on the way to a request that it has killed."""
-    both = Both("decode_first")
-    day_one, context = both.day_one("decode_first"), FakeContext()
-    way = both.clients[Role.PREFILL]
-    send = way.call
-
-    async def losing(raw: dict[str, Any], for_client: Any) -> AsyncIterator[dict[str, Any]]:
-        if raw["errand"]["stage"] == "prefill":
-            if overtakes:
-                recall = raw | {"errand": {"stage": "recall", "request": context.id()}}
-                assert [answer async for answer in send(recall, None)] == []
-            (answer,) = [answer async for answer in send(raw, FakeContext(context.id()))]
-            assert "disaggregated_params" in answer
-            context.stop()
-            return
-        async for answer in send(raw, for_client):
-            yield answer
-
-    monkeypatch.setattr(way, "call", losing)
-    with pytest.raises(RequestCancelledError):
-        await collect(day_one.generate, request(max_tokens=5), context)
-    await day_one.quiet()
-    await both.clients[Role.DECODE].idle()
-    assert day_one.contexts == 0
 
 
 async def test_a_client_that_leaves_a_remote_prefill_as_it_ends_leaves_no_context(

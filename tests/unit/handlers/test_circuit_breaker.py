@@ -48,6 +48,9 @@ class Instance:
     ) -> AsyncGenerator[dict[str, Any], None]:
         return self._call()
 
+    async def tell(self, notice: dict[str, Any]) -> None:
+        """Nothing is told."""
+
 
 class Stage:
     """Always the first one that is allowed."""

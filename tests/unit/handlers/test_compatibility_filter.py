@@ -44,6 +44,9 @@ class Instance:
     ) -> AsyncGenerator[dict[str, Any], None]:
         yield {}
 
+    async def tell(self, notice: dict[str, Any]) -> None:
+        """Nothing is told."""
+
 
 class Stage:
     """The first instance that is allowed."""

@@ -214,6 +214,9 @@ class Instance:
     ) -> AsyncGenerator[dict[str, Any], None]:
         raise AssertionError("only its description is wanted")
 
+    async def tell(self, notice: dict[str, Any]) -> None:
+        """Nothing is told."""
+
 
 @dataclass
 class Stage:

@@ -41,6 +41,9 @@ class Instance:
         for number in range(3):
             yield {"token_ids": [number]}
 
+    async def tell(self, notice: dict[str, Any]) -> None:
+        """Nothing is told."""
+
 
 class Directory:
     def __init__(self, *ids: int) -> None:

@@ -176,6 +176,8 @@ async def test_a_request_is_forwarded_with_its_unknown_keys_and_left_alone(strat
     forwarded = pair.client.requests[0]
     prefill_result = forwarded.pop("prefill_result", None)
     errand = forwarded.pop("errand", None)
+    if errand is not None:
+        errand.pop("attempts", None)
     assert forwarded == before
     assert (
         errand

@@ -1,0 +1,308 @@
+"""Prefills with an answer that does not arrive: no KV waits for a decode that never comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.clock import Clock
+from tests.support.day_one import INSTANCES, Both, kinds
+from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from trtllm_disagg.config.thresholds import Live, Thresholds
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.errors import InvalidRequestError, RequestCancelledError, StageTimeoutError
+from trtllm_disagg.handlers import recall
+from trtllm_disagg.handlers.admission import Admission, Queued
+from trtllm_disagg.handlers.cancellation import num_in_background
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
+from trtllm_disagg.handlers.recall import Notices, Recalls
+from trtllm_disagg.handlers.trace import RequestEnd, with_request_log
+from trtllm_disagg.testing.hard_edges import PESSIMISTIC
+from trtllm_disagg.testing.mounted import mounted_recording_llm
+from trtllm_disagg.testing.recording import Script
+from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.types import GenerateRequest, PhaseRequest, RequestContext, TokenChunk
+from trtllm_disagg.wire.bodies import decode_request
+
+Raw = dict[str, Any]
+
+
+async def nothing_more() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.fixture(autouse=True)
+def tensorrt_llm() -> Iterator[None]:
+    with mounted_recording_llm(PESSIMISTIC):
+        yield
+
+
+class Lossy:
+    """A pair in which the answers to the first prefills are lost on their way to the decode worker."""
+
+    def __init__(
+        self, num_lost: int = 1, lost: Callable[[], Awaitable[object]] = nothing_more, **settings: Any
+    ) -> None:
+        """`lost` is what the decode worker hears instead."""
+        self._lost = lost
+        self.both = Both("decode_first", settings)
+        self.generate = self.both.handlers[Role.DECODE]
+        self._way = self.both.clients[Role.PREFILL]
+        self._send = self._way.call
+        self._left = num_lost
+        self._way.call = self._call  # type: ignore[method-assign]
+
+    @property
+    def contexts(self) -> int:
+        return int(self.both.engines[Role.PREFILL].llm.held_contexts)
+
+    async def prefill(self, attempt: str, sender: int | None = INSTANCES[Role.DECODE]) -> Raw:
+        """As a decode worker asks for it; what comes of the answer is the test's."""
+        asked = {"stage": "prefill", "attempts": [attempt]} | ({} if sender is None else {"sender": sender})
+        (answer,) = [each async for each in self._send(raw_request(errand=asked), FakeContext("one id"))]
+        return answer
+
+    async def tell(self, stage: str, *attempts: str) -> None:
+        await self._way.tell({"token_ids": [], "errand": {"stage": stage, "attempts": list(attempts)}})
+
+    async def quiet(self) -> None:
+        await until(lambda: not num_in_background())
+        for client in self.both.clients.values():
+            await client.idle()
+        await until(lambda: not num_in_background())
+
+    async def _call(self, request: Raw, context: Any) -> AsyncGenerator[Raw, None]:
+        if self._left and request["errand"]["stage"] == "prefill":
+            self._left -= 1
+            (answer,) = [answer async for answer in self._send(request, FakeContext("one id"))]
+            assert "disaggregated_params" in answer
+            await self._lost()
+            return
+        async for answer in self._send(request, context):
+            yield answer
+
+
+@pytest.mark.parametrize("overtakes", [False, True], ids=["behind the answer", "before the answer"])
+async def test_a_prefill_whose_answer_is_lost_as_the_client_leaves_leaves_no_context(overtakes: bool) -> None:
+    """Dynamo drops what is on the way to a request that it has killed."""
+    context = FakeContext()
+
+    async def stopped() -> None:
+        context.stop()
+
+    lossy = Lossy(lost=stopped)
+    if overtakes:
+        send = lossy._send
+
+        async def recalled_first(request: Raw, context: Any) -> AsyncGenerator[Raw, None]:
+            await lossy.tell("recall", *request["errand"]["attempts"])
+            async for answer in send(request, context):
+                yield answer
+
+        lossy._send = recalled_first
+    with pytest.raises(RequestCancelledError):
+        await collect(lossy.generate, request(), context)
+    await lossy.quiet()
+    assert lossy.contexts == 0
+
+
+async def test_a_prefill_that_runs_into_its_timeout_as_it_answers_leaves_no_context() -> None:
+    lossy = Lossy(prefill_timeout=0.2)
+    for _ in range(3):
+        assert tokens_of(await collect(lossy.generate, request())) == expected_tokens(5)
+    await lossy.quiet()
+    assert lossy.contexts == 0
+
+
+async def test_a_worker_that_stops_waiting_for_a_prefill_as_it_answers_leaves_no_context() -> None:
+    """A worker that leaves cancels what still runs."""
+    is_lost = asyncio.Event()
+
+    async def lost() -> None:
+        is_lost.set()
+        await nothing_more()
+
+    lossy = Lossy(lost=lost)
+    answer = asyncio.create_task(collect(lossy.generate, request()))
+    await is_lost.wait()
+    answer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answer
+    await lossy.quiet()
+    assert lossy.contexts == 0
+
+
+async def test_a_recall_is_of_one_attempt_and_not_of_its_request() -> None:
+    """The retry has the same request id."""
+    lossy = Lossy()
+    await lossy.prefill("first")
+    await lossy.prefill("retry")
+    await lossy.tell("recall", "first")
+    await lossy.quiet()
+    assert lossy.contexts == 1
+    await lossy.tell("recall", "retry")
+    await lossy.quiet()
+    assert lossy.contexts == 0
+    assert kinds(lossy.both.engines[Role.DECODE].llm) == ["generation_only"] * 2
+
+
+async def test_a_prefill_is_recalled_however_long_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "_SECONDS", 0.0)
+    lossy, gate = Lossy(), asyncio.Semaphore(0)
+    lossy.both.engines[Role.PREFILL].llm.scripts.append(Script(gate=gate))
+    prefill = asyncio.create_task(lossy.prefill("late"))
+    await until(lambda: lossy.both.engines[Role.PREFILL].llm.num_running)
+    await lossy.tell("recall", "late")
+    await asyncio.sleep(0.05)
+    gate.release()
+    await prefill
+    await lossy.quiet()
+    assert lossy.contexts == 0
+
+
+async def test_what_a_dead_decode_worker_has_not_taken_is_fetched_by_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recall, "_LOOK_SECONDS", 0.01)
+    lossy = Lossy()
+    way = lossy.both.clients[Role.DECODE]
+    for number in range(5):
+        await lossy.prefill(f"attempt {number}")
+    await lossy.tell("taken", "attempt 0", "attempt 1")
+    await asyncio.sleep(0.05)
+    assert lossy.contexts == 5, "the decode worker is there"
+    monkeypatch.setattr(way, "instance_ids", lambda: [3])
+    await until(lambda: lossy.contexts == 2)
+    await lossy.quiet()
+    assert kinds(lossy.both.engines[Role.DECODE].llm) == ["generation_only"] * 3
+
+
+async def test_a_decode_worker_says_what_it_has_taken_and_once_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recall, "_TOGETHER_SECONDS", 0.05)
+    lossy = Lossy(num_lost=0)
+    way = lossy.both.clients[Role.PREFILL]
+    answers = await asyncio.gather(*(collect(lossy.generate, request()) for _ in range(4)))
+    assert [tokens_of(answer) for answer in answers] == [expected_tokens(5)] * 4
+    await until(lambda: way.notices)
+    sent = [call["errand"]["attempts"][0] for call in way.requests]
+    (said,) = way.notices
+    assert said["errand"]["stage"] == "taken"
+    assert sorted(said["errand"]["attempts"]) == sorted(sent)
+    assert len(set(sent)) == 4
+
+
+# -- which decode workers are gone
+
+
+class Prefiller:
+    """The prefill worker's side of 'decode worker 2 has an answer'."""
+
+    def __init__(self, *, seen: bool = True, sender: int | None = 2, lease_seconds: float = 60.0) -> None:
+        self.there = {2, 3} if seen else {3}
+        self.clock = Clock()
+        self.recalls = Recalls(lambda: self.there, lease_seconds, self.clock)
+        self.num_taken_back = 0
+        self.recalls.answered(PhaseRequest("prefill", attempts=("a",), sender=sender), self._take_back)
+
+    def _take_back(self) -> None:
+        self.num_taken_back += 1
+
+    def looks(self, *there: set[int]) -> int:
+        for self.there in there:
+            self.recalls.look()
+        return self.num_taken_back
+
+
+async def test_a_worker_that_is_missing_at_two_looks_is_gone() -> None:
+    assert Prefiller().looks({3}, {3}, {3}) == 1
+
+
+async def test_a_worker_that_comes_back_is_not_gone() -> None:
+    assert Prefiller().looks({3}, {2, 3}, {3}, {2, 3}) == 0
+
+
+async def test_a_worker_that_was_never_seen_cannot_be_gone() -> None:
+    """It asks before discovery has told of it."""
+    assert Prefiller(seen=False).looks({3}, {3}) == 0
+    assert Prefiller(seen=False).looks({3}, {2, 3}, {3}, {3}) == 1
+
+
+async def test_kv_of_a_worker_that_is_gone_waits_for_one_that_can_fetch_it() -> None:
+    worker = Prefiller()
+    assert worker.looks(set(), set(), set()) == 0
+    assert worker.looks({4}) == 1
+
+
+async def test_kv_whose_lease_has_ended_is_not_fetched() -> None:
+    worker = Prefiller()
+    worker.clock.now = 60.0
+    assert worker.looks({3}, {3}) == 0
+
+
+async def test_a_worker_without_a_number_is_not_missed() -> None:
+    assert Prefiller(sender=None).looks({3}, {3}) == 0
+
+
+# -- notices are no requests
+
+
+async def test_a_notice_is_heard_by_a_worker_that_refuses_requests(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[GenerateRequest] = []
+
+    class Sink:
+        ended_requests = 0
+
+        def ended(self, end: RequestEnd) -> None:
+            self.ended_requests += 1
+
+    async def hear(asked: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        heard.append(asked)
+        nothing: tuple[TokenChunk, ...] = ()
+        for chunk in nothing:
+            yield chunk
+
+    config = WorkerConfig(model="m", role=Role.PREFILL, max_queued_requests=1)
+    sink = Sink()
+    logged = with_request_log(hear, "prefill", [sink])
+    serve = Admission(Live(Thresholds.of(config)), Queued(requests=1)).admitting(logged)
+    notice = decode_request({"token_ids": [], "errand": {"stage": "recall", "attempts": ["a"]}})
+    assert await collect(serve, notice) == []
+    assert (len(heard), sink.ended_requests, caplog.text) == (1, 0, "")
+
+
+async def test_an_instance_that_hears_notices_still_counts_as_silent() -> None:
+    silent = RecordingStageClient()
+    breaker = CircuitBreaker(2, 60.0)
+
+    async def call(request: Raw, context: Any) -> AsyncGenerator[Raw, None]:
+        await asyncio.Event().wait()
+        yield {}
+
+    silent.call = call  # type: ignore[method-assign]
+    client = CircuitBreakerClient(silent, breaker, {"prefill": StreamTimeouts(0.01, 0.01)})
+    for _ in range(2):
+        instance = await client.pick(request())
+        with pytest.raises(StageTimeoutError):
+            await anext(instance.call(raw_request(errand={"stage": "prefill"}), None))
+        await instance.tell({"token_ids": [], "errand": {"stage": "recall"}})
+    assert len(silent.notices) == 2
+    assert breaker.num_open() == 1
+
+
+async def test_an_older_worker_is_told_once() -> None:
+    class Older(RecordingStageClient):
+        async def tell(self, notice: Raw) -> None:
+            self.notices.append(notice)
+            raise InvalidRequestError("errand: unknown stage")
+
+    older, notices = Older(), Notices(sender=2)
+    for _ in range(3):
+        notices.taken(older, notices.prefill())
+        notices._tell_taken()
+        await until(lambda: not num_in_background())
+    assert len(older.notices) == 1
