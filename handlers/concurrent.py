@@ -71,7 +71,7 @@ class LocalPush:
                 raise RequestCancelledError("the client left during prefill")
             raise KvTransferError("the engine gave the prefill up")
         record_cache_hit(request, result)
-        record_engine(request.span, result)
+        record_engine(self._engine, request, result)
         return chunks[0]
 
 

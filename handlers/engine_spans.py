@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.kv_transfer.endpoint import split_endpoint
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
 from trtllm_disagg.types import GenerateRequest, TokenChunk
 
@@ -37,10 +39,11 @@ class Spanned(PerRequestStream[TokenChunk]):
         self._span.end()
 
 
-def record_engine(span: Span, result: Any) -> None:
-    """The times that the engine tells of a finished RequestOutput: waiting, KV on its way, computing. `span` is around
-    all of it. An engine that measures nothing adds nothing.
+def record_engine(engine: Engine, request: GenerateRequest, result: Any) -> None:
+    """The times that the engine tells of a finished RequestOutput, below the request's span, which is around all of it:
+    waiting, KV on its way, computing. An engine that measures nothing adds nothing.
     """
+    span = request.span
     if not span.is_recording:
         return
     measured = result.outputs[0].request_perf_metrics
@@ -48,7 +51,7 @@ def record_engine(span: Span, result: Any) -> None:
     if timing is None:
         return
     arrival, scheduled, first, last, sent, came = (
-        each.total_seconds()
+        each.total_seconds() * engine.time_scale
         for each in (
             timing.arrival_time,
             timing.first_scheduled_time,
@@ -61,7 +64,12 @@ def record_engine(span: Span, result: Any) -> None:
     has_come = came > sent
     if has_come:
         seconds, num_bytes = came - sent, timing.kv_cache_size
-        told = {"kv_transfer.bytes": num_bytes, "kv_transfer.gb_per_second": num_bytes / seconds / 1e9}
+        told = {
+            "kv_transfer.bytes": num_bytes,
+            "kv_transfer.gb_per_second": num_bytes / seconds / 1e9,
+            "kv_transfer.transport": engine.kv_transport,
+            "kv_transfer.link": _link(request),
+        }
         span.measured("kv_wait", arrival, sent)
         span.measured("kv_transfer", sent, came, told)
         span.note({"gen_ai.latency.kv_cache_transfer_time": seconds})
@@ -70,10 +78,39 @@ def record_engine(span: Span, result: Any) -> None:
         span.measured("engine_queue", waits_from, scheduled)
         span.note({"gen_ai.latency.time_in_queue": max(0.0, scheduled - waits_from)})
     computes_from = max(scheduled, waits_from)
-    if computes_from and first > computes_from:
-        span.measured("first_decode_token" if has_come else "compute", computes_from, first)
-        if not has_come:
-            span.note({"gen_ai.latency.time_in_model_prefill": first - computes_from})
+    if computes_from and first > computes_from and has_come:
+        span.measured("first_decode_token", computes_from, first)
+    elif computes_from and first > computes_from:
+        _record_prompt(span, computes_from, first, result, engine.time_scale)
     if first and last > first:
         span.measured("decode_steps", first, last)
         span.note({"gen_ai.latency.time_in_model_decode": last - first})
+
+
+def _record_prompt(span: Span, begin: float, end: float, result: Any, time_scale: float) -> None:
+    """Of several steps the last one has a span of its own. Only from it on may KV be complete."""
+    breakdown = getattr(result, "time_breakdown_metrics", None) or {}
+    chunks = breakdown.get("ctx_chunk_metrics") or []
+    compute = span.measured("compute", begin, end, {"chunks": len(chunks) or None})
+    span.note({"gen_ai.latency.time_in_model_prefill": end - begin})
+    last = chunks[-1] if len(chunks) > 1 else {}
+    if "token_time" in last:
+        # TensorRT-LLM has these times by another clock than the others.
+        seconds = (last["token_time"] - last["forward_start_time"]) * time_scale
+        compute.measured("last_chunk", end - seconds, end)
+
+
+_THIS_HOST = "this host"
+
+
+def _link(request: GenerateRequest) -> str | None:
+    """The host that KV came from, where the handoff says it."""
+    met, handoff = request.rendezvous, request.prefill_result
+    told = met.ctx_info_endpoint if met is not None else None
+    if handoff is not None:
+        told = handoff.disaggregated_params.get("ctx_info_endpoint")
+    place = split_endpoint(str(told))
+    if place is None:
+        return None
+    host, _ = place
+    return _THIS_HOST if host.startswith("@") else host

@@ -254,7 +254,7 @@ class LocalPrefill:
         if not chunks or chunks[0].finish_reason == "cancelled":
             raise EngineError("the engine ended the prefill without a token")
         record_cache_hit(request, result)
-        record_engine(request.span, result)
+        record_engine(self._engine, request, result)
         return chunks[0]
 
     def _handoff(self, request: GenerateRequest, context: RequestContext, result: Any) -> Handoff:
@@ -344,7 +344,7 @@ class LocalDecode:
 
         def finished(result: Any) -> None:
             record_transfer(request.trace, result)
-            record_engine(request.span, result)
+            record_engine(self._engine, request, result)
 
         # With a rendezvous nothing may ever come, so an abort does not wait for it.
         deferred = request.rendezvous is None
@@ -376,7 +376,7 @@ class LocalBoth:
     def _run(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         def finished(result: Any) -> None:
             record_cache_hit(request, result)
-            record_engine(request.span, result)
+            record_engine(self._engine, request, result)
 
         num_prompt, num_choices = len(request.token_ids), request.num_choices
         cursor = OutputCursor(num_prompt) if num_choices == 1 else ChoicesCursor(num_prompt, num_choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,22 @@ import yaml
 from tokenizers import Tokenizer
 
 from tests.integration.test_changes_under_load import switch
+from tests.support.deployments import wait_until
 from tests.support.modelled_cores import MEASURED, TOKENS_PER_BLOCK
 from tests.support.models import VOCAB, write_tokenizer
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
 from trtllm_disagg.deployment.up_command import engine_configs_in
 from trtllm_disagg.testing.recording_result import scripted_token
+from trtllm_disagg.tracing.reading import Trace, read_traces
 
 pytestmark = pytest.mark.process
 
 PROMPT = "a prompt that is longer than two blocks of thirty-two tokens"
 MAX_TOKENS = 24
+TIME_SCALE = 2
+BLOCK_BYTES = TOKENS_PER_BLOCK * MEASURED["kv_bytes_per_token"]
+#: Of a block's KV on its way, by this machine's clock: a link that is slow on purpose. All else takes less.
+BLOCK_SECONDS = 1.0
 
 
 def write_model(directory: Path) -> Path:
@@ -40,7 +47,11 @@ def write_engine_configs(directory: Path) -> Path:
         "max_seq_len": 1024,
         "enable_chunked_prefill": True,
         "cache_transceiver_config": {"backend": "NIXL"},
-        "modelled": {"measured": MEASURED, "time_scale": 2},
+        "modelled": {
+            "measured": MEASURED,
+            "time_scale": TIME_SCALE,
+            "link_gb_per_second": BLOCK_BYTES / 1e9 / BLOCK_SECONDS * TIME_SCALE,
+        },
     }
     for role in ("prefill", "decode"):
         (directory / f"{role}.yaml").write_text(yaml.safe_dump(content))
@@ -67,9 +78,23 @@ async def test_both_orders_and_a_switch_give_the_text_of_one_engine(tmp_path: Pa
             prompt = tokenizer.encode(f"{order}: {PROMPT}").ids
             assert text == tokenizer.decode([scripted_token(prompt, i) for i in range(MAX_TOKENS)])
             blocks = -(-len(prompt) // TOKENS_PER_BLOCK)
-            moved = blocks * TOKENS_PER_BLOCK * MEASURED["kv_bytes_per_token"]
-            assert (way["strategy"], way["kv_transfer_bytes"]) == (order, moved)
+            assert (way["strategy"], way["kv_transfer_bytes"]) == (order, blocks * BLOCK_BYTES)
             assert "fallbacks" not in way
+            await asyncio.to_thread(the_slow_link_is_found_from_the_trace, config.run_dir, order, blocks)
+
+
+def the_slow_link_is_found_from_the_trace(run_dir: Path, order: str, blocks: int) -> None:
+    def written() -> list[Trace]:
+        return [
+            trace
+            for trace in read_traces(run_dir)
+            if trace.order == order and any(node.span.name == "kv_transfer" for node in trace.nodes)
+        ]
+
+    wait_until(written, f"both workers have written their spans under {order}")
+    longest, milliseconds = written()[-1].blame[0]
+    assert (longest.span.name, longest.worker) == ("kv_transfer", "decode-0")
+    assert milliseconds > 900 * BLOCK_SECONDS * blocks
 
 
 async def ask(client: httpx.AsyncClient, deployment: Deployment, prompt: str) -> tuple[str, dict[str, Any]]:

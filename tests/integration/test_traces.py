@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.deployments import DISAGGREGATED, MODEL_NAME, WORKER_SIDE, Served, wait_until
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.tracing.reading import Trace, find_trace, read_traces
 
 TOKENS = 12
@@ -62,6 +63,8 @@ def test_a_trace_has_both_phases_with_what_their_engines_took(strategy: str, dep
     assert of_worker["decode"] >= DECODE
     (transfer,) = (node.span for node in trace.nodes if node.span.name == "kv_transfer")
     assert int(str(transfer.attributes["kv_transfer.bytes"])) > 0
+    assert transfer.attributes["kv_transfer.transport"] in TRANSPORTS
+    assert transfer.attributes["kv_transfer.link"] == "this host"
     called = [stage for call, stage in CALLED.items() if call in {node.span.name for node in trace.nodes}]
     assert len(called) == (strategy in WORKER_SIDE)
     assert {node.span.name for node in trace.roots} == {"request"}

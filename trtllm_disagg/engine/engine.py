@@ -83,6 +83,9 @@ class Engine:
         args = getattr(llm, "args", None)
         self._longest_step = _longest_step(args)
         self.num_ranks = _num_ranks(args)
+        #: For traces: by what KV comes and goes, and how much slower than this machine's its clock is.
+        self.kv_transport = _kv_transport(llm, args)
+        self.time_scale: float = getattr(llm, "time_scale", 1.0)
         if self.num_ranks > 1 and (TAKES_RANKS not in self.capabilities or api.scheduling_params is None):
             raise ConfigError.bad_value("enable_attention_dp", True, f"false with this version of {api.name}")
         self._placement = _placement(api, self.num_ranks, affinity, args)
@@ -403,6 +406,14 @@ def _longest_step(args: Any) -> float:
 def _num_ranks(args: Any) -> int:
     """Each rank of attention DP has requests and a cache of its own."""
     return int(args.tensor_parallel_size) if getattr(args, "enable_attention_dp", False) else 1
+
+
+def _kv_transport(llm: Any, args: Any) -> str | None:
+    """TensorRT-LLM tells what it was configured with, which may be DEFAULT."""
+    given = getattr(args, "cache_transceiver_config", None)
+    configured = given.get("backend") if isinstance(given, dict) else getattr(given, "backend", None)
+    told: str | None = getattr(llm, "kv_transport", None) or configured
+    return told
 
 
 def _placement(api: LlmApi, num_ranks: int, affinity: Affinity, args: Any) -> Placement:

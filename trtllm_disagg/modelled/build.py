@@ -92,7 +92,7 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
         # Of the tokenizer, which need not be the modelled model's.
         vocab_size=_tokenizers_vocabulary(args),
         max_seq_len=longest,
-        transport=connector.description,
+        transport=connector.transport,
         # No token ends an answer: it has as many as it may have.
         end_ids=[],
         endpoint=connector.endpoint,

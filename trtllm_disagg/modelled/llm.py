@@ -54,7 +54,12 @@ class LLM(EmbeddedLLM):
         )
 
     def _now(self) -> float:
-        return time.monotonic() / self.args.modelled.time_scale
+        return time.monotonic() / self.time_scale
+
+    @property
+    def time_scale(self) -> float:
+        """Its clock runs so many times slower than this machine's (modelled engine only)."""
+        return self.args.modelled.time_scale
 
 
 def _read_own(given: Any) -> ModelledConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,6 +78,8 @@ class Script:
     """Of the prompt, where no KV was fetched."""
     perf_metrics: Any = None
     """What the engine has measured, for a request that asks for it."""
+    time_breakdown_metrics: Mapping[str, Any] | None = None
+    """The same, of its steps."""
     gate: asyncio.Semaphore | None = None
     """One permit lets one token through, so a test can look at a request that is half done."""
 
@@ -128,6 +130,7 @@ class RequestOutput:
         self.cached_tokens = script.cached_tokens
         self.decoding_iter = 0
         self.metrics_dict: dict[str, Any] = {}
+        self.time_breakdown_metrics: Mapping[str, Any] | None = None
         self.disaggregated_params: DisaggregatedParams | None = None
         #: How many tokens were there at each abort.
         self.aborts: list[int] = []
@@ -368,6 +371,7 @@ class RequestOutput:
         output.finish_reason = self._script.ends_with or reason
         measured = self._sampling.return_perf_metrics
         output.request_perf_metrics = self._script.perf_metrics if measured else None
+        self.time_breakdown_metrics = self._script.time_breakdown_metrics if measured else None
 
     def _hand_off(self, output: CompletionOutput, token: int) -> None:
         place, given_id = self._place, self._given.disagg_request_id

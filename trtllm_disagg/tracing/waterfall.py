@@ -65,7 +65,9 @@ def _notes(node: Node) -> Iterator[str]:
         yield f"failed: {node.span.error}"
     if "kv_transfer.bytes" in told:
         num_bytes, rate = (float(str(told[f"kv_transfer.{name}"])) for name in ("bytes", "gb_per_second"))
-        yield f"{num_bytes / 1024:,.0f} KiB, {rate:.3g} GB/s"
+        way = (("by", told.get("kv_transfer.transport")), ("from", told.get("kv_transfer.link")))
+        said = "".join(f" {word} {value}" for word, value in way if value)
+        yield f"{num_bytes / 1024:,.0f} KiB{said}, {rate:.3g} GB/s"
     if "because" in told:
         yield f"to {told.get('to')}, because {told['because']}"
     for event in node.span.events:

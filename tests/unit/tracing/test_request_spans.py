@@ -173,13 +173,22 @@ async def test_a_client_that_leaves_is_an_event_of_the_request() -> None:
     assert got.named("request").events[1].attributes == {"tokens": 1}
 
 
+#: Two steps of a prompt, of which the last took 0.04 s, by a clock of their own.
+CHUNKS = {
+    "ctx_chunk_metrics": [
+        {"forward_start_time": 5.0, "token_time": 5.05},
+        {"forward_start_time": 5.05, "token_time": 5.09},
+    ]
+}
+
+
 class SlowEngine:
     """A script of an engine that has taken so many seconds for each of these, one after the other, up to now."""
 
     def __init__(self, **parts: float) -> None:
         self._parts = parts
         self.gate = asyncio.Semaphore(0)
-        self.script = Script(perf_metrics=self, gate=self.gate)
+        self.script = Script(perf_metrics=self, time_breakdown_metrics=CHUNKS, gate=self.gate)
 
     async def open(self) -> None:
         await asyncio.sleep(sum(self._parts.values()))
@@ -228,6 +237,13 @@ async def test_what_was_slow_in_the_other_stages_engine_is_the_longest_span(
     assert (longest.span.name, longest.worker) == (slow, f"{role.value}-0")
     assert milliseconds > 500
     assert names_below(node(trace, "prefill" if role is Role.PREFILL else "decode")) == inside
+    if role is Role.PREFILL:
+        assert node(trace, "compute").span.attributes == {"chunks": 2}
+        assert names_below(node(trace, "compute")) == ["last_chunk"]
+        assert node(trace, "last_chunk").milliseconds == pytest.approx(40, abs=0.1)
+        assert node(trace, "last_chunk").span.end == node(trace, "compute").span.end
+    else:
+        assert node(trace, "kv_transfer").span.attributes["kv_transfer.transport"] == "NIXL"
 
 
 async def test_a_queue_of_prefills_is_told_from_their_computation() -> None:

@@ -298,7 +298,7 @@ class LLM:
 
     @property
     def kv_transport(self) -> str:
-        """How KV leaves this engine, for one line in the log (embedded engine only)."""
+        """By which transport KV comes and goes; "off" where it does not (embedded engine only)."""
         return self._core.ready.transport
 
     # -- internals: the engine itself

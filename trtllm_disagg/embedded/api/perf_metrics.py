@@ -1,4 +1,5 @@
-"""What a request took, as TensorRT-LLM tells it: `request_perf_metrics` of an output and `metrics_dict` of a result.
+"""What a request took, as TensorRT-LLM tells it: `request_perf_metrics` of an output, `metrics_dict` and
+`time_breakdown_metrics` of a result.
 
 Source: TensorRT-LLM's RequestPerfMetrics, MetricNames and their clients in Dynamo.
 """
@@ -101,6 +102,14 @@ def request_perf_metrics(measured: Measured) -> RequestPerfMetrics:
         last_iter=measured.last_step,
         iter=measured.last_step,
     )
+
+
+def time_breakdown(measured: Measured) -> dict[str, list[dict[str, float]]]:
+    """`time_breakdown_metrics` of a result: of the steps of its prompt when each began, and when the last one ended."""
+    chunks = [{"forward_start_time": began} for began in measured.chunks]
+    if chunks and measured.first_token:
+        chunks[-1]["token_time"] = measured.first_token
+    return {"ctx_chunk_metrics": chunks}
 
 
 def metrics_dict(

@@ -9,7 +9,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtllm_disagg.embedded.api.perf_metrics import RequestPerfMetrics, metrics_dict, request_perf_metrics
+from trtllm_disagg.embedded.api.perf_metrics import (
+    RequestPerfMetrics,
+    metrics_dict,
+    request_perf_metrics,
+    time_breakdown,
+)
 from trtllm_disagg.embedded.ipc.messages import MadeHandoff, TokenOutput
 from trtllm_disagg.embedded.params.request_params import DisaggregatedParams
 
@@ -163,6 +168,7 @@ class GenerationResult:
         self.avg_decoded_tokens_per_iter = 1.0
         #: Seconds by MetricNames, when the request is measured (return_perf_metrics).
         self.metrics_dict: dict[Any, Any] = {}
+        self.time_breakdown_metrics: dict[str, Any] | None = None
         self.finished = False
         self.disaggregated_params: DisaggregatedParams | None = None
         self._streaming = streaming
@@ -285,6 +291,7 @@ class GenerationResult:
             self.finished = self._unfinished == 0
             if delivery.measured is not None:
                 output.request_perf_metrics = request_perf_metrics(delivery.measured)
+                self.time_breakdown_metrics = time_breakdown(delivery.measured)
                 self.metrics_dict = metrics_dict(
                     delivery.measured,
                     delivery.finish_reason,

@@ -134,8 +134,8 @@ class BlocksInTransfer:
 class KvConnector(Protocol):
     """Used by the engine core's thread. Every sequence passes here on its way in and out; most have no other half."""
 
-    #: For logs: the transport and its time limits.
-    description: str
+    #: Its name; "off" without one.
+    transport: str
 
     @property
     def endpoint(self) -> str:
@@ -212,7 +212,7 @@ class KvConnector(Protocol):
 class NullKvConnector:
     """Disaggregation is off: no cache_transceiver_config, no handoffs."""
 
-    description = "off"
+    transport = "off"
     endpoint = ""
     num_leases = 0
     oldest_lease = None

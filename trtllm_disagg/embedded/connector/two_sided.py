@@ -70,9 +70,10 @@ class TwoSidedConnector:
             self.offers, self.pusher, self.peers.late, self._blocks, size, seconds
         )
         self.sender.start(self._message_handlers(), lambda: self.push_receiver.is_busy)
-        self.description = f"{transport.name} (leases and reads end after {seconds:g} s)"
+        self.transport = transport.name
         log.info(
-            "KV transfer by %s as %s, control channel %s", self.description, self.sender.name, self.endpoint
+            "KV transfer by %s (leases and reads end after %g s) as %s, control channel %s",
+            *(self.transport, seconds, self.sender.name, self.endpoint),
         )
 
     @property

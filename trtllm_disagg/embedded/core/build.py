@@ -113,7 +113,7 @@ def build_core(
         tokens_per_block=size,
         vocab_size=shape.config.vocab_size,
         max_seq_len=longest,
-        transport=connector.description,
+        transport=connector.transport,
         end_ids=shape.end_ids,
         endpoint=connector.endpoint,
         pids=team.pids,

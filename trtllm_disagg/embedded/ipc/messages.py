@@ -133,6 +133,8 @@ class Measured(msgspec.Struct, omit_defaults=True):
     transfer_end: float = 0.0
     transfer_bytes: int = 0
     admission: Admission = NOT_ADMITTED
+    #: When each step with a part of its prompt began.
+    chunks: list[float] = []
     #: Steps of the engine.
     first_step: int | None = None
     last_step: int | None = None

@@ -64,6 +64,8 @@ class RequestTimer(NullRequestTimer):
         if measured.first_step is None:
             measured.first_step = step
             measured.first_scheduled = measured.first_scheduled or self._clock()
+        if not measured.first_token:
+            measured.chunks.append(self._clock())
 
     def has_token(self, step: int) -> None:
         measured = self._measured
