@@ -363,7 +363,7 @@ def _plugins(pair: Pair) -> Problem | None:
 RULES = (
     Rule(
         "keys",
-        "TensorRT-LLM refuses arguments that it does not know, after minutes of loading others",
+        "TensorRT-LLM refuses keys that it does not know and values that it does not take, after minutes of loading",
         _shown_keys,
         _keys,
     ),

@@ -155,6 +155,18 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
         "the same kv_transfer_timeout_ms",
         {"decode": {f"{TRANSCEIVER}.kv_transfer_timeout_ms": 1000}},
     ),
+    (
+        "keys",
+        "error",
+        "kv_transfer_timeout_ms: None: expected a finite",
+        {"decode": {f"{TRANSCEIVER}.kv_transfer_timeout_ms": None}},
+    ),
+    (
+        "keys",
+        "error",
+        "transceiver_runtime: 'PYTHON': expected CPP or auto with backend UCX",
+        {side: {f"{TRANSCEIVER}.backend": "UCX"} for side in ("prefill", "decode")},
+    ),
     ("overlap scheduler", "note", "PR 10755", {"prefill": {"disable_overlap_scheduler": False}}),
     ("KV dtype", "error", "the same kv_cache_config.dtype", {"decode": {"kv_cache_config.dtype": "auto"}}),
     ("dtype", "error", "the same dtype", {"decode": {"dtype": "float16"}}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -130,13 +131,22 @@ class CacheTransceiverConfig(StrictModel):
             raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
         return value
 
-    @model_validator(mode="after")
-    def _python_runtime_needs_nixl_and_an_end(self) -> Self:
-        if self.transceiver_runtime == "PYTHON" and self.backend not in (None, "DEFAULT", "NIXL"):
-            raise ValueError(f"transceiver_runtime PYTHON needs backend NIXL, not {self.backend}")
-        if self.transceiver_runtime == "PYTHON" and self.kv_transfer_timeout_ms is None:
-            raise ValueError("transceiver_runtime PYTHON needs a finite kv_transfer_timeout_ms")
-        return self
+    # Checks of single fields, so that an error names the key that is wrong, and not all that stands beside it.
+
+    @field_validator("transceiver_runtime")
+    @classmethod
+    def _python_needs_nixl(cls, value: str | None, others: ValidationInfo) -> str | None:
+        backend = others.data.get("backend")
+        if value == "PYTHON" and backend not in (None, "DEFAULT", "NIXL"):
+            raise ValueError(f"CPP or auto with backend {backend}")
+        return value
+
+    @field_validator("kv_transfer_timeout_ms")
+    @classmethod
+    def _python_needs_an_end(cls, value: int | None, others: ValidationInfo) -> int | None:
+        if value is None and others.data.get("transceiver_runtime") == "PYTHON":
+            raise ValueError("a finite kv_transfer_timeout_ms with transceiver_runtime PYTHON")
+        return value
 
 
 class CapacitySchedulerPolicy(StrEnum):
