@@ -12,7 +12,7 @@ import msgspec
 from tests.support.cores import Answer, Core
 from tests.support.models import EOS
 from trtllm_disagg.embedded.core.engine_core import NoGuides
-from trtllm_disagg.embedded.guided_decoding.grammar import grammar_of
+from trtllm_disagg.embedded.guided_decoding.grammars import grammar_of
 from trtllm_disagg.embedded.guided_decoding.guides import Guide
 from trtllm_disagg.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams

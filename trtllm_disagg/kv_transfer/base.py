@@ -78,7 +78,7 @@ class PeerMetadata(msgspec.Struct, frozen=True):
     transport: str
     layout: KvLayout
     num_blocks: int
-    #: Only the transport understands it. Of a sender with several ranks: relayout.py.
+    #: Only the transport understands it. Of a sender with several ranks: tensor_parallel/transfers.py.
     address: bytes
 
 

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trtllm_disagg.embedded.connector.create import create_connector
+from trtllm_disagg.embedded.connector.two_sided import create_connector
 from trtllm_disagg.embedded.core.engine_core import CoreParts, EngineCore, NoGuides
 from trtllm_disagg.embedded.core.precompile import warm_up
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.ipc.messages import Ready
 from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
-from trtllm_disagg.embedded.kv_cache.pool import KvPool, LocalKvMemory
-from trtllm_disagg.embedded.model.forward import ModelRunner
-from trtllm_disagg.embedded.model.forward_plan import choose_forward
+from trtllm_disagg.embedded.kv_cache.memory import KvPool, LocalKvMemory
+from trtllm_disagg.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.embedded.model.model_loader import load_model
 from trtllm_disagg.embedded.model.rows import TILE, Sampled
 from trtllm_disagg.embedded.model.sampler import sample
@@ -140,8 +139,8 @@ def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
     """What guiding needs is imported only where an engine guides."""
     if args.guided_decoding_backend is None:
         return NoGuides()
+    from trtllm_disagg.embedded.guided_decoding.grammars import read_guide_tokenizer
     from trtllm_disagg.embedded.guided_decoding.guides import Guides
-    from trtllm_disagg.embedded.guided_decoding.matchers import read_guide_tokenizer
 
     tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
     return Guides(tokenizer, shape.config.vocab_size, shape.end_ids)

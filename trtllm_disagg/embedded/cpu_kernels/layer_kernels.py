@@ -3,7 +3,7 @@
 Every row is computed by itself, in an order that depends on nothing but its own length, so the bits of a token do
 not change with the rest of the batch; and the compiler may not reorder anything (llvm_ir.py has the sums), so they
 do not change with the caller. Storage is float32, or bfloat16 as uint16 (numba has no such type); all
-arithmetic is float32. Compiled on first use and kept in files (kernel_cache.py).
+arithmetic is float32. Compiled on first use and kept in files (compiled.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Guided decoding in the engine core, by llguidance: a grammar beside a sequence says what may come next.
 
-`Guides` compiles each grammar (grammar.py has the worker's side) once; a `Guide` advances over the tokens
+`Guides` compiles each grammar (grammars.py) once; a `Guide` advances over the tokens
 of one choice, wherever they were sampled.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 import torch
 from llguidance import LLMatcher
 
-from trtllm_disagg.embedded.guided_decoding.matchers import GuideTokenizer, Matchers, sentence
+from trtllm_disagg.embedded.guided_decoding.grammars import GuideTokenizer, Matchers, sentence
 from trtllm_disagg.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.errors import InvalidRequestError
 

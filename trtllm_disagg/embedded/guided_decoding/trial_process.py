@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from trtllm_disagg.embedded.guided_decoding.matchers import Matchers, read_guide_tokenizer
+from trtllm_disagg.embedded.guided_decoding.grammars import Matchers, read_guide_tokenizer
 from trtllm_disagg.embedded.guided_decoding.trials import TrialStart
 from trtllm_disagg.errors import InvalidRequestError
 

@@ -1,23 +1,204 @@
-"""`LayerOps` by compiled kernels (layer_kernels.py, attention_kernels.py), float32 or bfloat16."""
+"""`LayerOps` by compiled kernels (layer_kernels.py, attention_kernels.py), float32 or bfloat16; and decode steps of a
+plain model in one compiled call (decode_step.py): its weights, its buffers and its threads.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
+from typing import TypeGuard
 
 import numpy as np
 import torch
+from torch import nn
 
-from trtllm_disagg.embedded.cpu_kernels import attention_kernels, layer_kernels
+from trtllm_disagg.embedded.cpu_kernels import attention_kernels, decode_step, layer_kernels
 from trtllm_disagg.embedded.cpu_kernels.compiled import compiling_told
+from trtllm_disagg.embedded.cpu_kernels.decode_step import (
+    DOWN,
+    HEAD,
+    OUTPUT,
+    QKV,
+    ROWS,
+    STOP,
+    Buffers,
+    Weights,
+)
+from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
-from trtllm_disagg.embedded.kv_cache.pool import KvPool
+from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.attention import LayerAttention, StepLayout
-from trtllm_disagg.embedded.model.fused_decode import FusedDecode
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
+from trtllm_disagg.embedded.model.linear import MOST_ROWS, PackedLinear, Panels
 from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.processes.activity import Reporter
+
+
+class FusedDecode:
+    """One step at a time, called by one thread. `close` ends the other threads."""
+
+    max_rows = MOST_ROWS
+
+    def __init__(
+        self,
+        model: PlainModel,
+        products: list[list[PackedLinear]],
+        pool: KvPool,
+        dtype: torch.dtype,
+        num_threads: int,
+    ) -> None:
+        self._model = model  # owns the memory that the weights' addresses point to
+        self._tokens_per_block = pool.tokens_per_block
+        self._num_threads = num_threads
+        self._weights = _weights(model, products)
+        self._buffers = _buffers(model, products[0], pool, dtype, num_threads)
+        self._logits = torch.from_numpy(self._buffers.logits)[:, : products[0][HEAD].out_features]
+        decode_step.compile_ahead(num_threads, self._weights, self._buffers, self._tokens_per_block)
+        self._events = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(1, num_threads)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank,), name="decode-step", daemon=True)
+            for rank in range(1, num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @classmethod
+    def create(
+        cls, model: PlainModel, pool: KvPool, dtype: torch.dtype, num_threads: int
+    ) -> FusedDecode | None:
+        """Computes in `dtype`. None unless the kernels know every weight and fill whole panels. Not with several ranks,
+        either: then products have gathers between them.
+        """
+        products = [
+            [layer.qkv, layer.output, layer.gate_up, layer.down, model.head] for layer in model.layers
+        ]
+        known = [[linear for linear in row if _fits(linear)] for row in products]
+        if any(len(row) < len(products[0]) for row in known):
+            return None
+        if any(linear.out_features % PANEL for row in known for linear in row[:HEAD]):
+            return None
+        if known[0][DOWN].in_features % PANEL:
+            return None
+        return cls(model, known, pool, dtype, num_threads)
+
+    def __call__(self, tokens: Seq[int], layout: StepLayout) -> torch.Tensor:
+        """Logits (sampling rows, vocabulary) float32, valid until the next step. Every row decodes, MOST_ROWS at most.
+
+        A request that goes on after a pause has rows that do not sample: its own tokens once more.
+        """
+        buffers, rows = self._buffers, len(tokens)
+        assert layout.decode is not None
+        tables = layout.decode.tables
+        buffers.tokens[:rows] = tokens
+        buffers.positions[:rows] = layout.position_array
+        buffers.places[:rows] = layout.place_array
+        buffers.tables[:rows, : tables.shape[1]] = tables
+        buffers.control[ROWS] = rows
+        self._wake()
+        decode_step.decode(0, self._num_threads, self._weights, buffers, self._tokens_per_block)
+        return self._logits[:rows] if len(layout.last) == rows else self._logits[layout.last]
+
+    def close(self) -> None:
+        self._buffers.control[STOP] = 1
+        self._wake()
+        for thread in self._threads:
+            thread.join(timeout=5)
+        for event in self._events:
+            os.close(event)
+        self._events = []
+
+    def _wake(self) -> None:
+        for event in self._events:
+            os.eventfd_write(event, 1)
+
+    def _serve(self, rank: int) -> None:
+        event = self._events[rank - 1]
+        decode_step.serve(
+            rank, self._num_threads, self._weights, self._buffers, self._tokens_per_block, event
+        )
+
+
+def _fits(linear: nn.Module) -> TypeGuard[PackedLinear]:
+    return isinstance(linear, PackedLinear) and linear.panels is not None
+
+
+def _weights(model: PlainModel, products: list[list[PackedLinear]]) -> Weights:
+    layers = model.layers
+    following = [layer.input_norm for layer in layers[1:]] + [model.final_norm]
+    biases = [np.stack([_bias(row[kind]) for row in products]) for kind in range(HEAD)]
+    return Weights(
+        embedding=as_array(model.embedding),
+        panels=np.array([[_panels(linear).address for linear in row] for row in products], np.int64),
+        blocks=np.array([[_panels(linear).block for linear in row] for row in products], np.int64),
+        qkv_bias=biases[0],
+        output_bias=biases[1],
+        gate_up_bias=biases[2],
+        down_bias=biases[3],
+        head_bias=_bias(products[0][HEAD]),
+        first_norm=layers[0].input_norm,
+        post_norm=np.stack([layer.post_norm for layer in layers]),
+        next_norm=np.stack(following),
+        q_norm=np.stack([layer.q_norm for layer in layers]),
+        k_norm=np.stack([layer.k_norm for layer in layers]),
+        eps=model.eps,
+        cos=model.cos,
+        sin=model.sin,
+        scale=np.array([layer.attention.scale for layer in layers], np.float32),
+        window=np.array([layer.attention.window or 0 for layer in layers], np.int64),
+    )
+
+
+def _buffers(
+    model: PlainModel, products: list[PackedLinear], pool: KvPool, dtype: torch.dtype, num_threads: int
+) -> Buffers:
+    size, dim = pool.tokens_per_block, pool.kv.shape[-1]
+    hidden, inner = products[OUTPUT].out_features, products[DOWN].in_features
+    longest = len(model.cos)
+
+    def floats(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.float32)
+
+    def stored(*shape: int) -> np.ndarray:
+        return as_array(torch.zeros(shape, dtype=dtype))
+
+    def numbers(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.int64)
+
+    attended = stored(MOST_ROWS, model.num_heads, dim)
+    return Buffers(
+        control=numbers(8),
+        tokens=numbers(MOST_ROWS),
+        positions=numbers(MOST_ROWS),
+        places=numbers(MOST_ROWS),
+        tables=numbers(MOST_ROWS, -(-longest // size)),
+        residual=floats(MOST_ROWS, hidden),
+        hidden=stored(MOST_ROWS, hidden),
+        qkv=floats(MOST_ROWS, products[QKV].out_features),
+        query=stored(MOST_ROWS, model.num_heads, dim),
+        attended=attended,
+        attended_flat=attended.reshape(MOST_ROWS, -1),
+        delta=floats(MOST_ROWS, hidden),
+        gate_up=floats(MOST_ROWS, 2 * inner),
+        activated=stored(MOST_ROWS, inner),
+        logits=floats(MOST_ROWS, -(-products[HEAD].out_features // PANEL) * PANEL),
+        scores=floats(num_threads, model.num_heads, longest),
+        pool=as_array(pool.rows),
+        like=stored(1),
+    )
+
+
+def _panels(linear: PackedLinear) -> Panels:
+    assert linear.panels is not None
+    return linear.panels
+
+
+def _bias(linear: PackedLinear) -> np.ndarray:
+    if linear.bias_values is None:
+        return np.empty(0, np.float32)
+    return linear.bias_values.float().numpy()
 
 
 class DecodeRows:

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trtllm_disagg.embedded.kv_cache.pool import KvPool
+from trtllm_disagg.embedded.kv_cache.memory import KvPool
 from trtllm_disagg.embedded.model.attention import StepLayout
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.processes.activity import Reporter
 
 if TYPE_CHECKING:
-    from trtllm_disagg.embedded.model.compiled_ops import DecodeRows
-    from trtllm_disagg.embedded.model.fused_decode import FusedDecode
+    from trtllm_disagg.embedded.model.compiled_ops import DecodeRows, FusedDecode
     from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
 
 

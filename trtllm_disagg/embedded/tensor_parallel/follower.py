@@ -13,26 +13,27 @@ import msgspec
 import torch
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.kv_cache.memory import CopyStart, Drop, Restore, Save
-from trtllm_disagg.embedded.kv_cache.pool import KvPool, LocalKvMemory
-from trtllm_disagg.embedded.model.forward import ModelRunner
-from trtllm_disagg.embedded.model.forward_plan import choose_forward
+from trtllm_disagg.embedded.kv_cache.memory import CopyStart, Drop, KvPool, LocalKvMemory, Restore, Save
+from trtllm_disagg.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.embedded.model.model_loader import load_model
 from trtllm_disagg.embedded.model.sizing import PoolShape, choose_device, new_pool
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.model_shape import max_seq_len, read_shape
 from trtllm_disagg.embedded.params.supported_args import scope_of
-from trtllm_disagg.embedded.tensor_parallel.channel import (
+from trtllm_disagg.embedded.tensor_parallel.group import (
     Broken,
     Build,
     Built,
     Peer,
     RankCommand,
+    RankGroup,
     Step,
     Stop,
+    join_as_follower,
+    leave,
+    use_cpus,
     watch,
 )
-from trtllm_disagg.embedded.tensor_parallel.group import RankGroup, join_as_follower, leave, use_cpus
 from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
 from trtllm_disagg.embedded.tensor_parallel.transfers import TransferService

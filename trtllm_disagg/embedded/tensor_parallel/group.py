@@ -1,7 +1,11 @@
-"""The ranks as the forward sees them: tensors are gathered and summed, in an order that never changes.
+"""The ranks of one engine, on one host: the sockets between rank 0 and the others (for steps, for KV transfers, and to
+tell which ranks are alive), and the collectives of the forward: tensors are gathered and summed, in an order that never
+changes.
 
-mpi4py with plain buffers, nothing is pickled. Nothing is left to MPI's own reductions either: their order of
-summation depends on the size of the message, and so on what else is in the batch.
+A rank that waits in an MPI collective for one that has died would wait for ever. So every rank has a thread that
+sleeps on the last socket, and ends the process when it closes. Nothing is pickled: messages are msgpack, and mpi4py
+gets plain buffers. Nothing is left to MPI's own reductions either: their order of summation depends on the size of the
+message, and so on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -10,25 +14,144 @@ import contextlib
 import os
 import re
 import signal
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
+from trtllm_disagg.embedded.ipc import link as local_socket
 from trtllm_disagg.embedded.ipc.link import listen
-from trtllm_disagg.embedded.tensor_parallel.channel import Peer, accept, connect
-from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.embedded.kv_cache.memory import KvCommand
+from trtllm_disagg.embedded.model.rows import ForwardRow
+from trtllm_disagg.errors import ConfigError, EngineError
+from trtllm_disagg.processes.framing import framed, receive_exactly, receive_frame
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.params.llm_args import LlmArgs
 
+_HELLO = struct.Struct("<IIB")
+_KINDS = range(3)
+_encoder = msgspec.msgpack.Encoder()
+T = TypeVar("T")
 _JOIN_SECONDS = 60.0
 _GRACE_SECONDS = 3.0
 _ADDRESS_BYTES = 256
 #: All ranks are on one host: mpich opens no port. NIXL reads the same variable, later, for transfers.
 _MPI_TRANSPORTS = "self,sm"
+
+
+class Channel:
+    """Messages in order, each with its length in front. The sockets are this user's only (link.py)."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def send(self, message: Any) -> None:
+        self._connection.sendall(framed(_encoder.encode(message)))
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
+        """Sleeps until there is one. Raises EOFError when the other side is gone."""
+        return decoder.decode(receive_frame(self._connection))
+
+
+class Peer:
+    """Another rank, as this one sees it."""
+
+    def __init__(self, rank: int, pid: int, commands: Channel, transfers: Channel, lifeline: Channel) -> None:
+        self.rank, self.pid = rank, pid
+        self.commands, self.transfers, self.lifeline = commands, transfers, lifeline
+
+
+def accept(listener: socket.socket, size: int) -> list[Peer]:
+    """The peers of rank 0, all `size - 1` of them, by rank."""
+    found: dict[tuple[int, int], Channel] = {}
+    pids: dict[int, int] = {}
+    while len(found) < len(_KINDS) * (size - 1):
+        connection = local_socket.accept(listener)
+        rank, pid, kind = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
+        found[rank, kind] = Channel(connection)
+        pids[rank] = pid
+    return [Peer(r, pids[r], *(found[r, kind] for kind in _KINDS)) for r in range(1, size)]
+
+
+def connect(address: str, rank: int) -> Peer:
+    """Rank 0, from another rank."""
+    channels = []
+    for kind in _KINDS:
+        connection = local_socket.connect(address)
+        connection.sendall(_HELLO.pack(rank, os.getpid(), kind))
+        channels.append(Channel(connection))
+    return Peer(0, 0, *channels)
+
+
+def watch(peer: Peer, decoder: msgspec.msgpack.Decoder[T], on_end: Callable[[T | None], None]) -> None:
+    """Call `on_end` from a thread when the peer is gone, with its last word when it left one."""
+
+    def wait() -> None:
+        last: T | None = None
+        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError):
+            last = peer.lifeline.receive(decoder)
+        on_end(last)
+
+    threading.Thread(target=wait, name=f"rank-{peer.rank}-watch", daemon=True).start()
+
+
+class RankLostError(EngineError):
+    """A rank died, or cannot go on; without it no rank can."""
+
+
+class Build(msgspec.Struct, tag="build"):
+    """Load your part of the model, and make room for this many blocks."""
+
+    args: dict[str, Any]
+    num_blocks: int
+
+
+class Step(msgspec.Struct, tag="step"):
+    rows: list[ForwardRow]
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    pass
+
+
+RankCommand = Build | Step | KvCommand | Stop
+
+
+class Built(msgspec.Struct, tag="built"):
+    pass
+
+
+class Broken(msgspec.Struct, tag="broken"):
+    """This rank cannot go on."""
+
+    kind: str
+    message: str
+
+
+Reply = Built | Broken
+
+
+def step_of(rows: Seq[ForwardRow], tokens_per_block: int) -> Step:
+    """With as many blocks of each row as the step reads and writes."""
+    return Step(
+        [
+            ForwardRow(
+                row.tokens,
+                row.num_computed,
+                row.blocks[: -(-(row.num_computed + row.num_tokens) // tokens_per_block)],
+                row.in_prefill,
+                row.samples,
+            )
+            for row in rows
+        ]
+    )
 
 
 class RankGroup:

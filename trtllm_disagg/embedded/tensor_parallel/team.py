@@ -19,17 +19,18 @@ from trtllm_disagg.embedded.kv_cache.memory import KvCommand, KvMemory
 from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.embedded.params.llm_args import LlmArgs, core_args
-from trtllm_disagg.embedded.tensor_parallel.channel import (
+from trtllm_disagg.embedded.tensor_parallel.group import (
     Broken,
     Build,
     Peer,
+    RankGroup,
     RankLostError,
     Reply,
     Stop,
+    join_as_leader,
     step_of,
     watch,
 )
-from trtllm_disagg.embedded.tensor_parallel.group import RankGroup, join_as_leader
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 if not this_cpu().compiles:
     pytest.skip("this CPU level compiles nothing", allow_module_level=True)
 
-from trtllm_disagg.embedded.cpu_kernels.compiled import Kernel, compile_unless_taken
-from trtllm_disagg.embedded.cpu_kernels.kernel_cache import CompileLocks
+from trtllm_disagg.embedded.cpu_kernels.compiled import CompileLocks, Kernel, compile_unless_taken
 
 
 def double(x: int) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.embedded.cpu_kernels.kernel_cache import kernel_folder
+from trtllm_disagg.embedded.cpu_kernels.compiled import kernel_folder
 
 
 def mode(path: Path) -> int:

@@ -14,7 +14,7 @@ from tests.conftest import Checkpoints
 from tests.support.guiding import tokens_of
 from tests.support.models import EOS, VOCAB
 from trtllm_disagg.embedded import LLM, RequestError, SamplingParams
-from trtllm_disagg.embedded.guided_decoding.grammar import grammar_of
+from trtllm_disagg.embedded.guided_decoding.grammars import grammar_of
 from trtllm_disagg.embedded.guided_decoding.trials import GrammarTrials, TrialStart
 from trtllm_disagg.embedded.ipc.messages import AddRequest, SamplingSpec
 from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams
@@ -37,8 +37,8 @@ TAG = '{"structures": [{"begin": "a", "schema": "start: /a+/ start", "end": "a"}
 WALK = """
 import json, signal, sys
 from pathlib import Path
-from trtllm_disagg.embedded.guided_decoding.matchers import read_guide_tokenizer
-from trtllm_disagg.embedded.guided_decoding.matchers import Matchers
+from trtllm_disagg.embedded.guided_decoding.grammars import read_guide_tokenizer
+from trtllm_disagg.embedded.guided_decoding.grammars import Matchers
 directory, size, end, token, grammars = json.loads(sys.stdin.readline())
 matchers = Matchers(read_guide_tokenizer(Path(directory)), size, [end])
 for grammar in grammars:

@@ -24,8 +24,8 @@ from tests.support.guiding import (
     tokens_of,
 )
 from tests.support.models import EOS
+from trtllm_disagg.embedded.guided_decoding.grammars import GuideTokenizer, read_guide_tokenizer
 from trtllm_disagg.embedded.guided_decoding.guides import Guides
-from trtllm_disagg.embedded.guided_decoding.matchers import GuideTokenizer, read_guide_tokenizer
 from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.handling import request
 from trtllm_disagg.embedded.api.request import sampling_spec
-from trtllm_disagg.embedded.guided_decoding.grammar import grammar_of
+from trtllm_disagg.embedded.guided_decoding.grammars import grammar_of
 from trtllm_disagg.embedded.ipc.messages import Ready
 from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams, SamplingParams
 from trtllm_disagg.engine.engine import Engine

@@ -13,7 +13,7 @@ from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from trtllm_disagg.embedded.core import build as core_module
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
-from trtllm_disagg.embedded.model.forward_plan import ForwardPlan
+from trtllm_disagg.embedded.model.forward import ForwardPlan
 from trtllm_disagg.embedded.params.model_config import FAMILIES, PLAIN_FAMILIES, read_config
 
 #: 1: nothing but the last token; 32: one whole tile and block; 130: over five tiles, and over Mistral's window of 40.

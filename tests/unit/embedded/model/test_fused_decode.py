@@ -12,8 +12,8 @@ from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.model.attention import StepLayout
+from trtllm_disagg.embedded.model.compiled_ops import FusedDecode
 from trtllm_disagg.embedded.model.forward import PlainForward
-from trtllm_disagg.embedded.model.fused_decode import FusedDecode
 
 PROMPTS = [[2 + (i * 37) % 200 for i in range(n)] for n in (1, 3, 17, 31, 32, 33, 70)]
 

@@ -21,19 +21,19 @@ from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.embedded.scheduler.scheduler import Row
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
-from trtllm_disagg.embedded.tensor_parallel.channel import (
+from trtllm_disagg.embedded.tensor_parallel.group import (
     Broken,
     Built,
     Channel,
     Peer,
     RankCommand,
+    RankGroup,
     RankLostError,
     Step,
     Stop,
     accept,
     connect,
 )
-from trtllm_disagg.embedded.tensor_parallel.group import RankGroup
 from trtllm_disagg.embedded.tensor_parallel.team import Team
 from trtllm_disagg.errors import ConfigError, EngineError
 
