@@ -11,7 +11,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.dynamo_metrics import DynamoMetrics
 from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics, QueueMetrics, registry_of
 from trtllm_disagg.dynamo_runtime.request_metrics import EngineRequestMetrics, FrontRequests, RequestMetrics
-from trtllm_disagg.engine.handoffs_held import HandoffsHeld
+from trtllm_disagg.engine.capabilities import HandoffsHeld
 from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
 from trtllm_disagg.handlers.trace import RequestEnd

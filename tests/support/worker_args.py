@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trtllm_disagg.cli import COMMANDS, parser_of
-from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace, refuse_unknown_arguments
-from trtllm_disagg.config.dotted_flags import with_dotted_flags
+from trtllm_disagg.config.args import (
+    add_worker_arguments,
+    config_from_namespace,
+    refuse_unknown_arguments,
+    with_dotted_flags,
+)
 from trtllm_disagg.config.worker_config import WorkerConfig
 
 

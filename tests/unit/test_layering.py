@@ -21,8 +21,6 @@ LAYERS = (
         "config.settings",
         "engine.capabilities",
         "engine.engines",
-        "engine.error_meaning",
-        "engine.handoffs_held",
         "engine.trtllm_version",
         "console",
         "errors",

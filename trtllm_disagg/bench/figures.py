@@ -12,7 +12,7 @@ from trtllm_disagg.bench.plot import Bars, Panel
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`ok` says whether `value` meets `target` (targets.py); both are None for a figure without a target."""
+    """`ok` says whether `value` meets `target` (report.py); both are None for a figure without a target."""
 
     figure: str
     value: float

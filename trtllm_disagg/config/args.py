@@ -1,13 +1,15 @@
 """Command line and environment -> WorkerConfig. Nothing else in the project reads either of them.
 
 A value is taken from the flag, else from TRTLLM_DISAGG_<FLAG>, else from the variable that Dynamo has for the
-same flag, else it is the default of WorkerConfig. A variable that is set but empty counts as not set.
+same flag, else it is the default of WorkerConfig. A variable that is set but empty counts as not set. Engine arguments
+are flags, too: `--trtllm.a.b VALUE`, the way `python -m dynamo.trtllm` takes them.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -38,6 +40,8 @@ from trtllm_disagg.config.worker_config import (
 )
 from trtllm_disagg.errors import ConfigError
 
+_PREFIX = "--trtllm."
+_OVERRIDE = "--override-engine-args"
 #: Where etcd is: set, etcd is the discovery, as it is Dynamo's default.
 _ETCD = "ETCD_ENDPOINTS"
 _NAMESPACE_SUFFIX = "DYN_NAMESPACE_WORKER_SUFFIX"
@@ -46,11 +50,57 @@ _BOTH_PUBLISHERS_FLAG = "--publish-events-and-metrics"
 _BOTH_PUBLISHERS = ("publish_kv_events", "publish_metrics")
 # Other names of one worker that runs both phases, from older and newer Dynamo.
 _ROLE_ALIASES = {"prefill_and_decode": Role.AGG.value, "pd": Role.AGG.value}
-
-
 _TYPES = {
     name: kind for owner in (WorkerConfig, *DECIDERS.values()) for name, kind in get_type_hints(owner).items()
 }
+
+
+def with_dotted_flags(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with all that start with --trtllm. as one --override-engine-args. Raises ConfigError."""
+    kept: list[str] = []
+    nested: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith(_PREFIX):
+            kept.append(argument)
+            continue
+        flag, has_value, value = argument.partition("=")
+        if not has_value:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"{flag} needs a value")
+            value = rest.pop(0)
+        _set(nested, flag, _typed(value))
+    if not nested:
+        return kept
+    if any(argument.split("=", 1)[0] == _OVERRIDE for argument in kept):
+        raise ConfigError(f"{_PREFIX}... and {_OVERRIDE} exclude each other; give one of them")
+    return [*kept, f"{_OVERRIDE}={json.dumps(nested)}"]
+
+
+def _set(nested: dict[str, Any], flag: str, value: Any) -> None:
+    *way, name = flag.removeprefix(_PREFIX).split(".")
+    if not all((*way, name)):
+        raise ConfigError(f"{flag} has an empty part; expected {_PREFIX}key or {_PREFIX}group.key")
+    owner = nested
+    for part in way:
+        owner = owner.setdefault(part, {})
+        if not isinstance(owner, dict):
+            raise ConfigError(f"{flag}: {part} has a value already, so it can have no keys")
+    owner[name] = value
+
+
+def _typed(text: str) -> Any:
+    """None, a number, a truth value, or the text itself: what Dynamo makes of it."""
+    words = {"none": None, "null": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 class _SetBothPublishers(argparse.BooleanOptionalAction):

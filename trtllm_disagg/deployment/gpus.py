@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
-from trtllm_disagg.config.dotted_flags import with_dotted_flags
+from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace, with_dotted_flags
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.engines import ENGINES, resolve_engine
 from trtllm_disagg.errors import ConfigError

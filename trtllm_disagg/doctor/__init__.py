@@ -98,9 +98,8 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _of_deployment(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.doctor.diagnosis import has_errors
-    from trtllm_disagg.doctor.directory import Discovery
     from trtllm_disagg.doctor.frontend import HttpFrontend
-    from trtllm_disagg.doctor.live import Eyes, look
+    from trtllm_disagg.doctor.live import Discovery, Eyes, look
     from trtllm_disagg.doctor.live_rules import findings
     from trtllm_disagg.doctor.machine import ThisMachine
     from trtllm_disagg.doctor.report import live_to_json, show_live
@@ -149,8 +148,7 @@ def _of_files(args: argparse.Namespace) -> ExitCode:
 
 
 def _side(args: argparse.Namespace, role: Role, deployment: Deployment) -> Side:
-    from trtllm_disagg.doctor.flags import settings_of
-    from trtllm_disagg.doctor.pair import read_side
+    from trtllm_disagg.doctor.pair import read_side, settings_of
 
     config = settings_of(
         role, getattr(args, f"{role}_flags"), strategy=args.strategy, schedule_style=args.schedule_style

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from trtllm_disagg.config.engine_args import build_engine_args
-from trtllm_disagg.doctor.flags import ANY_MODEL
-from trtllm_disagg.doctor.pair import Pair
+from trtllm_disagg.doctor.pair import ANY_MODEL, Pair
 from trtllm_disagg.doctor.rules import RULES, Problem, Rule, Severity
 from trtllm_disagg.errors import ConfigError
 

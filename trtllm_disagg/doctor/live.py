@@ -7,12 +7,16 @@ processes tell where its discovery is, and what limits they run under.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from trtllm_disagg.admin.client import quiet_runtime
+from trtllm_disagg.commands import NoKeySigner
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.deployment.limits import INOTIFY_PER_FRONTEND, Limits, Needs
 from trtllm_disagg.doctor.frontend import (
@@ -23,16 +27,45 @@ from trtllm_disagg.doctor.frontend import (
     fresh_prompt,
 )
 from trtllm_disagg.doctor.machine import LocalProcess
-from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError
 from trtllm_disagg.strategies import orders
 
+_ANSWER_SECONDS = 5.0
+_BACKEND, _ETCD = "DYN_DISCOVERY_BACKEND", "ETCD_ENDPOINTS"
 #: What decides where Dynamo's processes find each other.
 _DISCOVERY = re.compile(r"DYN_(DISCOVERY_BACKEND|FILE_KV|REQUEST_PLANE|EVENT_PLANE)|(ETCD|NATS)_\w+")
 _POLL_SECONDS = 0.2
 LOCAL = "local"
-
 Say = Callable[[str], None]
 Description = Mapping[str, Any]
+
+
+class Discovery:
+    def describe(self, namespace: str, variables: Mapping[str, str]) -> dict[int, dict[str, Any]]:
+        if not variables.get(_BACKEND) and not variables.get(_ETCD):
+            raise PeerUnavailableError("the deployment's discovery is not known here")
+        os.environ.update(variables)
+        with quiet_runtime(os.environ):
+            try:
+                return asyncio.run(_described(namespace, variables))
+            except DisaggError:
+                raise
+            except Exception as error:
+                raise PeerUnavailableError(f"discovery does not answer: {error}") from error
+
+
+async def _described(namespace: str, variables: Mapping[str, str]) -> dict[int, dict[str, Any]]:
+    from trtllm_disagg.dynamo_runtime import controller
+
+    async with controller(
+        backend=variables.get(_BACKEND) or "etcd",
+        request_plane=variables.get("DYN_REQUEST_PLANE") or "tcp",
+        event_plane=variables.get("DYN_EVENT_PLANE") or "zmq",
+        namespace=namespace,
+        signer=NoKeySigner(),
+        timeout=_ANSWER_SECONDS,
+    ) as workers:
+        return {each.instance_id: each.description for each in await workers.workers()}
 
 
 class Machine(Protocol):

@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from trtllm_disagg.config.args import (
+    add_worker_arguments,
+    config_from_namespace,
+    refuse_unknown_arguments,
+    with_dotted_flags,
+)
 from trtllm_disagg.config.engine_args import nearest_key, with_flags
 from trtllm_disagg.config.thresholds import read_yaml
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.doctor.flags import ANY_MODEL, ENGINE, settings_of
 from trtllm_disagg.embedded.params.llm_args import TENSORRT_LLM_BACKENDS, LlmArgs
+from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.model_facts import ModelFacts, read_model_facts
 from trtllm_disagg.worker.pairing import Description, Fingerprint
 
+ENGINE = ENGINES["tensorrt_llm"].name
+#: Of a worker whose flags name none.
+ANY_MODEL = "org/model"
 _TRANSCEIVER = "cache_transceiver_config"
 _BACKEND = "backend"
 #: As Dynamo's worker has it, and this one.
 DEFAULT_BLOCK_SIZE = 32
+
+
+def settings_of(
+    role: Role, words: Sequence[str], *, strategy: str = "decode_first", schedule_style: str = "context_first"
+) -> WorkerConfig:
+    """`words`: flags, or a whole command line, of a worker on TensorRT-LLM; no variables. What it leaves open is as the
+    other arguments say. Raises ConfigError, naming doctor's flag and the worker's.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    add_worker_arguments(parser)
+    usual = ["--model", ANY_MODEL, "--disaggregation-mode", role.value, "--disaggregation-strategy", strategy]
+    usual += ["--schedule-style", schedule_style]
+    flags = list(dropwhile(lambda word: not word.startswith("--"), words))
+    try:
+        namespace, unknown = parser.parse_known_args([*usual, *with_dotted_flags(flags)])
+        refuse_unknown_arguments(parser, unknown)
+        config = config_from_namespace(namespace, {})
+        if config.role is not role:
+            raise ConfigError.bad_value("--disaggregation-mode", config.role.value, role.value)
+        if config.engine not in ("auto", ENGINE):
+            raise ConfigError.bad_value("--engine", config.engine, f"{ENGINE}, whose rules doctor knows")
+    except (argparse.ArgumentError, ConfigError) as error:
+        raise ConfigError(f"--{role.value}-flags: {error}") from error
+    return replace(config, engine=ENGINE)
 
 
 @dataclass(frozen=True, slots=True)

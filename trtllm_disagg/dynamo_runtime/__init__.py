@@ -1,8 +1,12 @@
 """Everything of Dynamo's runtime that a worker uses. Only this package and `publisher/` import `dynamo`."""
 
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
-from trtllm_disagg.dynamo_runtime.discovery import Controller, controller
-from trtllm_disagg.dynamo_runtime.dynamo_stage_client import DynamoDirectory, DynamoStageInstance
+from trtllm_disagg.dynamo_runtime.discovery import (
+    Controller,
+    DynamoDirectory,
+    DynamoStageInstance,
+    controller,
+)
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo, to_dynamo
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, refuse_control
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving

@@ -1,32 +1,89 @@
-"""The workers of a namespace: what they are, what they are told from outside, and what they have cached."""
+"""The workers of a namespace, through Dynamo: what they are, what they are told from outside, and what they have
+cached; and the workers of the other role, called for requests.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import cached_property
 from typing import Any
 
 from dynamo.llm import KvRouter, KvRouterConfig
 from dynamo.runtime import DistributedRuntime
 
+from trtllm_disagg import errors
 from trtllm_disagg.commands import CONTROL, Command, Describe, DescribedInstance, Signer
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
-from trtllm_disagg.types import GenerateRequest
+from trtllm_disagg.types import GenerateRequest, RequestContext
 
 _DESCRIBE_SECONDS = 5.0
 _SYSTEM_PORT = "DYN_SYSTEM_PORT"
 _FOUND_SECONDS = 3.0
 _POLL_SECONDS = 0.15
-
 log = logging.getLogger(__name__)
+
+
+class DynamoDirectory:
+    """The instances at an endpoint."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def instance_ids(self) -> list[int]:
+        ids: list[int] = self._client.instance_ids()
+        return ids
+
+    def instance(self, instance_id: int) -> DynamoStageInstance:
+        return DynamoStageInstance(self._client, instance_id)
+
+    async def describe(self) -> dict[str, Any]:
+        """What any of them says of itself. Raises a DisaggError."""
+        for instance_id in self.instance_ids():
+            return await self.instance(instance_id).describe()
+        raise errors.NoInstanceError("no instance of the other stage is there")
+
+
+class DynamoStageInstance:
+    """One of them. Whatever becomes of it is translated."""
+
+    def __init__(self, client: Any, instance_id: int) -> None:
+        self._client = client
+        self.instance_id = instance_id
+
+    async def describe(self) -> dict[str, Any]:
+        async with aclosing(self.call({DESCRIBE: True}, None)) as answers:
+            async for answer in answers:
+                return answer
+        raise errors.PeerUnavailableError("an instance of the other stage did not describe itself")
+
+    async def tell(self, notice: dict[str, Any]) -> None:
+        async with aclosing(self.call(notice, None)) as answers:
+            async for _ in answers:
+                pass
+
+    async def call(
+        self, request: dict[str, Any], context: RequestContext | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        try:
+            # The context carries request id, trace and cancellation.
+            stream = await self._client.direct(request, self.instance_id, annotated=False, context=context)
+            async for item in stream:
+                yield item
+        except errors.DisaggError as error:
+            error.peer = self.instance_id
+            raise
+        except Exception as error:
+            translated = from_dynamo(error)
+            translated.peer = self.instance_id
+            raise translated from error
 
 
 async def list_instances(

@@ -26,15 +26,14 @@ from trtllm_disagg.commands import DescribedInstance
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised
-from trtllm_disagg.dynamo_runtime.discovery import KvOverlaps, described, list_instances
-from trtllm_disagg.dynamo_runtime.dynamo_stage_client import DynamoDirectory
+from trtllm_disagg.dynamo_runtime.discovery import DynamoDirectory, KvOverlaps, described, list_instances
 from trtllm_disagg.dynamo_runtime.handler import (
     HandleCommand,
     Probe,
     answers_by_itself,
     as_dynamo_handler,
+    health_check_payload,
 )
-from trtllm_disagg.dynamo_runtime.health_check import health_check_payload
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.types import Generate
 

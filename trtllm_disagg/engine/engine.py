@@ -14,10 +14,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from trtllm_disagg.engine.capabilities import CAN_BE_MET, COUNTS_REQUESTS, IS_EXACT, TAKES_RANKS, Capabilities
-from trtllm_disagg.engine.error_meaning import translate
-from trtllm_disagg.engine.handoffs_held import HandoffsHeld
-from trtllm_disagg.engine.llm_api import LlmApi
+from trtllm_disagg.engine.capabilities import (
+    CAN_BE_MET,
+    COUNTS_REQUESTS,
+    IS_EXACT,
+    TAKES_RANKS,
+    Capabilities,
+    HandoffsHeld,
+)
+from trtllm_disagg.engine.llm_api import LlmApi, translate
 from trtllm_disagg.engine.rank_placement import (
     Affinity,
     OneRank,

@@ -1,4 +1,6 @@
-"""The names that we use of the module that offers the LLM API; `engines.py` says which modules there are."""
+"""The names that we use of the module that offers the LLM API (`engines.py` says which modules there are), and what its
+errors mean: by their category where they have one, by their words where not.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,28 @@ from typing import Any
 
 from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.engine.trtllm_version import require_taken
-from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.errors import (
+    ConfigError,
+    DisaggError,
+    EngineError,
+    InvalidRequestError,
+    KvTransferError,
+    PeerUnavailableError,
+)
 
+#: DisaggError.category, as the embedded engine reports it.
+_BY_CATEGORY: dict[str, type[DisaggError]] = {
+    InvalidRequestError.category: InvalidRequestError,
+    PeerUnavailableError.category: KvTransferError,
+}
+
+#: TensorRT-LLM's RequestError says no more than this, in lower case. Where its source has the words:
+_BY_WORDS: tuple[tuple[str, type[DisaggError]], ...] = (
+    ("kv cache transfer", KvTransferError),  # _torch/pyexecutor/py_executor.py
+    ("default_max_tokens", InvalidRequestError),  # executor/base_worker.py, _deduce_max_tokens
+    ("should not exceed max_num_tokens", InvalidRequestError),  # llmapi/llm.py, _check_arguments
+    ("must be greater than 0", InvalidRequestError),  # executor/base_worker.py, of max_tokens
+)
 #: Where TensorRT-LLM has what a text worker needs.
 _PARTS = (
     "sampling_params",
@@ -21,6 +43,17 @@ _PARTS = (
     "scheduling_params",
     "llmapi",
 )
+
+
+def translate(error: Exception, is_request_error: bool = True) -> DisaggError:
+    """`is_request_error`: one of the request, not one that the engine was never meant to raise."""
+    message = str(error) if is_request_error else f"{type(error).__name__}: {error}"
+    category = getattr(error, "category", None)
+    if category is not None:
+        return _BY_CATEGORY.get(category, EngineError)(message)
+    text = message.lower()
+    kind = next((kind for words, kind in _BY_WORDS if is_request_error and words in text), EngineError)
+    return kind(message)
 
 
 @dataclass(frozen=True, slots=True)

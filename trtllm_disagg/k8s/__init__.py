@@ -104,8 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Raises ConfigError before anything is written."""
-    from trtllm_disagg.k8s.manifests import manifests
-    from trtllm_disagg.k8s.yaml_text import yaml_text
+    from trtllm_disagg.k8s.manifests import manifests, yaml_text
 
     config, cluster = _deployment(args), _cluster(args)
     has_pairs = spec_of(config.strategy).is_disaggregated

@@ -1,4 +1,4 @@
-"""Pods as manifests: a DynamoGraphDeployment for Dynamo's operator, and the objects that it mounts.
+"""Pods as manifests, in YAML: a DynamoGraphDeployment for Dynamo's operator, and the objects that it mounts.
 
 The operator adds what it knows better: namespace, discovery, service account, the frontend's port and probes
 (https://github.com/ai-dynamo/dynamo, deploy/operator).
@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.k8s.pods import (
@@ -30,13 +32,30 @@ from trtllm_disagg.k8s.pods import (
 )
 
 Manifest = dict[str, Any]
-
 _COMPONENT_TYPES = {"agg": "worker"}
 _PROBE_SECONDS = 10
 #: 503 for so long takes a worker out of service, and 503 for so long restarts it. TensorRT-LLM's own detector of
 #: hangs has 300 s.
 _UNREADY_SECONDS, _HUNG_SECONDS = 30, 300
 _SCRAPE_INTERVAL = "15s"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Files stay readable inside a manifest, and nothing in it refers to another place."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text_of_lines(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text_of_lines)
+
+
+def yaml_text(made: Manifest) -> str:
+    return yaml.dump(made, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=200)
 
 
 @dataclass(frozen=True, slots=True)

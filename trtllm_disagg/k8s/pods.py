@@ -12,8 +12,8 @@ from trtllm_disagg.config.args import (
     add_worker_arguments,
     config_from_namespace,
     refuse_unknown_arguments,
+    with_dotted_flags,
 )
-from trtllm_disagg.config.dotted_flags import with_dotted_flags
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.deployment.gpus import needs_of
 from trtllm_disagg.deployment.plan import (

@@ -17,7 +17,7 @@ from typing import Protocol
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.endpoint import UNIX, join_endpoint, scheme_of, split_endpoint
 from trtllm_disagg.kv_transfer.shared_key import KEY, SharedKeyAuthentication, read_key
-from trtllm_disagg.processes.peer_process import require_same_user
+from trtllm_disagg.processes.framing import require_same_user
 
 _BACKLOG = 128
 KEY_FILE_VARIABLE = "TRTLLM_DISAGG_TRANSFER_KEY_FILE"

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
-from trtllm_disagg.config.dotted_flags import with_dotted_flags
+from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace, with_dotted_flags
 from trtllm_disagg.config.dynamo_flags import RUNTIME_VARIABLES
 from trtllm_disagg.config.thresholds import Thresholds, read_policy_file
 from trtllm_disagg.config.worker_config import WorkerConfig

@@ -21,8 +21,7 @@ from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, Speeds, decode_
 from trtllm_disagg.bench.figures import Figure, Section
 from trtllm_disagg.bench.models import SIZES
 from trtllm_disagg.bench.plot import draw
-from trtllm_disagg.bench.report import NOT_JUDGED, figures_of, print_report, wide_console
-from trtllm_disagg.bench.targets import TARGETS, judged
+from trtllm_disagg.bench.report import NOT_JUDGED, TARGETS, figures_of, judged, print_report, wide_console
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures
 
 # -- models, plans, targets

@@ -21,8 +21,7 @@ from trtllm_disagg.bench.figures import (
     paired_ratio,
     to_json,
 )
-from trtllm_disagg.bench.report import progress
-from trtllm_disagg.bench.targets import Target
+from trtllm_disagg.bench.report import Target, progress
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes import steadily
 

@@ -238,7 +238,7 @@ def test_the_learning_rate_rises_stays_and_falls_to_nothing() -> None:
 def test_an_update_has_the_directions_of_the_gradient_and_equal_strengths(shape: tuple[int, int]) -> None:
     import torch
 
-    from trtllm_disagg.demo_model.muon import orthogonal
+    from trtllm_disagg.demo_model.training import orthogonal
 
     generator = torch.Generator().manual_seed(1)
     # Singular values from 1 down to 1/200, as gradients have them.
@@ -254,7 +254,7 @@ def test_an_update_has_the_directions_of_the_gradient_and_equal_strengths(shape:
 def test_muon_moves_tall_matrices_further_and_shrinks_all() -> None:
     import torch
 
-    from trtllm_disagg.demo_model.muon import Muon
+    from trtllm_disagg.demo_model.training import Muon
 
     tall, flat = torch.ones(64, 16), torch.ones(16, 64)
     optimizer = Muon([tall.requires_grad_(), flat.requires_grad_()], lr=0.1, weight_decay=0.5)
@@ -455,7 +455,7 @@ def test_progress_is_a_line_every_few_seconds_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "0")
-    from trtllm_disagg.demo_model.progress import progress_report
+    from trtllm_disagg.demo_model.build import progress_report
 
     now = 7.0
     with progress_report(lambda: now) as report:
@@ -476,7 +476,7 @@ def test_progress_is_a_bar_on_a_terminal(
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "100")
-    from trtllm_disagg.demo_model.progress import progress_report
+    from trtllm_disagg.demo_model.build import progress_report
 
     with progress_report() as report:
         report(50, 100, 4.25)

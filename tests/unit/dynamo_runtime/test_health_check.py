@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.dynamo_runtime.health_check import PROBE, health_check_payload
+from trtllm_disagg.dynamo_runtime.handler import PROBE, health_check_payload
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.wire.bodies import decode_request
 

@@ -20,7 +20,7 @@ from trtllm_disagg.dynamo_runtime import (
     Runtime,
     as_dynamo_handler,
     from_dynamo,
-    pushed_answers,
+    handler,
     refuse_control,
     to_dynamo,
 )
@@ -301,14 +301,14 @@ async def read(client: DynamoDirectory, into: list[Any]) -> None:
 async def test_a_prefill_workers_answers_are_pushed(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo asks for each one where it does not see that a handler takes a sender, and does not say so."""
     num_pushed = 0
-    pushed = pushed_answers.pushed
+    pushed = handler.pushed
 
     def counted(*arguments: Any) -> AsyncGenerator[Any, None]:
         nonlocal num_pushed
         num_pushed += 1
         return pushed(*arguments)
 
-    monkeypatch.setattr(pushed_answers, "pushed", counted)
+    monkeypatch.setattr(handler, "pushed", counted)
     got: list[Any] = []
     async with served(failing(None, chunks_before=3), role) as client:
         await read(client, got)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.handling import raw_request, until
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.dynamo_stage_client import DynamoStageInstance
+from trtllm_disagg.dynamo_runtime.discovery import DynamoStageInstance
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.remote import NoStage, StageClient

@@ -19,16 +19,13 @@ from tests.support.clock import Clock
 from tests.support.day_one import PESSIMISM, Both, DayOne, kinds, opened
 from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of, until
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
-from trtllm_disagg.dynamo_runtime.health_check import health_check_payload
+from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, health_check_payload
 from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
 from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder, StatsForwarder
-from trtllm_disagg.engine.capabilities import CAPABILITIES, Capabilities
+from trtllm_disagg.engine.capabilities import CAPABILITIES, Capabilities, HandoffsHeld
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.error_meaning import translate
-from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
-from trtllm_disagg.engine.llm_api import load_api
+from trtllm_disagg.engine.llm_api import load_api, translate
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtllm_disagg.embedded.api import request as checks
-from trtllm_disagg.embedded.api.result import RequestOutput, decoder
-from trtllm_disagg.embedded.api.streams import Feed, RunningRequests
+from trtllm_disagg.embedded.api.result import Feed, RequestOutput, RunningRequests, decoder
 from trtllm_disagg.embedded.core.core_client import CoreClient
 from trtllm_disagg.embedded.guided_decoding.trials import GrammarTrials, TrialStart
 from trtllm_disagg.embedded.ipc.messages import AbortRequest, AddRequest, StepReport, TokenOutput

@@ -16,8 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from trtllm_disagg.processes.framing import LENGTH, framed
-from trtllm_disagg.processes.peer_process import require_same_user
+from trtllm_disagg.processes.framing import LENGTH, framed, require_same_user
 
 T = TypeVar("T")
 
