@@ -102,11 +102,11 @@ class ManagedProcess:
         """For the first time, or again: then its log goes on behind a line that says so."""
         if (activity := self._activity_file) is not None:
             activity.unlink(missing_ok=True)
-        with self.log.open("ab" if self._process else "wb") as log:
+        with self.log.open("ab" if self._process else "wb", buffering=0) as log:
             if self._process is not None:
                 now = datetime.now().astimezone().isoformat(timespec="seconds")
-                log.write(f"--- started again at {now}, after: {self.describe_end()} ---\n".encode())
-                log.flush()
+                with contextlib.suppress(OSError):  # the disk is full; the process may run without this line
+                    log.write(f"--- started again at {now}, after: {self.describe_end()} ---\n".encode())
                 self.restarts += 1
             self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(

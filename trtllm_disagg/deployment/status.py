@@ -5,6 +5,7 @@ each a sentence with the cause of a failure, then the end of the log.
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import sys
 import time
@@ -103,7 +104,12 @@ class PlainStatus:
             self._line(line)
 
     def note(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
+        try:
+            print(text, file=self.stream, flush=True)
+        except OSError as error:
+            # A log on a full disk: the line is lost, and the deployment serves on.
+            if error.errno != errno.ENOSPC:
+                raise
         self._wrote = self._clock()
 
     def look(self, processes: Iterable[ManagedProcess]) -> None:

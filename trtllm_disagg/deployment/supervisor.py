@@ -57,6 +57,8 @@ class Supervisor:
         #: Their end is told by the task that starts or stops them.
         self._require_consumers: set[ManagedProcess] = set()
         self._restarts = Restarts(self)
+        #: `processes.json` could not be written.
+        self._is_old = False
         self._stopping = False
 
     async def load(self) -> None:
@@ -186,9 +188,9 @@ class Supervisor:
 
     async def _reap(self, process: ManagedProcess) -> None:
         await process.wait()
-        self.changed(process)
         if not self._stopping and process not in self._require_consumers:
             self._deaths.put_nowait(process)
+        self.changed(process)
 
     async def _all_ready(self, wave: Sequence[ManagedProcess]) -> bool:
         await asyncio.gather(*(self._becomes_ready(process) for process in wave))
@@ -248,7 +250,15 @@ class Supervisor:
         self._status.changed(process)
 
     def _write(self) -> None:
-        self._run_dir.write(known.record() for known in self.processes if known.pid)
+        try:
+            self._run_dir.write(known.record() for known in self.processes if known.pid)
+        except OSError as error:
+            # Other tools then read old news; a full disk is no reason to stop serving.
+            if not self._is_old:
+                self._status.note(f"warning: {self._run_dir.processes_file} is out of date: {error}")
+            self._is_old = True
+        else:
+            self._is_old = False
 
 
 First = TypeVar("First")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +30,8 @@ from trtllm_disagg.deployment.command_socket import (
     send_to_up,
     serving_commands,
 )
-from trtllm_disagg.deployment.plan import DeploymentConfig
-from trtllm_disagg.deployment.run_dir import RunDir, is_alive, read_processes
+from trtllm_disagg.deployment.plan import Backoff, DeploymentConfig
+from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, is_alive, read_processes
 from trtllm_disagg.deployment.status import SilentStatus
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
@@ -67,19 +69,22 @@ def limits() -> Limits:
     return LIMITS
 
 
-@pytest.fixture
-async def supervisor(tmp_path: Path, limits: Limits) -> AsyncIterator[Supervisor]:
-    run_dir = RunDir.claim(tmp_path / ("a" * 120))
-    config = DeploymentConfig(
+def worker_config(run_dir: Path) -> DeploymentConfig:
+    return DeploymentConfig(
         strategy="decode_first",
         model="m",
         served_model_name="m",
-        run_dir=run_dir.path,
+        run_dir=run_dir,
         worker_command=(sys.executable, "-c", HEALTHY),
         startup_timeout=20,
         stop_timeout=10,
     )
-    supervisor = Supervisor(config, [], run_dir, SilentStatus())
+
+
+@pytest.fixture
+async def supervisor(tmp_path: Path, limits: Limits) -> AsyncIterator[Supervisor]:
+    run_dir = RunDir.claim(tmp_path / ("a" * 120))
+    supervisor = Supervisor(worker_config(run_dir.path), [], run_dir, SilentStatus())
     try:
         async with serving_commands(supervisor, limits):
             yield supervisor
@@ -130,6 +135,37 @@ async def test_workers_come_and_go_and_processes_json_is_true(supervisor: Superv
     # A name is used once: the log of the one before stays.
     await tell(supervisor, Scale({"prefill": 2}))
     assert alive(supervisor) == ["prefill-0", "decode-0", "prefill-2"]
+
+
+async def test_on_a_full_disk_workers_come_are_started_again_and_leave(tmp_path: Path) -> None:
+    told: list[str] = []
+    is_back = asyncio.Event()
+
+    class Told(SilentStatus):
+        def note(self, text: str) -> None:
+            told.append(text)
+            if "is back" in text:
+                is_back.set()
+
+    class FullDisk(RunDir):
+        def write(self, records: Iterable[ProcessRecord]) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    claimed = RunDir.claim(tmp_path / "run")
+    config = replace(worker_config(claimed.path), backoff=Backoff(first=0.01))
+    supervisor = Supervisor(config, [], FullDisk(claimed.path), Told())
+    watching = asyncio.create_task(supervisor.watch())
+    try:
+        async with serving_commands(supervisor):
+            assert (await tell(supervisor, Scale({"prefill": 1})))[0] == {"prefill": 1, "decode": 0}
+            os.kill(supervisor.processes[0].pid, signal.SIGKILL)
+            await asyncio.wait_for(is_back.wait(), 20)
+            assert await supervisor.drain()
+    finally:
+        watching.cancel()
+        await supervisor.kill()
+    warnings = [line for line in told if "No space left" in line]
+    assert len(warnings) == 1 and "processes.json" in warnings[0]
 
 
 async def test_a_worker_that_does_not_come_up_is_told_with_its_log_and_forgotten(

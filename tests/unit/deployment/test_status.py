@@ -123,3 +123,12 @@ def test_the_table_fits_a_terminal(decode: Told, tmp_path: Path, width: int) -> 
     assert "waits for a worker that registers the model" in lines[2]
     assert "loading weights 43 %" in lines[3]
     assert max(map(len, lines)) <= width
+
+
+def test_a_line_for_a_log_on_a_full_disk_is_lost_and_nothing_else() -> None:
+    log = Path("/dev/full").open("w")
+    try:
+        PlainStatus(log).note("ready")
+    finally:
+        with pytest.raises(OSError, match="No space left"):
+            log.close()
