@@ -164,8 +164,8 @@ async def test_on_a_full_disk_workers_come_are_started_again_and_leave(tmp_path:
     finally:
         watching.cancel()
         await supervisor.kill()
-    warnings = [line for line in told if "No space left" in line]
-    assert len(warnings) == 1 and "processes.json" in warnings[0]
+    (warning,) = [line for line in told if "No space left" in line]
+    assert "processes.json" in warning
 
 
 async def test_a_worker_that_does_not_come_up_is_told_with_its_log_and_forgotten(
