@@ -24,7 +24,7 @@ from trtllm_disagg.errors import DisaggError, EngineError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_END_SECONDS = 10
+_END_SECONDS, _HURRY_SECONDS = 10.0, 1.0
 _ANSWER_SECONDS = 900.0
 _SLEEP_SECONDS = 2.0
 _POLL_SECONDS = 0.005
@@ -51,6 +51,8 @@ class ChildProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | environment_of(os.environ) | variables,
+            # Ctrl-C is for the one that asks, which ends this.
+            process_group=0,
         )
         self._send(asdict(start))
 
@@ -71,13 +73,14 @@ class ChildProcess:
         while is_running(self.pid) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
-    def close(self) -> None:
+    def close(self, seconds: float = _END_SECONDS) -> None:
+        """It ends by itself, or is killed when so many have passed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=_END_SECONDS)
+            self._process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -89,7 +92,8 @@ class ChildProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        interrupted = kind is not None and not issubclass(kind, Exception)
+        self.close(_HURRY_SECONDS if interrupted else _END_SECONDS)
 
     def _send(self, message: Any) -> None:
         assert self._process.stdin is not None

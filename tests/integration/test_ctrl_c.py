@@ -1,0 +1,126 @@
+"""Ctrl-C while a command is at work: it ends with the code for that and no traceback, and what it started is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.deployments import wait_until
+from trtllm_disagg.deployment.command_socket import COMMAND_SOCKET
+from trtllm_disagg.deployment.plan import LOOPBACK
+from trtllm_disagg.exit_codes import ExitCode
+
+pytestmark = pytest.mark.process
+
+#: Imports, on a busy machine; and how long a deployment that loads may take to end.
+START_SECONDS, END_SECONDS = 60.0, 60.0
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A server that takes connections and says nothing, on both kinds of socket."""
+
+    tcp: socket.socket
+    unix: socket.socket
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.tcp.getsockname()[1]}"
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.unix.getsockname()).parent
+
+    def is_asked(self, command: psutil.Process, directory: Path) -> bool:
+        for listening in (self.tcp, self.unix):
+            try:
+                listening.accept()[0].detach()  # it stays open, and ends with this process
+            except BlockingIOError:
+                continue
+            return True
+        return False
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[Silent]:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
+        tcp.bind((LOOPBACK, 0))
+        unix.bind(str(run_dir / COMMAND_SOCKET))
+        for listening in (tcp, unix):
+            listening.listen()
+            listening.setblocking(False)
+        yield Silent(tcp, unix)
+
+
+IsAtWork = Callable[[psutil.Process, Path], bool]
+
+
+def has_children(command: psutil.Process, directory: Path) -> bool:
+    return bool(command.children())
+
+
+def has_begun(command: psutil.Process, directory: Path) -> bool:
+    """It has told its user what it does."""
+    return (directory / "said").stat().st_size > 0
+
+
+ON_ITS_OWN: dict[str, IsAtWork] = {
+    "demo-model {directory}/model": has_begun,
+    "bench transfer --transport SHARED_MEMORY": has_children,
+    "bench overhead --quick --strategy agg": has_children,
+}
+CLIENTS = ("doctor --url {url}", "top --once --url {url}", "switch --run-dir {run_dir} --to prefill_first")
+
+
+def interrupted(words: str, directory: Path, is_at_work: IsAtWork) -> tuple[int, str]:
+    """As a terminal does it: the command and what shares its group hear of it. The exit code, and what it said."""
+    said = directory / "said"
+    with said.open("wb") as out:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "trtllm_disagg", *words.split()],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    command = psutil.Process(running.pid)
+    started = [command]
+    try:
+        wait_until(lambda: is_at_work(command, directory), f"{words} is at work", START_SECONDS)
+        started += command.children(recursive=True)
+        os.killpg(running.pid, signal.SIGINT)
+        code = running.wait(END_SECONDS)
+        _, left = psutil.wait_procs(started, timeout=END_SECONDS)
+        assert left == []
+    finally:
+        for process in started:
+            if process.is_running():
+                process.kill()
+        running.wait()
+    return code, said.read_text()
+
+
+@pytest.mark.parametrize("words", ON_ITS_OWN)
+def test_ctrl_c_ends_a_command_that_works_and_all_that_it_started(words: str, tmp_path: Path) -> None:
+    code, said = interrupted(words.format(directory=tmp_path), tmp_path, ON_ITS_OWN[words])
+    assert "Traceback" not in said
+    assert code == ExitCode.INTERRUPTED
+
+
+@pytest.mark.parametrize("words", CLIENTS)
+def test_ctrl_c_ends_a_command_that_waits_for_an_answer(words: str, silent: Silent, tmp_path: Path) -> None:
+    asked = words.format(url=silent.url, run_dir=silent.run_dir)
+    code, said = interrupted(asked, tmp_path, silent.is_asked)
+    assert "Traceback" not in said
+    assert code == ExitCode.INTERRUPTED
