@@ -7,7 +7,7 @@ from typing import Any
 
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.handlers.streams import PerRequestStream
-from trtllm_disagg.kv_transfer.endpoint import split_endpoint
+from trtllm_disagg.kv_transfer.handle import split_endpoint
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
 from trtllm_disagg.types import GenerateRequest, TokenChunk
 

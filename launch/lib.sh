@@ -95,7 +95,7 @@ require_gpus() {
         if [[ $role == "$1" ]]; then worker_arguments "$role" "${@:2}"; else worker_arguments "$role"; fi
         both+=("${argv[@]}" --)
     done
-    "$PYTHON" -P -m trtllm_disagg.deployment.script_gpus "${both[@]}" || exit 1
+    "$PYTHON" -P -m trtllm_disagg.deployment.for_scripts gpus "${both[@]}" || exit 1
 }
 
 # exec_worker ROLE SYSTEM_PORT [ARG...]: becomes a worker.
@@ -119,7 +119,7 @@ read_ranks() {
     local answer launches
     [[ $1 == agg || $1 == prefill || $1 == decode ]] || fail "ROLE: '$1' is not allowed; expected agg, prefill or decode"
     worker_arguments "$@"
-    answer=$("$PYTHON" -P -m trtllm_disagg.deployment.ranks "${argv[@]}") || exit 2
+    answer=$("$PYTHON" -P -m trtllm_disagg.deployment.for_scripts ranks "${argv[@]}") || exit 2
     read -r ranks on_gpus srun_mpi launches <<<"$answer"
     launcher=()
     [[ -n $launches ]] || return 0

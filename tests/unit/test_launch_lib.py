@@ -20,7 +20,7 @@ import os, signal, sys
 if "-I" in sys.argv:
     sys.exit(1)  # it asks whether all are ready
 if {{"trtllm_disagg.strategies", "trtllm_disagg.engine.engines", "trtllm_disagg.keys",
-    "trtllm_disagg.deployment.script_gpus"}} & set(sys.argv):
+    "trtllm_disagg.deployment.for_scripts"}} & set(sys.argv):
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 role = sys.argv[sys.argv.index("--disaggregation-mode") + 1] if "trtllm_disagg" in sys.argv else "frontend"
 def note(file, text):

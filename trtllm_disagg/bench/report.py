@@ -16,9 +16,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trtllm_disagg.bench.figures import Column, Figure, Grid, Section, to_json
+from trtllm_disagg.bench.figures import Column, Figure, Grid, Section, draw, require_matplotlib, to_json
 from trtllm_disagg.bench.machine import describe_machine, load
-from trtllm_disagg.bench.plot import draw, require_matplotlib
 from trtllm_disagg.processes.steadily import without_silence
 
 if TYPE_CHECKING:

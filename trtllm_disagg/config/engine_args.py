@@ -3,6 +3,7 @@
 They are plain values and name no engine. All that we know of an argument is checked before an engine exists.
 The strongest wins, as in Dynamo's worker: --override-engine-args, then --extra-engine-args, then a flag or variable
 that was given, then a default. Only the model is the flag's, because frontends were told of that one.
+`--dump-config-to FILE` gets what came out of flags, variables and YAML, as JSON.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from trtllm_disagg import __version__
 from trtllm_disagg.config.thresholds import read_yaml
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
@@ -372,3 +375,22 @@ def _nested_model(model: type[BaseModel], name: str) -> type[BaseModel]:
     annotation = model.model_fields[name].annotation
     candidates = (annotation, *getattr(annotation, "__args__", ()))
     return next(item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel))
+
+
+def dump_config(config: WorkerConfig, engine_args: Mapping[str, Any]) -> None:
+    """Where it is asked for. Raises ConfigError when the file cannot be written."""
+    if config.dump_config_to is None:
+        return
+    # The names are those of Dynamo's dump.
+    content = {"version": __version__, "dynamo_args": asdict(config), "engine_args": engine_args}
+    try:
+        Path(config.dump_config_to).expanduser().write_text(
+            json.dumps(content, indent=2, default=_plain) + "\n"
+        )
+    except OSError as error:
+        allowed = f"a file that can be written ({error.strerror})"
+        raise ConfigError.bad_value(flag_of("dump_config_to"), config.dump_config_to, allowed) from error
+
+
+def _plain(value: object) -> Any:
+    return sorted(value) if isinstance(value, frozenset) else str(value)

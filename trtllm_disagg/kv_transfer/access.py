@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.kv_transfer.endpoint import UNIX, join_endpoint, scheme_of, split_endpoint
+from trtllm_disagg.kv_transfer.handle import UNIX, join_endpoint, scheme_of, split_endpoint
 from trtllm_disagg.kv_transfer.shared_key import KEY, SharedKeyAuthentication, read_key
 from trtllm_disagg.processes.framing import require_same_user
 

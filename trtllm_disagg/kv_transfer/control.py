@@ -1,15 +1,21 @@
-"""The control channel: hands out an engine's metadata, and says whether a lease holds before and after a read.
+"""The control channel and the leases that it asks for: hands out an engine's metadata, and says whether a lease holds
+before and after a read.
 
 Begin, read, finish: begin refuses a read that would come too late, and gives the lease time for it; finish says
 "held" when the blocks were left alone meanwhile, so that what was read is exactly the leased prompt's KV. Any other
 answer, and the receiver throws it away. A forged, stale or foreign handle reads nothing, and can never put another
 prompt's KV into an answer.
+
+A lease holds the blocks of a finished prefill: until "done", an explicit release, or its end.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +26,6 @@ from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.access import PeerAuthentication, PeerGoneError
 from trtllm_disagg.kv_transfer.base import PeerMetadata
 from trtllm_disagg.kv_transfer.handle import UNREADABLE, KvHandle
-from trtllm_disagg.kv_transfer.leases import LeaseTable
 from trtllm_disagg.kv_transfer.listener import MAX_MESSAGE_BYTES, Limits, PeerListener, receive_message
 from trtllm_disagg.kv_transfer.messages import (
     Begin,
@@ -33,15 +38,131 @@ from trtllm_disagg.kv_transfer.messages import (
 )
 from trtllm_disagg.processes.framing import UnreadableError, framed, receive_frame
 
+_REMEMBERED = 1024
 #: A client does not trust a connection that it has not used for so long: the server hangs up at `Limits.idle`.
 _STALE_SECONDS = 60.0
-
 #: What answers which kind of message; it gets the peer's name too.
 MessageHandlers = Mapping[type, Callable[[Any, str], bytes]]
-
 _requests = msgspec.msgpack.Decoder(Request)
 _peer_metadata = msgspec.msgpack.Decoder(PeerMetadata)
 _encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(slots=True)
+class Lease:
+    """Blocks that a sender keeps for a receiver: until "done", an explicit release, or the end of the lease."""
+
+    id: bytes
+    request_id: int
+    blocks: list[int]
+    deadline: float  # time.monotonic() seconds
+    digest: bytes = b""  # KvHandle.digest(), set when the handle is made
+    begun: bool = False
+    granted: float = 0.0
+
+
+class LeaseTable:
+    """Thread-safe. A lease leaves the table exactly once, whatever ends it first; only then may its blocks go.
+
+    So when `finish` answers True, the blocks were untouched during everything that the receiver read before.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._by_id: dict[bytes, Lease] = {}
+        self._by_request: dict[int, bytes] = {}
+        self._ended: list[Lease] = []
+        self._expired: deque[bytes] = deque(maxlen=_REMEMBERED)
+        self.expired_total = 0
+
+    def grant(self, request_id: int, blocks: list[int]) -> Lease:
+        now = self._clock()
+        lease = Lease(secrets.token_bytes(16), request_id, blocks, now + self.seconds, granted=now)
+        with self._lock:
+            self._by_id[lease.id] = lease
+            self._by_request[request_id] = lease.id
+        return lease
+
+    def begin(self, lease_id: bytes, digest: bytes) -> bool:
+        """The receiver is about to read: True when it may. The lease then has its whole time again, once: a
+        receiver that begins over and over cannot keep the blocks for ever.
+        """
+        with self._lock:
+            lease = self._held(lease_id, digest)
+            if lease is not None and not lease.begun:
+                lease.begun, lease.deadline = True, self._clock() + self.seconds
+            return lease is not None
+
+    def finish(self, lease_id: bytes, digest: bytes) -> bool:
+        """The receiver has read: True when the lease was still held and is the one that the receiver means."""
+        with self._lock:
+            lease = self._held(lease_id, digest)
+            if lease is not None:
+                self._end(lease)
+            return lease is not None
+
+    def has_expired(self, lease_id: bytes) -> bool:
+        """This lease was not finished or released in time. Only the last ones are remembered."""
+        with self._lock:
+            return lease_id in self._expired
+
+    def release(self, lease_id: bytes) -> None:
+        """The receiver does not want the blocks."""
+        with self._lock:
+            if lease := self._by_id.get(lease_id):
+                self._end(lease)
+
+    def release_request(self, request_id: int) -> bool:
+        with self._lock:
+            lease_id = self._by_request.get(request_id)
+            if lease_id is None:
+                return False
+            self._end(self._by_id[lease_id])
+            return True
+
+    def take_ended(self) -> list[Lease]:
+        """Leases that ended since the last call, expired ones included. Their blocks are the caller's to free."""
+        now = self._clock()
+        with self._lock:
+            for lease in [lease for lease in self._by_id.values() if lease.deadline <= now]:
+                self._expire(lease)
+            ended, self._ended = self._ended, []
+        return ended
+
+    def next_deadline(self) -> float | None:
+        with self._lock:
+            return min((lease.deadline for lease in self._by_id.values()), default=None)
+
+    def oldest(self) -> float | None:
+        """When it was granted; None when there is none."""
+        with self._lock:
+            return next((lease.granted for lease in self._by_id.values()), None)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._by_id)
+
+    def _held(self, lease_id: bytes, digest: bytes) -> Lease | None:
+        """The lease that the receiver means, unless it is over."""
+        lease = self._by_id.get(lease_id)
+        if lease is None or not lease.digest or not secrets.compare_digest(lease.digest, digest):
+            return None
+        if self._clock() >= lease.deadline:
+            self._expire(lease)
+            return None
+        return lease
+
+    def _expire(self, lease: Lease) -> None:
+        self.expired_total += 1
+        self._expired.append(lease.id)
+        self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        del self._by_id[lease.id]
+        del self._by_request[lease.request_id]
+        self._ended.append(lease)
 
 
 class ControlServer:

@@ -1,26 +1,60 @@
 """The handle inside `DisaggregatedParams.opaque_state`: which engine holds the KV of which prompt, in which blocks.
 
-It comes from the network, so decoding validates and bounds it. It proves nothing by itself: the sender
-compares it with its own lease before the receiver may use what it read (`control.py`).
+It comes from the network, so decoding validates and bounds it. It proves nothing by itself: the sender compares it
+with its own lease before the receiver may use what it read (`control.py`). In it, as text, where the sender's control
+channel listens: unix://@NAME:NUMBER on one host, tcp://HOST:PORT between hosts.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Annotated
 
 import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError
-from trtllm_disagg.kv_transfer.endpoint import EXPECTED, is_endpoint
 
+TCP, UNIX = "tcp", "unix"
+EXPECTED = "tcp://HOST:PORT or unix://@NAME:NUMBER"
+
+_ENDPOINT = re.compile(
+    r"(?:tcp://(\[[0-9a-fA-F:]+\]|[0-9A-Za-z.-]+)|unix://(@[0-9A-Za-z.-]{1,64})):(\d{1,5})", re.ASCII
+)
+_MAX_LENGTH = 256
 VERSION = 1
 MAX_BLOCKS = 1 << 20
 MAX_BYTES = 16 << 20
 #: What msgspec raises for bytes that are no message. ValueError: a string in them is not UTF-8.
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+_encoder = msgspec.msgpack.Encoder()
+
+
+def is_endpoint(text: object) -> bool:
+    """It comes from the network, and is connected to."""
+    return isinstance(text, str) and split_endpoint(text) is not None
+
+
+def scheme_of(endpoint: str) -> str:
+    return endpoint.partition("://")[0]
+
+
+def split_endpoint(text: str) -> tuple[str, int] | None:
+    """(host, port), an IPv6 address without its brackets, a Unix socket's name with its @; None for what is no
+    endpoint.
+    """
+    match = _ENDPOINT.fullmatch(text) if len(text) <= _MAX_LENGTH else None
+    if match is None or not 0 < int(match[3]) < 1 << 16:
+        return None
+    return (match[1] or match[2]).strip("[]"), int(match[3])
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """The way back from `split_endpoint`."""
+    if host.startswith("@"):
+        return f"{UNIX}://{host}:{port}"
+    return f"{TCP}://[{host}]:{port}" if ":" in host else f"{TCP}://{host}:{port}"
 
 
 class KvHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,7 +83,6 @@ class KvHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hashlib.blake2b(self.encode(), digest_size=16).digest()
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(KvHandle)
 
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer.access import PeerAuthentication
 from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, PeerMetadata
-from trtllm_disagg.kv_transfer.control import ControlServer, MessageHandlers
+from trtllm_disagg.kv_transfer.control import ControlServer, LeaseTable, MessageHandlers
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
-from trtllm_disagg.kv_transfer.leases import LeaseTable
 from trtllm_disagg.kv_transfer.peers import SUCCESS, Outcome, Peers, ProgressThread, taken
 
 

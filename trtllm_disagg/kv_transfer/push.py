@@ -15,7 +15,7 @@ import msgspec
 
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.base import KvTimeouts
-from trtllm_disagg.kv_transfer.endpoint import is_endpoint
+from trtllm_disagg.kv_transfer.handle import is_endpoint
 from trtllm_disagg.kv_transfer.messages import Failure, Notice, Offer, StillOffered, Watch, Withdraw
 from trtllm_disagg.kv_transfer.peers import SUCCESS, Aim, Outcome, Peers, taken
 

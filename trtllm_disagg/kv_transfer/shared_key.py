@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.keys import read_private_file
-from trtllm_disagg.kv_transfer.endpoint import TCP, join_endpoint, scheme_of, split_endpoint
+from trtllm_disagg.kv_transfer.handle import TCP, join_endpoint, scheme_of, split_endpoint
 
 _BACKLOG = 128
 KEY = "embedded.transfer_key_file"

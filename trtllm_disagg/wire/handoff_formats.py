@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trtllm_disagg.errors import ConfigError, HandoffRefusedError
-from trtllm_disagg.kv_transfer.endpoint import join_endpoint, split_endpoint
-from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
+from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle, join_endpoint, split_endpoint
 from trtllm_disagg.types import (
     KvTransferParams,
     PrefillResult,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.commands import KeyVerifier, NoKeyVerifier, Verifier
-from trtllm_disagg.config.dump import dump_config
+from trtllm_disagg.config.engine_args import dump_config
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime import Advertised, Leaving, Registration, Runtime, ServedModel
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers

@@ -18,9 +18,8 @@ from trtllm_disagg.bench.engine.measurement_plan import QUICK, Plan
 from trtllm_disagg.bench.engine.overheads import Overheads
 from trtllm_disagg.bench.engine.scaling import Curve
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, Speeds, decode_of
-from trtllm_disagg.bench.figures import Figure, Section
+from trtllm_disagg.bench.figures import Figure, Section, draw
 from trtllm_disagg.bench.models import SIZES
-from trtllm_disagg.bench.plot import draw
 from trtllm_disagg.bench.report import NOT_JUDGED, TARGETS, figures_of, judged, print_report, wide_console
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures
 

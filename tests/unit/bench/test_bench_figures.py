@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trtllm_disagg import cli
-from trtllm_disagg.bench import machine, plot
+from trtllm_disagg.bench import figures, machine
 from trtllm_disagg.bench.figures import (
     Column,
     Figure,
@@ -51,7 +51,7 @@ def test_every_number_of_a_grid_with_a_unit_is_a_figure_and_a_plotted_column_is_
     rows = {("smoke", "a"): {"ttft": 2.0, "spread": 0.1, "best peer": "b"}, ("smoke", "b"): {"ttft": 1.0}}
     grid = Grid("title", ("scenario", "mode"), columns, rows, "{1} {column} of {0}")
     assert grid.figures == [Figure("a ttft of smoke", 2.0, "ms"), Figure("b ttft of smoke", 1.0, "ms")]
-    assert [panel.series for panel in grid.panels if isinstance(panel, plot.Bars)] == [
+    assert [panel.series for panel in grid.panels if isinstance(panel, figures.Bars)] == [
         {"a": {"smoke": 2.0}, "b": {"smoke": 1.0}}
     ]
 
@@ -137,7 +137,7 @@ def test_progress_is_told_again_while_a_measurement_lasts(monkeypatch: pytest.Mo
 def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
     benchmark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    monkeypatch.setattr(figures, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="matplotlib is not installed"):
         cli.run(["bench", benchmark, "--plot", str(tmp_path / "plot.png")])
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trtllm_disagg import cli
-from trtllm_disagg.bench.figures import Figure
+from trtllm_disagg.bench.figures import Figure, draw
 from trtllm_disagg.bench.kv_ends import (
     SHAPES,
     KvShape,
@@ -23,7 +23,6 @@ from trtllm_disagg.bench.kv_ends import (
     fill,
     filled_bytes,
 )
-from trtllm_disagg.bench.plot import draw
 from trtllm_disagg.bench.report import figures_of, print_report, wide_console
 from trtllm_disagg.bench.transfer import (
     MEMCPY,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.config.dump import dump_config
+from trtllm_disagg.config.engine_args import dump_config
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
 

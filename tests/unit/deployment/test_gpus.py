@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trtllm_disagg.deployment.for_scripts import require_room
 from trtllm_disagg.deployment.gpus import NO_GPUS, Gpus, gpus_of
 from trtllm_disagg.deployment.plan import (
     GPU_STARTUP_SECONDS,
@@ -17,7 +18,6 @@ from trtllm_disagg.deployment.plan import (
     same_again,
     worker_arguments,
 )
-from trtllm_disagg.deployment.script_gpus import require_room
 from trtllm_disagg.errors import ConfigError
 
 DEVICES = "CUDA_VISIBLE_DEVICES"

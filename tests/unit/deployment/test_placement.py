@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.deployment.placement import Workers, place
-from trtllm_disagg.deployment.ranks import describe
+from trtllm_disagg.deployment.for_scripts import Workers, describe_ranks, place
 from trtllm_disagg.errors import ConfigError
 
 FOUR = ("0", "1", "2", "3")
@@ -76,15 +75,15 @@ def test_a_worker_has_the_ranks_of_its_engine_config(
     config = tmp_path / "prefill.yaml"
     config.write_text(f"{sizes}\ncache_transceiver_config: {{backend: DEFAULT}}\n")
     arguments = (*WORKER, "--engine", engine, "--extra-engine-args", str(config))
-    assert describe(arguments, {}) == told
+    assert describe_ranks(arguments, {}) == told
 
 
 def test_a_size_of_the_command_line_counts_in_both_spellings() -> None:
     agg = ("--model", "m", "--engine", "tensorrt_llm")
-    assert describe((*agg, "--tensor-parallel-size", "2"), {}).split()[0] == "2"
-    assert describe((*agg, "--trtllm.tensor_parallel_size", "4"), {}).split()[0] == "4"
+    assert describe_ranks((*agg, "--tensor-parallel-size", "2"), {}).split()[0] == "2"
+    assert describe_ranks((*agg, "--trtllm.tensor_parallel_size", "4"), {}).split()[0] == "4"
 
 
 def test_what_the_worker_would_refuse_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'/none\.yaml' is not allowed; expected a YAML file that exists"):
-        describe((*WORKER, "--engine", "embedded", "--extra-engine-args", "/none.yaml"), {})
+        describe_ranks((*WORKER, "--engine", "embedded", "--extra-engine-args", "/none.yaml"), {})

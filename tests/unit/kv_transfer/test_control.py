@@ -23,10 +23,8 @@ from trtllm_disagg.kv_transfer.access import (
     SameUserAuthentication,
 )
 from trtllm_disagg.kv_transfer.base import KvLayout, PeerMetadata
-from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer
-from trtllm_disagg.kv_transfer.endpoint import split_endpoint
-from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
-from trtllm_disagg.kv_transfer.leases import LeaseTable
+from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer, LeaseTable
+from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle, split_endpoint
 from trtllm_disagg.kv_transfer.listener import MAX_MESSAGE_BYTES, Limits
 
 METADATA = PeerMetadata("prefill-1", "SHARED_MEMORY", KvLayout("m", 4, 32, 2, 16, "float32"), 8, b"address")

@@ -17,7 +17,7 @@ from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import InvalidRequestError, KvTransferError, OverloadedError
 from trtllm_disagg.handlers.concurrent import Push, concurrent
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.kv_transfer.endpoint import join_endpoint
+from trtllm_disagg.kv_transfer.handle import join_endpoint
 from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
 from trtllm_disagg.wire.handoff_protocols import BootstrapProtocol

@@ -14,9 +14,8 @@ from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine.contestants import alone
 from trtllm_disagg.bench.engine.measurement_plan import Plan
 from trtllm_disagg.bench.engine.own_engine import TOKENS_PER_BLOCK
-from trtllm_disagg.bench.figures import Figure, Section
+from trtllm_disagg.bench.figures import Figure, Lines, Section
 from trtllm_disagg.bench.models import Size
-from trtllm_disagg.bench.plot import Lines
 from trtllm_disagg.bench.report import Say
 from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager, KvEventLog
 

@@ -13,10 +13,9 @@ import numpy as np
 from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED, EMBEDDED_API, Contestant
 from trtllm_disagg.bench.engine.measurement_plan import Plan, computed_in
-from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
+from trtllm_disagg.bench.figures import Bars, Column, Figure, Grid, Sample, Section, paired_ratio
 from trtllm_disagg.bench.machine import CoreWaits
 from trtllm_disagg.bench.models import ITEM_BYTES, Size
-from trtllm_disagg.bench.plot import Bars
 from trtllm_disagg.bench.report import Say
 from trtllm_disagg.errors import EngineError
 

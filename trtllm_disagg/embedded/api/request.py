@@ -13,7 +13,7 @@ from trtllm_disagg.embedded.params.request_params import (
     SamplingParams,
     validate_sampling_params,
 )
-from trtllm_disagg.kv_transfer.endpoint import EXPECTED, is_endpoint
+from trtllm_disagg.kv_transfer.handle import EXPECTED, is_endpoint
 
 Tokenize = Callable[[str], list[int]]
 

@@ -17,8 +17,8 @@ from tests.support.cores import Answer, Core
 from tests.support.meeting import wait_until
 from trtllm_disagg.embedded.ipc.messages import MadeHandoff
 from trtllm_disagg.kv_transfer.base import KvTimeouts
+from trtllm_disagg.kv_transfer.control import LeaseTable
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
-from trtllm_disagg.kv_transfer.leases import LeaseTable
 from trtllm_disagg.testing.fake_transport import FakeTransport, Interrupted
 
 BLOCK = 32
