@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -15,6 +16,8 @@ from unittest import mock
 #: An event loop that serves requests may wait for so long, in one of its callbacks.
 LIMIT = 0.05
 _NANO = 1e-9
+#: A thread waits for the interpreter lock in pieces of this length, and asks for it after each.
+_LOCK_SECONDS = 0.001
 
 
 @contextlib.asynccontextmanager
@@ -22,8 +25,8 @@ async def loop_never_stands_still(limit: float = LIMIT) -> AsyncIterator[None]:
     """Inside, no callback of this event loop waits for more than `limit` seconds in a call that blocks.
 
     Only waiting inside a callback counts. Not counted is what a loaded machine does to any test: time in which the
-    thread computes or is ready and gets no core, in which the hypervisor runs something else (nothing was waited for
-    then), and in which a disk is read.
+    thread computes or is ready and gets no core, in which another thread has the interpreter lock, in which the
+    hypervisor runs something else (nothing was waited for then), and in which a disk is read.
     """
     thread, longest = threading.get_ident(), [0.0]
     run = asyncio.Handle._run
@@ -36,7 +39,7 @@ async def loop_never_stands_still(limit: float = LIMIT) -> AsyncIterator[None]:
         run(handle)
         longest[0] = max(longest[0], _Spent.now().waited_since(before))
 
-    with mock.patch.object(asyncio.Handle, "_run", measured):
+    with mock.patch.object(asyncio.Handle, "_run", measured), _lock_waits_in_pieces():
         # What comes is measured from here on, and the callback that has come up to the end is seen.
         await asyncio.sleep(0)
         try:
@@ -44,6 +47,16 @@ async def loop_never_stands_still(limit: float = LIMIT) -> AsyncIterator[None]:
         finally:
             await asyncio.sleep(0)
     assert longest[0] <= limit, f"the event loop waited {longest[0] * 1000:.0f} ms in one call"
+
+
+@contextlib.contextmanager
+def _lock_waits_in_pieces() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_LOCK_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +82,9 @@ class _Spent:
         )
 
     def waited_since(self, before: _Spent) -> float:
-        if self.waits == before.waits or self.reads != before.reads:
+        """In calls. Whatever was waited for, so many waits for the interpreter lock could have lasted."""
+        waits = self.waits - before.waits
+        if not waits or self.reads != before.reads:
             return 0.0
-        return self.clock - before.clock - (self.busy - before.busy)
+        waited = self.clock - before.clock - (self.busy - before.busy)
+        return waited - waits * _LOCK_SECONDS

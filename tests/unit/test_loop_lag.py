@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.support.loop_lag import loop_never_stands_still
+from tests.support.loop_lag import LIMIT, loop_never_stands_still
 
 
-def block(seconds: float = 0.06) -> None:
+def block(seconds: float = 0.1) -> None:
     """As a call does that waits for an engine."""
     threading.Event().wait(seconds)
 
@@ -45,11 +45,37 @@ async def test_a_call_that_blocks_is_seen(what: Callable[[], Awaitable[None]]) -
 
 async def test_what_computes_or_waits_as_it_should_is_not() -> None:
     async with loop_never_stands_still():
-        until = time.thread_time() + 0.1
-        while time.thread_time() < until:
-            pass
+        compute(0.1)
         await asyncio.sleep(0.1)
         await asyncio.to_thread(block, 0.1)
+
+
+def compute(seconds: float) -> None:
+    """With the interpreter lock, as far as others leave it."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+async def test_a_loop_that_waits_for_the_interpreter_lock_only_is_not_stopped() -> None:
+    others = [threading.Thread(target=compute, args=(0.4,)) for _ in range(3)]
+    for other in others:
+        other.start()
+    async with loop_never_stands_still():
+        began, ran = time.monotonic(), time.thread_time()
+        compute(0.1)
+        waited = time.monotonic() - began - (time.thread_time() - ran)
+    for other in others:
+        other.join()
+    assert waited > LIMIT, "the lock was with the other threads for longer than a call may take"
+
+
+async def test_a_call_that_blocks_is_seen_although_other_threads_have_the_interpreter_lock() -> None:
+    other = threading.Thread(target=compute, args=(0.3,))
+    other.start()
+    with pytest.raises(AssertionError, match="the event loop waited"):
+        await checked(in_the_middle)
+    other.join()
 
 
 async def test_a_loop_in_another_thread_may_block() -> None:
