@@ -17,6 +17,7 @@ import pickle
 import platform
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 _DIGEST_BYTES = 16
 _PRIVATE = 0o700
 _HERE = Path(__file__).parent
+_BLAS = "scipy.linalg"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -122,7 +124,8 @@ class KernelCache(NullCache):  # type: ignore[misc]
         return self._locks.is_taken(self._file(sig, target_context.codegen()))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        target_context.refresh()
+        with _without_blas():
+            target_context.refresh()
         file = self._file(sig, target_context.codegen())
         found = self._load(file, target_context)
         if found is None:
@@ -158,6 +161,19 @@ class KernelCache(NullCache):  # type: ignore[misc]
         """Its name says what the code is for: argument types, processor and its features, versions."""
         what = (str(sig), codegen.magic_tuple(), numba.__version__, platform.python_version())
         return self._folder / f"{self._name}.{_digest(repr(what).encode()).hex()}.kernel"
+
+
+@contextmanager
+def _without_blas() -> Iterator[None]:
+    """numba looks for the BLAS in SciPy, whose import is a tenth of an engine's start. No kernel calls it."""
+    if _BLAS in sys.modules:
+        yield
+        return
+    sys.modules[_BLAS] = None  # type: ignore[assignment]  # "cannot be imported"
+    try:
+        yield
+    finally:
+        del sys.modules[_BLAS]
 
 
 class _Codec(CompileResultCacheImpl):  # type: ignore[misc]

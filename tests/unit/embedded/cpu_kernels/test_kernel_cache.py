@@ -134,6 +134,7 @@ def double(x):
 if sys.argv[1:] == ["unless-taken"]:
     print("is compiled", compile_unless_taken(double, 21), flush=True)
 print("result", double(21), sum(double.stats.cache_misses.values()), flush=True)
+print("SciPy is", "imported" if "scipy.linalg" in sys.modules else "not imported", flush=True)
 """
 
 
@@ -193,6 +194,7 @@ def test_a_second_process_waits_for_the_first_one_and_loads(start: Callable[[], 
     first.go_on()
     assert first.until("result") == "result 42 1"
     assert second.until("result") == "result 42 0"
+    assert second.until("SciPy") == "SciPy is not imported"
 
 
 def test_a_kernel_that_another_process_compiles_is_left_to_it(start: Callable[..., Process]) -> None:
