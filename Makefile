@@ -21,10 +21,14 @@ PYTEST = $(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
 ONCE_MORE = [ $$? -eq 1 ] && echo "once more, what failed, one at a time:" && \
 	$(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 3 && \
 	echo "all of it passed now: FAILED above names tests that are not stable"
+# Where Python may not keep what it compiles beside the sources, it keeps that here: every process of the tests would compile
+# all that it imports.
+ifdef PYTHONDONTWRITEBYTECODE
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.cache/compiled
+endif
 # A progress bar for people, silence for logs. pip would compile every module, one after the other; most are never used.
 PIP = $(BIN)/python -m pip install --no-compile --disable-pip-version-check $(shell [ -t 2 ] || echo -q)
-# Python compiles a module when it is first imported. Where it may not keep that, all of them are, on every processor.
-COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),$(STEADILY) "  compiling modules" $(BIN)/python -m compileall -qq -j 0 .venv/lib || true)
 # Without the theme's note on its successor.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs
 # Says every few seconds that it is still at it; needs nothing installed.
@@ -95,12 +99,10 @@ $(STAMP): pyproject.toml requirements/torch.txt requirements/base.txt requiremen
 	@$(STEADILY) "  3/6 libraries"           $(PIP) -r requirements/base.txt
 	@$(STEADILY) "  4/6 Dynamo"              $(PIP) --no-deps -r requirements/dynamo.txt
 	@$(STEADILY) "  5/6 this project"        $(PIP) --no-deps --no-build-isolation -e .
-	@$(COMPILE)
 	@echo        "  6/6 kernels"
 	@$(BIN)/python -P -m trtllm_disagg.embedded.core.precompile
 	@touch $(STAMP)
 
 $(TOOLS): $(STAMP) requirements/dev.txt requirements/docs.txt
 	@$(STEADILY) "tools for tests, types, lint and docs" $(PIP) -r requirements/dev.txt -r requirements/docs.txt
-	@$(COMPILE)
 	@touch $(TOOLS)
