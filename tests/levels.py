@@ -11,18 +11,16 @@ import sys
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, environment_of, this_cpu
 
-#: Families and dtypes, exactness, handoffs, guides. Chunks and reuse are in test_bfloat16.
+#: Dtypes, exactness, handoffs. Chunks and reuse are in test_bfloat16. A guide is the same whatever computed the logits.
 _EVERY = (
-    "tests/unit/embedded/model/test_families.py",
     "tests/unit/embedded/model/test_bfloat16.py",
     "tests/unit/embedded/model/test_experts.py",
-    "tests/unit/embedded/guided_decoding/test_guided.py::test_every_answer_matches",
-    "tests/unit/embedded/guided_decoding/test_guided.py::test_disaggregated_gives_the_same_tokens",
     "tests/unit/embedded/model/test_exactness.py::test_batched",
     "tests/unit/embedded/model/test_exactness.py::test_disaggregated",
 )
-#: Where kernels are compiled.
+#: Where kernels are compiled. What test_families has without kernels is the same at every level.
 _COMPILED = (
+    "tests/unit/embedded/model/test_families.py",
     "tests/unit/embedded/model/test_linear.py",
     "tests/unit/embedded/model/test_panels.py",
     "tests/unit/embedded/model/test_fused_decode.py",

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from tests.parity.answers import Answer, Question, ask
-from tests.support.deployments import DEMO_CONFIGS, MODEL_NAME, ROOT, WORKER_SIDE, demo_model, wait_until
+from tests.support.deployments import MODEL_NAME, ROOT, WORKER_SIDE, demo_model, wait_until
 from trtllm_disagg.deployment.orphan_reaper import MARK_VARIABLE, kill_marked, marked_processes
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
@@ -40,8 +40,9 @@ class Launch:
             "PYTHON": sys.executable,
             "MODEL": str(demo_model()),
             "SERVED_MODEL_NAME": MODEL_NAME,
-            "ENGINE": "embedded",
-            "ENGINE_CONFIGS": str(DEMO_CONFIGS),
+            # The scripts are what is tested: an engine that loads nothing answers as well.
+            "ENGINE": "recording",
+            "ENGINE_CONFIGS": str(self._engine_configs()),
             "HTTP_PORT": str(self.http_port),
             "DYN_FILE_KV": str(self._directory / "discovery"),
             MARK_VARIABLE: self.mark,
@@ -102,6 +103,13 @@ class Launch:
     def _require_all_run(self) -> None:
         for script, process in self._running.items():
             assert process.poll() is None, f"{script} ended:\n{self.said(script)}"
+
+    def _engine_configs(self) -> Path:
+        directory = self._directory / "engine_configs"
+        directory.mkdir(exist_ok=True)
+        for role in ("agg", "prefill", "decode"):
+            (directory / f"{role}.yaml").write_text("recording: {}\n")
+        return directory
 
     def _log(self, script: str) -> Path:
         return self._directory / f"{script}.log"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -78,6 +79,7 @@ def plan_of(
     )
 
 
+@functools.cache
 def result_of(point: Point, behaviour: Behaviour) -> PointResult:
     """The requests that are beyond the arm's capacity come late; the rest is in time."""
     in_time = min(1.0, behaviour.capacity_at(point) / point.rate)
