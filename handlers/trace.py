@@ -15,7 +15,7 @@ import msgspec
 
 from trtllm_disagg.handlers.drain import WorkerDrain
 from trtllm_disagg.tracing.spans import Attributes, RequestClock
-from trtllm_disagg.tracing.trace_file import SCOPE
+from trtllm_disagg.tracing.trace_file import LONGEST_GAP, LONGEST_GAP_AFTER, SCOPE
 from trtllm_disagg.tracing.tracer import NoTracer, Tracer
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, RequestTrace, TokenChunk
 
@@ -159,9 +159,19 @@ class _Record:
         self._times: list[int] = []
         self._num_tokens = 0
         self._finish_reason: str | None = None
+        #: The longest time between two chunks behind the first two, and how many tokens there were before it.
+        self._longest_gap = (0, 0)
+        self._seen_at = 0
 
     def __enter__(self) -> Callable[[TokenChunk], TokenChunk]:
-        return self._see
+        return self._see_and_time if self._request.trace.root.is_recording else self._see
+
+    def _see_and_time(self, chunk: TokenChunk) -> TokenChunk:
+        now = self._clock.now()
+        if len(self._times) == 2 and now - self._seen_at > self._longest_gap[0]:
+            self._longest_gap = (now - self._seen_at, self._num_tokens)
+        self._seen_at = now
+        return self._see(chunk)
 
     def _see(self, chunk: TokenChunk) -> TokenChunk:
         self._num_tokens += len(chunk.token_ids)
@@ -224,6 +234,9 @@ class _Record:
                 "gen_ai.response.finish_reasons": [self._finish_reason] if self._finish_reason else None,
             }
         )
+        gap, after_tokens = self._longest_gap
+        if gap:
+            root.note({LONGEST_GAP: gap / 1e9, LONGEST_GAP_AFTER: after_tokens})
         root.end(error, at=now)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from trtllm_disagg.tracing.reading import Node, Trace
-from trtllm_disagg.tracing.waterfall import duration, headline, where_it_went
+from trtllm_disagg.tracing.waterfall import conclusions, duration, headline
 
 _ROW, _TOP, _BOTTOM, _BARS, _RIGHT = 18, 52, 34, 560, 90
 #: Of the names: where they begin, how far each level is indented, and how wide a letter is.
@@ -45,7 +45,9 @@ class _Picture:
         ends = (_NAMES + _INDENT * node.depth + _LETTER * len(node.span.name) for node in trace.nodes)
         self._left = max(ends) + 12
         self._width = self._left + _BARS + _RIGHT
-        self._height = _TOP + _ROW * len(trace.nodes) + _BOTTOM
+        self._conclusions = list(conclusions(trace))
+        self._bars_end = _TOP + _ROW * len(trace.nodes)
+        self._height = self._bars_end + _BOTTOM + _ROW * (len(self._conclusions) - 1)
 
     def lines(self) -> Iterator[str]:
         size = f'width="{self._width:.0f}" height="{self._height}" viewBox="0 0 {self._width:.0f} {self._height}"'
@@ -54,7 +56,8 @@ class _Picture:
         yield _text(8, 18, headline(self._trace), "head")
         yield from self._grid()
         yield from self._rows()
-        yield _text(8, self._height - 12, where_it_went(self._trace), "")
+        for place, line in enumerate(self._conclusions):
+            yield _text(8, self._bars_end + _BOTTOM - 12 + place * _ROW, line, "")
         yield "</svg>"
 
     def _x(self, milliseconds: float) -> float:
@@ -69,10 +72,8 @@ class _Picture:
             yield self._line(first, "first", "<title>first token</title>")
 
     def _line(self, milliseconds: float, kind: str, inside: str) -> str:
-        x, bottom = self._x(milliseconds), self._height - _BOTTOM
-        return (
-            f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 10}" y2="{bottom}">{inside}</line>'
-        )
+        x = self._x(milliseconds)
+        return f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 10}" y2="{self._bars_end}">{inside}</line>'
 
     def _rows(self) -> Iterator[str]:
         longest = self._trace.blame[0][0] if self._trace.blame else None

@@ -8,14 +8,24 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tracing.spans import SpanData, Value
-from trtllm_disagg.tracing.trace_file import OLD_SUFFIX, SCOPE, ReadSpan, read_spans
+from trtllm_disagg.tracing.trace_file import (
+    LONGEST_GAP,
+    LONGEST_GAP_AFTER,
+    OLD_SUFFIX,
+    SCOPE,
+    ReadSpan,
+    read_spans,
+)
 
 #: Of a run directory; a file for each worker, by its name.
 TRACES_DIR = "traces"
 _REQUEST_ID = "gen_ai.request.id"
+#: A gap that passes through a worker becomes shorter by no more than this.
+_SAME_GAP = 0.8
 #: What clients see before the id.
 _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp-")
 
@@ -34,6 +44,14 @@ class Node:
     @property
     def milliseconds(self) -> float:
         return (self.span.end - self.span.start) / 1e6
+
+
+class Gap(NamedTuple):
+    """No token left `worker`, which had sent so many."""
+
+    worker: str
+    milliseconds: float
+    after_tokens: int
 
 
 @dataclass(frozen=True)
@@ -101,6 +119,22 @@ class Trace:
             if running:
                 taken[max(running)[2]] += (end - begin) / 1e6
         return sorted(((self.nodes[place], ms) for place, ms in taken.items()), key=lambda each: -each[1])
+
+    @cached_property
+    def longest_gap(self) -> Gap | None:
+        """Between two tokens. A worker whose tokens come from another one has that one's gaps too: then the other's."""
+        gaps = [gap for node in self.nodes if (gap := _gap(node)) is not None]
+        longest = max((gap.milliseconds for gap in gaps), default=0.0)
+        # Parents are before what they call.
+        return next((gap for gap in reversed(gaps) if gap.milliseconds >= _SAME_GAP * longest), None)
+
+
+def _gap(node: Node) -> Gap | None:
+    told = node.span.attributes
+    if LONGEST_GAP not in told:
+        return None
+    milliseconds, after = (float(str(told[name])) for name in (LONGEST_GAP, LONGEST_GAP_AFTER))
+    return Gap(node.worker, milliseconds * 1000, int(after))
 
 
 def read_traces(path: Path) -> list[Trace]:

@@ -94,6 +94,7 @@ def as_json(trace: Trace) -> dict[str, Any]:
         "start": trace.start / 1e9,
         "ms": trace.milliseconds,
         "first_token_ms": trace.first_token_ms,
+        "longest_gap": trace.longest_gap and trace.longest_gap._asdict(),
         "longest": [{"worker": node.worker, "span": node.span.name, "ms": ms} for node, ms in trace.blame],
         "spans": [
             {

@@ -23,6 +23,9 @@ from trtllm_disagg.tracing.spans import SpanData, Value
 log = logging.getLogger(__name__)
 
 SCOPE = "trtllm_disagg"
+#: Of a worker's whole part: the longest time between two of its tokens, in seconds, and how many came before it.
+LONGEST_GAP = f"{SCOPE}.longest_gap"
+LONGEST_GAP_AFTER = f"{SCOPE}.longest_gap_after_tokens"
 #: When a file is as large, it takes the place of the one before it, and a new one begins: some 10000 requests each.
 MAX_BYTES = 64 << 20
 OLD_SUFFIX = ".1"

@@ -11,6 +11,8 @@ from trtllm_disagg.tracing.reading import Node, Trace
 
 _LEAST_BAR, _MOST_BAR = 10, 80
 _MOST_BLAMED = 3
+#: A gap between tokens is worth a line when it is so long, and so much of the request.
+_LEAST_GAP_MS, _LEAST_GAP_SHARE = 50.0, 0.05
 #: A moment of the request belongs to this span, and more of them than to any other one.
 _LONGEST, _OURS, _OTHERS = "bold yellow", "cyan", "dim"
 
@@ -31,7 +33,7 @@ def waterfall(trace: Trace, columns: int) -> Iterator[Text]:
         line.append(f" {duration(node.milliseconds):>10}")
         shown = node.worker
         yield line
-    yield Text(where_it_went(trace))
+    yield from map(Text, conclusions(trace))
     for node in trace.nodes:
         for note in _notes(node):
             yield Text(f"{node.worker} {node.span.name}: {note}", "dim")
@@ -48,14 +50,17 @@ def headline(trace: Trace) -> str:
     return f"request {name}: {', '.join(told)}"
 
 
-def where_it_went(trace: Trace) -> str:
-    """The spans that have most of its time."""
+def conclusions(trace: Trace) -> Iterator[str]:
+    """The spans that have most of its time; and where its tokens stood still, of which no span tells."""
     total = trace.milliseconds or 1.0
     most = [
         f"{node.worker} {node.span.name} {duration(ms)} ({ms / total:.0%})"
         for node, ms in trace.blame[:_MOST_BLAMED]
     ]
-    return f"most of it: {', '.join(most)}"
+    yield f"most of it: {', '.join(most)}"
+    gap = trace.longest_gap
+    if gap is not None and gap.milliseconds >= max(_LEAST_GAP_SHARE * total, _LEAST_GAP_MS):
+        yield f"no token for {duration(gap.milliseconds)} at {gap.worker}, after its first {gap.after_tokens}"
 
 
 def _notes(node: Node) -> Iterator[str]:
@@ -113,7 +118,7 @@ def side_by_side(traces: Sequence[Trace], columns: int) -> Iterator[Text]:
         line.append(f"{_difference(pair):+9.1f}")
         yield line
     for trace in traces:
-        yield Text(where_it_went(trace))
+        yield from map(Text, conclusions(trace))
 
 
 _Pair = tuple[Node | None, Node | None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.clock import Clock
 from tests.support.handling import collect, request, until
 from tests.support.tracing import Batches, names_below, tracer_into
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
@@ -27,8 +29,9 @@ from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import LLM, Script
 from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.tracing.reading import Node, Trace, read_traces
+from trtllm_disagg.tracing.spans import RequestClock
 from trtllm_disagg.tracing.trace_file import TraceFile
-from trtllm_disagg.types import Generate
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -108,6 +111,8 @@ async def test_one_worker_alone_has_one_span_for_its_engine() -> None:
     assert [span.name for span in got.spans] == ["generate", "request"]
     told = got.named("request").attributes
     assert told.pop("gen_ai.latency.time_to_first_token") <= told.pop("gen_ai.latency.e2e")  # type: ignore[operator]
+    assert 0 < told.pop("trtllm_disagg.longest_gap") < 5  # type: ignore[operator]
+    assert told.pop("trtllm_disagg.longest_gap_after_tokens") in range(2, 5)
     assert told == {
         "gen_ai.request.id": "request-1",
         "gen_ai.request.max_tokens": 5,
@@ -244,6 +249,26 @@ async def test_what_was_slow_in_the_other_stages_engine_is_the_longest_span(
         assert node(trace, "last_chunk").span.end == node(trace, "compute").span.end
     else:
         assert node(trace, "kv_transfer").span.attributes["kv_transfer.transport"] == "NIXL"
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+async def test_the_longest_time_between_two_tokens_is_told_with_its_place(
+    is_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = Clock()
+    monkeypatch.setattr(RequestClock, "now", lambda self: int(now() * 1e9))
+
+    async def generate(asked: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        # The way to the first two tokens has spans of its own.
+        for seconds in (9.0, 9.0, 0.5, 0.25 if is_last else 0.75, 1.0 if is_last else 0.5):
+            now.now += seconds
+            yield TokenChunk([1, 2])
+
+    got = Batches()
+    await collect(with_request_log(generate, "agg", tracer=tracer_into(got)), request())
+    told = got.named("request").attributes
+    assert told["trtllm_disagg.longest_gap"] == (1.0 if is_last else 0.75)
+    assert told["trtllm_disagg.longest_gap_after_tokens"] == (8 if is_last else 6)
 
 
 async def test_a_queue_of_prefills_is_told_from_their_computation() -> None:

@@ -13,6 +13,7 @@ from trtllm_disagg.cli import run
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tracing.reading import read_traces
 from trtllm_disagg.tracing.spans import Event, SpanData
+from trtllm_disagg.tracing.trace_file import LONGEST_GAP, LONGEST_GAP_AFTER
 
 #: (name, place in the tree, first and last millisecond)
 SPANS = [
@@ -82,6 +83,31 @@ def test_a_request_is_drawn_as_a_waterfall_in_eighty_columns(
         "decode-0 kv_transfer: 48 KiB, 0.004 GB/s",
         "decode-0 decode_steps: failed: EngineError: <lost>",
     ]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "line"),
+    [
+        ((0.299, 0.300), "no token for 300.0 ms at decode-0, after its first 30"),
+        ((0.300, 0.299), "no token for 299.0 ms at decode-0, after its first 30"),
+        ((0.300, 0.010), "no token for 300.0 ms at prefill-0, after its first 31"),
+        ((0.020, 0.020), None),
+    ],
+    ids=["at the second stage", "passed on", "on the way back", "none that is long"],
+)
+def test_tokens_that_stand_still_are_told_with_the_worker_where_they_do(
+    gaps: tuple[float, float], line: str | None, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = spans_of(3, 400)
+    for place, span in enumerate((first[0], second[0])):
+        span.attributes |= {LONGEST_GAP: gaps[place], LONGEST_GAP_AFTER: 31 - place}
+    for worker, spans in zip(("prefill-0", "decode-0"), (first, second), strict=True):
+        write(run_dir / "traces" / f"{worker}.jsonl", spans)
+    found = [each for each in shown(capsys, "id-3", "--run-dir", run_dir) if each.startswith("no token")]
+    assert found == ([] if line is None else [line])
+    picture = run_dir / "gap.svg"
+    assert run(["trace", "--run-dir", str(run_dir), "id-3", "--html", str(picture)]) == 0
+    assert ("no token for" in picture.read_text()) is (line is not None)
 
 
 def test_the_last_and_the_slowest_requests_are_found(
