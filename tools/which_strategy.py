@@ -1,8 +1,10 @@
 """Makes the page which-strategy of the reference, and its pictures, of runs of `bench strategies`.
 
     python -m tools.which_strategy RUN_DIRECTORY ... [--slo ttft=500,tpot=30]
+    python -m tools.which_strategy --measure DIR --model .cache/demo-model [--minutes 50]
 
-Every number and every sentence about an arm comes from the runs; a page of no run cannot be made.
+Every number and every sentence about an arm comes from the runs; a page of no run cannot be made. With --measure the
+runs are made first (tools/which_strategy_runs.py), those that are missing in DIR or were cut off.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tools.which_strategy_runs import add_arguments, measure
 from trtllm_disagg.bench.strategies.charts import charts_of
 from trtllm_disagg.bench.strategies.records import RunDirectory
 from trtllm_disagg.bench.strategies.report import Report, WorkloadReport, report_of
@@ -25,18 +28,42 @@ _SHOWN = ("goodput", "pareto", "parts")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIRECTORY")
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN_DIRECTORY")
+    parser.add_argument("--measure", type=Path, metavar="DIR", help="of the runs, a directory each")
+    add_arguments(parser)
     parser.add_argument("--slo", type=Slo.parse, default=DEFAULT_SLO)
     parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args(arguments)
-    reports = [report_of(RunDirectory(path), options.slo) for path in options.runs]
+    if options.measure:
+        measure(options)
+        if options.dry_run:
+            return
+        options.runs += sorted(plan.parent for plan in options.measure.glob("*/plan.json"))
+    reports = [report_of(RunDirectory(path), options.slo) for path in options.runs if _has_points(path)]
+    if not reports:
+        parser.error("no run with a measured point")
     pictures = options.out / NAME
     pictures.mkdir(parents=True, exist_ok=True)
     for old in pictures.glob("*.png"):
         old.unlink()
     page = "\n".join(_page(reports, pictures))
     (options.out / f"{NAME}.md").write_text(page + "\n", encoding="utf-8")
+    link_from(options.out / "index.md")
     print(options.out / f"{NAME}.md")
+
+
+def link_from(index: Path) -> None:
+    """The folder's list of pages has it beside the other measurements."""
+    text = index.read_text(encoding="utf-8")
+    if f"({NAME}.md)" not in text:
+        line = (
+            f"| [which strategy]({NAME}.md) | for five models, GPUs and kinds of traffic; made from runs |\n"
+        )
+        index.write_text(text.replace("| [licences]", f"{line}| [licences]"), encoding="utf-8")
+
+
+def _has_points(run: Path) -> bool:
+    return any((run / "points").glob("*.json"))
 
 
 def _page(reports: Sequence[Report], pictures: Path) -> Iterator[str]:

@@ -60,12 +60,12 @@ def build_engine_args(config: WorkerConfig) -> Args:
     TensorRT-LLM, unless it looks like a misspelt one.
     """
     from_file = _read_yaml(config)
-    from_json = _read_json(config)
+    from_json = override_of(config.override_engine_args, config.engine_spec.has_known_arguments)
     _check_block_size(config, {config.extra_engine_args: from_file, "--override-engine-args": from_json})
 
-    args = _merge(_dynamo_defaults(config), from_file)
+    args = merged_args(_dynamo_defaults(config), from_file)
     _tell_what_files_win(args, config)
-    args = _merge(args, from_json)
+    args = merged_args(args, from_json)
 
     _strip(args)
     _check_model(args["model"])
@@ -137,13 +137,12 @@ def _read_yaml(config: WorkerConfig) -> Args:
     )
 
 
-def _read_json(config: WorkerConfig) -> Args:
-    flag = flag_of("override_engine_args")
-    return check_engine_keys(_parsed_json(config), flag, config.engine_spec.has_known_arguments)
+def override_of(text: str, is_strict: bool) -> Args:
+    """Of --override-engine-args. Raises ConfigError."""
+    return check_engine_keys(_parsed_json(text), flag_of("override_engine_args"), is_strict)
 
 
-def _parsed_json(config: WorkerConfig) -> Any:
-    text = config.override_engine_args
+def _parsed_json(text: str) -> Any:
     try:
         return json.loads(text) if text else {}
     except json.JSONDecodeError as error:
@@ -158,11 +157,11 @@ def with_flags(from_file: Mapping[str, Any], config: WorkerConfig) -> tuple[Args
     for name, key in _KEYS.items():
         if name != "model" and config.is_explicit(name):
             _set(flags, key, getattr(config, name))
-    together = _merge(flags, from_file)
-    override = _parsed_json(config)
+    together = merged_args(flags, from_file)
+    override = _parsed_json(config.override_engine_args)
     if not isinstance(override, Mapping):
         raise ConfigError(f"{flag_of('override_engine_args')}: expected keys with values")
-    return _merge(together, override), [
+    return merged_args(together, override), [
         told for name, told in _overruled(together, config) if name != "model"
     ]
 
@@ -297,13 +296,13 @@ def _set(args: Args, key: str, value: object) -> None:
     args[name] = value
 
 
-def _merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> Args:
+def merged_args(base: Mapping[str, Any], update: Mapping[str, Any]) -> Args:
     """`update` over `base`, key by key down to the leaves. An explicit null replaces."""
     merged = dict(base)
     for key, value in update.items():
         old = merged.get(key)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(old, value) if both and old is not None else value
+        merged[key] = merged_args(old, value) if both and old is not None else value
     return merged
 
 

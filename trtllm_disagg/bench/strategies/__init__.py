@@ -15,7 +15,7 @@ from trtllm_disagg.processes.steadily import without_silence
 if TYPE_CHECKING:
     from trtllm_disagg.bench.strategies.records import RunDirectory
 
-_REQUESTS, _QUICK_REQUESTS = 200, 20
+_REQUESTS, _QUICK_REQUESTS = 200, 16
 _REPETITIONS = 2
 
 
@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("engine_configs/modelled"),
         metavar="DIR",
         help="agg.yaml, prefill.yaml and decode.yaml, of as many GPUs each (default: %(default)s)",
+    )
+    add(
+        "--override-engine-args",
+        default="",
+        metavar="JSON",
+        help='over the YAML files of all roles, as \'{"modelled": {"system": "h200_sxm"}}\'',
     )
     add(
         "--url",

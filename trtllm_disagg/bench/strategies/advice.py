@@ -148,7 +148,7 @@ def _is_alike(sweep: Sweep, slo: Slo, rate: float) -> bool:
 def _band(verdict: Verdict) -> str:
     smallest = min(verdict.leads, key=lambda lead: lead.lowest)
     if len(verdict.scores[verdict.best]) < 2:
-        return "no band: the times were measured on real GPUs"
+        return "no band: the times were measured, not modelled"
     error = max(
         max(abs(each.prefill_factor - 1), abs(each.decode_factor - 1))
         for each in verdict.scores[verdict.best]

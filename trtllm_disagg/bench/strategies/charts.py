@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_disagg.bench.strategies.measures import PARTS, Measured, pareto_front
+from trtllm_disagg.bench.strategies.measures import PARTS, Measured, Place, pareto_front
 from trtllm_disagg.bench.strategies.records import NOMINAL
 from trtllm_disagg.bench.strategies.slo import Quantity, Slo
 from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME, Sweep
@@ -228,7 +228,7 @@ def _pareto(sweep: Sweep) -> Chart:
     def draw(axis: Any) -> None:
         for arm, look in _arms(sweep):
             for variant in sweep.variants:
-                places = list(zip(*(_medians(sweep, arm, i, variant) for i in (0, 1)), strict=True))
+                places = _places(sweep, arm, variant)
                 front = pareto_front(places)
                 if not front:
                     continue
@@ -251,8 +251,11 @@ def _pareto(sweep: Sweep) -> Chart:
     return Chart(_named(sweep, "pareto"), "Speed for a user against work of a GPU", caption, draw)
 
 
-def _medians(sweep: Sweep, arm: str, index: int, variant: Any) -> list[float]:
-    return [float(np.median(v)) for v in _by_rate(sweep, arm, lambda m: m.place[index], variant).values()]
+def _places(sweep: Sweep, arm: str, variant: Any) -> list[Place]:
+    """By rate; none where tokens took no time, as those of the recording engine."""
+    users = _by_rate(sweep, arm, lambda measured: measured.place[0], variant)
+    gpus = _by_rate(sweep, arm, lambda measured: measured.place[1], variant)
+    return [(float(np.median(users[rate])), float(np.median(gpus[rate]))) for rate in users]
 
 
 def _latency(sweep: Sweep, quantity: Quantity, percent: int, slo: Slo) -> Chart:

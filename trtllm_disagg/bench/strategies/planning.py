@@ -16,6 +16,7 @@ from trtllm_disagg.bench.strategies.arms import DEFAULT_PATTERNS, QUICK_PATTERNS
 from trtllm_disagg.bench.strategies.estimate import QUICK_SWEEP, SWEEP, Worker, capacity, rates
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
+from trtllm_disagg.config.engine_args import merged_args, override_of
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import WorkerRole, spec_of
@@ -26,8 +27,6 @@ ASSUMED = Software(first_token_ms=20.0)
 _SHARE = 0.04
 #: Answer tokens that a machine of two cores relays in a second, with time to spare.
 _RELAYED = 1000
-#: A quick run is not slower, or it were none.
-QUICK_SCALE = 3.0
 #: Of two workloads that need about the same, one deployment does for both.
 _SCALES = tuple(sorted(2.0**power * step for power in range(8) for step in (1, 1.5)))
 
@@ -41,7 +40,10 @@ class Engines:
     arguments: Mapping[WorkerRole, dict[str, Any]]
 
     @classmethod
-    def read(cls, engine: str, model: Path, directory: Path, arms: Sequence[Arm]) -> Engines:
+    def read(
+        cls, engine: str, model: Path, directory: Path, arms: Sequence[Arm], override: str = ""
+    ) -> Engines:
+        """`override`: JSON over the files of all roles, as a worker's --override-engine-args."""
         roles = dict.fromkeys(role for arm in arms for role in spec_of(arm.strategy).roles)
         missing = [f"{role}.yaml" for role in roles if not (directory / f"{role}.yaml").is_file()]
         if missing:
@@ -49,7 +51,8 @@ class Engines:
                 "--engine-configs", str(directory), f"a directory with {', '.join(missing)}"
             )
         files = {role: yaml.safe_load((directory / f"{role}.yaml").read_text()) or {} for role in roles}
-        return cls(engine, model, files)
+        own = override_of(override, is_strict=False)
+        return cls(engine, model, {role: merged_args(given, own) for role, given in files.items()})
 
     @property
     def is_modelled(self) -> bool:
@@ -140,7 +143,7 @@ def make_plan(
                 speeds = nominal if args.quick else workers
                 most = max(capacity(each, traffic.shape, speeds) for each in equals)
                 needed = scale_for(traffic, speeds, most, software.get(name, ASSUMED))
-                scale = args.time_scale or (min(needed, QUICK_SCALE) if args.quick else needed)
+                scale = args.time_scale or needed
                 count = args.repetitions if sensitivity == NOMINAL else 1
                 points += [
                     Point(arm.name, name, rate, repetition, sensitivity, scale)

@@ -32,6 +32,7 @@ from trtllm_disagg.processes.steadily import without_silence
 #: Of a real deployment, where nothing is known of it: wall seconds of an answer, for the pause between two points.
 _REAL_ANSWER_SECONDS = 10.0
 _LONGEST_AT_URL = 1 << 17
+_QUICK_MINUTES = 10
 
 
 def check(args: argparse.Namespace) -> None:
@@ -72,7 +73,7 @@ def of_engines(
     software: Mapping[str, Software] = MappingProxyType({}),
 ) -> Runner:
     arms = arms_for(args)
-    engines = Engines.read(args.engine, args.model, args.engine_configs, arms)
+    engines = _engines(args, arms)
     chosen = traffics(args, engines.longest)
     plan = (
         make_plan(args, engines, chosen, _command(), software)
@@ -81,6 +82,10 @@ def of_engines(
     )
     targets = Deployments(plan, engines, directory, tuple(args.worker_args))
     return _runner(args, _resumed(plan, directory), directory, chosen, targets, aiperf)
+
+
+def _engines(args: argparse.Namespace, arms: tuple[Arm, ...]) -> Engines:
+    return Engines.read(args.engine, args.model, args.engine_configs, arms, args.override_engine_args)
 
 
 def of_urls(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory) -> Runner:
@@ -193,7 +198,7 @@ async def measure_all(
         progress = runner.progress()
         minutes = math.ceil(progress.left() / 60)
         todo = f"{progress.total - progress.done} points in {progress.starts} deployments"
-        say(f"{todo}: about {minutes} min")
+        say(f"{todo}: about {minutes} min{_busy(args, minutes, software)}")
         await runner.run()
 
     with Interrupts().listening() as interrupts:
@@ -201,6 +206,14 @@ async def measure_all(
             return ExitCode.DONE
         say(f"interrupted; the same command goes on from {directory.path}")
         return interrupts.exit_code
+
+
+def _busy(args: argparse.Namespace, minutes: int, software: Mapping[str, Software]) -> str:
+    """Why a quick run takes long."""
+    most = max((each.first_token_ms for each in software.values()), default=0.0)
+    if not args.quick or minutes <= _QUICK_MINUTES or not most:
+        return ""
+    return f", since this machine adds {most:.0f} ms to a first token; it takes less on one that does nothing else"
 
 
 async def _software(
@@ -211,7 +224,7 @@ async def _software(
         return directory.plan().software
     if args.time_scale is not None or args.engine != "modelled":
         return {}
-    engines = Engines.read(args.engine, args.model, args.engine_configs, arms_for(args))
+    engines = _engines(args, arms_for(args))
     chosen = traffics(args, engines.longest)
     plan = make_plan(args, engines, chosen, _command(), {})
     arm = arm_to_ask(plan)

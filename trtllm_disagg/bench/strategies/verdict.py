@@ -24,6 +24,8 @@ from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME, Curve, Sweep, s
 LEAD = 1.05
 #: Where a point was measured once, and its spread is not known.
 LEAD_ONCE = 1.10
+#: Of a point: with fewer one late answer is a lead.
+FEWEST_REQUESTS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,9 @@ def _refusal(sweep: Sweep, clean: Sweep, measure: Measure, scores: Mapping[str, 
         others = ", ".join(f"{arm.name} has {arm.gpus}" for arm in sweep.elsewhere)
         why = "no other arm was measured on as many GPUs" + (f": {others}" if others else "")
         return Doubt(why, "choose two arms or more with --arms, and one number of --workers")
+    fewest = min(len(measured.result.requests) for measured in sweep.measured.values())
+    if fewest < FEWEST_REQUESTS:
+        return Doubt(f"a point has only {fewest} requests", f"give {FEWEST_REQUESTS} --requests at least")
     missing = [arm.name for arm in sweep.arms if arm.name not in scores]
     if missing and clean.left_out:
         return Doubt(f"no rate is left to compare: {clean.left_out[0]}", clean.left_out[0].remedy)

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.unit.bench.strategies.synthetic import BAND, Behaviour, plan_of, saved
+from trtllm_disagg.bench.strategies.charts import charts_of
 from trtllm_disagg.bench.strategies.records import RunDirectory
 from trtllm_disagg.bench.strategies.report import report_of, write_report
 from trtllm_disagg.bench.strategies.slo import Slo
@@ -125,6 +126,15 @@ def test_the_json_has_verdicts_commands_and_versions(run: RunDirectory) -> None:
     assert report["runs"][0]["commands"]["frontend"] == "frontend of 2 agg"
     assert report["runs"][0]["versions"] == {"trtllm-disagg": "0.2.0"}
     assert report["slo"] == {"ttft": 500, "tpot": 30}
+
+
+def test_an_arm_whose_tokens_take_no_time_is_drawn_without_a_place(tmp_path: Path) -> None:
+    behaviours = BEHAVIOURS | {AGG: Behaviour(6, tpot=0.0)}
+    (sweep,) = (each.sweep for each in report_of(saved(tmp_path, behaviours)).workloads)
+    (chart,) = (chart for chart in charts_of(sweep, Slo(ttft=500)) if chart.name.endswith("pareto"))
+    drawing = chart.render(tmp_path / "pareto.png")
+    assert ORDER in drawing
+    assert AGG not in drawing
 
 
 def test_a_run_that_goes_on_says_what_is_missing(tmp_path: Path) -> None:

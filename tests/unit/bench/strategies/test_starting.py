@@ -16,7 +16,7 @@ from trtllm_disagg.bench.strategies import add_arguments, settle
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
 from trtllm_disagg.bench.strategies.estimate import Worker, rates
 from trtllm_disagg.bench.strategies.measuring import Elsewhere, Schedule
-from trtllm_disagg.bench.strategies.planning import QUICK_SCALE, scale_for, sensitivities
+from trtllm_disagg.bench.strategies.planning import scale_for, sensitivities
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
     Point,
@@ -161,7 +161,7 @@ def test_a_quick_run_is_expected_to_end_within_ten_minutes(model: Path, configs:
         content = yaml.safe_load(file.read_text())
         content["modelled"]["measured"] = MEASURED | like_tables
         file.write_text(yaml.safe_dump(content))
-    runner = prepared(model, configs, "--quick", "--time-scale", f"{QUICK_SCALE}")
+    runner = prepared(model, configs, "--quick", "--time-scale", "3")
     assert runner.progress().left() < 600
 
 
@@ -242,6 +242,18 @@ def test_real_deployments_are_arms_by_their_names(model: Path, configs: Path) ->
     assert [arm.name for arm in runner.plan.arms] == ["2 agg", "1P1D decode_first length"]
     assert not runner.plan.is_modelled
     assert {point.time_scale for point in runner.plan.points} == {1.0}
+
+
+def test_engine_arguments_are_overridden_for_all_roles(model: Path, configs: Path) -> None:
+    override = {"tensor_parallel_size": 2, "modelled": {"link_latency_us": 7.0}}
+    runner = prepared(model, configs, "--rates", "1", "--override-engine-args", json.dumps(override))
+    assert {arm.gpus for arm in runner.plan.arms} == {4, 8}
+    assert isinstance(runner.targets, Deployments)
+    for given in runner.targets.engines.arguments.values():
+        assert given["tensor_parallel_size"] == 2
+        assert given["modelled"] == {"measured": MEASURED, "link_latency_us": 7.0}
+    with pytest.raises(ConfigError, match="--override-engine-args is not JSON"):
+        prepared(model, configs, "--override-engine-args", "{")
 
 
 def test_without_the_tables_it_is_said_how_to_get_them(

@@ -111,7 +111,7 @@ def test_a_real_deployment_needs_neither_share_nor_band() -> None:
     results = [replace(result, software={}) for result in results_of(plan, CLEAR)]
     sweep = sweep_of_results(plan, results)
     assert verdict_of(sweep).winner == ORDER
-    assert "real GPUs" in advise(sweep, SLO).changes
+    assert "measured, not modelled" in advise(sweep, SLO).changes
 
 
 def test_too_much_software_at_the_highest_rate_leaves_the_lower_ones() -> None:
@@ -267,6 +267,11 @@ def with_share(share: float) -> Sweep:
     return sweep_of_results(plan, [with_software(result, share) for result in results_of(plan, CLEAR)])
 
 
+def with_few() -> Sweep:
+    plan = plan_of(CLEAR)
+    return sweep_of_results(plan, [replace(r, requests=r.requests[:9]) for r in results_of(plan, CLEAR)])
+
+
 @pytest.mark.parametrize(
     ("sweep", "flag"),
     [
@@ -286,8 +291,21 @@ def with_share(share: float) -> Sweep:
             "modelled.measured",
         ),
         (with_share(0.1), "--time-scale 2.6"),
+        (with_few(), "10 --requests at least"),
     ],
-    ids=["once", "alike", "repetitions", "rates", "slo", "arms", "band", "cut", "overturned", "software"],
+    ids=[
+        "once",
+        "alike",
+        "repetitions",
+        "rates",
+        "slo",
+        "arms",
+        "band",
+        "cut",
+        "overturned",
+        "software",
+        "few",
+    ],
 )
 def test_what_is_not_decided_says_what_to_do_next(sweep: Sweep, flag: str) -> None:
     advice = advise(sweep, SLO)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+import shlex
+import subprocess
+import time
 from pathlib import Path
 
+import pytest
+
 from tests.unit.bench.strategies.synthetic import Behaviour, saved
-from tools.which_strategy import main
+from tools.which_strategy import link_from, main
+from tools.which_strategy_runs import RUNS
+from trtllm_disagg.bench.strategies import add_arguments as add_bench_arguments
+from trtllm_disagg.bench.strategies.workloads import BUILT_IN
 
 AGG, ORDER = "2 agg", "1P1D decode_first"
 
@@ -17,7 +27,11 @@ def test_the_page_has_a_line_a_run_and_workload_and_names_what_disaggregation_lo
         {AGG: Behaviour(6, tpot=10), ORDER: Behaviour(12, tpot=20, strategy="decode_first")},
     )
     tied = saved(tmp_path / "b", {AGG: Behaviour(6), ORDER: Behaviour(6, strategy="decode_first")})
+    index = tmp_path / "index.md"
+    index.write_text("| [benchmarks](benchmarks.md) | |\n| [licences](licences.md) | |\n")
     main([str(winning.path), str(tied.path), "--out", str(tmp_path)])
+    link_from(index)
+    assert re.findall(r"\[([a-z ]+)\]", index.read_text()) == ["benchmarks", "which strategy", "licences"]
     page = (tmp_path / "which-strategy.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| a model")]
     assert len(rows) == 2
@@ -29,3 +43,45 @@ def test_the_page_has_a_line_a_run_and_workload_and_names_what_disaggregation_lo
     pictures = re.findall(r"\]\((which-strategy/[^)]+\.png)\)", page)
     assert len(pictures) == 2 * 3
     assert all((tmp_path / picture).is_file() for picture in pictures)
+
+
+def test_a_run_of_the_list_is_a_command_that_plans_its_pair_and_workload(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--measure", str(tmp_path), "--dry-run", "--only", "llama-3.1-70b-fp8-h200_sxm-bursts"])
+    (line,) = capsys.readouterr().out.splitlines()
+    argv = shlex.split(line)
+    parser = argparse.ArgumentParser()
+    add_bench_arguments(parser)
+    args = parser.parse_args(argv[argv.index("strategies") + 1 :])
+    assert (args.quick, args.workloads, args.requests, args.time_scale) == (True, "bursts", 32, 3)
+    override = json.loads(args.override_engine_args)
+    assert override["modelled"] == {"model": "llama-3.1-70b-fp8", "system": "h200_sxm"}
+    assert override["tensor_parallel_size"] == 2
+
+
+def test_the_list_has_five_pairs_under_every_built_in_workload_once() -> None:
+    pairs = {(run.pair.model, run.pair.system) for run in RUNS}
+    assert len(pairs) == 5
+    assert sorted(run.name for run in RUNS) == sorted(
+        f"{model}-{system}-{workload}" for model, system in pairs for workload in BUILT_IN
+    )
+
+
+def test_no_run_begins_without_time_for_the_longest_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+
+    def takes_twenty_minutes(command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
+        nonlocal now
+        now += 20 * 60
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", takes_twenty_minutes)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with pytest.raises(SystemExit):  # there is no run to make the page of
+        main(["--measure", str(tmp_path), "--minutes", "50"])
+    said = capsys.readouterr().out
+    assert said.count("exit status 0 after 20.0 min") == 2
+    assert "no time left for llama-3.1-70b-fp8-h200_sxm-rag" in said
