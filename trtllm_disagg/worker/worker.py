@@ -186,7 +186,11 @@ async def _serve(
         await queue.start(generate, runtime.instance_id, runtime.front)
         watchers.append(asyncio.create_task(_tell_load(reporter, drain), name="load"))
         log.info(
-            "worker ready: %s at %s, instance %x", _part(config), config.endpoint_id, runtime.instance_id
+            "worker ready: %s at %s, instance %x; discovery: %s",
+            _part(config),
+            config.endpoint_id,
+            runtime.instance_id,
+            config.discovery_backend,
         )
 
     try:
