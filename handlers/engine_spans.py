@@ -11,16 +11,18 @@ from trtllm_disagg.kv_transfer.handle import split_endpoint
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
 from trtllm_disagg.types import GenerateRequest, TokenChunk
 
+Phase = Callable[[GenerateRequest], AsyncGenerator[TokenChunk, None]]
+
+
+def spanned(name: str, request: GenerateRequest, stream: Phase) -> AsyncGenerator[TokenChunk, None]:
+    """For a request that is not traced no token passes through anything of this."""
+    return Spanned(name, request, stream) if request.span.is_recording else stream(request)
+
 
 class Spanned(PerRequestStream[TokenChunk]):
     """From when the stream is first read until it is closed."""
 
-    def __init__(
-        self,
-        name: str,
-        request: GenerateRequest,
-        stream: Callable[[GenerateRequest], AsyncGenerator[TokenChunk, None]],
-    ) -> None:
+    def __init__(self, name: str, request: GenerateRequest, stream: Phase) -> None:
         self._name = name
         self._request = request
         self._stream = stream

@@ -21,7 +21,7 @@ from trtllm_disagg.errors import (
     WorkerLeavingError,
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard, abort_when_stopped, guarded, in_background
-from trtllm_disagg.handlers.engine_spans import Spanned, record_engine
+from trtllm_disagg.handlers.engine_spans import record_engine, spanned
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handlers.trace import record_cache_hit, record_transfer
 from trtllm_disagg.types import (
@@ -323,7 +323,7 @@ class LocalDecode:
     def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
-        return Spanned("decode", request, lambda within: self._run(within, context, handoff))
+        return spanned("decode", request, lambda within: self._run(within, context, handoff))
 
     def _run(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
@@ -371,7 +371,7 @@ class LocalBoth:
         self._engine = engine
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        return Spanned("generate", request, lambda within: self._run(within, context))
+        return spanned("generate", request, lambda within: self._run(within, context))
 
     def _run(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         def finished(result: Any) -> None:

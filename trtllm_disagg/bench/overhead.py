@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,9 @@ _MODEL = "recording"
 _PROMPT_TOKENS = 32
 #: Of a role, in microseconds.
 _CPU = " worker CPU per token"
+#: How many requests are traced, and what a worker is told for that.
+_NONE, _EVERY = "none", "every"
+_SAMPLERS = {_NONE: "OTEL_TRACES_SAMPLER=always_off", "1%": "OTEL_TRACES_SAMPLE_RATIO=0.01", _EVERY: ""}
 _COLUMNS = (
     Column("ttft", "ms", ".2f", "TTFT\nms", is_plotted=True),
     Column("itl", "ms", ".3f", "ITL\nms", is_plotted=True),
@@ -48,6 +51,13 @@ _COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
     add_choice(parser, "--strategy", STRATEGIES, "orders to compare")
+    parser.add_argument(
+        "--traced",
+        choices=_SAMPLERS,
+        nargs="+",
+        default=[_EVERY],
+        help="how many requests are traced; each order once for each of these (default: every)",
+    )
     add_number(parser, "--rounds", 24, "repetitions, all orders by turns")
     add_number(parser, "--concurrency", 32, "requests at once, in the second half of a round")
     add_number(parser, "--tokens-per-step", 1, "ready at once in the engine")
@@ -88,13 +98,18 @@ async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
     if args.quick:
         asked, rounds = Load(4, 8, 8, 16, 4), 2
     with scratch_directory("trtllm-disagg-overhead-") as scratch:
-        configs = [_config(strategy, scratch.path, args) for strategy in args.strategy]
-        for doubt in look_at_limits(configs):
+        configs = {
+            subject_name(strategy, traced, args.traced): _config(strategy, traced, scratch.path, args)
+            for strategy in args.strategy
+            for traced in args.traced
+        }
+        for doubt in look_at_limits(list(configs.values())):
             say(f"warning: {doubt}")
-        say(f"starting {', '.join(args.strategy)}")
-        async with _side_by_side(_subject(config, args) for config in configs) as subjects:
+        say(f"starting {', '.join(configs)}")
+        starting = (_subject(name, config, args) for name, config in configs.items())
+        async with _side_by_side(starting) as subjects:
             for subject in subjects:
-                say(f"{subject.strategy}: warming up")
+                say(f"{subject.name}: warming up")
                 await subject.measure(asked)
             texts: set[str] = set()
             for number in range(rounds):
@@ -104,7 +119,7 @@ async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
                 for subject in [*subjects[turn:], *subjects[:turn]]:
                     text, quantities = await subject.measure(asked)
                     texts.add(text)
-                    measured.note(subject.strategy, quantities)
+                    measured.note(subject.name, quantities)
             if len(texts) != 1:
                 raise BadAnswerError(f"the orders gave {len(texts)} different answers to the same prompt")
             say("stopping")
@@ -126,28 +141,35 @@ async def _side_by_side(managers: Iterable[AbstractAsyncContextManager[T]]) -> A
         await asyncio.gather(*(stack.aclose() for stack, _ in stacks))
 
 
-def _config(strategy: str, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
+def subject_name(strategy: str, traced: str, beside: Collection[str]) -> str:
+    return strategy if len(beside) == 1 else f"{strategy}, {traced} traced"
+
+
+def _config(strategy: str, traced: str, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
+    place = scratch / f"{strategy}-{traced.rstrip('%')}"
+    sampler = ("env", _SAMPLERS[traced]) if _SAMPLERS[traced] else ()
     pace = {"tokens_per_step": args.tokens_per_step, "step_seconds": args.step_ms / 1000}
     return DeploymentConfig(
         strategy=strategy,
-        model=str(weightless_model(scratch / "model" / strategy)),
+        model=str(weightless_model(place / "model")),
         served_model_name=_MODEL,
-        run_dir=scratch / strategy,
+        run_dir=place / "run",
         http_port=0,
         engine="recording",
+        worker_command=(*sampler, *DeploymentConfig.worker_command),
         worker_args=("--override-engine-args", json.dumps({"recording": pace})),
     )
 
 
 @asynccontextmanager
-async def _subject(config: DeploymentConfig, args: argparse.Namespace) -> AsyncIterator[Subject]:
+async def _subject(name: str, config: DeploymentConfig, args: argparse.Namespace) -> AsyncIterator[Subject]:
     from trtllm_disagg.deployment import running_deployment
 
     async with running_deployment(config) as deployment:
         address = config.client_host, deployment.config.http_port
         connections = [await Connection.open(*address) for _ in range(args.concurrency)]
         try:
-            yield Subject(deployment, connections)
+            yield Subject(name, deployment, connections)
         finally:
             for connection in connections:
                 connection.close()
@@ -156,8 +178,8 @@ async def _subject(config: DeploymentConfig, args: argparse.Namespace) -> AsyncI
 class Subject:
     """One deployment, and the connections to it."""
 
-    def __init__(self, deployment: Deployment, connections: list[Connection]) -> None:
-        self.strategy = deployment.config.strategy
+    def __init__(self, name: str, deployment: Deployment, connections: list[Connection]) -> None:
+        self.name = name
         self._workers = {p.role: p.pid for p in deployment.processes if p.role != "frontend"}
         self._connections = connections
 
@@ -173,7 +195,7 @@ class Subject:
         texts = {answer.text() for answer in together}
         num_tokens = asked.together * asked.together_tokens
         if {len(text) for text in texts} != {asked.together_tokens}:
-            raise BadAnswerError(f"{self.strategy}: answers of {sorted(map(len, texts))} tokens")
+            raise BadAnswerError(f"{self.name}: answers of {sorted(map(len, texts))} tokens")
         (text,) = texts
         wall = max(a.ended for a in together) - min(a.asked for a in together)
         return text, {
@@ -210,6 +232,7 @@ def section_of(measured: Rounds, *, is_judged: bool = True) -> Section:
     ]
     others = [strategy for strategy in measured.subjects if strategy in _WORKER_SIDE]
     beside = [figure for other in others for figure in _against_baseline(measured, other)]
+    beside += [figure for subject in measured.subjects for figure in _against_untraced(measured, subject)]
     return Section(
         f"Workers, and orders beside {BASELINE}", [grid], figures=cpu + beside, is_judged=is_judged
     )
@@ -232,4 +255,20 @@ def _against_baseline(measured: Rounds, strategy: str) -> list[Figure]:
     return [
         Figure(f"{strategy} TTFT - {BASELINE}", added.median, "ms"),
         Figure(f"{strategy} tok/s / {BASELINE}", ratio.median, "x"),
+    ]
+
+
+def _against_untraced(measured: Rounds, subject: str) -> list[Figure]:
+    """What traces cost: in tokens a second, which a machine's minutes move most, and in the workers' CPU."""
+    untraced = f"{subject.partition(',')[0]}, {_NONE} traced"
+    if untraced == subject or untraced not in measured.subjects:
+        return []
+    quantities = ["throughput", *(name for name in measured.values[subject] if name.endswith(_CPU))]
+    return [
+        Figure(
+            f"{subject}: {'tok/s' if quantity == 'throughput' else quantity.strip()} / {_NONE}",
+            measured.ratio(quantity, subject, untraced).median,
+            "x",
+        )
+        for quantity in quantities
     ]

@@ -125,6 +125,19 @@ def test_targets_are_of_neighbours_in_time() -> None:
     }
 
 
+def test_traces_are_judged_by_neighbours_in_time_that_are_not_traced() -> None:
+    outcomes = measured(
+        ("decode_first, none traced", [1, 1, 1], [100, 10, 100], 40.0),
+        ("decode_first, 1% traced", [1, 1, 1], [97, 9.9, 99], 42.0),
+        ("decode_first, every traced", [1, 1, 1], [90, 9, 90], 44.0),
+    )
+    figures = {f.figure: f for f in figures_of([section_of(outcomes)])}
+    one_percent = figures["decode_first, 1% traced: tok/s / none"]
+    assert (round(one_percent.value, 6), one_percent.target, one_percent.ok) == (0.99, ">= 0.98", True)
+    assert figures["decode_first, every traced: tok/s / none"].value == pytest.approx(0.9)
+    assert figures["decode_first, 1% traced: decode worker CPU per token / none"].value == pytest.approx(1.05)
+
+
 def test_met_and_missed_targets_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = measured(("prefill_first", [3], [80], 31.0), ("router", [2.5], [80], 1.0))
     print_report(wide_console(), [section_of(outcomes)])
