@@ -21,7 +21,7 @@ MORE_SECONDS = 15.0
 def test_a_worker_whose_engine_dies_ends_with_1_in_bounded_time(tmp_path: Path) -> None:
     deployment = DynamoDeployment(tmp_path)
     model = write_checkpoint(tmp_path / "model")
-    worker = ["tests.support.dying_engine", "--model", str(model), "--engine", "tensorrt_llm"]
+    worker = ["tests.support.hard_worker", "--model", str(model), "--engine", "tensorrt_llm"]
     try:
         deployment.start_workers({"agg": [*worker, "--disaggregation-mode", "agg"]})
         deployment.wait_until(lambda: "worker ready" in deployment.log("agg"), "ready", timeout=120)

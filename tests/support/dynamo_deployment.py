@@ -132,6 +132,9 @@ class DynamoDeployment:
     def send(self, name: str, number: signal.Signals) -> None:
         self._processes[name].send_signal(number)
 
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
+
     def exit_code(self, name: str) -> int | None:
         return self._processes[name].poll()
 

@@ -50,6 +50,12 @@ HandleCommand = Callable[[Any], Awaitable[dict[str, Any]]]
 Probe = Callable[[GenerateRequest], Awaitable[None]]
 
 
+class FirstTokens(Protocol):
+    """Dynamo's FirstTokenSource: tells every router's replica that a request has left its prefill behind."""
+
+    def bind(self, context: Any, dp_rank: int | None) -> None: ...
+
+
 def health_check_payload(given: str | None) -> dict[str, Any]:
     """`given`: the setting of that name. Raises ConfigError for what is no request."""
     payload = _DEFAULT if given is None else _read(given)
@@ -189,8 +195,10 @@ def as_dynamo_handler(
     probe: Probe = answers_by_itself,
     *,
     pushes: bool = False,
+    first_tokens: FirstTokens | None = None,
 ) -> Callable[..., Any]:
-    """What Dynamo calls with each request. It finds the parameters behind the first by their names.
+    """What Dynamo calls with each request. It finds the parameters behind the first by their names. `first_tokens`
+    None: this Dynamo, or this kind of worker, has no such thing.
 
     With `pushes` Dynamo since 1.6 brings a sender with what comes over the network; otherwise it asks for each answer.
     """
@@ -208,8 +216,14 @@ def as_dynamo_handler(
                 yield await handle_command(request[CONTROL])
                 return
             asked = decode_request(request, longest_prompt, context.trace_headers())
+            has_begun = first_tokens is None or asked.phase_request is not None
+            if first_tokens is not None and not has_begun:
+                first_tokens.bind(context, asked.dp_rank)
             async with aclosing(generate(asked, context)) as chunks:
                 async for chunk in chunks:
+                    if not has_begun and chunk.token_ids:
+                        has_begun = True
+                        context.notify_first_token()
                     yield encode_chunk(chunk)
         except asyncio.CancelledError:
             if context.is_stopped():

@@ -28,6 +28,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised
 from trtllm_disagg.dynamo_runtime.discovery import DynamoDirectory, KvOverlaps, described, list_instances
 from trtllm_disagg.dynamo_runtime.handler import (
+    FirstTokens,
     HandleCommand,
     Probe,
     answers_by_itself,
@@ -222,7 +223,13 @@ class Runtime:
         # The tokens that a prefill worker streams come from a decode worker, and one worker put them together.
         pushes = self._config.role is Role.PREFILL
         self._handler = as_dynamo_handler(
-            generate, describe, handle_command, longest_prompt, probe, pushes=pushes
+            generate,
+            describe,
+            handle_command,
+            longest_prompt,
+            probe,
+            pushes=pushes,
+            first_tokens=await self._first_tokens(),
         )
         if self._config.may_switch:
             await self._list(self._config.peer_endpoint_id, self.peer)
@@ -233,6 +240,15 @@ class Runtime:
             ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for each in ended:
                 each.result()
+
+    async def _first_tokens(self) -> FirstTokens | None:
+        """None with Dynamo before 1.6, and for workers without tokens of their own."""
+        source_for = getattr(self.front, "first_token_source", None)
+        if source_for is None:
+            return None
+        _, worker_type, _ = _registration(self._config)
+        source: FirstTokens | None = await source_for(worker_type)
+        return source
 
     async def list_again(self) -> None:
         """For a discovery that has forgotten this worker. A listed endpoint is gone for a moment only."""

@@ -1,0 +1,82 @@
+"""A worker, by its arguments, on the stand-in of TensorRT-LLM with all hard edges. At SIGUSR1 its engine dies, and
+never shuts down; the workers of a test move KV through the directory that KV_DIRECTORY names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from trtllm_disagg.cli import main
+from trtllm_disagg.testing.hard_edges import GENERATION_TRANSFER_ERROR, KvStore, RequestError
+from trtllm_disagg.testing.mounted import mounted_recording_llm
+from trtllm_disagg.testing.recording import LLM
+
+KV_DIRECTORY = "TEST_KV_DIRECTORY"
+
+
+class KvFiles(KvStore):
+    """One file for each context that is held: the prompt. They outlive every worker, as no lease ends here."""
+
+    #: With this file there, the next transfer breaks.
+    BREAKS = "breaks"
+    #: The process with this id is stopped as the next prefill ends: it never sees the answer.
+    STOPS = "stops"
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+        self._numbers = itertools.count(1)
+
+    def hold(self, prompt: list[int], owner: object = None, seconds: float | None = None) -> bytes:
+        name = f"kv-{os.getpid()}-{next(self._numbers)}"
+        (self._directory / name).write_text(json.dumps(prompt))
+        with contextlib.suppress(FileNotFoundError):
+            stopped = self._directory / self.STOPS
+            os.kill(int(stopped.read_text()), signal.SIGSTOP)
+            stopped.unlink()
+        return name.encode()
+
+    def take(self, name: bytes | None, prompt: list[int]) -> None:
+        held = self._directory / (name or b"none").decode()
+        try:
+            given = json.loads(held.read_text())
+            held.unlink()
+            (self._directory / self.BREAKS).unlink()
+        except FileNotFoundError as missing:
+            if missing.filename != str(held) and given == prompt:
+                return
+        raise RequestError(GENERATION_TRANSFER_ERROR)
+
+    def release(self, name: bytes) -> None:
+        (self._directory / name.decode()).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """A worker that ends leaves what it holds to the test."""
+
+
+def held_in(directory: Path) -> int:
+    return sum(1 for _ in directory.glob("kv-*"))
+
+
+def _die_at_the_signal() -> None:
+    signal.sigwait([signal.SIGUSR1])
+    for llm in LLM.instances:
+        llm.may_shut_down.clear()
+        llm.die(RuntimeError("rank 3 is gone"))
+
+
+if __name__ == "__main__":
+    # For that thread alone: the others inherit it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    threading.Thread(target=_die_at_the_signal, daemon=True).start()
+    if KV_DIRECTORY in os.environ:
+        LLM.kv_store = KvFiles(Path(os.environ[KV_DIRECTORY]))
+    with mounted_recording_llm():
+        main(["worker", *sys.argv[1:]])
