@@ -86,8 +86,11 @@ def _page(reports: Sequence[Report], pictures: Path) -> Iterator[str]:
             yield f"| {report.plan.subject} | {workload.sweep.name} | {_run(workload)} | {_why(workload)} |"
     yield "\n## Where disaggregation loses\n"
     yield from _losses(reports)
+    subject = ""
     for number, report in enumerate(reports, 1):
-        yield f"\n## {report.plan.subject}\n"
+        if report.plan.subject != subject:
+            subject = report.plan.subject
+            yield f"\n## {subject}\n"
         yield from _run_section(report, number, pictures)
 
 
@@ -120,8 +123,8 @@ def _is_disaggregated(workload: WorkloadReport, arm: str) -> bool:
 def _run_section(report: Report, number: int, pictures: Path) -> Iterator[str]:
     yield f"    {report.plan.command}\n"
     most = ", ".join(f"{share:.1%} of {name}" for name, share in report.most_software.items())
-    points, repetitions = _count(len(report.results), "point"), _count(report.repetitions, "repetition")
-    yield f"{points}, up to {repetitions}, {' / '.join(report.machines)}."
+    measured = "once" if report.repetitions == 1 else f"up to {report.repetitions} times"
+    yield f"{_count(len(report.results), 'point')}, each measured {measured}, {' / '.join(report.machines)}."
     if most:
         yield f"Our own software took at most {most}; rates above 5 % are not concluded from."
     for workload in report.workloads:

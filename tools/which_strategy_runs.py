@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -47,9 +48,8 @@ class Run:
 
     def argv(self, options: argparse.Namespace) -> list[str]:
         out = options.measure / self.name
-        found = ["--aiperf", str(options.aiperf)] if options.aiperf else []
         return [
-            *(sys.executable, "-m", "trtllm_disagg", "bench", "strategies", "--quick", *found),
+            *(sys.executable, "-m", "trtllm_disagg", "bench", "strategies", "--quick"),
             *("--model", str(options.model), "--out", str(out), "--workloads", self.workload),
             *(
                 "--time-scale",
@@ -117,12 +117,18 @@ def measure(options: argparse.Namespace) -> None:
         print(shlex.join(command), flush=True)
         if options.dry_run:
             continue
-        code = subprocess.run(command, check=False).returncode
+        code = subprocess.run(command, check=False, env=_with_aiperf(options.aiperf)).returncode
         seconds = time.monotonic() - begun
         longest = max(longest, seconds)
         print(f"{run.name}: exit status {code} after {seconds / 60:.1f} min", flush=True)
         if code == 130:
             return
+
+
+def _with_aiperf(given: Path | None) -> dict[str, str]:
+    """Found in PATH: its place on this machine is nothing for the page, which has the command."""
+    more = f"{os.pathsep}{given.parent.absolute()}" if given else ""
+    return os.environ | {"PATH": os.environ["PATH"] + more}
 
 
 def _chosen(options: argparse.Namespace) -> Iterator[Run]:

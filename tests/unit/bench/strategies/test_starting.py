@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trtllm_disagg.bench.strategies import add_arguments, settle
+from trtllm_disagg.bench.strategies import add_arguments, settle, starting
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
 from trtllm_disagg.bench.strategies.estimate import Worker, rates
 from trtllm_disagg.bench.strategies.measuring import Elsewhere, Schedule
@@ -29,6 +29,7 @@ from trtllm_disagg.bench.strategies.running import Deployments, Key, Runner, bat
 from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.modelled.build import open_gpus
 from trtllm_disagg.modelled.config import ModelledArgs
 from trtllm_disagg.modelled.factors import Factors
@@ -234,6 +235,42 @@ async def test_points_that_met_each_other_are_measured_again_in_a_new_deployment
     await runner.run()
     assert [(number, len(points)) for number, points in runs] == [(1, 6), (2, 3), (3, 2), (4, 1)]
     assert not runner.groups()
+
+
+async def test_software_is_measured_before_the_first_run_and_kept_for_those_that_go_on(
+    model: Path, configs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Key] = []
+    said: list[str] = []
+
+    @asynccontextmanager
+    async def serving(targets: Deployments, key: Key) -> AsyncIterator[Elsewhere]:
+        started.append(key)
+        yield Elsewhere("http://there", "m")
+
+    async def calibrate(target: Elsewhere, *others: object) -> dict[str, Software]:
+        return {"rag": Software(first_token_ms=90.0)}
+
+    async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
+        return [PointResult(stretch.point, (), 1.0) for stretch in schedule.stretches]
+
+    monkeypatch.setattr(Deployments, "serving", serving)
+    monkeypatch.setattr(starting, "calibrate", calibrate)
+    monkeypatch.setattr(Runner, "_measure", measure)
+    monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
+    args = parsed(model, configs, "--quick")
+    directory = RunDirectory(args.out)
+    assert await starting.measure_all(args, AIPERF, directory, said.append) == ExitCode.DONE
+    assert started[0] == ("1P1D prefill_first", NOMINAL, 1.0)
+    assert directory.plan().software["rag"].first_token_ms == 90.0
+    # 8192 tokens in 0.5 s, of which 90 ms are to be 4 %.
+    assert {point.time_scale for point in directory.plan().points} == {6.0}
+    assert "since this machine adds 90 ms to a first token" in said[-1]
+    first = directory.plan().points[0]
+    (directory.path / "points" / first.file_name).unlink()
+    started.clear()
+    assert await starting.measure_all(args, AIPERF, directory, said.append) == ExitCode.DONE
+    assert started == [(first.arm, NOMINAL, 6.0)]
 
 
 def test_real_deployments_are_arms_by_their_names(model: Path, configs: Path) -> None:

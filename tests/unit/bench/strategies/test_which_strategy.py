@@ -73,7 +73,7 @@ def test_no_run_begins_without_time_for_the_longest_so_far(
 ) -> None:
     now = 0.0
 
-    def takes_twenty_minutes(command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
+    def takes_twenty_minutes(command: list[str], **how: object) -> subprocess.CompletedProcess[bytes]:
         nonlocal now
         now += 20 * 60
         return subprocess.CompletedProcess(command, 0)
