@@ -230,9 +230,11 @@ def _validated(given: Mapping[str, Any]) -> tuple[LlmArgs, tuple[BadKey, ...]]:
 @cache
 def _arguments_of_tensorrt_llm() -> frozenset[str]:
     """All names that LLM(...) takes; `LlmArgs` lacks those that no embedded engine has a use for."""
-    pins = files("trtllm_disagg.testing") / "llm_api" / "1.3.0rc.json"
-    names: dict[str, Any] = json.loads(pins.read_text())["classes"]["LlmArgs"]["fields"]
-    return frozenset(names.keys() - LlmArgs.model_fields.keys())
+    pins = files("trtllm_disagg.testing") / "llm_api"
+    names: set[str] = set()
+    for version, kind in (("1.3.0rc", "fields"), ("1.3.0rc29", "names")):
+        names.update(json.loads((pins / f"{version}.json").read_text())["classes"]["LlmArgs"][kind])
+    return frozenset(names - LlmArgs.model_fields.keys())
 
 
 def _upper_backend(left: dict[str, Any]) -> list[BadKey]:

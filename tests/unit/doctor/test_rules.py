@@ -316,7 +316,7 @@ def test_what_only_the_worker_knows_is_the_workers_row(tmp_path: Path) -> None:
     assert "expected pytorch" in rows[-1].instead or "'pytorch'" in rows[-1].instead
 
 
-@pytest.mark.parametrize("name", ["gms_config", "encoder_max_batch_size", "checkpoint_format"])
+@pytest.mark.parametrize("name", ["gms_config", "checkpoint_format", "enable_tokenization_cache"])
 def test_an_argument_that_only_tensorrt_llm_has_is_no_misspelling(name: str) -> None:
     assert findings(diagnosed({name: {}})) == {}
 

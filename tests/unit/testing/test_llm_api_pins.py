@@ -44,6 +44,7 @@ NEWEST = {
     "DisaggregatedParams": "1.3.0rc29",
     "CompletionOutput": "1.3.0rc29",
     "generate_async": "1.3.0rc28",
+    "RequestOutput": "1.3.0rc27",
     "SamplingParams": "1.3.0rc26",
     "GuidedDecodingParams": OLD,
     "LLM": NEW,
@@ -91,6 +92,9 @@ NOT_FOR_A_CPU = {
     "use_cute_dsl_blockscaling_mm",
     "use_fine_grained_sync",
 }
+
+#: The same of 1.3.0rc29, in which `decoding_config` is no field any more.
+NEWER_NOT_FOR_A_CPU = {"enable_return_routed_experts", "enable_tokenization_cache"}
 
 #: Of the release candidates of 1.2, gone since.
 GONE = {"build_config", "enable_tqdm", "fail_fast_on_attention_window_too_large", "sampler_type"}
@@ -165,6 +169,13 @@ def test_llm_args_are_known_by_name(version: str, unknown: set[str]) -> None:
     if version == NEW:
         assert set(LlmArgs.model_fields) - pinned == {"embedded"}
         assert pinned >= NOT_FOR_A_CPU
+
+
+def test_llm_args_of_the_newest_release_are_known_by_name() -> None:
+    pinned = set(facts("1.3.0rc29", "LlmArgs", "names"))
+    unknown = (NOT_FOR_A_CPU - {"decoding_config"}) | NEWER_NOT_FOR_A_CPU
+    assert pinned - set(LlmArgs.model_fields) == unknown
+    assert set(LlmArgs.model_fields) - pinned == {"embedded"}
 
 
 #: A default object of TensorRT-LLM that does nothing here, and a backend that is always pytorch there.
@@ -252,6 +263,9 @@ def test_a_request_has_what_tensorrt_llms_has() -> None:
     made = LLM("m").generate_async([1, 2])
     missing = {name for name in pinned if not hasattr(made, name)}
     assert missing == {"aborted", "avg_decoded_tokens_per_iter", "clear_logprob_params"}
+    newest = set(facts(NEWEST["RequestOutput"], "RequestOutput", "names"))
+    missing = {name for name in newest if not hasattr(made, name)}
+    assert missing == {"aborted", "clear_logprob_params", "do_tracing", "error", "record_stats"}
 
 
 # -- the calls that we make
@@ -358,13 +372,15 @@ async def answer(calls: Calls) -> None:
 def pinned_names(version: str, called: str) -> set[str]:
     if called == "generate_async":
         return set(facts(version, "LLM", "methods")[called])
-    return set(facts(version, "LlmArgs" if called == "LLM" else called))
+    made = PINS[version]["classes"]["LlmArgs" if called == "LLM" else called]
+    return set(made.get("names") or made["fields"])
 
 
 @pytest.mark.parametrize(
     ("called", "version"),
     [
-        *((name, version) for name, version in NEWEST.items() if name != "CompletionOutput"),
+        *((name, version) for name, version in NEWEST.items() if not name.endswith("Output")),
+        ("LLM", "1.3.0rc29"),
         ("DisaggregatedParams", FIRST_TAKEN),
         ("SamplingParams", STABLE),
     ],
