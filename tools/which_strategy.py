@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.which_strategy_runs import add_arguments, measure
+from tools.which_strategy_runs import RUNS, add_arguments, measure
 from trtllm_disagg.bench.strategies.charts import charts_of
 from trtllm_disagg.bench.strategies.records import RunDirectory
 from trtllm_disagg.bench.strategies.report import Report, WorkloadReport, report_of
@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN_DIRECTORY")
     parser.add_argument("--measure", type=Path, metavar="DIR", help="of the runs, a directory each")
     add_arguments(parser)
-    parser.add_argument("--slo", type=Slo.parse, default=DEFAULT_SLO)
+    parser.add_argument(
+        "--slo", type=Slo.parse, help="of all runs (default: as tools/which_strategy_runs.py has it)"
+    )
     parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args(arguments)
     if options.measure:
@@ -39,7 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.dry_run:
             return
         options.runs += sorted(plan.parent for plan in options.measure.glob("*/plan.json"))
-    reports = [report_of(RunDirectory(path), options.slo) for path in options.runs if _has_points(path)]
+    listed = {run.name: Slo.parse(run.pair.slo) for run in RUNS}
+    reports = [
+        report_of(RunDirectory(path), options.slo or listed.get(path.resolve().name, DEFAULT_SLO))
+        for path in options.runs
+        if _has_points(path)
+    ]
     if not reports:
         parser.error("no run with a measured point")
     pictures = options.out / NAME
@@ -67,23 +74,23 @@ def _has_points(run: Path) -> bool:
 
 
 def _page(reports: Sequence[Report], pictures: Path) -> Iterator[str]:
-    slo = reports[0].slo
     runs = sum(len(report.results) for report in reports)
     yield "<!-- Made by tools/which_strategy.py; do not edit. -->"
     yield "# Which strategy?\n"
     made_of = f"{_count(runs, 'measured point')} of {_count(len(reports), 'run')}"
     yield f"What `trtllm-disagg bench strategies` said in {made_of}:"
-    yield f"the arm that answers most requests a second within {slo}, on the same number of GPUs."
+    yield "the arm that answers most requests a second in time, on the same number of GPUs."
     if any(report.plan.is_modelled for report in reports):
         yield "The GPUs are modelled ([how](../how-to/simulate-gpus.md)): these lines compare orders, and say nothing"
         yield "absolute about a GPU."
     yield "How a conclusion is reached, and when it is refused: [reports](../how-to/choose-by-measuring.md)."
     yield ""
-    yield "| served | traffic | run | because, or why it is not decided |"
-    yield "|---|---|---|---|"
+    yield "| served | traffic | in time | run | because, or why it is not decided |"
+    yield "|---|---|---|---|---|"
     for report in reports:
         for workload in report.workloads:
-            yield f"| {report.plan.subject} | {workload.sweep.name} | {_run(workload)} | {_why(workload)} |"
+            told = (report.plan.subject, workload.sweep.name, str(report.slo), _run(workload), _why(workload))
+            yield f"| {' | '.join(told)} |"
     yield "\n## Where disaggregation loses\n"
     yield from _losses(reports)
     subject = ""

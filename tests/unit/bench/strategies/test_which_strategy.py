@@ -35,8 +35,8 @@ def test_the_page_has_a_line_a_run_and_workload_and_names_what_disaggregation_lo
     page = (tmp_path / "which-strategy.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| a model")]
     assert len(rows) == 2
-    assert f"chat on 2 GPUs | **{ORDER}** | It answers up to" in rows[0]
-    assert "chat on 2 GPUs | not decided | " in rows[1]
+    assert f"chat on 2 GPUs | TTFT 500 ms and TPOT 30 ms | **{ORDER}** | It answers up to" in rows[0]
+    assert "| not decided | " in rows[1]
     assert "differ by less than 5%" in rows[1]
     losses = page.partition("## Where disaggregation loses")[2].partition("\n## ")[0]
     assert re.findall(r"2 agg is best by (\w+ \w+)", losses) == ["fast for", "TPOT p99"]
