@@ -19,8 +19,6 @@ from trtllm_disagg.deployment.command_socket import COMMAND_SOCKET
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.exit_codes import ExitCode
 
-pytestmark = pytest.mark.process
-
 #: Imports, on a busy machine; and how long a deployment that loads may take to end.
 START_SECONDS, END_SECONDS = 60.0, 60.0
 

@@ -6,13 +6,9 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.support.dynamo_deployment import DynamoDeployment
 from tests.support.models import write_checkpoint
 from trtllm_disagg.engine.health import TIMES
-
-pytestmark = pytest.mark.process
 
 #: For what a loaded machine adds.
 MORE_SECONDS = 15.0

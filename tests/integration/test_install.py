@@ -21,8 +21,6 @@ import pytest
 from tests.support.dynamo_deployment import COMPLETIONS, DynamoDeployment
 from tests.support.models import write_checkpoint
 
-pytestmark = pytest.mark.process
-
 ROOT = Path(__file__).parents[2]
 NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "*.log", "tests")
 MODEL = "tiny"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 from tokenizers import Tokenizer
 
@@ -20,8 +19,6 @@ from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deplo
 from trtllm_disagg.deployment.up_command import engine_configs_in
 from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.tracing.reading import Trace, read_traces
-
-pytestmark = pytest.mark.process
 
 PROMPT = "a prompt that is longer than two blocks of thirty-two tokens"
 MAX_TOKENS = 24

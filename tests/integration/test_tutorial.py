@@ -11,12 +11,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from tests.support.deployments import demo_model
 from trtllm_disagg.deployment.ports import free_system_ports
-
-pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial" / "index.md"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -81,6 +82,8 @@ def lines_run_by_a_request(num_blocks: int) -> int:
         return count
 
     before = sys.gettrace()
+    # A collection runs lines of others, whenever there is garbage enough.
+    gc.disable()
     sys.settrace(count)
     try:
         keys = blocks.prompt_keys(prompt, b"")
@@ -92,6 +95,7 @@ def lines_run_by_a_request(num_blocks: int) -> int:
         blocks.release(known + fresh)
     finally:
         sys.settrace(before)
+        gc.enable()
     assert (len(known), found) == (2, None)
     blocks.check()
     return lines

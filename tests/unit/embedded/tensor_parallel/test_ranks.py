@@ -16,6 +16,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
+from tests.support.deployments import wait_until
 from trtllm_disagg.embedded import LLM, RequestError, SamplingParams
 from trtllm_disagg.embedded.tensor_parallel.launch import core_launch, require_ranks
 from trtllm_disagg.errors import ConfigError
@@ -51,6 +52,13 @@ def processes(pids: list[int]) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in pids]
 
 
+def used_in_a_second(ranks: list[psutil.Process]) -> list[float]:
+    """Seconds of CPU."""
+    before = [sum(rank.cpu_times()[:2]) for rank in ranks]
+    time.sleep(1)
+    return [sum(rank.cpu_times()[:2]) - start for rank, start in zip(ranks, before, strict=True)]
+
+
 def assert_gone(ranks: list[psutil.Process]) -> None:
     """And nothing of mpich is left where files stay."""
     _, alive = psutil.wait_procs(ranks, timeout=60)
@@ -68,10 +76,8 @@ def test_idle_ranks_sleep_a_stopped_one_may_go_on_and_a_killed_one_ends_all_requ
         started = ranks[1].parents()[:2]  # hydra's proxy and mpiexec
         llm.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True, end_id=1))
 
-        before = [sum(rank.cpu_times()[:2]) for rank in ranks]
-        time.sleep(1)
-        used = [sum(rank.cpu_times()[:2]) - start for rank, start in zip(ranks, before, strict=True)]
-        assert max(used) < 0.1, f"seconds of CPU in one idle second: {used}"
+        # Once a second has passed, an engine with nothing to do gives memory back, which takes time of its own.
+        wait_until(lambda: max(used_in_a_second(ranks)) < 0.1, "a second in which no rank computes")
 
         # Stopped for a moment only: it goes on.
         result = llm.generate_async(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True, end_id=1))
