@@ -59,7 +59,10 @@ LAYERS = (
 )
 
 #: These run on Dynamo, and nothing else may need it.
-DYNAMO = ("dynamo_runtime",)
+DYNAMO = (
+    "dynamo_runtime",
+    "deployment.running",  # asks whether it is installed
+)
 
 #: Ask for TensorRT-LLM: whether it is installed, and for its names.
 TENSORRT_LLM = ("engine.llm_api", "engine.engines")

@@ -25,6 +25,8 @@ BEYOND_DRAIN_SECONDS = 15.0
 #: TensorRT-LLM's warm-up, a good part of an hour.
 STARTUP_SECONDS, GPU_STARTUP_SECONDS = 300.0, 3600.0
 LOOPBACK = "127.0.0.1"
+#: What requirements/dynamo.txt installs.
+DYNAMO_VERSION = "1.6.1"
 DISCOVERY_DIR = "discovery"
 
 NO_WORKERS: tuple[Role, ...] = ("nats", "frontend")

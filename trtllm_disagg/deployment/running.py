@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from trtllm_disagg.deployment.command_socket import serving_commands
@@ -18,6 +19,7 @@ from trtllm_disagg.deployment.gpus import gpus_of
 from trtllm_disagg.deployment.limits import look_at_limits
 from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import (
+    DYNAMO_VERSION,
     DeploymentConfig,
     DeploymentFailedError,
     Role,
@@ -29,13 +31,25 @@ from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import SilentStatus, Status
 from trtllm_disagg.deployment.supervisor import Supervisor, first_completed
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 
 # `up` from start to end: load, say that it is ready, serve until asked to stop, drain.
 
 
+#: requirements/dynamo.txt says why without what it requires.
+_DYNAMO_IS_MISSING = (
+    "the frontend and the workers need Dynamo, which is not installed here: "
+    f"pip install --no-deps ai-dynamo=={DYNAMO_VERSION} ai-dynamo-runtime=={DYNAMO_VERSION}"
+)
+
+
 def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
-    """Checks the machine's limits and the port, claims the run directory, plans the processes. Nothing runs yet."""
+    """Checks what Dynamo, the machine and the port allow, claims the run directory, plans the processes. Nothing runs
+    yet.
+    """
+    if find_spec("dynamo") is None:
+        raise ConfigError(_DYNAMO_IS_MISSING)
     for doubt in look_at_limits([config]):
         status.note(f"warning: {doubt}")
     http_port = free_http_port(config.http_host, config.http_port)

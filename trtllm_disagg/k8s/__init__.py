@@ -12,7 +12,7 @@ from typing import Any
 
 from trtllm_disagg import __version__
 from trtllm_disagg.config.settings import POSITIVE, Rule
-from trtllm_disagg.deployment.plan import DeploymentConfig
+from trtllm_disagg.deployment.plan import DYNAMO_VERSION, DeploymentConfig
 from trtllm_disagg.deployment.up_command import add_deployment_arguments, config_from
 from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.errors import ConfigError
@@ -21,9 +21,6 @@ from trtllm_disagg.k8s.pods import MODELS, MOUNTED, Cluster, Resources
 from trtllm_disagg.keys import AdminKey
 from trtllm_disagg.kv_transfer.shared_key import read_key
 from trtllm_disagg.strategies import spec_of
-
-#: What requirements/dynamo.txt installs.
-DYNAMO_VERSION = "1.6.1"
 
 
 def _matching(pattern: str, allowed: str) -> Rule:
