@@ -80,7 +80,7 @@ wheel: $(TOOLS)
 	@rm -rf dist
 	$(BIN)/python -m build --wheel --no-isolation
 
-# The same bytes from the same commit, anywhere. The SBOM is of .venv: what runs, and the tools beside it.
+# The same bytes from the same commit, anywhere. The SBOM is of what runs in .venv, without the tools beside it.
 release: $(TOOLS)
 	@$(STEADILY) "tools for releases" $(PIP) -r requirements/release.txt
 	@rm -rf dist

@@ -39,7 +39,7 @@ def page() -> str:
     text = "# Licences of dependencies\n\n<!-- Made by tools/licences.py from what is installed; change that. -->\n\n"
     text += "What `make` installs to run, by exact version, and the licence that each package names. "
     text += "This project: Apache-2.0.\nTensorRT-LLM and what it brings are not in it. "
-    text += "`make release` writes an SBOM of the same environment.\n\n"
+    text += "`make release` writes an SBOM of the same packages.\n\n"
     return text + table(("package", "version", "licence"), _rows())
 
 
