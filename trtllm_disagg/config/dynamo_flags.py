@@ -70,7 +70,10 @@ NOT_SERVED = (
     _value("--model-loader-extra-config", "DYN_TRTLLM_MODEL_LOADER_EXTRA_CONFIG", [], _YAML),
     # Of the runtime.
     _value(
-        "--kv-state-endpoint", "DYN_KV_STATE_ENDPOINT", [], "KV state belongs to the endpoint that serves"
+        "--kv-state-endpoint",
+        "DYN_KV_STATE_ENDPOINT",
+        [],
+        "routers read KV events at the endpoint that serves",
     ),
     NotServed(
         "--connector",

@@ -36,7 +36,7 @@ async def test_what_nats_does_not_take_goes_to_a_prefill_worker(queue: Queueing)
     assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(5)
 
     assert pulling.llm.results == []
-    assert [body["errand"] for body in stage.requests] == [{"stage": "prefill"}]
+    assert [body["errand"]["stage"] for body in stage.requests] == ["prefill"]
     (told,) = asked.trace.fallbacks
     assert told.startswith("direct: a request of 20")
     assert "NATS takes 1048576 (max_payload)" in told
