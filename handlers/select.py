@@ -250,10 +250,10 @@ class CompatibilityFilter:
         self._stage = stage
         self._require_fit = require_fit
         self._describe_seconds = describe_seconds
-        self._fitting: dict[int, bool] = {}
+        self.fitting: dict[int, bool] = {}
 
     def instance_ids(self) -> Collection[int]:
-        return [each for each in self._stage.instance_ids() if self._fitting.get(each, True)]
+        return [each for each in self._stage.instance_ids() if self.fitting.get(each, True)]
 
     def check(self, request: GenerateRequest) -> None:
         self._stage.check(request)
@@ -266,7 +266,7 @@ class CompatibilityFilter:
             request = request.avoiding(picked.instance_id)
 
     async def _fits(self, instance: StageInstance) -> bool:
-        known = self._fitting.get(instance.instance_id)
+        known = self.fitting.get(instance.instance_id)
         if known is not None:
             return known
         try:
@@ -282,8 +282,8 @@ class CompatibilityFilter:
 
     def _remember(self, instance: StageInstance, fits: bool) -> bool:
         there = self._stage.instance_ids()
-        self._fitting = {each: known for each, known in self._fitting.items() if each in there}
-        self._fitting[instance.instance_id] = fits
+        self.fitting = {each: known for each, known in self.fitting.items() if each in there}
+        self.fitting[instance.instance_id] = fits
         return fits
 
 

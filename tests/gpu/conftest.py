@@ -40,8 +40,8 @@ def make_core(checkpoints: Checkpoints) -> Iterator[MakeCore]:
 
     def make(family: str = "llama", **args: Any) -> Core:
         core = Core(checkpoints(family), embedded={"device": "cuda"}, **args)
-        model: Any = core.engine._model
-        assert model.runner._pool.kv.is_cuda
+        model: Any = core.engine.model
+        assert model.runner.pool.kv.is_cuda
         made.append(core)
         return core
 

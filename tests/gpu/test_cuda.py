@@ -97,8 +97,8 @@ def test_bfloat16_serves_every_family(family: str, make_core: MakeCore) -> None:
 def test_an_unstated_pool_is_a_share_of_device_memory(make_core: MakeCore) -> None:
     core = make_core(kv_cache_config={"free_gpu_memory_fraction": 1e-5}, max_seq_len=2048)
     free, _ = torch.cuda.mem_get_info()
-    model: Any = core.engine._model
-    assert 0 < model.runner._pool.kv.nbytes < free * 1e-4
+    model: Any = core.engine.model
+    assert 0 < model.runner.pool.kv.nbytes < free * 1e-4
 
 
 def test_shared_memory_is_refused_by_name(make_core: MakeCore) -> None:

@@ -22,10 +22,10 @@ from trtllm_disagg.deployment import (
     running_deployment,
 )
 from trtllm_disagg.deployment.command_socket import COMMAND_SOCKET
+from trtllm_disagg.deployment.lifecycle import ONE_INTERRUPT_SECONDS, serve
 from trtllm_disagg.deployment.managed_process import ManagedProcess, lists_model
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.run_dir import is_alive, read_processes
-from trtllm_disagg.deployment.running import ONE_INTERRUPT_SECONDS, serve
 from trtllm_disagg.deployment.status import SilentStatus
 from trtllm_disagg.deployment.up_command import add_arguments, run
 

@@ -55,7 +55,7 @@ def guiding_cores(model: Path) -> Iterator[tuple[Core, Core]]:
 
 
 def guide_of(core: Core, sampling: SamplingSpec) -> Guide:
-    guides = core.engine._guides
+    guides = core.engine.guides
     assert not isinstance(guides, NoGuides)
     guide = guides.start(sampling)
     assert guide is not None

@@ -96,7 +96,7 @@ class Engine:
         self.leased: list[list[int]] = []
 
     def step(self) -> list[Row]:
-        self.model.spoil(list(self.blocks._free))
+        self.model.spoil(list(self.blocks.free_blocks))
         self.receiving += self.scheduler.admit()
         rows = self.scheduler.schedule()
         self._check(rows)

@@ -60,7 +60,7 @@ import asyncio, json, sys
 from pathlib import Path
 from trtllm_disagg.deployment.plan import Backoff
 from trtllm_disagg.deployment.plan import DeploymentConfig
-from trtllm_disagg.deployment.running import serve
+from trtllm_disagg.deployment.lifecycle import serve
 from trtllm_disagg.deployment.status import status_for
 
 settings = json.loads(sys.argv[1])

@@ -78,7 +78,7 @@ class Collector:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 if self.path == "/v1/traces":
-                    collector._write(body)
+                    collector.write(body)
                 self.send_response(200)
                 self.send_header("content-type", "application/x-protobuf")
                 self.send_header("content-length", "0")
@@ -105,7 +105,7 @@ class Collector:
         with self._lock:
             return read_traces(self.file) if self.file.exists() else []
 
-    def _write(self, body: bytes) -> None:
+    def write(self, body: bytes) -> None:
         from google.protobuf.json_format import MessageToDict
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 

@@ -61,7 +61,7 @@ LAYERS = (
 #: These run on Dynamo, and nothing else may need it.
 DYNAMO = (
     "dynamo_runtime",
-    "deployment.running",  # asks whether it is installed
+    "deployment.lifecycle",  # asks whether it is installed
 )
 
 #: Ask for TensorRT-LLM: whether it is installed, and for its names.

@@ -20,8 +20,8 @@ from trtllm_disagg.bench.figures import Column, Figure, Grid, Rounds, Section
 from trtllm_disagg.bench.machine import two_cores
 from trtllm_disagg.bench.models import NANOGPT_DIRECTORY, random_checkpoint, vocab_size
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
+from trtllm_disagg.bench.seed_scenarios import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
 from trtllm_disagg.bench.servers import DISAGG, DISAGGREGATED, MODES, Bench, Server, start_servers
-from trtllm_disagg.bench.workloads import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.kv_transfer.transports import on_one_host
 from trtllm_disagg.model_directory import model_directory

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trtllm_disagg.bench.workloads import Scale
+from trtllm_disagg.bench.seed_scenarios import Scale
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded import LLM, SamplingParams

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trtllm_disagg.console import Console
-from trtllm_disagg.demo_model.build import build_demo_model
+from trtllm_disagg.demo_model.building import build_demo_model
 from trtllm_disagg.demo_model.recipe import DEFAULT_DIRECTORY
 from trtllm_disagg.deployment import (
     Deployment,

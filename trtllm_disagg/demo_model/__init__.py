@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Exit status 0: the model is there."""
     # `--help` needs none of it.
-    from trtllm_disagg.demo_model.build import build_demo_model
+    from trtllm_disagg.demo_model.building import build_demo_model
 
     try:
         build_demo_model(args.directory)

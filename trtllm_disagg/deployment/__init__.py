@@ -10,7 +10,7 @@ from trtllm_disagg.deployment.plan import (
 )
 
 if TYPE_CHECKING:
-    from trtllm_disagg.deployment.running import Deployment, deployment_in_background, running_deployment
+    from trtllm_disagg.deployment.lifecycle import Deployment, deployment_in_background, running_deployment
 
 __all__ = [
     "Deployment",
@@ -28,6 +28,6 @@ if not TYPE_CHECKING:  # a type checker would take every name for defined
         """What runs processes is loaded by what runs them, and not by `--help`."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from trtllm_disagg.deployment import running
+        from trtllm_disagg.deployment import lifecycle
 
-        return getattr(running, name)
+        return getattr(lifecycle, name)

@@ -148,7 +148,7 @@ def _serve(config: DeploymentConfig) -> ExitCode:
     # After the flags are known to be good; `--help` needs none of it.
     import asyncio
 
-    from trtllm_disagg.deployment.running import serve
+    from trtllm_disagg.deployment.lifecycle import serve
     from trtllm_disagg.deployment.status import status_for
 
     config = replace(config, model=str(servable_model(config.model)))

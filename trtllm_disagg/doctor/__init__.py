@@ -101,8 +101,8 @@ def _of_deployment(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.doctor.frontend import HttpFrontend
     from trtllm_disagg.doctor.live import Discovery, Eyes, look
     from trtllm_disagg.doctor.live_rules import findings
-    from trtllm_disagg.doctor.machine import ThisMachine
     from trtllm_disagg.doctor.report import live_to_json, show_live
+    from trtllm_disagg.doctor.this_machine import ThisMachine
     from trtllm_disagg.processes.steadily import without_silence
 
     frontend = HttpFrontend(args.url, args.timeout)

@@ -26,7 +26,7 @@ from trtllm_disagg.doctor.frontend import (
     ProbeFailedError,
     fresh_prompt,
 )
-from trtllm_disagg.doctor.machine import LocalProcess
+from trtllm_disagg.doctor.this_machine import LocalProcess
 from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError
 from trtllm_disagg.strategies import orders
 

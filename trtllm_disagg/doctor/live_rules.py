@@ -20,8 +20,8 @@ from trtllm_disagg.deployment.limits import (
 from trtllm_disagg.doctor.diagnosis import FINE, UNKNOWN
 from trtllm_disagg.doctor.frontend import Answer, ProbeFailedError
 from trtllm_disagg.doctor.live import LOCAL, Observed, Worker
-from trtllm_disagg.doctor.machine import LocalProcess
 from trtllm_disagg.doctor.rules import Severity
+from trtllm_disagg.doctor.this_machine import LocalProcess
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.dev_shm import DIRECTORY, in_mib
 from trtllm_disagg.strategies import STRATEGIES

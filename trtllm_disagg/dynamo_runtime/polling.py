@@ -20,7 +20,7 @@ _PAUSE_AFTER_ERROR = 1.0
 #: An iterator that is always ready would otherwise never let its reader publish.
 _MOST_RECORDS = 256
 #: An engine that hangs in a call does not keep the worker from ending; the thread ends with the process.
-_STOP_SECONDS = 2.0
+STOP_SECONDS = 2.0
 
 
 class Publisher(Protocol):
@@ -84,7 +84,7 @@ class PollingPublisher(ABC):
             loop, task = self._polling
             with contextlib.suppress(RuntimeError):  # it has ended already
                 loop.call_soon_threadsafe(task.cancel)
-        await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
+        await asyncio.to_thread(self._thread.join, STOP_SECONDS)
         if self._thread.is_alive():
             log.warning("%s: the engine does not answer; this worker ends without it", self._name)
 

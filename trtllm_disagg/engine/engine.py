@@ -77,7 +77,7 @@ class Engine:
         Raises ConfigError for attention DP with an engine that takes no rank, and for an `affinity` with one that knows
         no conversations.
         """
-        self._api = api
+        self.api = api
         self.llm = llm
         self.max_seq_len = max_seq_len
         self.capabilities = Capabilities(llm)
@@ -86,7 +86,7 @@ class Engine:
         self._make_id = _id_maker(api.new_disagg_request_id, machine_id)
         self._measures = measures
         args = getattr(llm, "args", None)
-        self._longest_step = _longest_step(args)
+        self.longest_step = longest_step(args)
         self.num_ranks = _num_ranks(args)
         #: For traces: by what KV comes and goes, and how much slower than this machine's its clock is.
         self.kv_transport = _kv_transport(llm, args)
@@ -137,7 +137,7 @@ class Engine:
     def start_prefill(self, request: GenerateRequest) -> Any:
         self._require_fits_a_step(request)
         met = request.rendezvous
-        params = self._api.disaggregated_params(
+        params = self.api.disaggregated_params(
             request_type=_CONTEXT_ONLY,
             disagg_request_id=self._new_id() if met is None else met.disagg_request_id,
             **({} if met is None else {"schedule_style": _GENERATION_FIRST}),
@@ -173,7 +173,7 @@ class Engine:
         if request.prefill_result is None:
             raise InvalidRequestError("a decode worker needs a prefill result, and this request has none")
         params = decode_disaggregated_params(
-            request.prefill_result, self._api.disaggregated_params, self._api.logprob
+            request.prefill_result, self.api.disaggregated_params, self.api.logprob
         )
         return self._start(request, params, streaming=True, max_tokens=max_tokens)
 
@@ -285,7 +285,7 @@ class Engine:
         return self._make_id()
 
     def _met(self, rendezvous: Rendezvous) -> Any:
-        return self._api.disaggregated_params(
+        return self.api.disaggregated_params(
             request_type=_GENERATION_ONLY,
             ctx_request_id=rendezvous.disagg_request_id,
             disagg_request_id=rendezvous.disagg_request_id,
@@ -305,7 +305,7 @@ class Engine:
         self._require_room(request)
         keywords: dict[str, Any] = {
             "inputs": request.token_ids,
-            "sampling_params": self._sampling_params(request, max_tokens),
+            "sampling_params": self.sampling_params_of(request, max_tokens),
             "streaming": streaming,
         }
         optional = {
@@ -338,13 +338,13 @@ class Engine:
 
     def _require_fits_a_step(self, request: GenerateRequest) -> None:
         count = len(request.token_ids)
-        if count > self._longest_step:
+        if count > self.longest_step:
             raise InvalidRequestError(
-                f"the prompt has {count} tokens, and max_num_tokens is {self._longest_step:g}; longer prompts need "
+                f"the prompt has {count} tokens, and max_num_tokens is {self.longest_step:g}; longer prompts need "
                 "enable_chunked_prefill"
             )
 
-    def _sampling_params(self, request: GenerateRequest, max_tokens: int | None) -> Any:
+    def sampling_params_of(self, request: GenerateRequest, max_tokens: int | None) -> Any:
         options = _set_options(request.sampling)
         if options.get("n", 1) > 1:
             # TensorRT-LLM makes so many answers, and returns `n` of them.
@@ -360,7 +360,7 @@ class Engine:
         # None: the engine, which knows, takes what there is.
         room = None if self.max_seq_len is None else max(1, self.max_seq_len - len(request.token_ids))
         try:
-            return self._api.sampling_params(
+            return self.api.sampling_params(
                 max_tokens=max_tokens or (room if stop.max_tokens is None else stop.max_tokens),
                 min_tokens=stop.min_tokens,
                 ignore_eos=ignore_eos,
@@ -385,7 +385,7 @@ class Engine:
             chosen.setdefault("regex", "(" + "|".join(map(re.escape, guided["choice"])) + ")")
         if isinstance(chosen.get("structural_tag"), dict):
             chosen["structural_tag"] = json.dumps(chosen["structural_tag"])
-        return self._api.guided_decoding_params(**chosen) if chosen else None
+        return self.api.guided_decoding_params(**chosen) if chosen else None
 
 
 def _id_maker(make: Callable[..., int], machine_id: int) -> Callable[[], int]:
@@ -401,7 +401,7 @@ def _set_options(sampling: SamplingOptions) -> dict[str, Any]:
     }
 
 
-def _longest_step(args: Any) -> float:
+def longest_step(args: Any) -> float:
     """Tokens of the longest prompt that the engine prefills in one step, where it has to."""
     if args is None or getattr(args, "enable_chunked_prefill", True):
         return math.inf

@@ -208,7 +208,7 @@ class QueueClient:
         """What a prefill worker answers. Raises a DisaggError with `peer`."""
         request_id = context.id() if context is not None else None
         item = Item(uuid.uuid4().hex, self._id, request_id, sorted(request.avoid), raw)
-        on_claim = partial(_note, request, time.monotonic())
+        on_claim = partial(note_claim, request, time.monotonic())
         pushed = Pushed(item, self._timeout, on_claim, self._broker.limits.claims)
         self._pushed[item.id] = pushed
         try:
@@ -278,7 +278,7 @@ class QueuedPrefill:
         return self._client.run(request, self._request, context)
 
 
-def _note(request: GenerateRequest, pushed_at: float, claim: Claim) -> None:
+def note_claim(request: GenerateRequest, pushed_at: float, claim: Claim) -> None:
     now, instance = time.monotonic(), f"{claim.worker:x}"
     request.trace.facts["prefill_instance"] = instance
     request.trace.facts["prefill_queue_ms"] = round((now - pushed_at) * 1000, 1)

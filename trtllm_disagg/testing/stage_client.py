@@ -115,7 +115,7 @@ class RecordingStageClient:
         error: DisaggError | None = None,
         description: Raw | None = None,
     ) -> None:
-        self._serve = serve
+        self.serve = serve
         self._answers = answers
         self._error = error
         self.description = description or {}
@@ -128,7 +128,7 @@ class RecordingStageClient:
         context = context or FakeContext()
         call = StageCall(_across_the_wire(request), context)
         self.calls.append(call)
-        stream = self._scripted(context) if self._serve is None else self._served(call)
+        stream = self._scripted(context) if self.serve is None else self._served(call)
         async with aclosing(stream) as answers:
             async for answer in answers:
                 call.answers.append(answer)
@@ -151,14 +151,14 @@ class RecordingStageClient:
 
     async def tell(self, notice: Raw) -> None:
         self.notices.append(notice)
-        if self._serve is not None:
-            async with aclosing(self._serve(decode_request(notice), FakeContext())) as nothing:
+        if self.serve is not None:
+            async with aclosing(self.serve(decode_request(notice), FakeContext())) as nothing:
                 async for _ in nothing:
                     pass
 
     def serve_by(self, serve: Generate) -> None:
         """From the next call on."""
-        self._serve = serve
+        self.serve = serve
 
     @property
     def requests(self) -> list[Raw]:
@@ -202,10 +202,10 @@ class RecordingStageClient:
     async def _run_peer(
         self, request: Raw, context: FakeContext, answers: asyncio.Queue[Raw | DisaggError | None]
     ) -> None:
-        assert self._serve is not None
+        assert self.serve is not None
         end: DisaggError | None = None
         try:
-            async with aclosing(self._serve(decode_request(request), context)) as chunks:
+            async with aclosing(self.serve(decode_request(request), context)) as chunks:
                 async for chunk in chunks:
                     answers.put_nowait(_across_the_wire(encode_chunk(chunk)))
                     await asyncio.sleep(0)

@@ -19,7 +19,7 @@ from trtllm_disagg.deployment.managed_process import get
 from trtllm_disagg.deployment.plan import LOOPBACK, NO_WORKERS
 from trtllm_disagg.deployment.run_dir import PROCESSES_FILE, ProcessRecord, is_alive, read_processes
 from trtllm_disagg.doctor.frontend import HttpFrontend, Instance
-from trtllm_disagg.doctor.machine import listener
+from trtllm_disagg.doctor.this_machine import listener
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.activity import read_activity
 from trtllm_disagg.top.pages import frontend_of, load_of

@@ -39,8 +39,8 @@ class FakeDeployment:
         }
         self.steps: list[tuple[str, int]] = []
         self.fails_after: int | None = None
-        self._lag = lag
-        self._asked = dict.fromkeys(self.said, 0)
+        self.lag = lag
+        self.asked = dict.fromkeys(self.said, 0)
 
     async def workers(self) -> list[DescribedInstance]:
         for said in self.said.values():
@@ -60,8 +60,8 @@ class FakeDeployment:
 
     async def knows(self, model: str, instance_id: int) -> bool:
         assert model == "m"
-        self._asked[instance_id] += self.said[instance_id]["registered"]
-        return self._asked[instance_id] > self._lag
+        self.asked[instance_id] += self.said[instance_id]["registered"]
+        return self.asked[instance_id] > self.lag
 
     @property
     def serves(self) -> bool:
@@ -83,7 +83,7 @@ async def test_a_new_first_stage_is_known_before_the_old_one_leaves() -> None:
     fake.said[3]["whole_requests"] = 4
     line, lines = await run_switch(fake, "prefill_first")
     assert fake.steps == [("comes", 1), ("comes", 2), ("leaves", 3), ("leaves", 4)]
-    assert all(fake._asked[i] > fake._lag for i in ROLES[Role.PREFILL])
+    assert all(fake.asked[i] > fake.lag for i in ROLES[Role.PREFILL])
     assert fake.said[3]["whole_requests"] == 0
     assert line.startswith("switched m to prefill_first in ")
     assert "still run" not in line

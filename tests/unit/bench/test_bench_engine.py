@@ -225,7 +225,7 @@ def test_charts_are_a_png(tmp_path: Path) -> None:
 
 def test_gguf_puts_the_halves_of_a_rotated_pair_side_by_side() -> None:
     weight = np.arange(8)[:, None]
-    assert peer_checkpoints._interleaved(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert peer_checkpoints.interleaved(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_targets_are_named_once() -> None:

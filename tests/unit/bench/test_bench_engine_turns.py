@@ -77,7 +77,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(CONTESTANTS, LLAMA_CPP, fake("Fake", modules=("no_such_module",), install="buy it"))
     monkeypatch.setitem(CONTESTANTS, "ctranslate2", fake("Failing"))
     monkeypatch.setitem(CONTESTANTS, "transformers", fake("Fake"))
-    monkeypatch.setattr(speed, "_ROOFS", fake("Fake"))
+    monkeypatch.setattr(speed, "ROOFS", fake("Fake"))
 
 
 @pytest.mark.usefixtures("fakes")

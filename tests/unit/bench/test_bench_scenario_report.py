@@ -7,8 +7,8 @@ import pytest
 from trtllm_disagg.bench.figures import Figure
 from trtllm_disagg.bench.report import figures_of, print_report, wide_console
 from trtllm_disagg.bench.scenarios import Outcome, report_of
+from trtllm_disagg.bench.seed_scenarios import SCALES, SEED_SCENARIOS
 from trtllm_disagg.bench.servers import CONDITIONAL, DISAGG
-from trtllm_disagg.bench.workloads import SCALES, SEED_SCENARIOS
 
 
 def outcome_of(throughputs: dict[str, list[float]]) -> Outcome:

@@ -15,8 +15,8 @@ from trtllm_disagg.bench import scenarios, servers
 from trtllm_disagg.bench.figures import Figure
 from trtllm_disagg.bench.models import NANOGPT, random_checkpoint, vocab_size
 from trtllm_disagg.bench.scenarios import Trace, drive, measures_of, mismatched_tokens
+from trtllm_disagg.bench.seed_scenarios import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scenario
 from trtllm_disagg.bench.servers import CONDITIONAL, DISAGG, Occupancy, Place
-from trtllm_disagg.bench.workloads import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scenario
 from trtllm_disagg.embedded import SamplingParams
 
 SMOKE = SEED_SCENARIOS[0]

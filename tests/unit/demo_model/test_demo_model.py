@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from trtllm_disagg import demo_model
-from trtllm_disagg.demo_model import Recipe, build, corpus, tokenizer, training
+from trtllm_disagg.demo_model import Recipe, building, corpus, tokenizer, training
 from trtllm_disagg.demo_model import corpus as conversations
-from trtllm_disagg.demo_model.build import build_demo_model
+from trtllm_disagg.demo_model.building import build_demo_model
 from trtllm_disagg.errors import ConfigError
 
 TINY = Recipe(
@@ -60,9 +60,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     def make_model(directory: Path, recipe: Recipe) -> None:
         built.append(recipe)
         (directory / "config.json").write_text(str(recipe.seed))
-        (directory / build.MARKER).write_text(json.dumps(recipe.marker()))
+        (directory / building.MARKER).write_text(json.dumps(recipe.marker()))
 
-    monkeypatch.setattr(build, "make_model", make_model)
+    monkeypatch.setattr(building, "make_model", make_model)
     return built
 
 
@@ -355,14 +355,14 @@ def test_another_recipe_replaces_the_model(tmp_path: Path, stand_in: list[Recipe
     (directory / "leftover").touch()
     build_demo_model(directory, recipe=replace(TINY, seed=7))
     assert (directory / "config.json").read_text() == "7"
-    assert names(directory) == {"config.json", build.MARKER}
+    assert names(directory) == {"config.json", building.MARKER}
     assert names(tmp_path) == {"model", ".model.lock"}
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path, stand_in: list[Recipe]) -> None:
     (tmp_path / "model").mkdir()
     build_demo_model(tmp_path / "model", recipe=TINY)
-    assert build.is_complete(tmp_path / "model", TINY)
+    assert building.is_complete(tmp_path / "model", TINY)
 
 
 def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path, stand_in: list[Recipe]) -> None:
@@ -377,8 +377,8 @@ def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path, stand_in:
 
 @pytest.mark.parametrize("marker", ["", "[]", "{}", '{"digest": "of another recipe"}'])
 def test_a_damaged_marker_is_no_model(tmp_path: Path, marker: str, stand_in: list[Recipe]) -> None:
-    (tmp_path / build.MARKER).write_text(marker)
-    assert not build.is_complete(tmp_path, TINY)
+    (tmp_path / building.MARKER).write_text(marker)
+    assert not building.is_complete(tmp_path, TINY)
 
 
 def test_every_field_of_the_recipe_counts() -> None:
@@ -395,7 +395,7 @@ def test_a_killed_build_leaves_no_model_and_the_next_one_succeeds(
 
     directory = tmp_path / "model"
     with monkeypatch.context() as patch:
-        patch.setattr(build, "train", killed)
+        patch.setattr(building, "train", killed)
         with pytest.raises(KeyboardInterrupt):
             build_demo_model(directory, recipe=TINY)
     assert not directory.exists()
@@ -410,9 +410,9 @@ def test_two_builders_at_once_make_one_model(tmp_path: Path, monkeypatch: pytest
     def make_model(directory: Path, recipe: Recipe) -> None:
         built.append(directory)
         time.sleep(0.2)
-        (directory / build.MARKER).write_text(json.dumps(recipe.marker()))
+        (directory / building.MARKER).write_text(json.dumps(recipe.marker()))
 
-    monkeypatch.setattr(build, "make_model", make_model)
+    monkeypatch.setattr(building, "make_model", make_model)
     directory = tmp_path / "model"
     build_it = functools.partial(build_demo_model, directory, recipe=TINY)
     builders = [threading.Thread(target=build_it) for _ in range(2)]
@@ -421,7 +421,7 @@ def test_two_builders_at_once_make_one_model(tmp_path: Path, monkeypatch: pytest
     for builder in builders:
         builder.join()
     assert len(built) == 1
-    assert names(directory) == {build.MARKER}
+    assert names(directory) == {building.MARKER}
 
 
 # The command.
@@ -455,7 +455,7 @@ def test_progress_is_a_line_every_few_seconds_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "0")
-    from trtllm_disagg.demo_model.build import progress_report
+    from trtllm_disagg.demo_model.building import progress_report
 
     now = 7.0
     with progress_report(lambda: now) as report:
@@ -476,7 +476,7 @@ def test_progress_is_a_bar_on_a_terminal(
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "100")
-    from trtllm_disagg.demo_model.build import progress_report
+    from trtllm_disagg.demo_model.building import progress_report
 
     with progress_report() as report:
         report(50, 100, 4.25)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from trtllm_disagg.deployment.lifecycle import prepare
 from trtllm_disagg.deployment.plan import (
     DYNAMO_VERSION,
     DeploymentConfig,
@@ -18,7 +19,6 @@ from trtllm_disagg.deployment.plan import (
     stop_order,
     worker_total,
 )
-from trtllm_disagg.deployment.running import prepare
 from trtllm_disagg.deployment.status import SilentStatus
 from trtllm_disagg.deployment.up_command import add_arguments, config_from, default_name, run
 from trtllm_disagg.errors import ConfigError
@@ -372,7 +372,7 @@ def test_default_model_name_is_the_directory_or_the_whole_hub_name(
 def test_without_dynamo_a_deployment_is_refused_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtllm_disagg.deployment.running.find_spec", lambda name: None)
+    monkeypatch.setattr("trtllm_disagg.deployment.lifecycle.find_spec", lambda name: None)
     config = DeploymentConfig(strategy="agg", model="m", served_model_name="m", run_dir=tmp_path / "run")
     with pytest.raises(ConfigError, match=rf"pip install --no-deps ai-dynamo=={DYNAMO_VERSION} "):
         prepare(config, SilentStatus())

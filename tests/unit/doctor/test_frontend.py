@@ -14,7 +14,7 @@ from tests.unit.doctor.test_command import status_of
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.ports import free_http_port
 from trtllm_disagg.doctor.frontend import Answer, HttpFrontend, ProbeFailedError, Sizes, Trace, fresh_prompt
-from trtllm_disagg.doctor.machine import listener
+from trtllm_disagg.doctor.this_machine import listener
 from trtllm_disagg.errors import ConfigError
 
 #: As Dynamo 1.6.1 writes them.

@@ -11,7 +11,7 @@ import pytest
 from trtllm_disagg.deployment.limits import Limits, Needs
 from trtllm_disagg.doctor.frontend import Answer, Instance, ProbeFailedError, Sizes, Trace
 from trtllm_disagg.doctor.live import Eyes, Observed, look
-from trtllm_disagg.doctor.machine import LocalProcess
+from trtllm_disagg.doctor.this_machine import LocalProcess
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 
 FILES = {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": "/run/discovery", "HOME": "/root"}

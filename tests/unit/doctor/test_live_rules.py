@@ -11,7 +11,7 @@ from trtllm_disagg.deployment.limits import INOTIFY_KEY, Limits, Needs
 from trtllm_disagg.doctor.frontend import Answer, ProbeFailedError, Trace
 from trtllm_disagg.doctor.live import Observed, Repeats, Worker
 from trtllm_disagg.doctor.live_rules import Finding, findings
-from trtllm_disagg.doctor.machine import LocalProcess
+from trtllm_disagg.doctor.this_machine import LocalProcess
 from trtllm_disagg.processes.dev_shm import MIB
 from trtllm_disagg.worker.pairing import PROPERTIES
 

@@ -187,7 +187,7 @@ def test_salt_and_priority_are_passed_when_given(keys: dict[str, Any], expected:
 def test_handoff_ids_differ_between_workers() -> None:
     ids = set()
     for machine_id in (0, 63, 64, 1020):
-        engine = Engine(recording_engine()._api, recording_engine().llm, 8, machine_id)
+        engine = Engine(recording_engine().api, recording_engine().llm, 8, machine_id)
         engine.start_prefill(request())
         params = engine.llm.calls_of("generate_async")[0]["disaggregated_params"]
         assert params.request_type == "context_only"
@@ -203,7 +203,7 @@ def test_health() -> None:
     for healthy in (True, False):
         engine.llm.is_healthy = healthy
         assert engine.is_healthy is healthy
-    assert Engine(engine._api, object(), 8).is_healthy
+    assert Engine(engine.api, object(), 8).is_healthy
 
 
 async def test_idle_as_the_embedded_engine_tells_it() -> None:

@@ -149,7 +149,7 @@ async def test_an_iterator_that_ends_by_its_timeout_has_nothing(nothing: type[Ex
 async def test_a_reader_that_never_answers_does_not_keep_the_worker(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtllm_disagg.dynamo_runtime.polling._STOP_SECONDS", 0.05)
+    monkeypatch.setattr("trtllm_disagg.dynamo_runtime.polling.STOP_SECONDS", 0.05)
     release = threading.Event()
     publisher = StatsForwarder(BlockingReaders(), RecordingLoadSink(), RecordingStatsSink())
     entered = threading.Event()
@@ -279,7 +279,7 @@ async def test_a_prompt_that_is_too_long_is_the_callers_fault(pair: DayOne, leng
 async def test_the_engines_own_refusal_is_the_callers_fault(tensorrt_llm: ModuleType, length: int) -> None:
     """Where this worker does not know the engine's limits."""
     engine = opened(**PESSIMISM)
-    engine.max_seq_len, engine._longest_step = None, math.inf
+    engine.max_seq_len, engine.longest_step = None, math.inf
     with pytest.raises(InvalidRequestError):
         await collect(LocalBoth(engine), request(token_ids=[7] * length))
 
@@ -557,7 +557,7 @@ async def test_the_length_is_the_engines_or_unknown(
     engine = opened(max_seq_len=given) if given else opened()
     if told_by_args:
         engine.llm.args = engine.llm.args.model_copy(update={"max_seq_len": told_by_args})
-        engine = Engine(engine._api, engine.llm, Capabilities(engine.llm).max_seq_len)
+        engine = Engine(engine.api, engine.llm, Capabilities(engine.llm).max_seq_len)
     assert engine.max_seq_len == known
 
 
@@ -617,7 +617,7 @@ async def test_an_endpoint_is_a_string_however_the_engine_says_it(
     prefill, decode = opened(), opened()
     told = {"ctx_info_endpoint": said, "ctx_dp_rank": 2}
     monkeypatch.setattr(type(prefill.llm), "disaggregated_params", told)
-    prefill = Engine(prefill._api, prefill.llm, None)
+    prefill = Engine(prefill.api, prefill.llm, None)
     assert prefill.ctx_info_endpoint == "tcp://h:1"
     met = prefill.rendezvous("tcp://h:1", prefill.ctx_dp_rank)
     asked = decode_request(DYNAMO.encode(request().with_rendezvous(met), DECODE))
@@ -701,7 +701,7 @@ async def test_what_one_rank_drops_another_keeps() -> None:
 
 async def test_attention_dp_with_an_engine_that_takes_no_rank_is_refused(tensorrt_llm: ModuleType) -> None:
     engine = attention_dp()
-    api = replace(engine._api, scheduling_params=None)
+    api = replace(engine.api, scheduling_params=None)
     with pytest.raises(ConfigError, match="enable_attention_dp"):
         Engine(api, engine.llm, None)
 

@@ -116,7 +116,7 @@ async def test_an_instance_that_is_gone_is_forgotten() -> None:
     await fits.pick(request())
     stage.instances = {2: Instance(2, described())}
     await fits.pick(request())
-    assert list(fits._fitting) == [2]
+    assert list(fits.fitting) == [2]
 
 
 async def test_a_queue_without_workers_is_no_way() -> None:

@@ -263,7 +263,7 @@ async def test_an_answer_that_is_drawn_keeps_its_seed_on_a_replay(
 @pytest.mark.parametrize("fails_at", [0, 1, 3])
 async def test_a_second_stage_that_fails_is_replaced_by_this_worker(order: str, fails_at: int) -> None:
     pair = make_pair(order)
-    serve = pair.client._serve
+    serve = pair.client.serve
     assert serve is not None
 
     async def dying(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:

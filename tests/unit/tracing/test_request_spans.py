@@ -23,7 +23,7 @@ from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.handlers.trace import PREFIX, with_request_log
 from trtllm_disagg.prefill_queue.messages import Claim
-from trtllm_disagg.prefill_queue.queue_client import _note
+from trtllm_disagg.prefill_queue.queue_client import note_claim
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import LLM, Script
@@ -276,7 +276,7 @@ async def test_a_queue_of_prefills_is_told_from_their_computation() -> None:
     got = Batches()
     root = tracer_into(got).begin("request", "r", None, None)
     asked = replace(request(), step=root)
-    _note(asked, time.monotonic() - 0.0001, Claim("0" * 32, 1, 0x1A))
+    note_claim(asked, time.monotonic() - 0.0001, Claim("0" * 32, 1, 0x1A))
     root.end()
     assert got.named("request").span_id == got.named("queue_wait").parent_id
     assert got.named("queue_wait").attributes == {"instance": "1a"}

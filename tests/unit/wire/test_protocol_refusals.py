@@ -209,8 +209,8 @@ async def test_two_phase_gives_the_chunks_of_dynamo(order: str, max_tokens: int 
 async def test_what_can_be_recognised_is_taken(order: str, mine: str, theirs: str) -> None:
     """A deployment refuses this pair (startup_checks.py); the handlers would understand each other."""
     pair, other = make_pair(order, handoff_protocol=mine), make_pair(order, handoff_protocol=theirs)
-    assert other.client._serve is not None
-    pair.client.serve_by(other.client._serve)
+    assert other.client.serve is not None
+    pair.client.serve_by(other.client.serve)
     assert tokens_of(await collect(pair.generate, request())) == expected_tokens(5)
 
 

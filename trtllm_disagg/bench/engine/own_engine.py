@@ -28,9 +28,9 @@ from trtllm_disagg.embedded.core import core_process
 from trtllm_disagg.embedded.core.build import build_core
 from trtllm_disagg.embedded.core.core_client import REPORTS
 from trtllm_disagg.embedded.core.engine_core import EngineCore
-from trtllm_disagg.embedded.ipc.link import Link, accept, listen
 from trtllm_disagg.embedded.ipc.messages import AddRequest, Report, SamplingSpec, StepReport
 from trtllm_disagg.embedded.ipc.messages import Start as ProcessStart
+from trtllm_disagg.embedded.ipc.sockets import Link, accept, listen
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.scheduler.scheduler import Row
 
@@ -73,7 +73,7 @@ class OwnEngine:
     def split(self, prompts: list[list[int]], steps: int) -> dict[str, list[float]]:
         """Seconds of each decode step: all of it, the forward, and what the report costs the process."""
         core: Any = self.core
-        runner = core._model.runner = _TimedRunner(core._model.runner)
+        runner = core.model.runner = _TimedRunner(core.model.runner)
         whole, forward, reports = [], [], []
         try:
             with self._decoding(prompts, steps):
@@ -83,7 +83,7 @@ class OwnEngine:
                     forward.append(runner.seconds)
                     reports.append(report)
         finally:
-            core._model.runner = runner._runner
+            core.model.runner = runner._runner
         return {"step": whole, "forward": forward, "ipc": _ipc_seconds(reports)}
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:

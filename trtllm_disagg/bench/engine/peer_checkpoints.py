@@ -126,7 +126,7 @@ def _write_gguf(path: Path, source: Path, size: Size, dtype: str) -> None:
         for name, target in _LAYER_NAMES.items():
             weight = weights[f"model.layers.{layer}.{name}.weight"]
             if target in ("attn_q", "attn_k"):
-                weight = _interleaved(weight, heads if target == "attn_q" else kv_heads)
+                weight = interleaved(weight, heads if target == "attn_q" else kv_heads)
             put(f"blk.{layer}.{target}.weight", weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -134,7 +134,7 @@ def _write_gguf(path: Path, source: Path, size: Size, dtype: str) -> None:
     writer.close()
 
 
-def _interleaved(weight: Any, heads: int) -> Any:
+def interleaved(weight: Any, heads: int) -> Any:
     """A head's rows with the two halves of each rotated pair side by side."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)

@@ -23,7 +23,7 @@ PREFILL = "prefill"
 LLAMA_CPP = "llama.cpp"
 OWN = (EMBEDDED, EMBEDDED_API)
 _TOLERATED_WAIT = 0.05
-_ROOFS = Contestant("trtllm_disagg.bench.engine.roofs:Roofs")
+ROOFS = Contestant("trtllm_disagg.bench.engine.roofs:Roofs")
 #: The better of two prompts is a turn's prefill: a single one is soon over.
 _PREFILL_TRIES = 2
 _AGREEMENT_PROMPTS, _AGREEMENT_TOKENS, _AGREEMENT_LENGTH = 8, 16, 32
@@ -137,7 +137,7 @@ class _Rounds:
             self._say(f"{self._speeds.name}: starting {name}")
             with self._forgiven(name):
                 self._remotes[name] = self._start(contestant)
-        self._roofs = self._start(_ROOFS)
+        self._roofs = self._start(ROOFS)
         for name, remote in list(self._remotes.items()):
             with self._forgiven(name):
                 remote.await_ready()

@@ -198,7 +198,7 @@ class Measured:
                 requests = tuple(
                     self._record(ask, seen[i], begin, scale) for i, ask in enumerate(stretch.asks)
                 )
-                share = software_share(requests, strategies[stretch.point.arm], self._late_ms(begin, end))
+                share = software_share(requests, strategies[stretch.point.arm], self.late_ms(begin, end))
                 hits = [(r.cached_tokens, r.input_tokens) for r in requests if r.cached_tokens is not None]
                 results.append(
                     PointResult(
@@ -238,7 +238,7 @@ class Measured:
             turn=ask.turn,
         )
 
-    def _late_ms(self, begin: int, end: int) -> float:
+    def late_ms(self, begin: int, end: int) -> float:
         """Of the worker that was the latest, on average, between two moments."""
         before = [looked for at, looked in self.late if at <= begin] or [
             looked for _, looked in self.late[:1]

@@ -234,9 +234,9 @@ class Runner:
         return measured.results(target, strategies, versions, describe_machine())
 
     def _schedule(self, points: Sequence[Point], patience: float = 1.0) -> Schedule:
-        return Schedule.of([(point, self._asks(point)) for point in points], self.answer_seconds, patience)
+        return Schedule.of([(point, self.asks(point)) for point in points], self.answer_seconds, patience)
 
-    def _asks(self, point: Point) -> tuple[Ask, ...]:
+    def asks(self, point: Point) -> tuple[Ask, ...]:
         """The same for all arms. Other prompts at each rate and side: none is in a cache from before."""
         traffic, side = self.traffics[point.workload], point.sensitivity
         seed = f"{point.rate:g} {point.repetition}"

@@ -23,7 +23,7 @@ from trtllm_disagg.bench.strategies.planning import (
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, RunDirectory, Software
 from trtllm_disagg.bench.strategies.running import Deployments, Runner, Urls
 from trtllm_disagg.bench.strategies.workloads import Traffic
-from trtllm_disagg.deployment.running import Interrupts
+from trtllm_disagg.deployment.lifecycle import Interrupts
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode

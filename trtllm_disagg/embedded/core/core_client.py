@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from trtllm_disagg import errors
-from trtllm_disagg.embedded.ipc.link import Link, accept, listen
 from trtllm_disagg.embedded.ipc.messages import (
     BUILDER,
     Command,
@@ -25,6 +24,7 @@ from trtllm_disagg.embedded.ipc.messages import (
     Start,
     StepReport,
 )
+from trtllm_disagg.embedded.ipc.sockets import Link, accept, listen
 from trtllm_disagg.embedded.tensor_parallel.launch import Launch, RankWatch, core_launch
 
 log = logging.getLogger(__name__)

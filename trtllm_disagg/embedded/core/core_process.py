@@ -22,7 +22,6 @@ from typing import Any
 
 import msgspec
 
-from trtllm_disagg.embedded.ipc.link import Link, connect
 from trtllm_disagg.embedded.ipc.messages import (
     AbortRequest,
     AddRequest,
@@ -34,6 +33,7 @@ from trtllm_disagg.embedded.ipc.messages import (
     Start,
     StepReport,
 )
+from trtllm_disagg.embedded.ipc.sockets import Link, connect
 from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB, own_rank
 from trtllm_disagg.processes.activity import reporter_of
 

@@ -150,8 +150,8 @@ class EngineCore:
         self.scheduler = parts.scheduler
         self.connector = parts.connector
         self._events = parts.events
-        self._model = parts.model
-        self._guides = parts.guides
+        self.model = parts.model
+        self.guides = parts.guides
         self._stats = parts.stats
         self._max_prompt = parts.max_prompt
         self._block_bytes = parts.block_bytes
@@ -175,7 +175,7 @@ class EngineCore:
             ]
             for sequence in sequences:
                 self._require_fits(sequence)
-                sequence.guide = self._guides.start(request.sampling)
+                sequence.guide = self.guides.start(request.sampling)
         except DisaggError as error:
             self._fail(request.request_id, error)
             return
@@ -239,7 +239,7 @@ class EngineCore:
         self.blocks.check()
 
     def close(self) -> None:
-        self._model.close()
+        self.model.close()
         self.connector.close()
         self._close()
 
@@ -282,7 +282,7 @@ class EngineCore:
             row.sequence.timer.scheduled(self._num_steps)
         sampling = [row.sequence for row in rows if row.samples]
         try:
-            sampled = self._model.run(rows)
+            sampled = self.model.run(rows)
         except Exception as error:
             # Out of memory, a bad kernel: these requests fail, the engine goes on.
             log.exception("a step of %d rows failed", len(rows))

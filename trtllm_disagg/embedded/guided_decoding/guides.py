@@ -24,7 +24,7 @@ class Guide:
 
     def __init__(self, matcher: LLMatcher, matchers: Matchers, enders: Seq[int]) -> None:
         """`enders` end the answer, and so are allowed exactly when the grammar is complete."""
-        self._matcher = matcher
+        self.matcher = matcher
         self._matchers = matchers
         self.enders = tuple(enders) or matchers.end_ids
         self._refresh()
@@ -36,32 +36,32 @@ class Guide:
 
     def advance(self, token: int) -> None:
         """Raises InvalidRequestError for a token that was barred, and when the grammar gets out of hand."""
-        if not self._matcher.consume_token(token):
+        if not self.matcher.consume_token(token):
             raise InvalidRequestError(f"guided decoding: token {token} does not fit: {self._reason()}")
         self._refresh()
 
     def _refresh(self) -> None:
-        barred = torch.from_numpy(self._matchers.barred_by(self._matcher))
-        if self._matcher.is_error():
+        barred = torch.from_numpy(self._matchers.barred_by(self.matcher))
+        if self.matcher.is_error():
             raise InvalidRequestError(f"guided decoding: {self._reason()}")
         barred[self._matchers.end_ids,] = True
         #: Nothing but an end can follow.
         self.exhausted = bool(barred.all())
-        if self._matcher.is_accepting():
+        if self.matcher.is_accepting():
             barred[self.enders,] = False
         elif self.exhausted:
             raise InvalidRequestError("guided decoding: no token of this model can go on in the grammar")
         self.barred = barred
 
     def _reason(self) -> str:
-        return sentence(self._matcher.get_error())
+        return sentence(self.matcher.get_error())
 
 
 class Guides:
     def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         """Raises ConfigError for a tokenizer that cannot guide."""
         self._matchers = Matchers(tokenizer, vocab_size, end_ids)
-        self._compiled = functools.lru_cache(maxsize=_CACHED_GRAMMARS)(self._matchers.compile)
+        self.compiled = functools.lru_cache(maxsize=_CACHED_GRAMMARS)(self._matchers.compile)
 
     def start(self, sampling: SamplingSpec) -> Guide | None:
         """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
@@ -69,5 +69,5 @@ class Guides:
             return None
         shown = sampling.include_stop
         stops = () if shown else tuple(word[0] for word in sampling.stop_words if len(word) == 1)
-        matcher = self._compiled(sampling.grammar).deep_copy()
+        matcher = self.compiled(sampling.grammar).deep_copy()
         return Guide(matcher, self._matchers, tuple(dict.fromkeys(sampling.end_ids + stops)))

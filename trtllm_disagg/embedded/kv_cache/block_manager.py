@@ -102,10 +102,10 @@ class BlockManager:
         self._enable_reuse = enable_reuse
         self._events = events
         # popitem() takes from the end: low ids first.
-        self._free: dict[int, None] = dict.fromkeys(range(num_blocks - 1, -1, -1))
+        self.free_blocks: dict[int, None] = dict.fromkeys(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._refs = [0] * num_blocks
-        self._key_of: dict[int, bytes] = {}
+        self.key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._partial = PartialIndex()
         self._quarantined: set[int] = set()
@@ -117,7 +117,7 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Blocks that can be allocated now: free ones, and cached ones that would be evicted."""
-        return len(self._free) + len(self._cached)
+        return len(self.free_blocks) + len(self._cached)
 
     @property
     def num_used(self) -> int:
@@ -156,7 +156,7 @@ class BlockManager:
 
     def is_spare(self, block: int) -> bool:
         """A known block that no sequence uses, and that is no other known block's parent."""
-        return block in self._cached and not self._partial.has_children(self._key_of[block])
+        return block in self._cached and not self._partial.has_children(self.key_of[block])
 
     def take_over(self, block: int) -> None:
         """Become the one user of a spare block; its content is not known any more."""
@@ -204,7 +204,7 @@ class BlockManager:
                 parent, new = key, []
             else:
                 content = tokens[i * size : (i + 1) * size]
-                self._block_of[key], self._key_of[block] = block, key
+                self._block_of[key], self.key_of[block] = block, key
                 self._partial.add((keys[i - 1] if i else ROOT) or salt, content, block)
                 new.append((key, content))
         self._events.stored(parent, new, cache_salt)
@@ -234,10 +234,10 @@ class BlockManager:
         for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                if block in self._key_of:
+                if block in self.key_of:
                     self._cached[block] = None
                 else:
-                    self._free[block] = None
+                    self.free_blocks[block] = None
 
     def quarantine(self, blocks: Seq[int]) -> None:
         """Take blocks out of circulation, until `restore`: a late write may still land in them."""
@@ -249,17 +249,17 @@ class BlockManager:
         """Nothing can be written into these quarantined blocks any more."""
         for block in blocks:
             self._quarantined.remove(block)
-            self._free[block] = None
+            self.free_blocks[block] = None
 
     def _take(self) -> int:
-        if self._free:
-            return self._free.popitem()[0]
+        if self.free_blocks:
+            return self.free_blocks.popitem()[0]
         block, _ = self._cached.popitem(last=False)
         self._forget(block)
         return block
 
     def _forget(self, block: int) -> None:
-        key = self._key_of.pop(block)
+        key = self.key_of.pop(block)
         del self._block_of[key]
         self._partial.remove(block)
         self._events.removed(key)
@@ -272,15 +272,15 @@ class BlockManager:
     def check(self) -> None:
         """Raise EngineError unless every block is in exactly one state and the prefix index fits."""
         used = {block for block, refs in enumerate(self._refs) if refs > 0}
-        states = [set(self._free), set(self._cached), used, self._quarantined]
+        states = [set(self.free_blocks), set(self._cached), used, self._quarantined]
         if sum(map(len, states)) != self.num_blocks or len(set().union(*states)) != self.num_blocks:
             counts = dict(zip(("free", "cached", "used", "quarantined"), map(len, states), strict=True))
             raise EngineError(f"KV block accounting is broken: {counts} of {self.num_blocks}")
-        if {block: key for key, block in self._block_of.items()} != self._key_of or set(self._free) & set(
-            self._key_of
-        ):
+        if {block: key for key, block in self._block_of.items()} != self.key_of or set(
+            self.free_blocks
+        ) & set(self.key_of):
             raise EngineError("KV prefix index is broken")
-        if not self._partial.holds(set(self._key_of)):
+        if not self._partial.holds(set(self.key_of)):
             raise EngineError("KV partial-block index is broken")
 
 

@@ -51,7 +51,7 @@ class LocalKvMemory:
 
     def __init__(self, kv: torch.Tensor) -> None:
         self._kv = kv
-        self._saved: dict[int, torch.Tensor] = {}
+        self.saved: dict[int, torch.Tensor] = {}
 
     @torch.inference_mode()
     def apply(self, command: KvCommand) -> None:
@@ -59,12 +59,12 @@ class LocalKvMemory:
             case CopyStart(source, target, num_tokens):
                 self._kv[target, :, :, :num_tokens] = self._kv[source, :, :, :num_tokens]
             case Save(slot, blocks):
-                self._saved[slot] = self._kv.index_select(0, self._index(blocks)).cpu()
+                self.saved[slot] = self._kv.index_select(0, self._index(blocks)).cpu()
             case Restore(slot, first, blocks):
-                saved = self._saved[slot][first : first + len(blocks)].to(self._kv.device)
+                saved = self.saved[slot][first : first + len(blocks)].to(self._kv.device)
                 self._kv.index_copy_(0, self._index(blocks[: len(saved)]), saved)
             case Drop(slot):
-                del self._saved[slot]
+                del self.saved[slot]
 
     def _index(self, blocks: Seq[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.long, device=self._kv.device)

@@ -58,11 +58,11 @@ class FusedDecode:
         self._logits = torch.from_numpy(self._buffers.logits)[:, : products[0][HEAD].out_features]
         decode_step.compile_ahead(num_threads, self._weights, self._buffers, self._tokens_per_block)
         self._events = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(1, num_threads)]
-        self._threads = [
+        self.threads = [
             threading.Thread(target=self._serve, args=(rank,), name="decode-step", daemon=True)
             for rank in range(1, num_threads)
         ]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
 
     @classmethod
@@ -104,7 +104,7 @@ class FusedDecode:
     def close(self) -> None:
         self._buffers.control[STOP] = 1
         self._wake()
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join(timeout=5)
         for event in self._events:
             os.close(event)

@@ -149,22 +149,22 @@ class Forward(Protocol):
 
 class ModelRunner:
     def __init__(self, forward: Forward, pool: KvPool, ops: LayerOps) -> None:
-        self._forward = forward
-        self._pool = pool
+        self.forward = forward
+        self.pool = pool
         self._ops = ops
 
     @property
     def tokens_per_block(self) -> int:
-        return self._pool.tokens_per_block
+        return self.pool.tokens_per_block
 
     @torch.inference_mode()
     def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
         """Logits (sampling rows, vocabulary): one row for each of `rows` that samples, in their order."""
         tokens = [token for row in rows for token in row.tokens]
-        return self._forward(tokens, StepLayout(rows, self._pool, self._ops.decode_rows(rows, self._pool)))
+        return self.forward(tokens, StepLayout(rows, self.pool, self._ops.decode_rows(rows, self.pool)))
 
     def close(self) -> None:
-        self._forward.close()
+        self.forward.close()
 
 
 class HfForward:
@@ -203,12 +203,12 @@ class PlainForward:
         self._model = model
         self._dtype = dtype
         self._ops = ops
-        self._decode = ops.fused_decode(model, pool, dtype)
+        self.fused = ops.fused_decode(model, pool, dtype)
 
     def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
         """Logits of the rows in `layout.last`: (sampling rows, vocabulary). Valid until the next step."""
-        if self._decode is not None and layout.all_decode and len(tokens) <= self._decode.max_rows:
-            return self._decode(tokens, layout)
+        if self.fused is not None and layout.all_decode and len(tokens) <= self.fused.max_rows:
+            return self.fused(tokens, layout)
         model, layers = self._model, self._model.layers
         x = model.embedding[torch.tensor(tokens)].float()
         hidden = torch.empty(x.shape, dtype=self._dtype)
@@ -229,8 +229,8 @@ class PlainForward:
         return logits
 
     def close(self) -> None:
-        if self._decode is not None:
-            self._decode.close()
+        if self.fused is not None:
+            self.fused.close()
 
     def _feed_forward(
         self,

@@ -105,15 +105,15 @@ class PackedLinear(nn.Module):
         if rows.shape[0] <= self._few_rows:
             return self._panel_product(rows.contiguous()).to(x.dtype).view(shape)
         if self._pad_single_row and rows.shape[0] == 1:
-            return self._library(rows.expand(2, -1).contiguous())[:1].view(shape)
-        return self._library(rows).view(shape)
+            return self.by_library(rows.expand(2, -1).contiguous())[:1].view(shape)
+        return self.by_library(rows).view(shape)
 
     def _panel_product(self, rows: torch.Tensor) -> torch.Tensor:
         assert self.panels is not None
         out = self.panels.product(rows)[:, : self.out_features]
         return out if self.bias_values is None else out + self.bias_values
 
-    def _library(self, rows: torch.Tensor) -> torch.Tensor:
+    def by_library(self, rows: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, self._packed, self.bias_values, "none", [], ""
         )

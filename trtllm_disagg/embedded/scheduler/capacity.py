@@ -128,7 +128,7 @@ class Reservations:
     def __init__(self, blocks: BlockManager, partial: PartialReuse, swap: SwapSpace) -> None:
         self._blocks = blocks
         self._partial = partial
-        self._swap = swap
+        self.swap = swap
 
     def plan(self, sequence: Sequence, num_tokens: int, headroom: int) -> Plan | None:
         """Blocks for `num_tokens`, with `headroom` more left for others; None when there are not enough now."""
@@ -157,20 +157,20 @@ class Reservations:
 
     def give_up(self, sequence: Sequence) -> None:
         """Its blocks are free; its KV is put aside, or else computed again."""
-        sequence.saved = self._swap.save(sequence.blocks, sequence.num_computed)
+        sequence.saved = self.swap.save(sequence.blocks, sequence.num_computed)
         self._blocks.release(sequence.blocks)
         sequence.blocks, sequence.keys, sequence.num_computed = [], [], 0
 
     def forget(self, sequence: Sequence) -> None:
         """What was put aside is not needed any more."""
         if sequence.saved is not None:
-            self._swap.drop(sequence.saved)
+            self.swap.drop(sequence.saved)
             sequence.saved = None
 
     def _restore(self, sequence: Sequence, num_known: int) -> None:
         saved = sequence.saved
         if saved is not None:
-            self._swap.restore(saved, num_known, sequence.blocks)
+            self.swap.restore(saved, num_known, sequence.blocks)
             sequence.num_computed = max(sequence.num_computed, saved.num_tokens)
             self.forget(sequence)
 

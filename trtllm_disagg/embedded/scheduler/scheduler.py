@@ -188,7 +188,7 @@ class Scheduler:
         by_priority: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._reservations = reservations
+        self.reservations = reservations
         self._capacity = capacity
         self._chunking = chunking
         # Every decode row takes a token of the budget, in every step.
@@ -233,7 +233,7 @@ class Scheduler:
             return
         while plan := self._plan_next():
             sequence = plan.sequence
-            self._reservations.carry_out(plan)
+            self.reservations.carry_out(plan)
             if sequence.status is Status.PAUSED:
                 self.paused.remove(sequence)
             else:
@@ -272,7 +272,7 @@ class Scheduler:
                 self.receiving.remove(sequence)
             case Status.PAUSED:
                 self.paused.remove(sequence)
-                self._reservations.forget(sequence)
+                self.reservations.forget(sequence)
         sequence.status = Status.FINISHED
 
     def find(self, request_id: int) -> list[Sequence]:
@@ -289,7 +289,7 @@ class Scheduler:
         if self._num_in_batch >= self._max_active or not (self.paused or self.waiting):
             return None
         first = self.paused[0] if self.paused else self.waiting[0]
-        return self._reservations.plan(
+        return self.reservations.plan(
             first, self._capacity.tokens_to_start(first), self._capacity.headroom(first, self.running)
         )
 
@@ -301,7 +301,7 @@ class Scheduler:
     def _pause(self, sequence: Sequence) -> None:
         self.counts.paused += 1
         self.running.remove(sequence)
-        self._reservations.give_up(sequence)
+        self.reservations.give_up(sequence)
         sequence.status = Status.PAUSED
         bisect.insort(self.paused, sequence, key=lambda s: s.admission_number)
 

@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 import torch
 
-from trtllm_disagg.embedded.ipc import link as local_socket
-from trtllm_disagg.embedded.ipc.link import listen
+from trtllm_disagg.embedded.ipc import sockets
+from trtllm_disagg.embedded.ipc.sockets import listen
 from trtllm_disagg.embedded.kv_cache.memory import KvCommand
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.errors import ConfigError, EngineError
@@ -47,17 +47,17 @@ _MPI_TRANSPORTS = "self,sm"
 
 
 class Channel:
-    """Messages in order, each with its length in front. The sockets are this user's only (link.py)."""
+    """Messages in order, each with its length in front. The sockets are this user's only (sockets.py)."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+        self.connection = connection
 
     def send(self, message: Any) -> None:
-        self._connection.sendall(framed(_encoder.encode(message)))
+        self.connection.sendall(framed(_encoder.encode(message)))
 
     def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
         """Sleeps until there is one. Raises EOFError when the other side is gone."""
-        return decoder.decode(receive_frame(self._connection))
+        return decoder.decode(receive_frame(self.connection))
 
 
 class Peer:
@@ -73,7 +73,7 @@ def accept(listener: socket.socket, size: int) -> list[Peer]:
     found: dict[tuple[int, int], Channel] = {}
     pids: dict[int, int] = {}
     while len(found) < len(_KINDS) * (size - 1):
-        connection = local_socket.accept(listener)
+        connection = sockets.accept(listener)
         rank, pid, kind = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
         found[rank, kind] = Channel(connection)
         pids[rank] = pid
@@ -84,7 +84,7 @@ def connect(address: str, rank: int) -> Peer:
     """Rank 0, from another rank."""
     channels = []
     for kind in _KINDS:
-        connection = local_socket.connect(address)
+        connection = sockets.connect(address)
         connection.sendall(_HELLO.pack(rank, os.getpid(), kind))
         channels.append(Channel(connection))
     return Peer(0, 0, *channels)

@@ -132,7 +132,7 @@ def test_the_latest_worker_counts_and_only_in_the_time_of_the_point() -> None:
         for at, steps, late in ((90, 100, 50.0), (160, 200, 51.0), (300, 300, 99.0))
     ]
     measured = Measured(SCHEDULE, {}, None, looks, "load", IN_FORCE)
-    assert measured._late_ms(100 * 10**9, 150 * 10**9) == pytest.approx(10.0)
+    assert measured.late_ms(100 * 10**9, 150 * 10**9) == pytest.approx(10.0)
 
 
 def steady(latencies: list[float]) -> list[RequestRecord]:

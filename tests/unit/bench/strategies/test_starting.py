@@ -85,10 +85,10 @@ def test_all_arms_get_the_same_rates_prompts_and_arrivals(model: Path, configs: 
     longest = max(by_arm.values(), key=len)
     assert all(rates_of <= longest and len(rates_of) >= 2 for rates_of in by_arm.values())
     first = {point.arm: point for point in reversed(runner.plan.points)}
-    schedules = {arm: runner._asks(point) for arm, point in first.items()}
+    schedules = {arm: runner.asks(point) for arm, point in first.items()}
     assert len(set(schedules.values())) == 1
     repeated = [point for point in runner.plan.points if point.repetition == 1]
-    assert runner._asks(repeated[0]) not in schedules.values()
+    assert runner.asks(repeated[0]) not in schedules.values()
 
 
 def test_rates_of_the_band_follow_its_step_times(model: Path, configs: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_quick_run_has_the_whole_band_at_its_deciding_rate_in_one_deployment_a
     # What one point has left in the caches is of no use to another.
     given = prepared(model, configs, "--quick", "--rates", "1", "--out", f"{model.parent / 'given'}")
     ((_, at_one_rate), *_) = given.groups()
-    prompts = [ask.prompt for point in at_one_rate for ask in given._asks(point)]
+    prompts = [ask.prompt for point in at_one_rate for ask in given.asks(point)]
     assert len(set(prompts)) == len(prompts)
     nominal, slower = groups[0][1][1], next(p for p in groups[0][1] if p.sensitivity.prefill_factor > 1)
     assert slower.rate < nominal.rate
@@ -145,7 +145,7 @@ def test_the_expected_wall_time_is_the_sum_of_starts_arrivals_and_pauses(model: 
                 points[number - 1].sensitivity.decode_factor,
             )
             expected += 0.3 * end + 1.5 * runner.answer_seconds["rag"] * slowest * 2 + 2.0
-        end = runner._asks(point)[-1].arrival * 2
+        end = runner.asks(point)[-1].arrival * 2
         expected += end
     assert runner.progress().left() == pytest.approx(60.0 + expected, abs=0.1)
 

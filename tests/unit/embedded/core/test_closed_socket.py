@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support.deployments import wait_until
 from trtllm_disagg.embedded.core.core_client import CoreClient
 from trtllm_disagg.embedded.ipc.messages import AbortRequest
 from trtllm_disagg.embedded.tensor_parallel.launch import Launch
@@ -16,8 +17,8 @@ from trtllm_disagg.errors import EngineError
 STAYS = """
 import json, sys, threading
 import msgspec
-from trtllm_disagg.embedded.ipc.link import Link
-from trtllm_disagg.embedded.ipc.link import connect
+from trtllm_disagg.embedded.ipc.sockets import Link
+from trtllm_disagg.embedded.ipc.sockets import connect
 from trtllm_disagg.embedded.ipc.messages import Command, Ready
 link = Link(connect(json.loads(sys.stdin.readline())["address"]), msgspec.msgpack.Decoder(Command))
 if sys.argv[1] == "ready":
@@ -44,8 +45,7 @@ def test_its_requests_fail_and_it_is_ended() -> None:
     core = client("ready", died)
     core.send(AbortRequest(1))
     assert died.get(timeout=20) == "the engine process has closed its socket"
-    core._receiver.join(timeout=20)
-    assert not core.alive
+    wait_until(lambda: not core.alive, "the engine is known to be dead", 20)
     core.close()
 
 

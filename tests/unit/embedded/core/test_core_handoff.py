@@ -212,7 +212,7 @@ def test_a_failed_step_fails_its_requests_and_no_others(pair: Pair, monkeypatch:
     core = pair.decode
     ids = [core.add(prompt(40, salt=13), choices=2), core.add(prompt(40, salt=14))]
     with monkeypatch.context() as patch:
-        patch.setattr(core.engine._model, "run", lambda rows: 1 / 0)
+        patch.setattr(core.engine.model, "run", lambda rows: 1 / 0)
         outputs = core.step()
     assert [(o.request_id, o.error) for o in outputs] == [
         (i, "the forward pass failed: division by zero") for i in ids

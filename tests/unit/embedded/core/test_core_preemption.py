@@ -63,7 +63,7 @@ def test_a_paused_request_can_be_cancelled(make_core: MakeCore, swap_tokens: int
     assert core.answers[victim, 0].finish_reason == "cancelled"
     assert [core.answers[i, 0].finish_reason for i in ids if i != victim] == ["length"] * 2
     core.assert_idle()
-    assert core.engine.scheduler._reservations._swap.num_used == 0
+    assert core.engine.scheduler.reservations.swap.num_used == 0
 
 
 def test_choices_of_one_request_are_paused_one_by_one(make_core: MakeCore) -> None:

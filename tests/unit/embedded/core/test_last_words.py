@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 from trtllm_disagg.embedded.core.core_client import REPORTS
-from trtllm_disagg.embedded.ipc.link import Link, accept, listen
 from trtllm_disagg.embedded.ipc.messages import Failed
+from trtllm_disagg.embedded.ipc.sockets import Link, accept, listen
 
 FAIL = """
 import sys

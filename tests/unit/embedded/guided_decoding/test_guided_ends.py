@@ -152,7 +152,7 @@ def test_a_failing_choice_ends_its_request_once(core: Core) -> None:
     for sequence in core.engine.scheduler.find(request):
         assert sequence.guide is not None
         # As when the parser has run out of its limits.
-        sequence.guide._matcher.consume_token(tokens_of("!")[0])
+        sequence.guide.matcher.consume_token(tokens_of("!")[0])
     [output] = core.step()
     assert (output.request_id, output.error_category) == (request, "InvalidRequest")
 
@@ -165,12 +165,12 @@ def test_an_abort_in_the_middle(core: Core) -> None:
 
 
 def test_a_grammar_is_compiled_once(core: Core) -> None:
-    guides = core.engine._guides
+    guides = core.engine.guides
     assert isinstance(guides, Guides)
     run(core, regex("q{3}"))
-    misses = guides._compiled.cache_info().misses
+    misses = guides.compiled.cache_info().misses
     run(core, regex("q{3}", seed=5))
-    assert guides._compiled.cache_info().misses == misses
+    assert guides.compiled.cache_info().misses == misses
 
 
 def test_without_a_backend_the_core_refuses(checkpoints: Checkpoints) -> None:

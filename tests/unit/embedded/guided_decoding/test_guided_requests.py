@@ -135,7 +135,7 @@ def test_without_a_backend_it_is_refused_by_name() -> None:
 
 def sampling_of(guided: dict[str, Any]) -> Any:
     engine = Engine(load_api("embedded"), llm=None, max_seq_len=100)
-    return engine._sampling_params(request(sampling_options={"guided_decoding": guided}), None)
+    return engine.sampling_params_of(request(sampling_options={"guided_decoding": guided}), None)
 
 
 @pytest.mark.parametrize(

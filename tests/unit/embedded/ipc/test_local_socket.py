@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trtllm_disagg.embedded.ipc.link import accept, connect, listen
+from trtllm_disagg.embedded.ipc.sockets import accept, connect, listen
 
 #: As another user: connects, and says what it hears.
 INTRUDER = """

@@ -96,7 +96,7 @@ class Simulation:
         """A pull timed out: its fresh blocks are lost."""
         if self.holders and not self.quarantined:
             holder = self.holders.pop(which % len(self.holders))
-            fresh = [block for block in holder.blocks if block not in self.blocks._key_of]
+            fresh = [block for block in holder.blocks if block not in self.blocks.key_of]
             self.blocks.quarantine(fresh)
             self.blocks.release([block for block in holder.blocks if block not in fresh])
             self.quarantined = len(fresh)

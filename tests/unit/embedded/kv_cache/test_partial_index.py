@@ -56,8 +56,8 @@ def test_a_removed_block_leaves_nothing_behind() -> None:
         index.add(b"p", tokens, block)
     for block in range(4):
         index.remove(block)
-    assert index._below == {}
-    assert index._place_of == {}
+    assert not index.has_children(b"p")
+    assert index.holds(set())
 
 
 def test_a_shared_start_is_found_after_a_block_beside_it_has_gone() -> None:

@@ -49,18 +49,18 @@ def test_every_step_has_the_bits_of_the_unfused_one(
 
     def both(self: FusedDecode, tokens: list[int], layout: StepLayout) -> torch.Tensor:
         fused = original(self, tokens, layout).clone()
-        forward._decode = None
+        forward.fused = None
         unfused = forward(tokens, layout)
-        forward._decode = self
+        forward.fused = self
         assert torch.equal(fused, unfused.float())
         compared.append(len(tokens))
         return fused
 
     core = Core(checkpoints(family), dtype=dtype, embedded={"weights": weights})
-    model: Any = core.engine._model
+    model: Any = core.engine.model
     runner = model.runner
-    forward: PlainForward = runner._forward
-    assert forward._decode is not None
+    forward: PlainForward = runner.forward
+    assert forward.fused is not None
     original = FusedDecode.__call__
     monkeypatch.setattr(FusedDecode, "__call__", both)
     core.run(*[core.add(prompt, 6) for prompt in PROMPTS])
@@ -70,9 +70,9 @@ def test_every_step_has_the_bits_of_the_unfused_one(
 
 def test_closing_ends_the_other_threads(checkpoints: Checkpoints, threads: int) -> None:
     core = Core(checkpoints("llama"))
-    model: Any = core.engine._model
+    model: Any = core.engine.model
     runner = model.runner
-    others = runner._forward._decode._threads
+    others = runner.forward.fused.threads
     assert len(others) == threads - 1
     core.close()
     assert not any(thread.is_alive() for thread in others)

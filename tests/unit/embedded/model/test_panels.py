@@ -44,7 +44,7 @@ def test_bfloat16_has_the_librarys_bits_where_the_kernel_is_used(outputs: int, i
         pytest.skip("the kernel does not give the library's bits here, so it is not used")
     x = torch.randn(20, inputs).to(torch.bfloat16)
     with torch.inference_mode():
-        assert torch.equal(packed(x), packed._library(x))
+        assert torch.equal(packed(x), packed.by_library(x))
 
 
 def test_a_product_that_it_does_not_reproduce_is_left_to_the_library() -> None:

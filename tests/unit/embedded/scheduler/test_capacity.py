@@ -82,7 +82,7 @@ def test_the_space_aside_is_bounded() -> None:
     most = 0
     while engine.scheduler.unfinished():
         engine.step()
-        most = max(most, sum(len(saved) for saved in engine.memory._saved.values()))
+        most = max(most, sum(len(saved) for saved in engine.memory.saved.values()))
     assert 0 < most <= 4
 
 

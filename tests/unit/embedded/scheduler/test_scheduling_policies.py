@@ -139,4 +139,4 @@ def test_every_request_gets_the_answer_of_an_undisturbed_run_and_every_block_com
     event(f"a sequence was paused: {run.engine.scheduler.counts.paused > 0}")
     assert {key: run.engine.answers[key] for key in run.wanted} == run.wanted
     assert run.engine.blocks.num_available == run.engine.num_blocks
-    assert run.engine.memory._saved == {}, "KV of no sequence is kept aside"
+    assert run.engine.memory.saved == {}, "KV of no sequence is kept aside"

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.unit.embedded.tensor_parallel.test_sharding import ThreadCommunicator
-from trtllm_disagg.embedded.ipc.link import listen
 from trtllm_disagg.embedded.ipc.messages import AddRequest, SamplingSpec
+from trtllm_disagg.embedded.ipc.sockets import listen
 from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.embedded.scheduler.scheduler import Row
@@ -71,7 +71,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 def close(peer: Peer) -> None:
     for channel in (peer.commands, peer.transfers, peer.lifeline):
-        channel._connection.close()
+        channel.connection.close()
 
 
 class Runner(ModelRunner):

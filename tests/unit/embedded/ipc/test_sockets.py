@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from trtllm_disagg.embedded.ipc import link
-from trtllm_disagg.embedded.ipc.link import Link
+from trtllm_disagg.embedded.ipc import sockets
+from trtllm_disagg.embedded.ipc.sockets import Link
 
 Message = tuple[int, bytes]
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -96,7 +96,7 @@ def test_an_end_that_goes_in_the_middle_of_a_message_is_gone(ends: tuple[Link[Me
 def test_a_reader_that_stays_too_far_behind_is_taken_for_gone(
     ends: tuple[Link[Message], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "MOST_BACKLOG_BYTES", 2 * len(LARGE))
+    monkeypatch.setattr(sockets, "MOST_BACKLOG_BYTES", 2 * len(LARGE))
     here, there = ends
     for i in range(4):
         here.send((i, LARGE))
