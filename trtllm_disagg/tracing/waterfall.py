@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -61,6 +62,11 @@ def conclusions(trace: Trace) -> Iterator[str]:
     gap = trace.longest_gap
     if gap is not None and gap.milliseconds >= max(_LEAST_GAP_SHARE * total, _LEAST_GAP_MS):
         yield f"no token for {duration(gap.milliseconds)} at {gap.worker}, after its first {gap.after_tokens}"
+
+
+def _wrapped(text: str, columns: int) -> Iterator[Text]:
+    """A terminal would break it within a word."""
+    return map(Text, textwrap.wrap(text, columns))
 
 
 def _notes(node: Node) -> Iterator[str]:
