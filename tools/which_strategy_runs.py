@@ -1,7 +1,8 @@
 """The runs that the page which-strategy is made of: model-GPU pairs and workloads, by `bench strategies --quick`.
 
 Each run is a command that can be given by hand and goes on where it was cut off. The first ones take the least time
-and tell the most; reasoning comes last, since an answer of 4096 tokens takes half an hour in all arms and sides.
+and tell the most: six to nine minutes each by their plans, later ones half an hour (chat) and hours (reasoning, whose
+answers have 4096 tokens).
 """
 
 from __future__ import annotations
