@@ -101,9 +101,12 @@ def _show(
         console.print(Text(f"      because {'; '.join(row.why for row in same)}", style="dim"))
     counts = _counts([row for row, _ in rows])
     unknown = f", {counts[UNKNOWN]} {UNKNOWN}" if counts[UNKNOWN] else ""
-    console.print(
-        f"{counts[Severity.ERROR.value]} errors, {counts[Severity.NOTE.value]} notes{unknown}; {about}"
-    )
+    told = ", ".join(_counted(counts[kind.value], kind.value) for kind in (Severity.ERROR, Severity.NOTE))
+    console.print(f"{told}{unknown}; {about}")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _together(rows: Iterable[Verdict]) -> Iterator[tuple[str, list[Verdict]]]:

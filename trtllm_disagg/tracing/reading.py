@@ -145,7 +145,7 @@ def read_traces(path: Path) -> list[Trace]:
 
 
 def _read(path: Path) -> Iterator[Node]:
-    if not path.is_dir():
+    if path.is_file():
         for read in read_spans(path):
             yield _node(read, _name(read.resource))
         return

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.tracing.page import page, picture
 
     source = args.run_dir or args.otlp_file
+    if args.otlp_file is not None and not source.is_file():
+        raise ConfigError.bad_value("--otlp-file", str(source), "a file of OTLP/JSON")
     chosen = _chosen(read_traces(source), args, source)
     if args.html is not None:
         if args.html.suffix == ".svg" and len(chosen) > 1:

@@ -53,7 +53,7 @@ def test_an_error_ends_with_1_and_is_explained(
 def test_notes_do_not_fail(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     pair[0].write_text(yaml.safe_dump(PREFILL | {"disable_overlap_scheduler": False}))
     assert status_of(*pair) == 0
-    assert "0 errors, 1 notes" in capsys.readouterr().out
+    assert "0 errors, 1 note" in capsys.readouterr().out
 
 
 def test_json_has_every_row(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +142,7 @@ def test_a_file_beats_a_flag_with_a_note_that_names_both(
     told = f"decode: max_seq_len: 16384 of {pair[1]} wins over --max-seq-len 8192"
     shown = "".join(capsys.readouterr().out.split())
     assert "note flags: ".replace(" ", "") + told.replace(" ", "") in shown
-    assert "0 errors, 1 notes".replace(" ", "") in shown
+    assert "0 errors, 1 note".replace(" ", "") in shown
 
 
 def test_an_override_beats_the_file(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

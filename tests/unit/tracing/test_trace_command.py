@@ -198,6 +198,10 @@ def test_what_cannot_be_shown_is_an_error_that_says_what_can(
 def test_a_directory_that_is_no_run_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--run-dir.*a run directory of"):
         run(["trace", "--run-dir", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"--run-dir.*nowhere.*a run directory of"):
+        run(["trace", "--run-dir", str(tmp_path / "nowhere")])
+    with pytest.raises(ConfigError, match=r"--otlp-file.*nowhere.*a file of OTLP/JSON"):
+        run(["trace", "--otlp-file", str(tmp_path / "nowhere")])
     (tmp_path / "traces").mkdir()
     with pytest.raises(ConfigError, match="no request was traced"):
         run(["trace", "--run-dir", str(tmp_path)])
