@@ -27,6 +27,7 @@ from trtllm_disagg.commands import CONTROL, is_control
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
+from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
@@ -244,10 +245,26 @@ def as_dynamo_handler(
             log.exception("request %s failed unexpectedly", context.id())
             raise dynamo_errors.Unknown(f"{type(error).__name__}: {error}") from error
 
+    def handle_asked(request: dict[str, Any], context: Any) -> AsyncGenerator[Answer, None]:
+        return _BegunOnLoop(handle(request, context))
+
     def handle_pushing(
         request: dict[str, Any], context: Any, response_sender: Any = None
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    ) -> AsyncGenerator[Answer, None]:
         answers = handle(request, context)
-        return answers if response_sender is None else pushed(answers, response_sender)
+        return _BegunOnLoop(answers if response_sender is None else pushed(answers, response_sender))
 
-    return handle_pushing if pushes else handle
+    return handle_pushing if pushes else handle_asked
+
+
+class _BegunOnLoop(PerRequestStream[Answer]):
+    """Dynamo asks for answers, and drops them, in threads of its own. Python closes a generator on the event loop that
+    has begun it; any other one in the thread that drops it, where nothing can be awaited.
+    """
+
+    def __init__(self, answers: AsyncGenerator[Answer, None]) -> None:
+        self._rest = answers
+
+    async def _first(self) -> Answer:
+        assert self._rest is not None
+        return await anext(self._rest)
