@@ -138,7 +138,7 @@ class CacheTransceiverConfig(StrictModel):
     def _python_needs_nixl(cls, value: str | None, others: ValidationInfo) -> str | None:
         backend = others.data.get("backend")
         if value == "PYTHON" and backend not in (None, "DEFAULT", "NIXL"):
-            raise ValueError(f"CPP or auto with backend {backend}")
+            raise ValueError(f"CPP or auto with backend {backend}; PYTHON needs NIXL")
         return value
 
     @field_validator("kv_transfer_timeout_ms")
