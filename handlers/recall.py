@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -35,8 +35,9 @@ log = logging.getLogger(__name__)
 
 #: Of one notice, with its way.
 _SECONDS = 5.0
-#: What was taken is said together; so long a decode worker that dies may have begun to fetch what is fetched once more.
-_TOGETHER_SECONDS = 0.05
+#: The next prefill says what was taken, or a notice when none follows; so long a decode worker that dies may have begun
+#: to fetch what is fetched once more. To Dynamo's counters a notice is a request.
+_TOGETHER_SECONDS = 1.0
 _LOOK_SECONDS = 1.0
 #: A lease that does not end is remembered no longer.
 _LONGEST_SECONDS = 600.0
@@ -63,11 +64,14 @@ class Notices:
         """`sender`: the instance that asks. None: it is not to be missed when it is gone."""
         self._sender = sender
         self._taken: dict[int, tuple[Teller, list[str]]] = {}
+        self._will_tell = False
         #: Older workers.
         self._deaf: set[int] = set()
 
-    def prefill(self) -> PhaseRequest:
-        return PhaseRequest("prefill", attempts=(secrets.token_hex(8),), sender=self._sender)
+    def prefill(self, instance: Teller) -> PhaseRequest:
+        _, taken = self._taken.pop(instance.instance_id, (instance, ()))
+        attempt = secrets.token_hex(8)
+        return PhaseRequest("prefill", attempts=(attempt,), sender=self._sender, taken=tuple(taken))
 
     @contextmanager
     def recalled_without(
@@ -81,17 +85,25 @@ class Notices:
             is_refused = True
             raise
         finally:
+            if not answers:
+                # It may not have heard.
+                self._tell_later(instance, asked.taken)
             if not answers and not is_refused:
                 in_background(self._tell(instance, PhaseRequest("recall", attempts=asked.attempts)))
 
     def taken(self, instance: Teller, asked: PhaseRequest) -> None:
-        if self._sender is None or instance.instance_id in self._deaf:
+        self._tell_later(instance, asked.attempts)
+
+    def _tell_later(self, instance: Teller, attempts: Sequence[str]) -> None:
+        if not attempts or self._sender is None or instance.instance_id in self._deaf:
             return
-        if not self._taken:
+        self._taken.setdefault(instance.instance_id, (instance, []))[1].extend(attempts)
+        if not self._will_tell:
+            self._will_tell = True
             asyncio.get_running_loop().call_later(_TOGETHER_SECONDS, self._tell_taken)
-        self._taken.setdefault(instance.instance_id, (instance, []))[1].extend(asked.attempts)
 
     def _tell_taken(self) -> None:
+        self._will_tell = False
         taken, self._taken = self._taken, {}
         for instance, attempts in taken.values():
             in_background(self._tell(instance, PhaseRequest("taken", attempts=tuple(attempts))))
@@ -110,7 +122,7 @@ class Notices:
 class NoNotices:
     """For a way that knows what became of its answers."""
 
-    def prefill(self) -> PhaseRequest:
+    def prefill(self, instance: Teller) -> PhaseRequest:
         return PhaseRequest("prefill")
 
     @contextmanager
@@ -240,6 +252,7 @@ def recallable(prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtoco
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         asked = _asked(request)
+        recalls.taken(asked.taken)
         return notice(asked) if asked.is_notice else phase(request, context)
 
     return generate

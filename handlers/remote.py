@@ -122,7 +122,7 @@ class RemotePrefill:
         if instance.instance_id != QUEUE_ID:  # the worker that takes it from there says so itself
             request.trace.facts["prefill_instance"] = f"{instance.instance_id:x}"
         dispatch = dispatched(instance, request)
-        asked = self._notices.prefill()
+        asked = self._notices.prefill(instance)
         taken = partial(self._notices.taken, instance, asked)
         with ExitStack() as unless_returned:
             raw_request = self._protocol.encode(request.within(dispatch), asked)

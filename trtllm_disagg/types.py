@@ -116,6 +116,8 @@ class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     attempts: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...] = ()
     #: For "prefill": the instance that asks.
     sender: int | None = None
+    #: Of its earlier ones, those that its engine has been asked to fetch since it last said so.
+    taken: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...] = ()
 
     @property
     def is_notice(self) -> bool:

@@ -108,8 +108,11 @@ class Worker:
         return _metric(self.page(), name)
 
     def num_requests(self) -> float:
-        """A first stage shows those of frontends a second time, under its role and without a model."""
-        return _metric(self.page(), "dynamo_component_requests_total", having='model="')
+        """That its engine has finished: to Dynamo a notice between workers is one, too."""
+        lines = [
+            line for line in self.page().splitlines() if line.startswith("trtllm_request_success_total{")
+        ]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def labels(self, name: str, label: str) -> set[str]:
         """The values of a label that a metric has here."""
@@ -126,11 +129,11 @@ class Worker:
         return self._http.get(self._url).raise_for_status().text
 
 
-def _metric(page: str, name: str, having: str = "") -> float:
+def _metric(page: str, name: str) -> float:
     return sum(
         float(line.rpartition(" ")[2])
         for line in page.splitlines()
-        if line.startswith(name + "{") and 'dynamo_endpoint="generate"' in line and having in line
+        if line.startswith(name + "{") and 'dynamo_endpoint="generate"' in line
     )
 
 

@@ -1,8 +1,7 @@
 """Both ends of `bench transfer`: a sending process with a filled pool, and the pool here that its blocks arrive in; and
 the yardsticks of a pull: memcpy inside one process, and the system call under NIXL's `cma`.
 
-The pools have the shapes of real models (`KvShape`: the KV of one prompt), the blocks are leased and pulled by the
-engine's own KvSender and KvReceiver.
+The pools have the shapes of real models, the blocks are leased and pulled by the engine's own KvSender and KvReceiver.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from trtllm_disagg.bench.child_process import ChildProcess
-from trtllm_disagg.bench.models import ITEM_BYTES
+from trtllm_disagg.bench.kv_shapes import KvShape
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.access import OneHost
 from trtllm_disagg.kv_transfer.base import KvTimeouts
@@ -31,11 +29,6 @@ from trtllm_disagg.kv_transfer.peers import Peers
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender, Pull
 from trtllm_disagg.kv_transfer.transports import create_transport
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-    from trtllm_disagg.kv_transfer.base import KvLayout, StagingTransport
 #: IOV_MAX: ranges that one call takes.
 _MAX_RANGES = 1024
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,83 +37,6 @@ _LEASE_SECONDS = 600.0
 _PULL_SECONDS = 120.0
 #: Knuth's multiplicative hash: neighbouring words of the fill differ in every byte.
 _FILL_FACTOR = np.uint32(2654435761)
-
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """One prompt's KV, and pools with twice as many blocks as it needs."""
-
-    name: str
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    prompt_tokens: int = 4096
-    tokens_per_block: int = 32
-
-    @property
-    def prompt_blocks(self) -> int:
-        return -(-self.prompt_tokens // self.tokens_per_block)
-
-    @property
-    def pool_blocks(self) -> int:
-        return 2 * self.prompt_blocks
-
-    @property
-    def block_bytes(self) -> int:
-        """K and V of one block in all layers."""
-        token = 2 * self.layers * self.kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
-        return self.tokens_per_block * token
-
-    @property
-    def pool_bytes(self) -> int:
-        return self.pool_blocks * self.block_bytes
-
-    @property
-    def prompt_bytes(self) -> int:
-        return self.prompt_blocks * self.block_bytes
-
-    @property
-    def layout(self) -> KvLayout:
-        from trtllm_disagg.kv_transfer.base import KvLayout
-
-        return KvLayout("bench", self.layers, self.tokens_per_block, self.kv_heads, self.head_dim, self.dtype)
-
-    def pool_of(self, transport: StagingTransport) -> torch.Tensor:
-        """(blocks, layers, K and V, tokens, heads, head dimension)"""
-        import torch
-
-        size = (self.pool_blocks, self.layers, 2, self.tokens_per_block, self.kv_heads, self.head_dim)
-        return transport.allocate(size, getattr(torch, self.dtype), torch.device("cpu"))
-
-    def blocks(self, pattern: str, seed: int) -> list[int]:
-        """`contiguous`: one run. `scattered`: no two neighbours in a row, the worst that an allocator can do."""
-        if pattern == "contiguous":
-            start = self.prompt_blocks // 2
-            return list(range(start, start + self.prompt_blocks))
-        import numpy as np
-
-        ids = np.arange(0, self.pool_blocks, 2) + np.random.default_rng(seed).integers(2)
-        return [int(i) for i in np.random.default_rng(seed).permutation(ids)]
-
-    def ranges(self, remote: list[int], local: list[int]) -> np.ndarray:
-        """(n, 3) int64 rows (remote offset, local offset, bytes) in the pools, neighbours on both sides merged."""
-        import numpy as np
-
-        pairs = np.asarray(sorted(zip(remote, local, strict=True)), np.int64)
-        breaks = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(1)) + 1
-        starts = np.concatenate(([0], breaks))
-        lengths = np.diff(np.concatenate((starts, [len(pairs)])))
-        return np.column_stack((pairs[starts], lengths)) * self.block_bytes
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        KvShape("8b-bf16", layers=32, kv_heads=8, head_dim=128, dtype="bfloat16"),  # Llama-3.1-8B
-        KvShape("0.5b-fp32", layers=24, kv_heads=2, head_dim=64, dtype="float32"),  # Qwen2.5-0.5B
-    )
-}
 
 
 def fill(pool: np.ndarray) -> None:

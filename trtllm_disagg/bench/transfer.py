@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
-from trtllm_disagg.bench.kv_ends import SHAPES, KvShape
+from trtllm_disagg.bench.kv_shapes import SHAPES, KvShape
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.kv_transfer.transports import on_one_host

@@ -14,8 +14,6 @@ import torch
 from trtllm_disagg import cli
 from trtllm_disagg.bench.figures import Figure, draw
 from trtllm_disagg.bench.kv_ends import (
-    SHAPES,
-    KvShape,
     MemcpyPools,
     ProcessVmReadv,
     Receiver,
@@ -23,6 +21,7 @@ from trtllm_disagg.bench.kv_ends import (
     fill,
     filled_bytes,
 )
+from trtllm_disagg.bench.kv_shapes import SHAPES, KvShape
 from trtllm_disagg.bench.report import figures_of, print_report, wide_console
 from trtllm_disagg.bench.transfer import (
     MEMCPY,

@@ -24,6 +24,7 @@ from trtllm_disagg.dynamo_runtime import (
     refuse_control,
     to_dynamo,
 )
+from trtllm_disagg.dynamo_runtime.pushed_answers import pushed
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -301,7 +302,6 @@ async def read(client: DynamoDirectory, into: list[Any]) -> None:
 async def test_a_prefill_workers_answers_are_pushed(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo asks for each one where it does not see that a handler takes a sender, and does not say so."""
     num_pushed = 0
-    pushed = handler.pushed
 
     def counted(*arguments: Any) -> AsyncGenerator[Any, None]:
         nonlocal num_pushed

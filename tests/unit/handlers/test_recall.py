@@ -13,7 +13,12 @@ from tests.support.day_one import INSTANCES, Both, kinds
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.errors import InvalidRequestError, RequestCancelledError, StageTimeoutError
+from trtllm_disagg.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+    StageTimeoutError,
+)
 from trtllm_disagg.handlers import recall
 from trtllm_disagg.handlers.admission import Admission, Queued
 from trtllm_disagg.handlers.cancellation import num_in_background
@@ -180,6 +185,27 @@ async def test_what_a_dead_decode_worker_has_not_taken_is_fetched_by_another_one
     assert kinds(lossy.both.engines[Role.DECODE].llm) == ["generation_only"] * 3
 
 
+async def test_the_next_prefill_says_what_was_taken_before_it() -> None:
+    lossy = Lossy(num_lost=0)
+    way = lossy.both.clients[Role.PREFILL]
+    for _ in range(3):
+        await collect(lossy.generate, request())
+    first, second, third = (call["errand"] for call in way.requests)
+    assert "taken" not in first
+    assert [second["taken"], third["taken"]] == [first["attempts"], second["attempts"]]
+    assert way.notices == []
+
+
+async def test_what_was_taken_is_said_again_when_the_prefill_that_said_it_is_lost() -> None:
+    instance, notices = RecordingStageClient(), Notices(sender=2)
+    notices.taken(instance, before := notices.prefill(instance))
+    asked = notices.prefill(instance)
+    assert asked.taken == before.attempts
+    with pytest.raises(OverloadedError), notices.recalled_without([], instance, asked):
+        raise OverloadedError("no room")
+    assert notices.prefill(instance).taken == before.attempts
+
+
 async def test_a_decode_worker_says_what_it_has_taken_and_once_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -302,7 +328,7 @@ async def test_an_older_worker_is_told_once() -> None:
 
     older, notices = Older(), Notices(sender=2)
     for _ in range(3):
-        notices.taken(older, notices.prefill())
+        notices.taken(older, notices.prefill(older))
         notices._tell_taken()
         await until(lambda: not num_in_background())
     assert len(older.notices) == 1
