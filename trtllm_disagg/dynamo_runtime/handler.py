@@ -8,8 +8,11 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
+from functools import partial
+from itertools import chain, repeat
+from operator import call
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -155,7 +158,14 @@ class _BegunOnLoop(PerRequestStream[Answer]):
 
     def __init__(self, answers: AsyncGenerator[Answer, None]) -> None:
         self._rest = answers
+        # Dynamo takes this attribute once and calls it for each answer: no Python of ours runs for a token.
+        calls: Iterator[Callable[[], Any]] = chain((partial(_begin, answers),), repeat(answers.__anext__))
+        vars(self)["__anext__"] = map(call, calls).__next__
 
     async def _first(self) -> Answer:
         assert self._rest is not None
         return await anext(self._rest)
+
+
+async def _begin(answers: AsyncGenerator[Answer, None]) -> Answer:
+    return await anext(answers)

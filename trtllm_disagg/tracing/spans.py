@@ -114,12 +114,15 @@ class RequestClock:
 
     __slots__ = ("_offset", "start")
 
+    #: Nanoseconds of the monotonic clock, for what happens with every token.
+    tick = staticmethod(time.monotonic_ns)
+
     def __init__(self) -> None:
         self.start = time.time_ns()
-        self._offset = self.start - time.monotonic_ns()
+        self._offset = self.start - self.tick()
 
     def now(self) -> int:
-        return time.monotonic_ns() + self._offset
+        return self.tick() + self._offset
 
     def at(self, seconds: float) -> int:
         """Of the monotonic clock."""

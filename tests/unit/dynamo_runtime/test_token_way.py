@@ -78,8 +78,9 @@ def generators_below(awaited: Any) -> Iterator[AsyncGeneratorType[Any, None]]:
         elif inspect.iscoroutine(awaited):
             awaited = awaited.cr_await
         else:
-            held = [each for each in gc.get_referents(awaited) if isinstance(each, AsyncGeneratorType)]
-            awaited = held[0] if held else None
+            held = gc.get_referents(awaited)
+            held += [value for each in held if isinstance(each, dict) for value in each.values()]
+            awaited = next((each for each in held if isinstance(each, AsyncGeneratorType)), None)
 
 
 def stage_of(role: Role, strategy: str) -> StageClient:

@@ -256,7 +256,7 @@ async def test_the_longest_time_between_two_tokens_is_told_with_its_place(
     is_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = Clock()
-    monkeypatch.setattr(RequestClock, "now", lambda self: int(now() * 1e9))
+    monkeypatch.setattr(RequestClock, "tick", staticmethod(lambda: int(now() * 1e9)))
 
     async def generate(asked: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         # The way to the first two tokens has spans of its own.
