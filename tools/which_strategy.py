@@ -63,9 +63,7 @@ def link_from(index: Path) -> None:
     """The folder's list of pages has it beside the other measurements."""
     text = index.read_text(encoding="utf-8")
     if f"({NAME}.md)" not in text:
-        line = (
-            f"| [which strategy]({NAME}.md) | for five models, GPUs and kinds of traffic; made from runs |\n"
-        )
+        line = f"| [which strategy]({NAME}.md) | by model, GPU and traffic; made from runs of `bench strategies` |\n"
         index.write_text(text.replace("| [licences]", f"{line}| [licences]"), encoding="utf-8")
 
 
