@@ -15,7 +15,7 @@ from trtllm_disagg.processes.steadily import without_silence
 if TYPE_CHECKING:
     from trtllm_disagg.bench.strategies.records import RunDirectory
 
-_REQUESTS, _QUICK_REQUESTS = 200, 16
+_REQUESTS, _QUICK_REQUESTS = 200, 14
 _REPETITIONS = 2
 
 
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--quick",
         action="store_true",
-        help="2 workers, agg and one pair in each order, one workload, two rates, the band at the upper one, once: "
+        help="2 workers, agg and one pair in each order, one workload, three rates, the band at the highest, once: "
         "minutes instead of hours",
     )
     add(

@@ -11,7 +11,15 @@ from trtllm_disagg.bench.strategies.measures import PARTS, Measured
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm
 from trtllm_disagg.bench.strategies.slo import Quantity, Slo
 from trtllm_disagg.bench.strategies.sweep import Sweep, shown
-from trtllm_disagg.bench.strategies.verdict import LEAD, Verdict, goodput, judge, number, spread
+from trtllm_disagg.bench.strategies.verdict import (
+    LEAD,
+    Verdict,
+    goodput,
+    judge,
+    number,
+    past_at_every_rate,
+    spread,
+)
 
 #: What an SLO is multiplied by to find where the advice ends, the nearest first.
 _SLO_FACTORS = (0.8, 1.25, 0.67, 1.5, 0.5, 2.0, 0.33, 3.0, 0.25, 4.0)
@@ -69,15 +77,19 @@ def _because(sweep: Sweep, slo: Slo, verdict: Verdict) -> Iterator[str]:
         rate = sweep.peak_rate(best, slo)
         tokens = median(each.goodput(slo).tokens_s_gpu for each in sweep.at_rate(best, rate))
         told = f"It answers up to {score} requests/s within {slo} on {_gpus(sweep.arms[0].gpus)}"
-        yield f"{told} ({number(tokens)} tok/s/GPU); {_listed(_against(verdict))}."
+        yield f"{told} ({number(tokens)} tok/s/GPU); {_listed(_against(sweep, verdict))}."
     elif verdict.beaten:
-        yield f"Behind {best} ({score} {measure.unit}): {_listed(_against(verdict))}."
+        yield f"Behind {best} ({score} {measure.unit}): {_listed(_against(sweep, verdict))}."
     if verdict.beaten:
         yield _difference(sweep, slo, best, verdict.beaten[0].other)
 
 
-def _against(verdict: Verdict) -> list[str]:
+def _against(sweep: Sweep, verdict: Verdict) -> list[str]:
     def one(other: str, factor: float) -> str:
+        lowest = past_at_every_rate(sweep, verdict.measure, other)
+        if lowest is not None:
+            lead = verdict.scores[verdict.best][NOMINAL].median / lowest - 1
+            return f"{other} less than {lowest:g}, the lowest rate compared (a lead of at least {lead:.0%})"
         score = verdict.scores[other][NOMINAL]
         return f"{other} up to {spread(score)}" + (
             "" if math.isinf(factor) else f" (a lead of {factor - 1:.0%})"

@@ -15,8 +15,8 @@ from trtllm_disagg.modelled.step_times import Chunk
 
 #: Of the best arm's estimated rate.
 SWEEP = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.1)
-#: The last one decides: no arm is to be able to take more.
-QUICK_SWEEP = (0.7, 1.1)
+#: No arm is to be able to take more than the last one, and each is to be good for something at the first one.
+QUICK_SWEEP = (0.4, 0.75, 1.1)
 
 
 @dataclass(frozen=True, slots=True)

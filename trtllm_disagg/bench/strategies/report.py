@@ -24,6 +24,7 @@ from trtllm_disagg.bench.strategies.verdict import (
     latency_at,
     number,
     pareto_area,
+    past_at_every_rate,
     spread,
 )
 from trtllm_disagg.errors import ConfigError
@@ -199,6 +200,10 @@ def arm_rows(workload: WorkloadReport, slo: Slo) -> tuple[tuple[str, ...], list[
         lead = next((lead for lead in goodput_verdict.leads if lead.other == arm), None)
         against = f"{1 / lead.factor:.0%}" if lead else "100%" if arm == goodput_verdict.best else "-"
         texts = [spread(score) if score else "-" for score in scores[arm]]
+        past = scores[arm][0] and past_at_every_rate(sweep, goodput_verdict.measure, arm)
+        if past and lead:
+            best = goodput_verdict.scores[goodput_verdict.best][NOMINAL].median
+            texts[0], against = f"< {number(past)}", f"< {past / best:.0%}"
         cells = (texts[0], against, number(knee) if knee else "-", *texts[1:])
         rows.append(ArmRow(arm, cells, arm == goodput_verdict.winner))
     headers = (

@@ -40,6 +40,8 @@ class Measure:
     higher_is_better: bool = True
     #: At a higher rate than this point's, the score cannot become better.
     is_exhausted: Callable[[Measured], bool] = lambda measured: True
+    #: At a lower rate than this point's, the score may be better, and no higher than the rate.
+    may_be_past: Callable[[Measured], bool] = lambda measured: False
 
     def ratio(self, arm: float, other: float) -> float:
         """How much better the arm is: above 1."""
@@ -54,15 +56,17 @@ def peak_goodput(curve: Curve, slo: Slo) -> float:
 
 
 def goodput(slo: Slo) -> Measure:
+    def is_late(measured: Measured) -> bool:
+        return measured.goodput(slo).share < ENOUGH_IN_TIME
+
     return Measure(
         "goodput",
         f"highest goodput, {slo}",
         "requests/s",
         partial(peak_goodput, slo=slo),
         tuple(slo.limits),
-        is_exhausted=lambda measured: (
-            measured.result.is_saturated or measured.goodput(slo).share < ENOUGH_IN_TIME
-        ),
+        is_exhausted=lambda measured: measured.result.is_saturated or is_late(measured),
+        may_be_past=is_late,
     )
 
 
@@ -238,6 +242,7 @@ def _lead(
     doubts = (
         # Arms that could take more have not shown yet how far they are apart.
         *(_doubt_of_rates(sweep, measure, other, variant) for variant in factors),
+        _doubt_of_lower_rates(sweep, measure, other, scores[best][NOMINAL].median),
         _doubt_of_repetitions(measure, best, other, scores),
         _doubt_of_band(best, other, lowest, lowest_at),
     )
@@ -274,6 +279,25 @@ def _doubt_of_rates(sweep: Sweep, measure: Measure, other: str, variant: Sensiti
     return Doubt(
         f"{other} could take more than {highest:g} requests/s, the highest rate compared{_with(variant)}",
         f"give --rates of your own, up to {number(1.5 * highest)}",
+    )
+
+
+def past_at_every_rate(sweep: Sweep, measure: Measure, arm: str) -> float | None:
+    """The lowest rate compared, where the arm is past its best already: what it is good for is not known, only that it
+    is less than this rate. None: its best was seen.
+    """
+    curves = list(_curves(sweep, measure, arm, NOMINAL))
+    lowest = min(min(curve) for curve in curves)
+    return lowest if any(measure.may_be_past(curve[min(curve)]) for curve in curves) else None
+
+
+def _doubt_of_lower_rates(sweep: Sweep, measure: Measure, other: str, best_score: float) -> Doubt:
+    lowest = past_at_every_rate(sweep, measure, other)
+    if lowest is None or best_score >= LEAD_ONCE * lowest:
+        return NO_DOUBT
+    return Doubt(
+        f"{other} may do better below {lowest:g} requests/s, the lowest rate compared",
+        f"give --rates of your own, down to {number(lowest / 2)}",
     )
 
 

@@ -122,14 +122,14 @@ def test_a_quick_run_has_the_whole_band_at_its_deciding_rate_in_one_deployment_a
     groups = runner.groups()
     assert len(groups) == 3
     for _, points in groups:
-        assert [point.sensitivity for point in points] == [NOMINAL, *sensitivities(0.5)]
+        assert [point.sensitivity for point in points] == [NOMINAL, NOMINAL, *sensitivities(0.5)]
     assert len({point.time_scale for point in runner.plan.points}) == 1
     # What one point has left in the caches is of no use to another.
     given = prepared(model, configs, "--quick", "--rates", "1", "--out", f"{model.parent / 'given'}")
     ((_, at_one_rate), *_) = given.groups()
     prompts = [ask.prompt for point in at_one_rate for ask in given.asks(point)]
     assert len(set(prompts)) == len(prompts)
-    nominal, slower = groups[0][1][1], next(p for p in groups[0][1] if p.sensitivity.prefill_factor > 1)
+    nominal, slower = groups[0][1][2], next(p for p in groups[0][1] if p.sensitivity.prefill_factor > 1)
     assert slower.rate < nominal.rate
 
 
@@ -233,7 +233,7 @@ async def test_points_that_met_each_other_are_measured_again_in_a_new_deployment
     monkeypatch.setattr(Runner, "_measure", measure)
     monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
     await runner.run()
-    assert [(number, len(points)) for number, points in runs] == [(1, 6), (2, 3), (3, 2), (4, 1)]
+    assert [(number, len(points)) for number, points in runs] == [(1, 7), (2, 4), (3, 2), (4, 1)]
     assert not runner.groups()
 
 

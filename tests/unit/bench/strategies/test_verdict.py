@@ -311,3 +311,19 @@ def test_what_is_not_decided_says_what_to_do_next(sweep: Sweep, flag: str) -> No
     advice = advise(sweep, SLO)
     assert "not decided" in advice.headline
     assert flag in advice.changes
+
+
+def test_what_an_arm_is_good_for_below_the_rates_compared_is_not_made_up() -> None:
+    """At the lowest rate, 4, most of its answers are late: it may be good for as much as nearly 4."""
+    clear = sweep_of({AGG: Behaviour(2), ORDER: CLEAR[ORDER]}, rates=(4.0, 8.0, 16.0, 32.0))
+    advice = advise(clear, SLO)
+    assert advice.verdict.winner == ORDER
+    assert f"{AGG} less than 4, the lowest rate compared (a lead of at least 19" in advice.because
+
+
+def test_an_arm_that_may_be_better_below_the_rates_compared_leaves_it_open() -> None:
+    open_ = sweep_of({AGG: Behaviour(2), ORDER: Behaviour(4)}, rates=(4.0, 8.0, 16.0))
+    verdict = verdict_of(open_)
+    assert verdict.winner is None
+    assert f"{AGG} may do better below 4 requests/s, the lowest rate compared" in verdict.why_not
+    assert "--rates of your own, down to 2" in verdict.what_next
