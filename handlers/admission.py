@@ -47,8 +47,6 @@ class Admission:
         """Raises OverloadedError for what finds no room."""
 
         def admitted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-            if request.is_notice:
-                return generate(request, context)
             return _Admitted(self, generate, request, context)
 
         return admitted

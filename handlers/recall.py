@@ -21,6 +21,7 @@ from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError, 
 from trtllm_disagg.handlers.cancellation import in_background
 from trtllm_disagg.handlers.chain import bare_prefill
 from trtllm_disagg.types import (
+    MOST_ATTEMPTS,
     Generate,
     GenerateRequest,
     Handoff,
@@ -97,7 +98,9 @@ class Notices:
     def _tell_later(self, instance: Teller, attempts: Sequence[str]) -> None:
         if not attempts or self._sender is None or instance.instance_id in self._deaf:
             return
-        self._taken.setdefault(instance.instance_id, (instance, []))[1].extend(attempts)
+        _, untold = self._taken.setdefault(instance.instance_id, (instance, []))
+        untold.extend(attempts)
+        del untold[:-MOST_ATTEMPTS]
         if not self._will_tell:
             self._will_tell = True
             asyncio.get_running_loop().call_later(_TOGETHER_SECONDS, self._tell_taken)
@@ -254,6 +257,18 @@ def recallable(prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtoco
         asked = _asked(request)
         recalls.taken(asked.taken)
         return notice(asked) if asked.is_notice else phase(request, context)
+
+    return generate
+
+
+def beside_requests(notices: Generate, requests: Generate) -> Generate:
+    """What a worker serves: `requests`, and what other workers say of theirs, which finds room in any worker and
+    is no request to a log, a counter or a drain.
+    """
+
+    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        asked = request.phase_request
+        return (notices if asked is not None and asked.is_notice else requests)(request, context)
 
     return generate
 

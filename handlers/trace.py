@@ -133,8 +133,7 @@ def with_request_log(
         )
         return _Record(request, context, part, hearing, clock)
 
-    tracked = (drain or WorkerDrain()).tracking(generate, record)
-    return lambda request, context: (generate if request.is_notice else tracked)(request, context)
+    return (drain or WorkerDrain()).tracking(generate, record)
 
 
 class _Record:

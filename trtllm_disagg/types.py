@@ -106,6 +106,13 @@ class Rendezvous(msgspec.Struct, frozen=True, omit_defaults=True):
             msgspec.structs.force_setattr(self, "ctx_info_endpoint", self.ctx_info_endpoint[0])
 
 
+#: So many prefills are named at once.
+MOST_ATTEMPTS = 1000
+Attempts = Annotated[
+    tuple[Annotated[str, msgspec.Meta(max_length=64)], ...], msgspec.Meta(max_length=MOST_ATTEMPTS)
+]
+
+
 class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one worker wants of another; a request from a frontend has none, and means the whole answer."""
 
@@ -113,11 +120,11 @@ class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     #: For "whole": the order that the sender has chosen.
     strategy: str | None = None
     #: The name of this prefill; for "recall" and "taken", of those that they are about. A retry has another one.
-    attempts: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...] = ()
+    attempts: Attempts = ()
     #: For "prefill": the instance that asks.
     sender: int | None = None
     #: Of its earlier ones, those that its engine has been asked to fetch since it last said so.
-    taken: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...] = ()
+    taken: Attempts = ()
 
     @property
     def is_notice(self) -> bool:
@@ -217,10 +224,6 @@ class GenerateRequest:
     trace: RequestTrace = field(default_factory=RequestTrace, compare=False)
     #: What is done for it now, of which what is done next is a part.
     step: Span = field(default=NO_SPAN, compare=False)
-
-    @property
-    def is_notice(self) -> bool:
-        return self.phase_request is not None and self.phase_request.is_notice
 
     @property
     def num_choices(self) -> int:

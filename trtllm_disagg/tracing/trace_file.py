@@ -5,6 +5,7 @@ Reads what this worker, or such a collector, has written.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections import deque
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tracing import spans
+from trtllm_disagg.tracing.spans import Event as SpanEvent
 from trtllm_disagg.tracing.spans import SpanData, Value
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,12 @@ class TraceFile:
         with self._path.open("ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             while self._waiting and size < self._max_bytes:
-                size += file.write(self._line(self._waiting[0]))
+                line = self._line(self._waiting[0])
+                if file.write(line) < len(line):
+                    # What comes behind half a line could not be read.
+                    file.truncate(size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                size += len(line)
                 self._waiting.popleft()
             is_full = size >= self._max_bytes
         if is_full:
@@ -191,7 +197,7 @@ def _read(span: dict[str, Any]) -> SpanData:
         end=int(span["endTimeUnixNano"]),
         attributes=_read_attributes(span),
         events=[
-            spans.Event(str(event["name"]), int(event["timeUnixNano"]), _read_attributes(event))
+            SpanEvent(str(event["name"]), int(event["timeUnixNano"]), _read_attributes(event))
             for event in span.get("events") or ()
         ],
         # The collector's files have the number, other writers the name.

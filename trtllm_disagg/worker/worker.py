@@ -31,6 +31,7 @@ from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.drain import WorkerDrain
 from trtllm_disagg.handlers.occupancy import NotKnown, Occupancies, StageOccupancy
+from trtllm_disagg.handlers.recall import beside_requests
 from trtllm_disagg.handlers.remote import NoStage, StageClient
 from trtllm_disagg.handlers.select import (
     BestCached,
@@ -167,12 +168,13 @@ async def _serve(
     registration = Registration(runtime, model, tells_peers=config.tells_peers)
     state = StageState(config, me, policy, stage, registration, verifier)
     waiting = queue if queue.client is not None else None
-    generate = build_generate(
+    answers = build_generate(
         config, engine, stage, policy, queue.client, waiting, occupancies, runtime.instance_id
     )
-    generate = with_request_log(generate, _part(config), policy.sinks, drain, tracer)
+    generate = with_request_log(answers, _part(config), policy.sinks, drain, tracer)
     generate = state.counting(generate)
     generate = Admission(policy.thresholds, policy.queued).admitting(generate)
+    generate = beside_requests(answers, generate)
     publishers = await create_publishers(
         config, runtime.front, runtime.peer, engine, model, policy, load_seconds
     )

@@ -23,13 +23,13 @@ from trtllm_disagg.handlers import recall
 from trtllm_disagg.handlers.admission import Admission, Queued
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
-from trtllm_disagg.handlers.recall import Notices, Recalls
+from trtllm_disagg.handlers.recall import Notices, Recalls, beside_requests
 from trtllm_disagg.handlers.trace import RequestEnd, with_request_log
 from trtllm_disagg.testing.hard_edges import PESSIMISTIC
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
-from trtllm_disagg.types import GenerateRequest, PhaseRequest, RequestContext, TokenChunk
+from trtllm_disagg.types import MOST_ATTEMPTS, GenerateRequest, PhaseRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request
 
 Raw = dict[str, Any]
@@ -295,7 +295,8 @@ async def test_a_notice_is_heard_by_a_worker_that_refuses_requests(caplog: pytes
     config = WorkerConfig(model="m", role=Role.PREFILL, max_queued_requests=1)
     sink = Sink()
     logged = with_request_log(hear, "prefill", [sink])
-    serve = Admission(Live(Thresholds.of(config)), Queued(requests=1)).admitting(logged)
+    admitted = Admission(Live(Thresholds.of(config)), Queued(requests=1)).admitting(logged)
+    serve = beside_requests(hear, admitted)
     notice = decode_request({"token_ids": [], "errand": {"stage": "recall", "attempts": ["a"]}})
     assert await collect(serve, notice) == []
     assert (len(heard), sink.ended_requests, caplog.text) == (1, 0, "")
@@ -332,3 +333,20 @@ async def test_an_older_worker_is_told_once() -> None:
         notices._tell_taken()
         await until(lambda: not num_in_background())
     assert len(older.notices) == 1
+
+
+def test_no_more_attempts_are_named_at_once_than_a_worker_reads() -> None:
+    named = [f"{number:x}" for number in range(MOST_ATTEMPTS + 1)]
+    read = decode_request({"token_ids": [1], "errand": {"stage": "prefill", "taken": named[1:]}})
+    assert read.phase_request is not None
+    assert read.phase_request.taken == tuple(named[1:])
+    with pytest.raises(InvalidRequestError, match="taken"):
+        decode_request({"token_ids": [1], "errand": {"stage": "prefill", "taken": named}})
+
+
+async def test_the_newest_attempts_are_named_when_there_are_too_many() -> None:
+    instance, notices = RecordingStageClient(), Notices(sender=2)
+    asked = [notices.prefill(instance) for _ in range(MOST_ATTEMPTS + 1)]
+    for each in asked:
+        notices.taken(instance, each)
+    assert notices.prefill(instance).taken == tuple(each.attempts[0] for each in asked[1:])

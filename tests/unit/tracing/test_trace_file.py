@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,19 @@ def test_what_a_disk_that_stands_still_has_no_room_for_is_counted_and_told_once(
     assert len(lines) == 2
     told = [record.getMessage() for record in caplog.records]
     assert told == [f"{file}: spans are lost: the disk does not keep up", f"{file}: 6 spans were lost"]
+
+
+def test_a_disk_that_has_room_for_half_a_line_gets_none_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    write(file, [ROOT])
+    half, (_, hard) = file.stat().st_size * 3 // 2, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (half, hard))
+    try:
+        write(file, [ROOT])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    write(file, [CHILD])
+    assert [each.data for each in read_spans(file)] == [ROOT, CHILD]
 
 
 def test_a_file_that_cannot_be_written_fails_no_request_and_is_told_once(
