@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.handling import until
+from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import Generate
 
 #: Three chunks long.

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.strategies import STRATEGIES as SPECS
 from trtllm_disagg.strategies import orders
 from trtllm_disagg.testing.recording_result import scripted_token
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request
 

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from tests.support.nats_server import NatsServer
+from tests.support.recording_pair import recording_engine
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import NoInstanceError
 from trtllm_disagg.handlers.remote import NoStage, StageClient, StageInstance
@@ -19,7 +20,6 @@ from trtllm_disagg.prefill_queue.nats_queue import DepthWatch
 from trtllm_disagg.prefill_queue.puller import Puller, Room
 from trtllm_disagg.prefill_queue.queue_client import QueueClient
 from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import LLM, Script
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 

@@ -14,9 +14,9 @@ from tests.conftest import Checkpoints
 from tests.support.loop_lag import loop_never_stands_still
 from tests.support.nats_server import NatsServer, nats_server
 from tests.support.queueing import Queueing, queueing
+from tests.support.recording_pair import leftover_tasks
 from trtllm_disagg.embedded import LLM as EmbeddedLLM
 from trtllm_disagg.testing.mounted import mounted_recording_llm
-from trtllm_disagg.testing.pair import leftover_tasks
 from trtllm_disagg.testing.recording import LLM
 
 # How long an example takes says more about the machine than about the code.

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.handling import ORDERS, PROMPT, collect, raw_request, request
+from tests.support.recording_pair import make_pair
+from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
 from trtllm_disagg.engine.engine import Engine
@@ -17,10 +19,8 @@ from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.handlers.trace import with_request_log
 from trtllm_disagg.testing.mounted import mounted_recording_llm
-from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.testing.recording import Logprob, Script
 from trtllm_disagg.testing.recording_result import scripted_token
-from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import Generate, TokenChunk, Usage
 
 

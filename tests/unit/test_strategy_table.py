@@ -24,7 +24,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.deployment.plan import DeploymentConfig, plan, stop_order
 from trtllm_disagg.deployment.up_command import add_arguments
 from trtllm_disagg.strategies import main
-from trtllm_disagg.testing.pair import make_pair
+from tests.support.recording_pair import make_pair
 
 argv = ["--model", "m", "--disaggregation-mode", "decode", "--disaggregation-strategy", "toy"]
 config = parse_worker_args(argv, {})

@@ -33,7 +33,7 @@ from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.deployment.plan import DeploymentConfig, worker_spec
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.services import Policy
-from trtllm_disagg.testing.pair import make_pair
+from tests.support.recording_pair import make_pair
 
 ARGV = ["--model", "m", "--disaggregation-mode", "decode", "--prefill-decider", "toy"]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.handling import raw_request
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.commands import (
     CONTROL,
     Command,
@@ -20,7 +21,6 @@ from trtllm_disagg.commands import (
 from trtllm_disagg.dynamo_runtime import as_dynamo_handler
 from trtllm_disagg.errors import EngineError, InvalidRequestError
 from trtllm_disagg.strategies import STRATEGIES
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate
 
 

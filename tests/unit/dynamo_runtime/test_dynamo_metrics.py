@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.handling import collect, request
+from tests.support.stage_client import FakeContext
 from tests.unit.handlers.test_measured import CAME, decoder, prefilled
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.dynamo_metrics import DynamoMetrics
@@ -18,7 +19,6 @@ from trtllm_disagg.handlers.trace import (
     RequestSink,
     with_request_log,
 )
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import TokenChunk
 
 BLOCKS = {"model": "llama", "dynamo_component": "backend"}

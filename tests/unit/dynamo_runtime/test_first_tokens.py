@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.handling import raw_request
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 
 

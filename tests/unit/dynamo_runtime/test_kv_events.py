@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.handling import until
+from tests.support.sinks import RecordingEventSink, Removed, Stored
 from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder, signed
 from trtllm_disagg.handlers.decide import CachedPrefix
 from trtllm_disagg.testing.recording import LLM
-from trtllm_disagg.testing.sinks import RecordingEventSink, Removed, Stored
 
 BLOCK = 4
 #: Above 2**63: an unsigned number that the router's signed ones cannot hold.

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from tests.support.handling import collect, request, until
+from tests.support.recording_pair import recording_engine
 from trtllm_disagg.dynamo_runtime import Leaving
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import in_background
 from trtllm_disagg.handlers.drain import WorkerDrain
 from trtllm_disagg.handlers.local import LocalBoth
-from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 
 

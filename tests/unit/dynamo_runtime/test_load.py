@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.support.handling import until
+from tests.support.sinks import RecordingLoadSink, RecordingStatsSink
 from trtllm_disagg.dynamo_runtime.polling import NullPublisher
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
 from trtllm_disagg.testing.recording import LLM
-from trtllm_disagg.testing.sinks import RecordingLoadSink, RecordingStatsSink
 
 
 def stat(used: int, rank: int | None = None) -> dict[str, Any]:

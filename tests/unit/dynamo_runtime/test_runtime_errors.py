@@ -14,6 +14,8 @@ from dynamo.llm import exceptions as dynamo_errors
 from dynamo.runtime import Context
 
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from tests.support.recording_pair import recording_engine
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime import (
     DynamoDirectory,
@@ -41,9 +43,7 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import LLM, Script
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 #: Our error, what Dynamo is given for it, how it arrives at the other worker.

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.support.handling import raw_request, until
+from tests.support.recording_pair import recording_engine
+from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.discovery import DynamoStageInstance
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
@@ -21,9 +23,7 @@ from trtllm_disagg.handlers.remote import NoStage, StageClient
 from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
 from trtllm_disagg.handlers.services import Policy, build_generate
 from trtllm_disagg.handlers.trace import with_request_log
-from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import Script
-from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
 MOST_GENERATORS = 6

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.support.handling import PROMPT, request
+from tests.support.recording_pair import MAX_SEQ_LEN, recording_engine
 from trtllm_disagg import embedded
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, WorkerLeavingError
-from trtllm_disagg.testing.pair import MAX_SEQ_LEN, recording_engine
 from trtllm_disagg.testing.recording import GuidedDecodingParams, SamplingParams
 
 

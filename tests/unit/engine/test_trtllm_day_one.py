@@ -18,6 +18,14 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.day_one import PESSIMISM, Both, DayOne, kinds, opened
 from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of, until
+from tests.support.sinks import (
+    RecordingEventSink,
+    RecordingLoadSink,
+    RecordingStatsSink,
+    Removed,
+    Stored,
+)
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, health_check_payload
 from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
@@ -47,14 +55,6 @@ from trtllm_disagg.testing.hard_edges import (
 )
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.recording import Script
-from trtllm_disagg.testing.sinks import (
-    RecordingEventSink,
-    RecordingLoadSink,
-    RecordingStatsSink,
-    Removed,
-    Stored,
-)
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_protocols import DYNAMO

@@ -20,6 +20,8 @@ from tests.support.handling import (
     tokens_of,
     until,
 )
+from tests.support.sinks import RecordingEventSink, RecordingLoadSink, RecordingStatsSink, Stored
+from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder, StatsForwarder
@@ -32,8 +34,6 @@ from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing import recording
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.recording import LLM, DisaggregatedParams, SamplingParams
-from trtllm_disagg.testing.sinks import RecordingEventSink, RecordingLoadSink, RecordingStatsSink, Stored
-from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import Generate
 from trtllm_disagg.wire.bodies import decode_request
 

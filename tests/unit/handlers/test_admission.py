@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.support.handling import collect, request
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import EngineError, OverloadedError
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.services import Policy
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from tests.support.handling import PROMPT
+from tests.support.recording_pair import leftover_tasks
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.handlers.cancellation import AbortGuard, abort_when_stopped
-from trtllm_disagg.testing.pair import leftover_tasks
 from trtllm_disagg.testing.recording import (
     LLM,
     DisaggregatedParams,
@@ -17,7 +18,6 @@ from trtllm_disagg.testing.recording import (
     SamplingParams,
     Script,
 )
-from trtllm_disagg.testing.stage_client import FakeContext
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

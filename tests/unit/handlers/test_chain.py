@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from tests.support.handling import ORDERS, STRATEGIES, collect, expected_tokens, request, tokens_of
+from tests.support.recording_pair import Pair, leftover_tasks, make_pair
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -20,9 +22,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.chain import bare_prefill, chain
-from trtllm_disagg.testing.pair import Pair, leftover_tasks, make_pair
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import (
     GenerateRequest,
     Handoff,

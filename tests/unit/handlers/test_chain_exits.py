@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.handling import STRATEGIES, expected_tokens, request, tokens_of
+from tests.support.recording_pair import Pair, leftover_tasks, make_pair
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.errors import DisaggError, RequestCancelledError
-from trtllm_disagg.testing.pair import Pair, leftover_tasks, make_pair
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.testing.recording_result import EOS_TOKEN
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import TokenChunk
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
+from tests.support.recording_pair import make_pair
 from trtllm_disagg.errors import InvalidRequestError
-from trtllm_disagg.testing.pair import make_pair
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

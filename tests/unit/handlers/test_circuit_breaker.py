@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.clock import Clock
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
+from tests.support.recording_pair import Pair, make_pair
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -25,9 +27,7 @@ from trtllm_disagg.handlers.circuit_breaker import (
     IdleTimer,
     StreamTimeouts,
 )
-from trtllm_disagg.testing.pair import Pair, make_pair
 from trtllm_disagg.testing.recording import Script
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.support.handling import request
+from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, PeerUnavailableError
 from trtllm_disagg.handlers.select import CompatibilityFilter, RequireConsumers
-from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import GenerateRequest, RequestContext
 from trtllm_disagg.worker.pairing import Fingerprint, ModelIdentity, describe_worker, require_callable
 

@@ -11,6 +11,8 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.support.engine_pair import PROMPT, both_idle, open_engines, two_stages
 from tests.support.handling import ORDERS, collect, request, tokens_of
+from tests.support.recording_pair import recording_engine
+from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import (
@@ -22,8 +24,6 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.concurrent import LocalPush, Push, RemotePush, concurrent
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.testing.pair import recording_engine
-from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
 
 # -- with engines

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.support.handling import ORDERS, collect, request, tokens_of, until
+from tests.support.recording_pair import make_pair
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, Known, create_decider
 from trtllm_disagg.handlers.services import Policy, watch_policy_file
-from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.types import GenerateRequest
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

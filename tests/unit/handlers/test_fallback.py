@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
+from tests.support.recording_pair import make_pair
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -26,10 +28,8 @@ from trtllm_disagg.errors import (
     WorkerLeavingError,
 )
 from trtllm_disagg.handlers.fallback import FallbackStep, Replays, always, replay_if_needed, with_fallback
-from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.testing.recording_result import scripted_token
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.handling import PROMPT, collect, expected_tokens, request, tokens_of
+from tests.support.recording_pair import leftover_tasks, recording_engine
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import (
     DisaggError,
@@ -21,9 +23,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE
-from trtllm_disagg.testing.pair import leftover_tasks, recording_engine
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import GenerateRequest, Handoff, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request, encode_request
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.handling import collect, raw_request, request
+from tests.support.recording_pair import make_pair
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.strategies import worker_side
-from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.types import TokenChunk, Usage
 from trtllm_disagg.wire.bodies import decode_request
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.handling import collect, request, tokens_of
+from tests.support.recording_pair import make_pair, recording_engine
+from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.deciders import Occupancy
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
@@ -24,8 +26,6 @@ from trtllm_disagg.handlers.occupancy import (
 )
 from trtllm_disagg.handlers.remote import StageInstance
 from trtllm_disagg.handlers.services import Policy, build_generate
-from trtllm_disagg.testing.pair import make_pair, recording_engine
-from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -11,6 +11,7 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.day_one import INSTANCES, Both, kinds
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import (
@@ -28,7 +29,6 @@ from trtllm_disagg.handlers.trace import RequestEnd, with_request_log
 from trtllm_disagg.testing.hard_edges import PESSIMISTIC
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.recording import Script
-from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import MOST_ATTEMPTS, GenerateRequest, PhaseRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request
 

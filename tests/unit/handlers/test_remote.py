@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.handling import collect, raw_request, request
+from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -17,7 +18,6 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
-from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import (
     Generate,
     GenerateRequest,

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.handling import request
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
 from trtllm_disagg.handlers.route import NEXT
 from trtllm_disagg.handlers.select import (
@@ -24,7 +25,6 @@ from trtllm_disagg.handlers.select import (
     SelectedStage,
     Selector,
 )
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 

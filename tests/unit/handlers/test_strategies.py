@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.support.handling import ORDERS, PROMPT, STRATEGIES, collect, expected_tokens, request, tokens_of
+from tests.support.recording_pair import make_pair, recording_engine
+from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.testing.pair import make_pair, recording_engine
 from trtllm_disagg.testing.recording import LLM, DisaggregatedParams, Script
 from trtllm_disagg.testing.recording_result import EOS_TOKEN
-from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.types import GenerateRequest, TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from tests.support.handling import collect, request
+from tests.support.recording_pair import recording_engine
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.local import LocalBoth
 from trtllm_disagg.handlers.trace import PREFIX, RequestEnd, with_request_log
-from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import RequestError, Script
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import Generate
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -7,6 +7,8 @@ import pytest
 from tests.support.handling import collect, expected_tokens, request, tokens_of, until
 from tests.support.nats_server import NatsServer
 from tests.support.queueing import Queueing, queueing, raising
+from tests.support.recording_pair import recording_engine
+from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import (
     DisaggError,
@@ -19,9 +21,7 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import QueueLimits
-from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import LLM
-from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 
 
 async def test_a_pulled_prefill_and_a_local_decode_are_one_answer(queue: Queueing) -> None:

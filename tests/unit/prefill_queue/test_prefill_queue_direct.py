@@ -10,11 +10,11 @@ import pytest
 from tests.support.handling import collect, expected_tokens, request, tokens_of, until
 from tests.support.nats_server import NatsServer
 from tests.support.queueing import Pushing, Queueing, queueing
+from tests.support.recording_pair import recording_engine
+from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.testing.pair import recording_engine
-from trtllm_disagg.testing.stage_client import RecordingStageClient
 
 LARGE: dict[str, Any] = {"padding": "x" * (2 << 20)}
 

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.handling import collect, request
+from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engines import resolve_engine
@@ -16,7 +17,6 @@ from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing import recording
 from trtllm_disagg.testing.recording_result import scripted_token
-from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import Generate, TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

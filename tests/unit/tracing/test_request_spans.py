@@ -15,6 +15,8 @@ import pytest
 
 from tests.support.clock import Clock
 from tests.support.handling import collect, request, until
+from tests.support.recording_pair import recording_engine
+from tests.support.stage_client import FakeContext, RecordingStageClient
 from tests.support.tracing import Batches, names_below, tracer_into
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.embedded.api.perf_metrics import TimingMetrics
@@ -25,9 +27,7 @@ from trtllm_disagg.handlers.trace import PREFIX, with_request_log
 from trtllm_disagg.prefill_queue.messages import Claim
 from trtllm_disagg.prefill_queue.queue_client import note_claim
 from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.testing.pair import recording_engine
 from trtllm_disagg.testing.recording import LLM, Script
-from trtllm_disagg.testing.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.tracing.reading import Node, Trace, read_traces
 from trtllm_disagg.tracing.spans import RequestClock
 from trtllm_disagg.tracing.trace_file import TraceFile

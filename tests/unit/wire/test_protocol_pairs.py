@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.support.engine_pair import PROMPT, both_idle, open_engines, two_stages
 from tests.support.handling import ORDERS, collect, request, tokens_of
+from tests.support.stage_client import RecordingStageClient
 from tests.unit.wire.test_protocol_refusals import forge, forged
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
@@ -18,7 +19,6 @@ from trtllm_disagg.errors import InvalidRequestError, KvTransferError, Overloade
 from trtllm_disagg.handlers.concurrent import Push, concurrent
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.kv_transfer.handle import join_endpoint
-from trtllm_disagg.testing.stage_client import RecordingStageClient
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
 from trtllm_disagg.wire.handoff_protocols import BootstrapProtocol
 

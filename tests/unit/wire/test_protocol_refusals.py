@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.handling import ORDERS, collect, expected_tokens, raw_request, request, tokens_of
+from tests.support.recording_pair import make_pair
 from tests.unit.wire.test_protocol_bodies import ASKING, HANDED_OVER, PARAMS
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.errors import (
@@ -17,7 +18,6 @@ from trtllm_disagg.errors import (
     InvalidRequestError,
     PeerUnavailableError,
 )
-from trtllm_disagg.testing.pair import make_pair
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.types import PrefillResult, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request

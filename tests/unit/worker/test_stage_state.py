@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.handling import request, until
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.commands import Command, decode_command
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.services import Policy
-from trtllm_disagg.testing.stage_client import FakeContext
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, TokenChunk
 from trtllm_disagg.worker.stage_state import StageState
 
