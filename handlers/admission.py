@@ -59,10 +59,10 @@ class Admission:
     def _require_room(self, tokens: int) -> None:
         """One prompt alone may be as long as the engine takes."""
         limits, queued = self._thresholds.value, self._queued
-        if 0 < limits.max_queued_requests <= queued.requests:
-            self._refuse(f"--max-queued-requests {limits.max_queued_requests}")
-        if queued.requests and 0 < limits.max_queued_tokens < queued.tokens + tokens:
-            self._refuse(f"--max-queued-tokens {limits.max_queued_tokens}")
+        if 0 < limits["max_queued_requests"] <= queued.requests:
+            self._refuse(f"--max-queued-requests {limits['max_queued_requests']}")
+        if queued.requests and 0 < limits["max_queued_tokens"] < queued.tokens + tokens:
+            self._refuse(f"--max-queued-tokens {limits['max_queued_tokens']}")
 
     def _refuse(self, bound: str) -> None:
         self._queued.shed += 1

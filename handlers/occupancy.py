@@ -166,9 +166,9 @@ def within_fallback_budget(local: Generate, thresholds: Live[Thresholds]) -> Gen
     def bounded(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         limits = thresholds.value
         running = f"{alone.requests} requests of up to {alone.tokens} tokens"
-        if 0 < limits.max_local_fallbacks <= alone.requests:
-            raise _overloaded(f"{running} (--max-local-fallbacks {limits.max_local_fallbacks})")
-        most = limits.max_local_fallback_tokens
+        if 0 < limits["max_local_fallbacks"] <= alone.requests:
+            raise _overloaded(f"{running} (--max-local-fallbacks {limits['max_local_fallbacks']})")
+        most = limits["max_local_fallback_tokens"]
         if alone.requests and 0 < most < alone.tokens + most_tokens(request):
             raise _overloaded(f"{running} (--max-local-fallback-tokens {most})")
         return counted(request, context)

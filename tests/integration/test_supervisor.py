@@ -26,7 +26,7 @@ from trtllm_disagg.deployment.lifecycle import ONE_INTERRUPT_SECONDS, serve
 from trtllm_disagg.deployment.managed_process import ManagedProcess, lists_model
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.run_dir import is_alive, read_processes
-from trtllm_disagg.deployment.status import SilentStatus
+from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.up_command import add_arguments, run
 
 
@@ -124,7 +124,7 @@ async def test_it_takes_commands_when_it_says_ready(config: DeploymentConfig) ->
             return super().write(text)
 
     with redirect_stdout(Terminal()) as terminal:
-        assert await serve(config, SilentStatus()) == 0
+        assert await serve(config, Status()) == 0
     assert terminal.takes_commands
 
 

@@ -21,7 +21,10 @@ from trtllm_disagg import __version__
 from trtllm_disagg.config.deciders import DECIDERS
 from trtllm_disagg.config.dynamo_flags import (
     ROUTER_FLAGS,
+    Take,
     add_dynamo_arguments,
+    is_no,
+    names_of_switch,
     refuse_ignored_variables,
     wants_forward_pass_metrics,
 )
@@ -103,16 +106,9 @@ def _typed(text: str) -> Any:
     return text
 
 
-class _SetBothPublishers(argparse.BooleanOptionalAction):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        for name in _BOTH_PUBLISHERS:
-            setattr(namespace, name, not (option_string or "").startswith("--no-"))
+def _set_both_publishers(namespace: argparse.Namespace, option: str, values: Sequence[str]) -> None:
+    for name in _BOTH_PUBLISHERS:
+        setattr(namespace, name, not is_no(option))
 
 
 def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,8 +119,10 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
             _add_flag(group, flag)
         if title == "publishing":
             group.add_argument(
-                _BOTH_PUBLISHERS_FLAG,
-                action=_SetBothPublishers,
+                *names_of_switch(_BOTH_PUBLISHERS_FLAG),
+                action=Take,
+                take=_set_both_publishers,
+                nargs=0,
                 dest=argparse.SUPPRESS,
                 default=argparse.SUPPRESS,
                 help="KV events and metrics (Dynamo's old name)",

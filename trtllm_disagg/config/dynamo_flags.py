@@ -7,7 +7,7 @@ upgrade shows what is new. A flag, or its variable, that this worker would ignor
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trtllm_disagg.errors import ConfigError
@@ -234,20 +234,17 @@ ROUTER_FLAGS, RUNTIME_VARIABLES = "router_flags", "runtime_variables"
 def add_dynamo_arguments(parser: argparse.ArgumentParser) -> None:
     """Known, and not in --help: Dynamo's own pages describe them."""
     add = parser.add_argument
-    hidden: dict[str, Any] = {
-        "dest": argparse.SUPPRESS,
-        "default": argparse.SUPPRESS,
-        "help": argparse.SUPPRESS,
-    }
+    unsaid = argparse.SUPPRESS
+    hidden: dict[str, Any] = {"action": Take, "dest": unsaid, "default": unsaid, "help": unsaid}
     for flag in NOT_SERVED:
-        add(*_spellings(flag.name, flag.is_switch), action=_Refuse, flag=flag, nargs=_nargs(flag), **hidden)
+        add(*_spellings(flag.name, flag.is_switch), take=_refusing(flag), nargs=_nargs(flag), **hidden)
     for name, (variable, is_switch) in OF_THE_RUNTIME.items():
         nargs = 0 if is_switch else None
-        add(*_spellings(name, is_switch), action=_SetVariable, variable=variable, nargs=nargs, **hidden)
+        add(*_spellings(name, is_switch), take=_setting(variable), nargs=nargs, **hidden)
     for name in OF_THE_ROUTER:
-        add(name, action=_PassToRouter, nargs=None, **hidden)
+        add(name, take=_pass_to_router, nargs=None, **hidden)
     for name in ROUTER_SWITCHES:
-        add(*_spellings(name, True), action=_PassToRouter, nargs=0, **hidden)
+        add(*_spellings(name, True), take=_pass_to_router, nargs=0, **hidden)
 
 
 def refuse_ignored_variables(environ: Mapping[str, str]) -> None:
@@ -278,10 +275,15 @@ def _nargs(flag: NotServed) -> str | int | None:
     return 0 if flag.is_switch else "*" if flag.is_list else None
 
 
-class _Refuse(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, flag: NotServed, **more: Any) -> None:
+Taker = Callable[[argparse.Namespace, str, Sequence[str]], None]
+
+
+class Take(argparse.Action):
+    """Gives the namespace, a flag as it was spelt and its values to `take`, and does nothing else."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, take: Taker, **more: Any) -> None:
         super().__init__(option_strings, dest, **more)
-        self._flag = flag
+        self._take = take
 
     def __call__(
         self,
@@ -290,43 +292,31 @@ class _Refuse(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        for value in self._given(values, option_string or ""):
-            self._flag.check(self._flag.name, value)
-
-    def _given(self, values: str | Sequence[Any] | None, option: str) -> Iterator[str]:
-        if self._flag.is_switch:
-            yield "false" if option.startswith("--no-") else "true"
-        elif isinstance(values, str):
-            yield values
-        else:
-            yield from map(str, values or ())
+        given = [values] if isinstance(values, str) else [str(value) for value in values or ()]
+        self._take(namespace, option_string or "", given)
 
 
-class _SetVariable(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, variable: str, **more: Any) -> None:
-        super().__init__(option_strings, dest, **more)
-        self._variable = variable
+def is_no(option: str) -> bool:
+    """It is `--no-x`, of a switch."""
+    return option.startswith("--no-")
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        is_no = (option_string or "").startswith("--no-")
-        value = values if isinstance(values, str) else "" if is_no else "1"
+
+def _refusing(flag: NotServed) -> Taker:
+    def take(namespace: argparse.Namespace, option: str, values: Sequence[str]) -> None:
+        for value in ["false" if is_no(option) else "true"] if flag.is_switch else values:
+            flag.check(flag.name, value)
+
+    return take
+
+
+def _setting(variable: str) -> Taker:
+    def take(namespace: argparse.Namespace, option: str, values: Sequence[str]) -> None:
+        value = values[0] if values else "" if is_no(option) else "1"
         known = getattr(namespace, RUNTIME_VARIABLES, {})
-        setattr(namespace, RUNTIME_VARIABLES, {**known, self._variable: value})
+        setattr(namespace, RUNTIME_VARIABLES, {**known, variable: value})
+
+    return take
 
 
-class _PassToRouter(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        given = (option_string or "", values) if isinstance(values, str) else (option_string or "",)
-        setattr(namespace, ROUTER_FLAGS, (*getattr(namespace, ROUTER_FLAGS, ()), *given))
+def _pass_to_router(namespace: argparse.Namespace, option: str, values: Sequence[str]) -> None:
+    setattr(namespace, ROUTER_FLAGS, (*getattr(namespace, ROUTER_FLAGS, ()), option, *values))

@@ -45,21 +45,9 @@ class Thresholds:
         given = {name: value for name in NAMES if (value := config.value_of(name)) is not None}
         return cls(_bounds(config) | given)
 
-    @property
-    def max_queued_requests(self) -> int:
-        return int(self.values["max_queued_requests"])
-
-    @property
-    def max_queued_tokens(self) -> int:
-        return int(self.values["max_queued_tokens"])
-
-    @property
-    def max_local_fallbacks(self) -> int:
-        return int(self.values["max_local_fallbacks"])
-
-    @property
-    def max_local_fallback_tokens(self) -> int:
-        return int(self.values["max_local_fallback_tokens"])
+    def __getitem__(self, name: str) -> int:
+        """Of those that every worker has: ADMISSION and FALLBACK_BUDGET."""
+        return int(self.values[name])
 
     def rule(self, kind: type[Rule]) -> Rule:
         """A decider's rule that compares with these."""

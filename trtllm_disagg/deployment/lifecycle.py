@@ -29,7 +29,7 @@ from trtllm_disagg.deployment.plan import (
 )
 from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
 from trtllm_disagg.deployment.run_dir import RunDir
-from trtllm_disagg.deployment.status import SilentStatus, Status
+from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.supervisor import Supervisor, first_completed
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
@@ -179,7 +179,7 @@ async def running_deployment(
 
     Raises `DeploymentFailedError` with a readable report when the deployment does not come up.
     """
-    status = status or SilentStatus()
+    status = status or Status()
     supervisor = prepare(config, status)
     try:
         async with status.showing(supervisor.processes):

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from trtllm_disagg.deployment.limits import INOTIFY_KEY
 from trtllm_disagg.deployment.managed_process import ManagedProcess
@@ -53,20 +53,11 @@ SILENCE_SECONDS = 10.0
 UNDER_WAY = ("starting", "stopping")
 
 
-class Status(Protocol):
+class Status:
+    """As it is, there is no reader: the caller is a program."""
+
     def showing(self, processes: Sequence[ManagedProcess]) -> AbstractAsyncContextManager[None]:
         """Inside the block it shows what each of them does; the sequence may grow and shrink."""
-        ...
-
-    def changed(self, process: ManagedProcess) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
-class SilentStatus:
-    """There is no reader: the caller is a program."""
-
-    def showing(self, processes: Sequence[ManagedProcess]) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     def changed(self, process: ManagedProcess) -> None:
@@ -76,7 +67,7 @@ class SilentStatus:
         pass
 
 
-class PlainStatus:
+class PlainStatus(Status):
     """One line per change: for logs and pipes."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -130,7 +121,7 @@ class PlainStatus:
         self.note(f"[{self._clock() - self._began:6.1f}s] {text}")
 
 
-class TableStatus:
+class TableStatus(Status):
     """A table that lives as long as `up`, with what there is to tell above it."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -152,9 +143,6 @@ class TableStatus:
             redirect_stderr=False,
         ):
             yield
-
-    def changed(self, process: ManagedProcess) -> None:
-        """The table shows it."""
 
     def note(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)

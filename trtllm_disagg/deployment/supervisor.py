@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from trtllm_disagg.deployment.brokers import EventBroker
 from trtllm_disagg.deployment.managed_process import ManagedProcess, answers, is_ready
@@ -79,27 +79,10 @@ class Deaths:
         return min(self._backoff.first * 2.0**doublings, self._backoff.most)
 
 
-class Owner(Protocol):
-    """`Supervisor`, as far as it is used here."""
-
-    config: DeploymentConfig
-
-    @property
-    def processes(self) -> Sequence[ManagedProcess]: ...
-
-    async def bring_up(self, process: ManagedProcess) -> None: ...
-
-    def changed(self, process: ManagedProcess) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def tell_error(self, report: str) -> None: ...
-
-
 class Restarts:
     """Each process by itself, so that one that waits holds up none of the others."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Supervisor) -> None:
         self._owner = owner
         self._deaths: dict[ManagedProcess, Deaths] = {}
         self._tasks: dict[ManagedProcess, asyncio.Task[None]] = {}

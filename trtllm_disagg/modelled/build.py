@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trtllm_disagg.embedded.connector.connector import KvConnector, NullKvConnector
+from trtllm_disagg.embedded.connector.connector import KvConnector
 from trtllm_disagg.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
 from trtllm_disagg.embedded.core.engine_core import CoreParts, NoGuides
 from trtllm_disagg.embedded.ipc.messages import Ready
@@ -187,7 +187,7 @@ def _create_connector(
 ) -> KvConnector:
     config, own = args.cache_transceiver_config, args.modelled
     if config is None or config.backend is None:
-        return NullKvConnector()
+        return KvConnector()
     size, facts = args.kv_cache_config.tokens_per_block, gpus.facts
     cost = LinkCost(
         # Each GPU sends its own part; of ranks with requests of their own the links count as one.

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -34,19 +33,14 @@ class Activity(msgspec.Struct, frozen=True):
         return self.doing if self.percent is None else f"{self.doing} {self.percent} %"
 
 
-class Reporter(Protocol):
+class Reporter:
+    """As it is, there is no reader."""
+
     def tell(self, doing: str, *, percent: int | None = None, requests: int | None = None) -> None:
         """From now on. Never fails: a full disk is no reason to stop serving."""
 
 
-class NullReporter:
-    """There is no reader."""
-
-    def tell(self, doing: str, *, percent: int | None = None, requests: int | None = None) -> None:
-        pass
-
-
-class FileReporter:
+class FileReporter(Reporter):
     def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = file
         self._clock = clock
@@ -70,7 +64,7 @@ class FileReporter:
 def reporter_of(environ: Mapping[str, str]) -> Reporter:
     """To the file that the environment names; to none without it."""
     file = environ.get(ACTIVITY_VARIABLE)
-    return FileReporter(Path(file)) if file else NullReporter()
+    return FileReporter(Path(file)) if file else Reporter()
 
 
 def read_activity(file: Path) -> Activity:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 from trtllm_disagg.embedded.params.request_params import get_global_disagg_request_id
 
@@ -119,15 +119,23 @@ class Meeting:
     sent: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class KvHolder(Protocol):
-    """Where KV waits for a decode."""
+class KvHolder:
+    """Where KV waits for a decode. As it is, of worker processes: a decode needs nothing but the handoff's words."""
 
-    def meeting(self, request_id: int | None) -> Meeting: ...
+    def meeting(self, request_id: int | None) -> Meeting:
+        raise NotImplementedError("the recording engine has no GENERATION_FIRST")
 
-    def hold(self, prompt: list[int], owner: object, seconds: float | None) -> bytes: ...
-    def release(self, name: bytes) -> None: ...
-    def take(self, name: bytes | None, prompt: list[int]) -> None: ...
-    def held_by(self, owner: object) -> int: ...
+    def hold(self, prompt: list[int], owner: object, seconds: float | None) -> bytes:
+        return b"nothing: the recording engine has no KV"
+
+    def release(self, name: bytes) -> None:
+        """There is nothing."""
+
+    def take(self, name: bytes | None, prompt: list[int]) -> None:
+        """It counts as there."""
+
+    def held_by(self, owner: object) -> int:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +145,7 @@ class _Held:
     until: float
 
 
-class KvStore:
+class KvStore(KvHolder):
     """In one process, for both workers of a test: the prompt, by opaque state."""
 
     def __init__(self) -> None:
@@ -182,25 +190,6 @@ class KvStore:
         now = time.monotonic()
         for name in [name for name, held in self._held.items() if held.until <= now]:
             del self._held[name]
-
-
-class NoKv:
-    """Of worker processes: a decode needs nothing but the words of the handoff."""
-
-    def meeting(self, request_id: int | None) -> Meeting:
-        raise NotImplementedError("the recording engine has no GENERATION_FIRST")
-
-    def hold(self, prompt: list[int], owner: object, seconds: float | None) -> bytes:
-        return b"nothing: the recording engine has no KV"
-
-    def release(self, name: bytes) -> None:
-        """There is nothing."""
-
-    def take(self, name: bytes | None, prompt: list[int]) -> None:
-        """It counts as there."""
-
-    def held_by(self, owner: object) -> int:
-        return 0
 
 
 # -- versions

@@ -38,7 +38,6 @@ from trtllm_disagg.testing.hard_edges import (
     KvHolder,
     KvStore,
     News,
-    NoKv,
     RequestError,
 )
 from trtllm_disagg.testing.recording_result import EOS_TOKEN, Pace, Place, RequestOutput, Script
@@ -130,7 +129,7 @@ class LLM:
             )
         self._is_engine = is_engine
         self._edges = LLM.edges
-        self._kv: KvHolder = NoKv() if is_engine else LLM.kv_store
+        self._kv = KvHolder() if is_engine else LLM.kv_store
         self._place = Place(
             edges=self._edges,
             kv=self._kv,

@@ -32,7 +32,7 @@ from trtllm_disagg.deployment.command_socket import (
 )
 from trtllm_disagg.deployment.plan import Backoff, DeploymentConfig
 from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, is_alive, read_processes
-from trtllm_disagg.deployment.status import SilentStatus
+from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.exit_codes import ExitCode
@@ -84,7 +84,7 @@ def worker_config(run_dir: Path) -> DeploymentConfig:
 @pytest.fixture
 async def supervisor(tmp_path: Path, limits: Limits) -> AsyncIterator[Supervisor]:
     run_dir = RunDir.claim(tmp_path / ("a" * 120))
-    supervisor = Supervisor(worker_config(run_dir.path), [], run_dir, SilentStatus())
+    supervisor = Supervisor(worker_config(run_dir.path), [], run_dir, Status())
     try:
         async with serving_commands(supervisor, limits):
             yield supervisor
@@ -141,7 +141,7 @@ async def test_on_a_full_disk_workers_come_are_started_again_and_leave(tmp_path:
     told: list[str] = []
     is_back = asyncio.Event()
 
-    class Told(SilentStatus):
+    class Told(Status):
         def note(self, text: str) -> None:
             told.append(text)
             if "is back" in text:

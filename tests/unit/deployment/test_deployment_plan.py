@@ -19,7 +19,7 @@ from trtllm_disagg.deployment.plan import (
     stop_order,
     worker_total,
 )
-from trtllm_disagg.deployment.status import SilentStatus
+from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.up_command import add_arguments, config_from, default_name, run
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES, spec_of
@@ -375,5 +375,5 @@ def test_without_dynamo_a_deployment_is_refused_with_the_command_that_installs_i
     monkeypatch.setattr("trtllm_disagg.deployment.lifecycle.find_spec", lambda name: None)
     config = DeploymentConfig(strategy="agg", model="m", served_model_name="m", run_dir=tmp_path / "run")
     with pytest.raises(ConfigError, match=rf"pip install --no-deps ai-dynamo=={DYNAMO_VERSION} "):
-        prepare(config, SilentStatus())
+        prepare(config, Status())
     assert not config.run_dir.exists()

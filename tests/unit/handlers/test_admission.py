@@ -147,7 +147,7 @@ def test_without_flags_the_engines_sizes_say_how_many_may_wait(
     settings: dict[str, Any], requests: int, tokens: int
 ) -> None:
     limits = Policy.of(WorkerConfig(model="m", **settings), 32).thresholds.value
-    assert (limits.max_queued_requests, limits.max_queued_tokens) == (requests, tokens)
+    assert (limits["max_queued_requests"], limits["max_queued_tokens"]) == (requests, tokens)
 
 
 async def test_a_flood_is_told_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -206,12 +206,12 @@ async def test_thresholds_are_set_together_or_not_at_all() -> None:
 async def test_every_worker_takes_other_bounds_for_what_may_wait() -> None:
     worker, _, policy = stage_state("agg", "decode_first")
     await worker.handle_command({"command": "set", "values": {"max_queued_requests": 7}})
-    assert policy.thresholds.value.max_queued_requests == 7
+    assert policy.thresholds.value["max_queued_requests"] == 7
     with pytest.raises(InvalidRequestError, match="decides nothing"):
         await worker.handle_command(
             {"command": "set", "values": {"max_queued_requests": 8, "eff_isl_threshold": 1}}
         )
-    assert policy.thresholds.value.max_queued_requests == 7
+    assert policy.thresholds.value["max_queued_requests"] == 7
 
 
 async def test_it_counts_whole_requests_from_frontends_only() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from trtllm_disagg.embedded.ipc.messages import AddRequest, LogprobEntry, TokenOutput
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
@@ -131,95 +130,43 @@ class BlocksInTransfer:
             yield BlocksRestored(quarantined)
 
 
-class KvConnector(Protocol):
-    """Used by the engine core's thread. Every sequence passes here on its way in and out; most have no other half."""
+class KvConnector:
+    """Used by the engine core's thread. Every sequence passes here on its way in and out; most have no other half.
+
+    As it is, disaggregation is off: no cache_transceiver_config, no handoffs.
+    """
 
     #: Its name; "off" without one.
-    transport: str
+    transport = "off"
 
     @property
     def endpoint(self) -> str:
         """Of the control channel; empty without one."""
-        ...
+        return ""
 
     @property
-    def num_leases(self) -> int: ...
+    def num_leases(self) -> int:
+        return 0
 
     @property
     def oldest_lease(self) -> float | None:
         """When it was granted, by the monotonic clock; None when there is none."""
-        ...
+        return None
 
     @property
     def num_active(self) -> int:
         """Leases, prefills that wait for their decode, and transfers that still use blocks."""
-        ...
+        return 0
 
     @property
     def has_news(self) -> bool:
         """`poll` has something to say although no transfer has ended."""
-        ...
+        return False
 
     def accept(self, request: AddRequest) -> KvHandle | None:
         """The handoff that the request continues, if it does. Raises a DisaggError for a request with another half
         that this engine cannot work with.
         """
-        ...
-
-    def awaits_offer(self, sequence: Sequence) -> bool:
-        """True for a prefill that is not to be scheduled before `Offered`."""
-        ...
-
-    def start(self, sequence: Sequence) -> None:
-        """It has its blocks, and wants KV from the other engine: `KvArrived`, or `PrefixArrived`, will come."""
-        ...
-
-    def computed(self, sequence: Sequence) -> None:
-        """More of its prompt's KV is there."""
-        ...
-
-    def hand_off(self, sequence: Sequence, output: TokenOutput) -> bool:
-        """A prefill has ended with its first token: take its blocks. True when the client hears of it now, with a
-        handoff in `output`; False when that is for `HandedOff` to say.
-        """
-        ...
-
-    def release(self, sequence: Sequence) -> list[int]:
-        """It has ended otherwise: the blocks that are free now. The others follow, as `BlocksReleased`, when no
-        transfer uses them any more.
-        """
-        ...
-
-    def decline(self, handle: KvHandle) -> None:
-        """This handoff will not be read."""
-        ...
-
-    def abort(self, request_id: int) -> Sequence | None:
-        """End what the scheduler does not know of: a lease, or a prefill that waits for its decode (returned)."""
-        ...
-
-    def poll(self) -> Iterator[KvEvent]:
-        """What has happened since. Each event is to be applied before the next one is asked for."""
-        ...
-
-    def seconds_to_deadline(self) -> float | None:
-        """Until a lease or a wait ends by itself; None when there is none."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class NullKvConnector:
-    """Disaggregation is off: no cache_transceiver_config, no handoffs."""
-
-    transport = "off"
-    endpoint = ""
-    num_leases = 0
-    oldest_lease = None
-    num_active = 0
-    has_news = False
-
-    def accept(self, request: AddRequest) -> KvHandle | None:
         if request.rendezvous is not None:
             raise InvalidRequestError("this engine has no cache_transceiver_config, so it meets no other")
         if request.request_type == "generation_only":
@@ -227,31 +174,42 @@ class NullKvConnector:
         return None
 
     def awaits_offer(self, sequence: Sequence) -> bool:
+        """True for a prefill that is not to be scheduled before `Offered`."""
         return False
 
     def start(self, sequence: Sequence) -> None:
+        """It has its blocks, and wants KV from the other engine: `KvArrived`, or `PrefixArrived`, will come."""
         raise AssertionError("this engine has no other to get KV from")
 
     def computed(self, sequence: Sequence) -> None:
-        """No other engine waits for it."""
+        """More of its prompt's KV is there."""
 
     def hand_off(self, sequence: Sequence, output: TokenOutput) -> bool:
+        """A prefill has ended with its first token: take its blocks. True when the client hears of it now, with a
+        handoff in `output`; False when that is for `HandedOff` to say.
+        """
         raise ConfigError("this engine has no cache_transceiver_config, so it makes no handoffs")
 
     def release(self, sequence: Sequence) -> list[int]:
+        """It has ended otherwise: the blocks that are free now. The others follow, as `BlocksReleased`, when no
+        transfer uses them any more.
+        """
         return sequence.blocks
 
     def decline(self, handle: KvHandle) -> None:
-        """None was accepted."""
+        """This handoff will not be read."""
 
     def abort(self, request_id: int) -> Sequence | None:
+        """End what the scheduler does not know of: a lease, or a prefill that waits for its decode (returned)."""
         return None
 
     def poll(self) -> Iterator[KvEvent]:
+        """What has happened since. Each event is to be applied before the next one is asked for."""
         return iter(())
 
     def seconds_to_deadline(self) -> float | None:
+        """Until a lease or a wait ends by itself; None when there is none."""
         return None
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Nothing moves any more."""

@@ -16,7 +16,6 @@ from trtllm_disagg.embedded.connector.connector import (
     BlocksReleased,
     KvConnector,
     KvEvent,
-    NullKvConnector,
 )
 from trtllm_disagg.embedded.connector.sides import IncomingReads, IncomingWrites, OutgoingWrites
 from trtllm_disagg.embedded.ipc.messages import AddRequest, MadeHandoff, TokenOutput
@@ -42,7 +41,7 @@ from trtllm_disagg.kv_transfer.transports import create_transport, is_needed
 log = logging.getLogger(__name__)
 
 
-class TwoSidedConnector:
+class TwoSidedConnector(KvConnector):
     """An engine may prefill for one and decode for another."""
 
     def __init__(
@@ -249,7 +248,7 @@ def create_connector(
     """
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
-        return NullKvConnector(), new_memory(pool.shape, pool.dtype, pool.device)
+        return KvConnector(), new_memory(pool.shape, pool.dtype, pool.device)
     scope = scope_of(args)
     chosen = transport or create_transport(
         config.backend,

@@ -33,7 +33,7 @@ from trtllm_disagg.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.embedded.tensor_parallel.group import use_cpus
 from trtllm_disagg.embedded.tensor_parallel.team import Runner, SingleRank, Team, open_team
 from trtllm_disagg.kv_transfer.base import KvTimeouts, StagingTransport
-from trtllm_disagg.processes.activity import LOADING, NullReporter, Reporter
+from trtllm_disagg.processes.activity import LOADING, Reporter
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.core.core_process import CoreProcess
@@ -78,7 +78,7 @@ def build_core(
 
     `transport` and `timeouts`: for KV transfer, instead of those of `args`.
     """
-    reporter = reporter or NullReporter()
+    reporter = reporter or Reporter()
     team = team or SingleRank()
     device = choose_device(args.embedded.device, team.size)
     shape = read_shape(Path(args.model), args.dtype)

@@ -40,7 +40,7 @@ from trtllm_disagg.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from trtllm_disagg.embedded.guided_decoding.guides import Guide
+    from trtllm_disagg.embedded.guided_decoding.guides import Guides
 log = logging.getLogger(__name__)
 
 
@@ -113,11 +113,6 @@ class StepModel(Protocol):
     def close(self) -> None: ...
 
 
-class Guiding(Protocol):
-    def start(self, sampling: SamplingSpec) -> Guide | None:
-        """What guides this request, if anything. Raises a DisaggError for a grammar that cannot be served."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreParts:
     """What an engine core is made of; `build.py` makes those of the embedded engine."""
@@ -128,7 +123,7 @@ class CoreParts:
     scheduler: Scheduler
     connector: KvConnector
     model: StepModel
-    guides: Guiding
+    guides: Guides | NoGuides
     stats: IterationStats
     #: Tokens of the longest prompt that steps can take.
     max_prompt: int

@@ -21,7 +21,7 @@ from trtllm_disagg.embedded.model.attention import LayerAttention
 from trtllm_disagg.embedded.model.pack import Pack, linear_over, packed
 from trtllm_disagg.embedded.params.checkpoint import EMBEDDING, HEAD, Shape, expected_weights, weight_places
 from trtllm_disagg.embedded.params.model_config import PLAIN_FAMILIES, ModelConfig
-from trtllm_disagg.processes.activity import LOADING, NullReporter, Reporter
+from trtllm_disagg.processes.activity import LOADING, Reporter
 
 _NO_NORM = np.empty(0, np.float32)
 
@@ -68,7 +68,7 @@ def take_apart(
     reporter: Reporter | None = None,
 ) -> PlainModel:
     """`model` is transformers' or `read_plain`'s; it cannot be used afterwards. `kv_heads` are this rank's."""
-    reporter = reporter or NullReporter()
+    reporter = reporter or Reporter()
     decoder, head_dim = model.model, config.head_dim
     cos, sin = rope_tables(config, max_positions, head_dim)
     layers: list[PlainLayer] = []

@@ -30,6 +30,7 @@ from trtllm_disagg.embedded.ipc.sockets import listen
 from trtllm_disagg.embedded.kv_cache.memory import KvCommand
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.errors import ConfigError, EngineError
+from trtllm_disagg.kv_transfer.nixl import ucx_environment
 from trtllm_disagg.processes.framing import framed, receive_exactly, receive_frame
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def leave() -> None:
 
 
 def _start_mpi() -> tuple[RankGroup, Any]:
-    with _environment("UCX_TLS", _MPI_TRANSPORTS):
+    with ucx_environment({"UCX_TLS": _MPI_TRANSPORTS}):
         from mpi4py import MPI  # its import starts MPI
 
     # Of its own: what one engine says is never taken for what another one says.
@@ -269,19 +270,6 @@ def _forget_shared_memory() -> None:
     for name in names:
         with contextlib.suppress(OSError):
             os.unlink(name)
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 @contextlib.contextmanager
