@@ -43,14 +43,15 @@ def parse_endpoint_id(endpoint_id: str, key: str = "endpoint") -> EndpointParts:
 
 #: What Dynamo's Planner and its dashboards call the workers of a role.
 COMPONENTS = {"prefill": "prefill", "decode": "backend", "agg": "backend"}
-_SHARED = "tensorrt_llm"
+#: Where frontends find the first stage of the worker-side strategies.
+SHARED_COMPONENT = "tensorrt_llm"
 
 
 def endpoint_of(namespace: str, role: str | None) -> str:
     """Where the workers of `role` are found, by workers of the other one too, unless they were given other endpoints.
     None: where frontends find the first stage, whichever role that has.
     """
-    return EndpointParts(namespace, _SHARED if role is None else COMPONENTS[role], "generate").url
+    return EndpointParts(namespace, SHARED_COMPONENT if role is None else COMPONENTS[role], "generate").url
 
 
 class Rule(NamedTuple):

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from trtllm_disagg.admin.client import quiet_runtime
 from trtllm_disagg.commands import NoKeySigner
+from trtllm_disagg.config.settings import COMPONENTS, SHARED_COMPONENT
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.deployment.limits import INOTIFY_PER_FRONTEND, Limits, Needs
 from trtllm_disagg.doctor.frontend import (
@@ -243,10 +244,11 @@ def _workers(
 
 
 def _role(instance_id: int | None, instances: list[Instance]) -> str | None:
-    """By the endpoint at which workers of the other role find it."""
-    roles = {Role.PREFILL.value, Role.DECODE.value}
-    found = {each.component for each in instances if each.instance_id == instance_id} & roles
-    return found.pop() if len(found) == 1 else None
+    """By the components at which others find it. Agg workers share that of decode, and are never first of two."""
+    components = {each.component for each in instances if each.instance_id == instance_id}
+    if COMPONENTS[Role.PREFILL] in components:
+        return Role.PREFILL.value
+    return Role.DECODE.value if components >= {COMPONENTS[Role.DECODE], SHARED_COMPONENT} else None
 
 
 def _variables(process: LocalProcess | None, environ: Mapping[str, str]) -> Mapping[str, str]:

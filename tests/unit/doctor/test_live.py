@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trtllm_disagg.config.settings import COMPONENTS, SHARED_COMPONENT
 from trtllm_disagg.deployment.limits import Limits, Needs
 from trtllm_disagg.doctor.frontend import Answer, Instance, ProbeFailedError, Sizes, Trace
 from trtllm_disagg.doctor.live import Eyes, Observed, look
@@ -24,11 +25,11 @@ def instance(number: int, component: str, endpoint: str = "generate", namespace:
 
 
 PAIR = [
-    instance(1, "prefill"),
-    instance(2, "decode"),
-    instance(2, "tensorrt_llm"),
-    instance(2, "tensorrt_llm", "worker_kv_query_source_2"),
-    instance(3, "decode", namespace="another"),
+    instance(1, COMPONENTS["prefill"]),
+    instance(2, COMPONENTS["decode"]),
+    instance(2, SHARED_COMPONENT),
+    instance(2, SHARED_COMPONENT, "worker_kv_query_source_2"),
+    instance(3, COMPONENTS["decode"], namespace="another"),
 ]
 
 
@@ -103,7 +104,7 @@ def test_workers_of_the_namespace_that_answered_are_seen_with_their_roles() -> N
 
 
 def test_the_role_of_a_worker_at_the_front_only_is_what_it_says_or_unknown() -> None:
-    front = [instance(2, "tensorrt_llm")]
+    front = [instance(2, SHARED_COMPONENT)]
     assert [str(w) for w in seen(FakeFrontend(listed=front)).workers or ()] == ["worker 2"]
     told = FakeDirectory({2: {"role": "agg"}})
     assert [str(w) for w in seen(FakeFrontend(listed=front), directory=told).workers or ()] == ["agg 2"]
