@@ -223,7 +223,7 @@ def _with_values(arguments: list[str]) -> list[str]:
     """`--worker-args '--flag'` as `--worker-args=--flag`: argparse takes a value of one word for a flag of its own."""
     joined: list[str] = []
     for argument in arguments:
-        if joined and joined[-1] in _TAKE_FLAGS:
+        if joined and joined[-1] in TAKE_FLAGS:
             joined[-1] += "=" + argument
         else:
             joined.append(argument)
@@ -231,7 +231,7 @@ def _with_values(arguments: list[str]) -> list[str]:
 
 
 #: Flags of any command that takes as its value the flags of another program.
-_TAKE_FLAGS = ("--worker-args", "--frontend-args", "--prefill-flags", "--decode-flags")
+TAKE_FLAGS = ("--worker-args", "--frontend-args", "--prefill-flags", "--decode-flags")
 
 
 def _command(name: str) -> Command:

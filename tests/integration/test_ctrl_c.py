@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import psutil
@@ -17,6 +20,7 @@ import pytest
 from tests.support.deployments import wait_until
 from trtllm_disagg.deployment.command_socket import COMMAND_SOCKET
 from trtllm_disagg.deployment.plan import LOOPBACK
+from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.exit_codes import ExitCode
 
 #: Imports, on a busy machine; and how long a deployment that loads may take to end.
@@ -122,3 +126,46 @@ def test_ctrl_c_ends_a_command_that_waits_for_an_answer(words: str, silent: Sile
     code, said = interrupted(asked, tmp_path, silent.is_asked)
     assert "Traceback" not in said
     assert code == ExitCode.INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)],
+)
+def test_a_signal_ends_the_live_screen_and_gives_the_terminal_back(
+    number: signal.Signals, code: ExitCode, tmp_path: Path
+) -> None:
+    RunDir.claim(tmp_path / "run")
+    ours, theirs = os.openpty()
+    before = termios.tcgetattr(theirs)
+    with os.fdopen(ours, "rb", buffering=0) as terminal, os.fdopen(theirs, "rb") as other:
+        top = subprocess.Popen(
+            [sys.executable, "-m", "trtllm_disagg", "top", "--run-dir", str(tmp_path / "run")],
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color"},
+        )
+        try:
+            shown = read_until(terminal, b"TTFT")
+            assert ALTERNATE in shown
+            top.send_signal(number)
+            assert MAIN in read_until(terminal, MAIN)
+            assert top.wait(END_SECONDS) == code
+        finally:
+            top.kill()
+            top.wait()
+        assert termios.tcgetattr(other) == before
+
+
+#: Of a terminal's screens: a program's own, and the one with what was said before.
+ALTERNATE, MAIN = b"\x1b[?1049h", b"\x1b[?1049l"
+
+
+def read_until(terminal: FileIO, awaited: bytes) -> bytes:
+    said = b""
+    while awaited not in said:
+        assert select.select([terminal], [], [], START_SECONDS)[0], f"only {said[-500:]!r} was said"
+        said += terminal.read(65536)
+    return said

@@ -6,29 +6,44 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Event
 
 import pytest
 
 from tests.support.deployments import DISAGGREGATED, MODEL_NAME, WORKER_SIDE, Served, wait_until
+from trtllm_disagg.deployment.plan import Role
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.tracing.reading import Trace, find_trace, read_traces
 
 TOKENS = 12
-#: So long a worker stands still; nothing else of such a request takes a good part of that.
-STOPPED_SECONDS = 2.0
+#: So long a worker stands still; nothing else of a short request takes a good part of that.
+STOPPED_SECONDS = 0.4
 
 
-def ask(deployed: Served) -> str:
+def ask(
+    deployed: Served,
+    prompt_tokens: int = 200,
+    answer_tokens: int = TOKENS,
+    on_token: Callable[[], None] = lambda: None,
+) -> str:
     """The id of an answer to a prompt that no cache has."""
-    prompt = random.choices(range(300, 1300), k=200)
+    prompt = random.choices(range(300, 1300), k=prompt_tokens)
     answer = deployed.openai.completions.create(
-        model=MODEL_NAME, prompt=prompt, max_tokens=TOKENS, extra_body={"ignore_eos": True}
+        model=MODEL_NAME,
+        prompt=prompt,
+        max_tokens=answer_tokens,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
-    return answer.id
+    request_id = ""
+    for chunk in answer:
+        on_token()
+        request_id = chunk.id
+    return request_id
 
 
 def trace_of(deployed: Served, request_id: str, *roots: str) -> Trace:
@@ -41,7 +56,7 @@ def trace_of(deployed: Served, request_id: str, *roots: str) -> Trace:
             found.append(find_trace(read_traces(deployed.deployment.run_dir), request_id))
         except ConfigError:
             return False
-        return {*roots} <= {node.span.name for node in found[0].nodes}
+        return {"http-request", *roots} <= {node.span.name for node in found[0].nodes}
 
     wait_until(is_there, f"the trace of {request_id} has {roots}")
     return found[0]
@@ -67,14 +82,16 @@ def test_a_trace_has_both_phases_with_what_their_engines_took(strategy: str, dep
     assert transfer.attributes["kv_transfer.link"] == "this host"
     called = [stage for call, stage in CALLED.items() if call in {node.span.name for node in trace.nodes}]
     assert len(called) == (strategy in WORKER_SIDE)
-    assert {node.span.name for node in trace.roots} == {"request"}
-    assert len(trace.roots) == (1 if strategy in WORKER_SIDE else 2)
+    (root,) = trace.roots
+    assert (root.worker, root.span.name) == ("frontend", "http-request")
+    asked = ["request"] * (1 if strategy in WORKER_SIDE else 2)
+    assert [node.span.name for node in root.children] == ["select", "dispatch", *asked]
 
 
 @contextmanager
-def stopped(deployed: Served) -> Iterator[None]:
-    """The second stage stands still inside the block, and goes on after it."""
-    (worker,) = deployed.deployment.of_role("decode" if deployed.strategy == "prefill_first" else "prefill")
+def stopped(deployed: Served, role: Role) -> Iterator[None]:
+    """The worker stands still inside the block, and goes on after it."""
+    (worker,) = deployed.deployment.of_role(role)
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGSTOP)
     try:
@@ -83,22 +100,30 @@ def stopped(deployed: Served) -> Iterator[None]:
         os.kill(worker.pid, signal.SIGCONT)
 
 
+FROM_PREFILL = (("prefill_first", "first"), ("decode_first", "second"))
+
+
+@pytest.mark.parametrize("stage", ["first", "second"])
 @pytest.mark.parametrize("strategy", WORKER_SIDE)
-def test_a_second_stage_that_stood_still_is_found_from_the_trace_alone(
-    strategy: str, deployed: Served
+def test_a_stage_that_stood_still_when_it_was_called_is_found_from_the_trace_alone(
+    strategy: str, stage: str, deployed: Served
 ) -> None:
     ask(deployed)
+    (first,), (second,) = deployed.first_stage, deployed.second_stage
+    stands_still: Role = "prefill" if (strategy, stage) in FROM_PREFILL else "decode"
+    has_token = Event()
     with ThreadPoolExecutor(1) as client:
-        with stopped(deployed):
-            asked = client.submit(ask, deployed)
+        with stopped(deployed, stands_still):
+            asked = client.submit(ask, deployed, 40, 4, has_token.set)
+            if (strategy, stage) == ("prefill_first", "second"):
+                # It is called when prefill has given the first token.
+                assert has_token.wait(60)
             # That is the fault; nothing waits for anything here.
             time.sleep(STOPPED_SECONDS)
-        trace = trace_of(
-            deployed, asked.result(), "prefill_stage" if strategy == "decode_first" else "decode_stage"
-        )
+        trace = trace_of(deployed, asked.result(), *PREFILL, *DECODE)
     longest, milliseconds = trace.blame[0]
     assert longest.span.name == "dispatch"
-    assert longest.worker == deployed.first_stage[0].name
+    assert longest.worker == ("frontend" if stage == "first" else first.name)
     assert milliseconds > STOPPED_SECONDS * 1000 / 2
-    instance = str(longest.span.attributes["instance"])
-    assert int(instance, 16) == deployed.second_stage[0].instance_id
+    if stage == "second":
+        assert int(str(longest.span.attributes["instance"]), 16) == second.instance_id

@@ -53,6 +53,10 @@ _MAX_REST = 1024 * 1024
 Say = Callable[[str], None]
 
 
+class NoUpError(ConfigError):
+    """No `up` of that run directory serves."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Of the connections to the socket. While a command is executed its connection stays open."""
@@ -188,12 +192,13 @@ def send_to_up(
     run_dir: Path, command: UpCommand, say: Say = lambda text: None, *, seconds: float | None = None
 ) -> Any:
     """Send a command to the `up` of `run_dir`, and wait until it is done; its answer. Raises ConfigError when it
-    refuses or no `up` is there, DisaggError when it fails, TimeoutError when it is silent for `seconds`.
+    refuses, NoUpError when none is there, DisaggError when it fails, TimeoutError when it is silent for `seconds`.
     """
     try:
         connection = connect(run_dir / COMMAND_SOCKET, seconds)
     except OSError as error:
-        raise ConfigError.bad_value(
+        is_absent = isinstance(error, FileNotFoundError | NotADirectoryError | ConnectionRefusedError)
+        raise (NoUpError if is_absent else ConfigError).bad_value(
             "--run-dir", str(run_dir), f"the run directory of a running `up` ({error.strerror or error})"
         ) from None
     with connection, connection.makefile("rwb") as stream:

@@ -116,19 +116,18 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long a worker that leaves waits for its requests; then other workers go on with them "
         f"(default: {SETTINGS['drain_seconds'].default:g}) [{drain.variables[0]}]",
     )
-    add(
-        "--worker-args",
+    add_flags_for(parser, "--worker-args", "every worker")
+    add_flags_for(parser, "--frontend-args", "dynamo.frontend")
+
+
+def add_flags_for(parser: argparse.ArgumentParser, flag: str, program: str) -> None:
+    """A flag of `cli.TAKE_FLAGS`."""
+    parser.add_argument(
+        flag,
         type=shlex.split,
         default=[],
         metavar="'...'",
-        help="more arguments for every worker (one alone: --worker-args=--flag)",
-    )
-    add(
-        "--frontend-args",
-        type=shlex.split,
-        default=[],
-        metavar="'...'",
-        help="more arguments for dynamo.frontend (one alone: --frontend-args=--flag)",
+        help=f"more arguments for {program} (one alone: {flag}=--flag)",
     )
 
 

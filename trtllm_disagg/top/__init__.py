@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.once:
         _print_frame(eyes, as_json=args.json)
     else:
-        _live(eyes, args.interval)
+        return _live(eyes, args.interval)
     return ExitCode.DONE
 
 
@@ -61,7 +61,9 @@ def _print_frame(eyes: Eyes, *, as_json: bool) -> None:
         print_frame(seen)
 
 
-def _live(eyes: Eyes, interval: float) -> None:
+def _live(eyes: Eyes, interval: float) -> ExitCode:
+    import asyncio
+
     try:
         from trtllm_disagg.top.screen import Top
     except ModuleNotFoundError as error:
@@ -70,4 +72,6 @@ def _live(eyes: Eyes, interval: float) -> None:
         raise ConfigError(
             "the live screen needs textual; pip install 'trtllm-disagg[top]' brings it, --once does without"
         ) from None
-    Top(eyes, interval).run()
+    top = Top(eyes, interval)
+    asyncio.run(top.run_async())
+    return next(code for code in ExitCode if code == top.return_code)

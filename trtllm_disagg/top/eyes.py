@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from trtllm_disagg.commands import Describe
-from trtllm_disagg.deployment.command_socket import send_to_up
+from trtllm_disagg.deployment.command_socket import NoUpError, send_to_up
 from trtllm_disagg.deployment.managed_process import get
 from trtllm_disagg.deployment.plan import LOOPBACK, NO_WORKERS
 from trtllm_disagg.deployment.run_dir import PROCESSES_FILE, ProcessRecord, is_alive, read_processes
@@ -93,6 +93,8 @@ class OfRunDir:
             self._described = await asyncio.to_thread(
                 send_to_up, self._run_dir, Describe(), seconds=ANSWER_SECONDS
             )
+        except NoUpError:
+            return "its `up` starts, stops or has ended"
         except (DisaggError, OSError) as error:
             return f"`up` does not answer: {error}"
         return ""

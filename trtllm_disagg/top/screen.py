@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import time
+from functools import partial
 from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Footer, RichLog, Static
 
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.top.eyes import Eyes
 from trtllm_disagg.top.frame import COLUMNS, LEGEND, headline, latencies
 from trtllm_disagg.top.history import Event, History
 
 _HELP = f"s sorts by the next column, r turns the order round, p pauses, q quits. {LEGEND}."
+
+
+#: On a terminal Ctrl-C is a key, and these come from elsewhere.
+_ENDED_BY = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
 
 
 class Top(App[None]):
@@ -30,6 +38,7 @@ class Top(App[None]):
         ("r", "turn_round", "Reverse"),
         ("p", "pause", "Pause"),
         ("question_mark", "explain", "Help"),
+        Binding("ctrl+c", "interrupt", show=False, priority=True),
     ]
 
     def __init__(self, eyes: Eyes, interval: float) -> None:
@@ -54,6 +63,9 @@ class Top(App[None]):
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
+        # By default they would leave the terminal as the screen has set it.
+        for number, code in _ENDED_BY.items():
+            asyncio.get_running_loop().add_signal_handler(number, partial(self.exit, return_code=code))
         self.set_interval(self._interval, self.action_look)
         self.action_look()
 
@@ -103,6 +115,9 @@ class Top(App[None]):
                     for column, cell in zip(COLUMNS, cells, strict=True)
                 )
             )
+
+    def action_interrupt(self) -> None:
+        self.exit(return_code=ExitCode.INTERRUPTED)
 
     def action_sort(self) -> None:
         self._sorted_by = 0 if self._sorted_by is None else (self._sorted_by + 1) % len(COLUMNS)

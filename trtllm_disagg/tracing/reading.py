@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tracing.frontend_log import Stay, read_stays
 from trtllm_disagg.tracing.spans import SpanData, Value
 from trtllm_disagg.tracing.trace_file import (
     LONGEST_GAP,
@@ -23,6 +24,7 @@ from trtllm_disagg.tracing.trace_file import (
 
 #: Of a run directory; a file for each worker, by its name.
 TRACES_DIR = "traces"
+_FRONTEND, _FRONTEND_LOG = "frontend", "frontend.log"
 _REQUEST_ID = "gen_ai.request.id"
 #: A gap that passes through a worker becomes shorter by no more than this.
 _SAME_GAP = 0.8
@@ -141,7 +143,28 @@ def read_traces(path: Path) -> list[Trace]:
     """Of a run directory, or of a file of OTLP/JSON; as they began. Only those with a span of a worker of ours. Raises
     ConfigError when there are none to read.
     """
-    return [trace for trace in _traces(_read(path)) if any(node.is_ours for node in trace.nodes)]
+    traces = [trace for trace in _traces(_read(path)) if any(node.is_ours for node in trace.nodes)]
+    stays = read_stays(path / _FRONTEND_LOG)
+    told = [(trace, next(filter(None, map(stays.get, trace.request_ids)), None)) for trace in traces]
+    return [trace if stay is None else _below(stay, trace) for trace, stay in told]
+
+
+def _below(stay: Stay, trace: Trace) -> Trace:
+    """The same request with what the frontend did for it: until a worker began, and after the last one had ended."""
+
+    def of_frontend(name: str, start: int, end: int, children: Sequence[Node] = ()) -> Node:
+        span = SpanData(name, trace.trace_id, "", None, start, end)
+        return Node(span, _FRONTEND, False, children=list(children))
+
+    began, parts = trace.start, list(trace.roots)
+    if stay.chosen is not None and stay.chosen <= began:
+        parts[:0] = (
+            of_frontend("select", stay.start, stay.chosen),
+            of_frontend("dispatch", stay.chosen, began),
+        )
+    root = of_frontend("http-request", min(stay.start, began), max(stay.end, trace.end), parts)
+    _set_depths([root])
+    return Trace(trace.trace_id, [root])
 
 
 def _read(path: Path) -> Iterator[Node]:
@@ -184,11 +207,16 @@ def _tree(spans: dict[str, Node]) -> list[Node]:
     for node in sorted(spans.values(), key=lambda each: (each.span.start, -each.span.end)):
         parent = spans.get(node.span.parent_id or "")
         (roots if parent is None or parent is node else parent.children).append(node)
+    _set_depths(roots)
+    return roots
+
+
+def _set_depths(roots: Sequence[Node]) -> None:
     waiting = [(root, 0) for root in roots]
     while waiting:
-        node, node.depth = waiting.pop()
-        waiting += [(child, node.depth + 1) for child in node.children]
-    return roots
+        node, depth = waiting.pop()
+        node.depth = depth
+        waiting += [(child, depth + 1) for child in node.children]
 
 
 def find_trace(traces: Sequence[Trace], request_id: str) -> Trace:

@@ -116,7 +116,7 @@ async def test_a_frozen_worker_a_dead_one_and_an_up_that_is_gone_show_as_such_be
     assert states == {"prefill-0": "ready", "decode-0": SILENT, "decode-1": DEAD, "decode-2": "starting"}
     assert seen.processes[0].load.batch == 3
     assert seen.processes[1].load == Load()
-    assert seen.doubt.startswith("`up` does not answer: ")
+    assert seen.doubt == "its `up` starts, stops or has ended"
 
 
 async def test_an_up_that_is_frozen_costs_a_look_its_deadline_also_when_its_socket_is_full(

@@ -13,6 +13,7 @@ from textual.widgets import DataTable, RichLog, Static
 
 from trtllm_disagg import cli
 from trtllm_disagg.console import Console
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.top import frame
 from trtllm_disagg.top.history import History, events_between
 from trtllm_disagg.top.screen import Top
@@ -118,6 +119,13 @@ async def test_keys_sort_pause_explain_and_quit() -> None:
         assert "handoffs that wait for decode" in events(app)
         await pilot.press("q")
     assert app.return_code == 0
+
+
+async def test_ctrl_c_ends_the_screen_with_the_code_for_it() -> None:
+    app = Top(Looks(FIRST), 3600)
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.press("ctrl+c")
+    assert app.return_code == ExitCode.INTERRUPTED
 
 
 def test_latencies_and_rates_are_of_the_window_and_a_frontend_that_began_anew_is_not_subtracted() -> None:

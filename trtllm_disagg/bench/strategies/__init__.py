@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtllm_disagg.deployment.up_command import add_flags_for
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
 
@@ -99,13 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="AIPerf's command (default: of this environment, or in PATH)",
     )
-    add(
-        "--worker-args",
-        type=shlex.split,
-        default=[],
-        metavar="'...'",
-        help="more arguments for every worker (one alone: --worker-args=--flag)",
-    )
+    add_flags_for(parser, "--worker-args", "every worker")
 
 
 def settle(args: argparse.Namespace) -> None:
