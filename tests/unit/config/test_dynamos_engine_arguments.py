@@ -20,8 +20,13 @@ from trtllm_disagg.errors import ConfigError
 PIN = json.loads((Path(__file__).parent / "dynamos_engine_arguments.json").read_text())
 #: Another class than LLM takes it; `backend: pytorch` is what LLM is, and is left out.
 NOT_SERVED = ("backend", "_autodeploy")
+#: TensorRT-LLM has taken it away since.
+GONE = ("moe_config.backend", "WIDEEP")
 SERVED = [
-    (key, value) for key, values in PIN["values"].items() for value in values if (key, value) != NOT_SERVED
+    (key, value)
+    for key, values in PIN["values"].items()
+    for value in values
+    if (key, value) not in (NOT_SERVED, GONE)
 ]
 
 
@@ -67,6 +72,16 @@ def test_the_one_that_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     assert value in PIN["values"][key]
     with pytest.raises(ConfigError, match="backend: '_autodeploy' is not allowed; expected 'pytorch'"):
         worker(tmp_path / "engine.yaml", {key: value})
+
+
+def test_the_one_that_tensorrt_llm_took_away_is_an_error_of_doctor() -> None:
+    key, value = GONE
+    assert value in PIN["values"][key]
+    content: dict[str, Any] = {}
+    put(content, key, value)
+    (bad,) = side_of(Role.DECODE, "engine.yaml", content, None, Deployment()).bad_keys
+    assert (bad.key, bad.value) == GONE
+    assert "'CUTEDSL'" in bad.instead
 
 
 def test_files_are_found_by_their_arguments_also_in_config_maps(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     ("keys", "error", "expected NIXL", {"prefill": {f"{TRANSCEIVER}.backend": "nixl"}}),
     ("keys", "error", "max_batch_size: 'many'", {"decode": {"max_batch_size": "many"}}),
+    ("keys", "error", "moe_config.backend", {"decode": {"moe_config.bakend": "TRTLLM"}}),
     ("keys", "note", "prefill: frobnicate is no argument", {"prefill": {"frobnicate": 1}}),
     ("TensorRT-LLM", "error", "1.3.0rc22 or newer", {"version": "1.3.0rc21"}),
     ("TensorRT-LLM", "note", "up to 1.3.0rc29", {"version": "1.4.0"}),

@@ -179,7 +179,7 @@ def test_llm_args_of_the_newest_release_are_known_by_name() -> None:
 
 
 #: A default object of TensorRT-LLM that does nothing here, and a backend that is always pytorch there.
-OTHER_DEFAULTS = {"backend", "moe_config", "nvfp4_gemm_config", "telemetry_config"}
+OTHER_DEFAULTS = {"backend", "nvfp4_gemm_config", "telemetry_config"}
 
 
 def test_defaults_of_llm_args_are_tensorrt_llms() -> None:

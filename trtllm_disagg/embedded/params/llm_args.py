@@ -192,6 +192,43 @@ class CudaGraphConfig(StrictModel):
     mode: Literal["decode", "encode"] = "decode"
 
 
+class MoeConfig(StrictModel):
+    """Without WIDEEP, which TensorRT-LLM has refused since its PRs 17119 and 17797."""
+
+    backend: Literal[
+        "AUTO",
+        "CUTLASS",
+        "CUTEDSL",
+        "TRTLLM",
+        "DEEPGEMM",
+        "DENSEGEMM",
+        "VANILLA",
+        "TRITON",
+        "MARLIN",
+        "MEGAMOE_DEEPGEMM",
+        "MEGAMOE_CUTEDSL",
+    ] = "AUTO"
+    max_num_tokens: int | None = None
+    load_balancer: Any = None
+    disable_finalize_fusion: bool = False
+    use_low_precision_moe_combine: bool = False
+
+
+class AttentionDpConfig(StrictModel):
+    enable_balance: bool = False
+    timeout_iters: int = 50
+    batching_wait_iters: int = 10
+    enable_kv_cache_aware_routing: bool = False
+    kv_cache_routing_load_balance_weight: float = 1.0
+    kv_cache_routing_match_rate_threshold: float = 0.1
+    kv_cache_routing_fair_share_multiplier: float = 2.0
+    kv_cache_routing_cold_start_warmup: bool = False
+    kv_cache_routing_account_for_in_transfer: bool = False
+    kv_cache_routing_conversation_affinity: bool = False
+    kv_cache_routing_max_sessions: int = 65_536
+    kv_cache_routing_new_conv_placement: Literal["round_robin", "least_queued"] = "round_robin"
+
+
 class EmbeddedConfig(StrictModel):
     """What only the embedded engine has."""
 
@@ -330,9 +367,9 @@ class LlmArgs(BaseLlmArgs):
 
     attn_backend: Annotated[str, NO_EFFECT] = "TRTLLM"
     cuda_graph_config: Annotated[CudaGraphConfig | None, NO_EFFECT] = Field(default_factory=CudaGraphConfig)
-    moe_config: Annotated[Opaque, NO_EFFECT] = None
+    moe_config: Annotated[MoeConfig, NO_EFFECT] = Field(default_factory=MoeConfig)
     nvfp4_gemm_config: Annotated[Opaque, NO_EFFECT] = None
-    attention_dp_config: Annotated[Opaque, NO_EFFECT] = None
+    attention_dp_config: Annotated[AttentionDpConfig | None, NO_EFFECT] = None
     torch_compile_config: Annotated[Opaque, NO_EFFECT] = None
     allreduce_strategy: Annotated[str | None, NO_EFFECT] = "AUTO"
     enable_autotuner: Annotated[bool, NO_EFFECT] = True
