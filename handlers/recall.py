@@ -35,11 +35,11 @@ from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 log = logging.getLogger(__name__)
 
 #: Of one notice, with its way.
-_SECONDS = 5.0
+NOTICE_SECONDS = 5.0
 #: The next prefill says what was taken, or a notice when none follows; so long a decode worker that dies may have begun
 #: to fetch what is fetched once more. To Dynamo's counters a notice is a request.
-_TOGETHER_SECONDS = 1.0
-_LOOK_SECONDS = 1.0
+TOGETHER_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 #: A lease that does not end is remembered no longer.
 _LONGEST_SECONDS = 600.0
 _NOTHING: tuple[TokenChunk, ...] = ()
@@ -103,7 +103,7 @@ class Notices:
         del untold[:-MOST_ATTEMPTS]
         if not self._will_tell:
             self._will_tell = True
-            asyncio.get_running_loop().call_later(_TOGETHER_SECONDS, self._tell_taken)
+            asyncio.get_running_loop().call_later(TOGETHER_SECONDS, self._tell_taken)
 
     def _tell_taken(self) -> None:
         self._will_tell = False
@@ -113,7 +113,7 @@ class Notices:
 
     async def _tell(self, instance: Teller, said: PhaseRequest) -> None:
         try:
-            async with asyncio.timeout(_SECONDS):
+            async with asyncio.timeout(NOTICE_SECONDS):
                 await instance.tell({"token_ids": [], "errand": msgspec.to_builtins(said)})
         except (DisaggError, TimeoutError) as error:
             if isinstance(error, InvalidRequestError):
@@ -184,7 +184,7 @@ class Recalls:
             if attempt in self._recalled:
                 take_back()
                 continue
-            seconds = _SECONDS if asked.sender is None else self._lease_seconds
+            seconds = NOTICE_SECONDS if asked.sender is None else self._lease_seconds
             self._answered[attempt] = _Answered(asked.sender, self._clock() + seconds, take_back)
             if asked.sender is not None and asked.sender not in self._seen:
                 self._seen.update({asked.sender}.intersection(self._senders()))
@@ -224,7 +224,7 @@ class Recalls:
         if self._is_looking or not self._answered:
             return
         self._is_looking = True
-        asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+        asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
         self._is_looking = False
@@ -232,7 +232,7 @@ class Recalls:
         self._look_later()
 
     def _forget_recall(self, attempt: str) -> None:
-        asyncio.get_running_loop().call_later(_SECONDS, self._recalled.discard, attempt)
+        asyncio.get_running_loop().call_later(NOTICE_SECONDS, self._recalled.discard, attempt)
 
 
 def recallable(prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtocol = DYNAMO) -> Generate:

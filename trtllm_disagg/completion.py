@@ -8,6 +8,7 @@ from importlib import import_module
 
 from trtllm_disagg.bench import BenchmarkParser
 from trtllm_disagg.cli import COMMANDS, Parser
+from trtllm_disagg.config.args import actions_of
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 
@@ -45,7 +46,7 @@ def whole_parser() -> Parser:
 def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """It, and those of its commands."""
     yield parser
-    for action in parser._actions:
+    for action in actions_of(parser):
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():
                 yield from parsers_of(each)

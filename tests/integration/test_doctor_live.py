@@ -9,8 +9,8 @@ from importlib import metadata
 
 import pytest
 
+import trtllm_disagg
 from tests.support.deployments import DISAGGREGATED, MODEL_NAME, Fleet
-from trtllm_disagg import __version__
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
@@ -32,7 +32,9 @@ def test_a_deployment_that_serves_has_no_errors_and_nothing_unknown(strategy: st
     assert value["KV events"].startswith("the router found ")
     assert value["pair"] == "1 of 1 fit"
     dynamo = metadata.version("ai-dynamo")
-    assert value["versions"] == f"trtllm-disagg {__version__}, ai-dynamo {dynamo}, engine embedded"
+    assert (
+        value["versions"] == f"trtllm-disagg {trtllm_disagg.__version__}, ai-dynamo {dynamo}, engine embedded"
+    )
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)

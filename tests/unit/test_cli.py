@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg import __version__
+import trtllm_disagg
 from trtllm_disagg.bench import BENCHMARKS
 from trtllm_disagg.cli import COMMANDS, Command, main, parser_of
 from trtllm_disagg.errors import ConfigError
@@ -77,7 +77,7 @@ def test_every_command_shows_its_flags_and_an_example_that_it_takes(
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("--version") == 0
-    assert capsys.readouterr().out == f"{__version__}\n"
+    assert capsys.readouterr().out == f"{trtllm_disagg.__version__}\n"
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])

@@ -11,6 +11,7 @@ import pytest
 
 from trtllm_disagg.cli import COMMANDS, main
 from trtllm_disagg.completion import SHELLS, parsers_of, whole_parser
+from trtllm_disagg.config.args import actions_of
 from trtllm_disagg.exit_codes import ExitCode
 
 #: Each takes longer to load than all that `--help` needs.
@@ -53,7 +54,7 @@ def test_every_command_and_every_flag_is_described(parser: argparse.ArgumentPars
     assert parser.description
     assert parser.epilog is not None
     assert re.fullmatch(r"example:\n  trtllm-disagg .+", parser.epilog)
-    for action in parser._actions:
+    for action in actions_of(parser):
         told = re.sub(r"\(default: .*", "", action.help or "").strip()
         assert told, f"{action.option_strings or action.dest}: only a default, or nothing"
     assert not VAGUE.findall(parser.format_help())

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages  # type: ignore[import-untyped]
 
+import trtllm_disagg
 from tools.release import build
-from trtllm_disagg import __version__
 from trtllm_disagg.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -91,8 +91,8 @@ def test_the_link_is_a_link_into_this_tree() -> None:
 
 def test_the_version_of_what_is_built_is_that_of_the_code(built: Built) -> None:
     assert "version" not in PYPROJECT["project"]
-    assert built.wheel.name.split("-")[1] == __version__
-    assert built.sdist.name == f"{PACKAGE}-{__version__}.tar.gz"
+    assert built.wheel.name.split("-")[1] == trtllm_disagg.__version__
+    assert built.sdist.name == f"{PACKAGE}-{trtllm_disagg.__version__}.tar.gz"
 
 
 def test_two_builds_in_different_places_at_different_times_are_the_same_bytes(
@@ -110,7 +110,7 @@ def test_two_builds_in_different_places_at_different_times_are_the_same_bytes(
 
 
 def test_the_wheel_has_the_engine_files_and_the_launch_scripts(built: Built) -> None:
-    share = f"{PACKAGE}-{__version__}.data/data/share/trtllm-disagg/"
+    share = f"{PACKAGE}-{trtllm_disagg.__version__}.data/data/share/trtllm-disagg/"
     there = {name.removeprefix(share) for name in built.wheel_files if name.startswith(share)}
     folders = (ROOT / "engine_configs", ROOT / "launch")
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".yaml", ".sh")]
@@ -143,7 +143,10 @@ def test_the_wheel_is_typed_and_licensed_and_has_nothing_else(built: Built) -> N
     others = {name for name in built.wheel_files if not name.endswith(".py")}
     assert f"{PACKAGE}/py.typed" in others
     tops = {name.partition("/")[0] for name in built.wheel_files}
-    assert tops == {PACKAGE, *(f"{PACKAGE}-{__version__}.{kind}" for kind in ("data", "dist-info"))}
+    assert tops == {
+        PACKAGE,
+        *(f"{PACKAGE}-{trtllm_disagg.__version__}.{kind}" for kind in ("data", "dist-info")),
+    }
     assert any(name.endswith("licenses/LICENSE") for name in others)
     assert not any("test_" in name or name.startswith("tests/") for name in built.wheel_files)
 
@@ -163,7 +166,7 @@ def test_the_source_distribution_can_be_built_again(built: Built) -> None:
 
 def test_the_command_needs_no_dependency_to_say_what_it_is(installed: Path) -> None:
     version = run([installed / "trtllm-disagg", "--version"])
-    assert (version.returncode, version.stdout, version.stderr) == (0, f"{__version__}\n", "")
+    assert (version.returncode, version.stdout, version.stderr) == (0, f"{trtllm_disagg.__version__}\n", "")
     usage = run([installed / "trtllm-disagg", "--help"])
     assert (usage.returncode, usage.stderr) == (0, "")
     assert all(command in usage.stdout for command in COMMANDS)

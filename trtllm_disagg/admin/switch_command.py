@@ -238,13 +238,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="without any frontend to ask: how long they get to learn of it (default: %(default)g)",
     )
-    add(
-        "--timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="for each step (default: %(default)g)",
-    )
+    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each step (default: %(default)g)")
     client.add_json(parser)
 
 

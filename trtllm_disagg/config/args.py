@@ -150,12 +150,17 @@ def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, s
     return WorkerConfig(**values, thresholds=thresholds, explicit=explicit, router_flags=router_flags)
 
 
+def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """One a flag; argparse has no public name for them."""
+    return parser._actions
+
+
 def refuse_unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
     """Raise ConfigError for the first argument that the parser does not know, with the closest flag."""
     if not unknown:
         return
     name = unknown[0].split("=", 1)[0]
-    known = [option for action in parser._actions for option in action.option_strings]
+    known = [option for action in actions_of(parser) for option in action.option_strings]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]}?" if close else "; --help lists the flags"
     kind = "flag" if name.startswith("-") else "argument"

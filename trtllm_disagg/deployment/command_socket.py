@@ -20,23 +20,10 @@ from typing import Any, cast
 
 import msgspec
 
-from trtllm_disagg.commands import (
-    Describe,
-    Set,
-    Switch,
-    UpCommand,
-    decode_up_command,
-)
+from trtllm_disagg.commands import Describe, Set, Switch, UpCommand, decode_up_command
 from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import (
-    ProcessSpec,
-    Role,
-    devices_of,
-    queue_flags,
-    shared_env,
-    worker_spec,
-)
+from trtllm_disagg.deployment.plan import ProcessSpec, Role, devices_of, queue_flags, shared_env, worker_spec
 from trtllm_disagg.deployment.ports import free_system_ports
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError

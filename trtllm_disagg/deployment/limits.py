@@ -16,10 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from trtllm_disagg.deployment.plan import (
-    DeploymentConfig,
-    worker_total,
-)
+from trtllm_disagg.deployment.plan import DeploymentConfig, worker_total
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.dev_shm import DIRECTORY, UCX_FREE, UCX_KEPT, free_bytes, how_to_get, in_mib
 from trtllm_disagg.strategies import spec_of

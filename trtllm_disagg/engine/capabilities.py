@@ -146,9 +146,7 @@ CAN_BE_MET = Capability(
     "--schedule-style generation_first is refused at the start",
 )
 TAKES_RANKS = Capability(
-    "take a rank of attention DP",
-    _takes("scheduling_params"),
-    "enable_attention_dp is refused at the start",
+    "take a rank of attention DP", _takes("scheduling_params"), "enable_attention_dp is refused at the start"
 )
 
 CAPABILITIES = (

@@ -23,13 +23,7 @@ from trtllm_disagg.engine.capabilities import (
     HandoffsHeld,
 )
 from trtllm_disagg.engine.llm_api import LlmApi, translate
-from trtllm_disagg.engine.rank_placement import (
-    Affinity,
-    OneRank,
-    Placement,
-    RankOfConversation,
-    RankOfRouter,
-)
+from trtllm_disagg.engine.rank_placement import Affinity, Placement, RankOfConversation, RankOfRouter
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -425,7 +419,9 @@ def _placement(api: LlmApi, num_ranks: int, affinity: Affinity, args: Any) -> Pl
     given = getattr(args, "attention_dp_config", None)
     said = given.get(_AFFINITY) if isinstance(given, dict) else getattr(given, _AFFINITY, None)
     scheduling = api.scheduling_params
-    of_router = RankOfRouter(num_ranks, scheduling) if num_ranks > 1 and scheduling is not None else OneRank()
+    of_router = (
+        RankOfRouter(num_ranks, scheduling) if num_ranks > 1 and scheduling is not None else Placement()
+    )
     if not affinity.is_on and said is not True:
         return of_router
     if api.conversation_params is None:
@@ -433,7 +429,7 @@ def _placement(api: LlmApi, num_ranks: int, affinity: Affinity, args: Any) -> Pl
         raise ConfigError.bad_value(
             key, True, f"false with this version of {api.name}, which has no ConversationParams"
         )
-    first_turn = of_router if affinity.by_router else OneRank()
+    first_turn = of_router if affinity.by_router else Placement()
     return RankOfConversation(api.conversation_params, first_turn)
 
 

@@ -73,7 +73,7 @@ class EngineHealth:
         times: HealthTimes = TIMES,
         end_process: Callable[[str], None] = end_process,
     ) -> None:
-        """`on_death` hears the reason, once, in the event loop that `start` was called in."""
+        """`on_death` hears the reason, once, in the event loop of `start`."""
         self._engine = engine
         self._on_death = on_death
         self._times = times
@@ -83,8 +83,9 @@ class EngineHealth:
         self._asked_at: float | None = None
         self._ailment: str | None = None
 
-    def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """`loop`: that hears of a death; by default the one that runs here."""
+        self._loop = loop or asyncio.get_running_loop()
         for work, name in ((self._ask, "engine-health"), (self._watch, "engine-watch")):
             threading.Thread(target=work, name=name, daemon=True).start()
 

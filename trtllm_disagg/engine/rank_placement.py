@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.types import GenerateRequest
@@ -20,21 +20,16 @@ class Affinity:
     by_router: bool = False
 
 
-class Placement(Protocol):
+class Placement:
+    """As it is, there is one rank and nothing to choose, or the engine chooses."""
+
     def keywords(self, request: GenerateRequest) -> Keywords:
         """For `generate_async`. Raises InvalidRequestError for a rank that there is not."""
-        ...
-
-
-class OneRank:
-    """There is nothing to choose, or the engine does."""
-
-    def keywords(self, request: GenerateRequest) -> Keywords:
         return {}
 
 
 @dataclass(frozen=True, slots=True)
-class RankOfRouter:
+class RankOfRouter(Placement):
     """The rank whose cache the router has chosen, and no other one."""
 
     num_ranks: int
@@ -53,7 +48,7 @@ class RankOfRouter:
 
 
 @dataclass(frozen=True, slots=True)
-class RankOfConversation:
+class RankOfConversation(Placement):
     """The engine knows on which rank the conversation was; `first_turn` places those that it does not know."""
 
     conversation_params: Callable[..., Any]

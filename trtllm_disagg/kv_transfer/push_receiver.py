@@ -119,12 +119,7 @@ class PushReceiver:
         return b"held" if question.ticket in self._waiting else b"gone"
 
     def _leave(
-        self,
-        ticket: bytes,
-        *,
-        notice: Notice | None = None,
-        error: DisaggError | None = None,
-        stopped: bool,
+        self, ticket: bytes, *, notice: Notice | None = None, error: DisaggError | None = None, stopped: bool
     ) -> bytes:
         with self._lock:
             expected = self._waiting.pop(ticket, None)

@@ -129,9 +129,7 @@ def _identity(key: bytes) -> tuple[bytes, bytes]:
     )
     return (
         private.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         ),
         certificate.public_bytes(serialization.Encoding.DER),
     )

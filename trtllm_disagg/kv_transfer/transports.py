@@ -52,12 +52,7 @@ _SPECS = (
         (OneHost,),
         "one host without NIXL, or where processes may not read each other's memory",
     ),
-    TransportSpec(
-        "TLS",
-        "trtllm_disagg.kv_transfer.tls:TlsTransport",
-        (Network,),
-        "hosts without RDMA",
-    ),
+    TransportSpec("TLS", "trtllm_disagg.kv_transfer.tls:TlsTransport", (Network,), "hosts without RDMA"),
 )
 TRANSPORTS = {spec.name: spec for spec in _SPECS}
 

@@ -6,55 +6,10 @@ cache, events, statistics, leases. Importing this imports neither torch nor the 
 
 from typing import TYPE_CHECKING, Any
 
-from trtllm_disagg.embedded import (
-    DEFAULT_REQUEST_PRIORITY,
-    CacheTransceiverConfig,
-    CapacitySchedulerPolicy,
-    CompletionOutput,
-    ContextChunkingPolicy,
-    CudaGraphConfig,
-    DisaggregatedParams,
-    DisaggScheduleStyle,
-    DynamicBatchConfig,
-    GenerationResult,
-    GuidedDecodingParams,
-    KvCacheConfig,
-    LoadFormat,
-    Logprob,
-    RequestError,
-    RequestOutput,
-    SamplingParams,
-    SchedulerConfig,
-    SchedulingParams,
-    get_global_disagg_request_id,
-)
 from trtllm_disagg.modelled.config import ModelledArgs as LlmArgs
 from trtllm_disagg.modelled.llm import LLM
 
-__all__ = [
-    "DEFAULT_REQUEST_PRIORITY",
-    "LLM",
-    "CacheTransceiverConfig",
-    "CapacitySchedulerPolicy",
-    "CompletionOutput",
-    "ContextChunkingPolicy",
-    "CudaGraphConfig",
-    "DisaggScheduleStyle",
-    "DisaggregatedParams",
-    "DynamicBatchConfig",
-    "GenerationResult",
-    "GuidedDecodingParams",
-    "KvCacheConfig",
-    "LlmArgs",
-    "LoadFormat",
-    "Logprob",
-    "RequestError",
-    "RequestOutput",
-    "SamplingParams",
-    "SchedulerConfig",
-    "SchedulingParams",
-    "get_global_disagg_request_id",
-]
+__all__ = ["LLM", "LlmArgs"]
 
 if not TYPE_CHECKING:  # a type checker would take every name for defined
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trtllm_disagg.embedded.params.request_params import get_global_disagg_request_id
+from trtllm_disagg.engine.trtllm_version import TrtllmVersion
 
 
 class RequestError(RuntimeError):
@@ -195,19 +195,10 @@ class KvStore(KvHolder):
 # -- versions
 
 
-def version_key(version: str) -> tuple[float, ...]:
-    """`1.3.0rc22` is before `1.3.0`, and `1.3.0rc5.post1` is after `1.3.0rc5`."""
-    found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?(?:\.post(\d+))?", version)
-    if found is None:
-        raise ValueError(f"{version!r} is no version of TensorRT-LLM; expected e.g. 1.3.0rc29 or 1.2.1")
-    major, minor, patch, candidate, post = found.groups()
-    return int(major), int(minor), int(patch), float(candidate or "inf"), int(post or 0)
-
-
 #: llmapi/disagg_utils.py: the first release that may have the function (`llm_api/1.2.0rc.json` has none), and the first
 #: that splits its argument in two.
-FIRST_WITH_GLOBAL_IDS = "1.3.0rc1"
-FIRST_WITH_PROCESS_ID = "1.3.0rc22"
+FIRST_WITH_GLOBAL_IDS = TrtllmVersion.parse("1.3.0rc1")
+FIRST_WITH_PROCESS_ID = TrtllmVersion.parse("1.3.0rc22")
 
 
 def _id_of_machine(machine_id: int) -> int:
@@ -219,8 +210,8 @@ def _id_of_machine(machine_id: int) -> int:
 
 def global_id_function(version: str) -> Callable[..., int] | None:
     """What llmapi/disagg_utils.py offers as `get_global_disagg_request_id`; None where it has no such name."""
-    if version_key(version) < version_key(FIRST_WITH_GLOBAL_IDS):
+    if TrtllmVersion.parse(version) < FIRST_WITH_GLOBAL_IDS:
         return None
-    if version_key(version) < version_key(FIRST_WITH_PROCESS_ID):
+    if TrtllmVersion.parse(version) < FIRST_WITH_PROCESS_ID:
         return _id_of_machine
     return get_global_disagg_request_id

@@ -190,10 +190,7 @@ PROPERTIES = (
     _equal("dtype", "dtype"),
     _equal("transceiver", "cache_transceiver_config.backend"),
     Property(
-        "transceiver_runtime",
-        "cache_transceiver_config.transceiver_runtime",
-        _runtimes_fit,
-        is_in_kind=False,
+        "transceiver_runtime", "cache_transceiver_config.transceiver_runtime", _runtimes_fit, is_in_kind=False
     ),
     _equal("speculative", "speculative_config"),
     Property("max_seq_len", "max_seq_len", _lengths_fit, is_in_kind=False),
@@ -207,9 +204,7 @@ BY_KEY = {each.key: each for each in PROPERTIES}
 
 
 def describe_worker(
-    config: WorkerConfig,
-    fingerprint: Fingerprint,
-    identity: ModelIdentity,
+    config: WorkerConfig, fingerprint: Fingerprint, identity: ModelIdentity
 ) -> dict[str, Any]:
     """What other workers have to know of this one; JSON."""
     return (
@@ -239,11 +234,7 @@ def with_engine(
     me: dict[str, Any], block_size: int, ctx_info_endpoint: str | None, ctx_dp_rank: int | None = None
 ) -> dict[str, Any]:
     """The description `me`, with what only the running engine knows: tokens per block, and where it is met."""
-    return me | {
-        "block_size": block_size,
-        "ctx_info_endpoint": ctx_info_endpoint,
-        "ctx_dp_rank": ctx_dp_rank,
-    }
+    return me | {"block_size": block_size, "ctx_info_endpoint": ctx_info_endpoint, "ctx_dp_rank": ctx_dp_rank}
 
 
 def kind_of(me: Description) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.worker_args import parse_worker_args
+from trtllm_disagg.config.args import actions_of
 from trtllm_disagg.config.dynamo_flags import (
     DIFFERENCES,
     NOT_SERVED,
@@ -82,7 +83,7 @@ def upstream() -> Iterator[dict[str, Upstream]]:
         groups[0].DynamoRuntimeArgGroup().add_arguments(parser)
         backend.DynamoTrtllmArgGroup().add_arguments(parser)
         groups[1].add_worker_router_arguments(parser)
-        yield {flag.name: flag for flag in (_of(action, variables) for action in parser._actions)}
+        yield {flag.name: flag for flag in (_of(action, variables) for action in actions_of(parser))}
     finally:
         patch.undo()
         for name in [name for name in sys.modules if name.startswith("dynamo.trtllm")]:

@@ -460,13 +460,13 @@ async def test_a_loop_that_the_dead_engine_holds_up_ends_with_its_process(tensor
     engine = opened()
     ended, held_up = threading.Event(), threading.Event()
     health = EngineHealth(engine, lambda reason: None, TIMES, lambda reason: ended.set())
-    # A loop of its own, so that this test's goes on.
-    health._loop = SimpleNamespace(call_soon_threadsafe=lambda *_: held_up.set())  # type: ignore[assignment]
+    # Another loop than this test's, which goes on.
+    stuck: Any = SimpleNamespace(call_soon_threadsafe=lambda *_: held_up.set())
+    health.start(stuck)
     engine.llm.die()
-    health._ailment = "gone"
-    await asyncio.to_thread(health._watch)
+    assert await asyncio.to_thread(ended.wait, 10)
     assert held_up.is_set()
-    assert ended.is_set()
+    health.stop()
 
 
 @pytest.mark.parametrize(

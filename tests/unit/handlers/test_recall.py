@@ -11,6 +11,7 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.day_one import INSTANCES, Both, kinds
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from tests.support.recording_pair import leftover_tasks
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
@@ -56,7 +57,7 @@ class Lossy:
         self.both = Both("decode_first", settings)
         self.generate = self.both.handlers[Role.DECODE]
         self._way = self.both.clients[Role.PREFILL]
-        self._send = self._way.call
+        self.send = self._way.call
         self._left = num_lost
         self._way.call = self._call  # type: ignore[method-assign]
 
@@ -67,7 +68,7 @@ class Lossy:
     async def prefill(self, attempt: str, sender: int | None = INSTANCES[Role.DECODE]) -> Raw:
         """As a decode worker asks for it; what comes of the answer is the test's."""
         asked = {"stage": "prefill", "attempts": [attempt]} | ({} if sender is None else {"sender": sender})
-        (answer,) = [each async for each in self._send(raw_request(errand=asked), FakeContext("one id"))]
+        (answer,) = [each async for each in self.send(raw_request(errand=asked), FakeContext("one id"))]
         return answer
 
     async def tell(self, stage: str, *attempts: str) -> None:
@@ -82,11 +83,11 @@ class Lossy:
     async def _call(self, request: Raw, context: Any) -> AsyncGenerator[Raw, None]:
         if self._left and request["errand"]["stage"] == "prefill":
             self._left -= 1
-            (answer,) = [answer async for answer in self._send(request, FakeContext("one id"))]
+            (answer,) = [answer async for answer in self.send(request, FakeContext("one id"))]
             assert "disaggregated_params" in answer
             await self._lost()
             return
-        async for answer in self._send(request, context):
+        async for answer in self.send(request, context):
             yield answer
 
 
@@ -100,14 +101,14 @@ async def test_a_prefill_whose_answer_is_lost_as_the_client_leaves_leaves_no_con
 
     lossy = Lossy(lost=stopped)
     if overtakes:
-        send = lossy._send
+        send = lossy.send
 
         async def recalled_first(request: Raw, context: Any) -> AsyncGenerator[Raw, None]:
             await lossy.tell("recall", *request["errand"]["attempts"])
             async for answer in send(request, context):
                 yield answer
 
-        lossy._send = recalled_first
+        lossy.send = recalled_first
     with pytest.raises(RequestCancelledError):
         await collect(lossy.generate, request(), context)
     await lossy.quiet()
@@ -155,7 +156,7 @@ async def test_a_recall_is_of_one_attempt_and_not_of_its_request() -> None:
 
 
 async def test_a_prefill_is_recalled_however_long_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "_SECONDS", 0.0)
+    monkeypatch.setattr(recall, "NOTICE_SECONDS", 0.0)
     lossy, gate = Lossy(), asyncio.Semaphore(0)
     lossy.both.engines[Role.PREFILL].llm.scripts.append(Script(gate=gate))
     prefill = asyncio.create_task(lossy.prefill("late"))
@@ -171,7 +172,7 @@ async def test_a_prefill_is_recalled_however_long_it_runs_on(monkeypatch: pytest
 async def test_what_a_dead_decode_worker_has_not_taken_is_fetched_by_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recall, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(recall, "LOOK_SECONDS", 0.01)
     lossy = Lossy()
     way = lossy.both.clients[Role.DECODE]
     for number in range(5):
@@ -209,7 +210,7 @@ async def test_what_was_taken_is_said_again_when_the_prefill_that_said_it_is_los
 async def test_a_decode_worker_says_what_it_has_taken_and_once_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recall, "_TOGETHER_SECONDS", 0.05)
+    monkeypatch.setattr(recall, "TOGETHER_SECONDS", 0.05)
     lossy = Lossy(num_lost=0)
     way = lossy.both.clients[Role.PREFILL]
     answers = await asyncio.gather(*(collect(lossy.generate, request()) for _ in range(4)))
@@ -321,7 +322,9 @@ async def test_an_instance_that_hears_notices_still_counts_as_silent() -> None:
     assert breaker.num_open() == 1
 
 
-async def test_an_older_worker_is_told_once() -> None:
+async def test_an_older_worker_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "TOGETHER_SECONDS", 0.0)
+
     class Older(RecordingStageClient):
         async def tell(self, notice: Raw) -> None:
             self.notices.append(notice)
@@ -330,8 +333,7 @@ async def test_an_older_worker_is_told_once() -> None:
     older, notices = Older(), Notices(sender=2)
     for _ in range(3):
         notices.taken(older, notices.prefill(older))
-        notices._tell_taken()
-        await until(lambda: not num_in_background())
+        await leftover_tasks()
     assert len(older.notices) == 1
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+import trtllm_disagg
 from tests.conftest import Checkpoints
-from trtllm_disagg import __version__
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.errors import ConfigError
@@ -70,7 +70,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "weights": "ab",
         "ctx_info_endpoint": None,
         "ctx_dp_rank": None,
-        "versions": {"trtllm_disagg": __version__, "ai_dynamo": metadata.version("ai-dynamo")},
+        "versions": {"trtllm_disagg": trtllm_disagg.__version__, "ai_dynamo": metadata.version("ai-dynamo")},
     }
 
 

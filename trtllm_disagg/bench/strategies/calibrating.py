@@ -14,9 +14,9 @@ from trtllm_disagg.bench.strategies.workloads import Ask, Shape, Traffic
 from trtllm_disagg.strategies import spec_of
 
 #: Of each workload; the first ones only warm up.
-_WARM_UP, _REQUESTS = 2, 6
+WARM_UP, REQUESTS = 2, 6
 #: Of an answer: a handoff is in it, and steps end when they would, however late the one before was.
-_TOKENS = 24
+TOKENS = 24
 
 
 def arm_to_ask(plan: Plan) -> Arm:
@@ -33,9 +33,9 @@ async def calibrate(
     decode = workers["agg" if arm.agg_workers else "decode"]
     found = {}
     for name, traffic in traffics.items():
-        asks = traffic.asks(1.0, _WARM_UP + _REQUESTS, "calibration", vocabulary)
+        asks = traffic.asks(1.0, WARM_UP + REQUESTS, "calibration", vocabulary)
         beyond = [await _beyond(target, ask, prefill, decode, arm) for ask in asks]
-        firsts, rests = zip(*beyond[_WARM_UP:], strict=True)
+        firsts, rests = zip(*beyond[WARM_UP:], strict=True)
         found[name] = Software(max(0.0, mean(firsts)) * 1000, max(0.0, mean(rests)) * 1000)
     return found
 
@@ -45,11 +45,11 @@ async def _beyond(target: Target, ask: Ask, prefill: Worker, decode: Worker, arm
     place = urlsplit(target.url)
     connection = await Connection.open(place.hostname or "127.0.0.1", place.port or 80)
     try:
-        answer = await connection.ask(completion_request(target.model, ask.prompt, _TOKENS))
+        answer = await connection.ask(completion_request(target.model, ask.prompt, TOKENS))
     finally:
         connection.close()
     answer.events()
-    whole, alone = Shape(len(ask.prompt), _TOKENS), Shape(len(ask.prompt), 1)
+    whole, alone = Shape(len(ask.prompt), TOKENS), Shape(len(ask.prompt), 1)
     first = prefill.prefill_seconds(whole)
     rest = decode.isolated_seconds(whole) - decode.isolated_seconds(alone)
     moving = 0.0 if arm.agg_workers else prefill.sending_seconds(whole)

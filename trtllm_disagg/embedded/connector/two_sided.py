@@ -11,12 +11,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from trtllm_disagg.embedded.connector.connector import (
-    BlocksInTransfer,
-    BlocksReleased,
-    KvConnector,
-    KvEvent,
-)
+from trtllm_disagg.embedded.connector.connector import BlocksInTransfer, BlocksReleased, KvConnector, KvEvent
 from trtllm_disagg.embedded.connector.sides import IncomingReads, IncomingWrites, OutgoingWrites
 from trtllm_disagg.embedded.ipc.messages import AddRequest, MadeHandoff, TokenOutput
 from trtllm_disagg.embedded.model.sizing import PoolShape
@@ -251,10 +246,7 @@ def create_connector(
         return KvConnector(), new_memory(pool.shape, pool.dtype, pool.device)
     scope = scope_of(args)
     chosen = transport or create_transport(
-        config.backend,
-        scope,
-        needs_cma=is_needed(scope, pool.device.type),
-        on_gpu=pool.device.type == "cuda",
+        config.backend, scope, needs_cma=is_needed(scope, pool.device.type), on_gpu=pool.device.type == "cuda"
     )
     team = TeamTransport(chosen, peers)
     kv = team.allocate(pool.shape, pool.dtype, pool.device)

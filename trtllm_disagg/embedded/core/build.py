@@ -20,12 +20,7 @@ from trtllm_disagg.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.embedded.model.model_loader import load_model
 from trtllm_disagg.embedded.model.rows import TILE, Sampled
 from trtllm_disagg.embedded.model.sampler import sample
-from trtllm_disagg.embedded.model.sizing import (
-    choose_device,
-    kv_layout,
-    new_pool,
-    num_kv_blocks,
-)
+from trtllm_disagg.embedded.model.sizing import choose_device, kv_layout, new_pool, num_kv_blocks
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.model_shape import ModelShape, max_seq_len, read_shape
 from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler

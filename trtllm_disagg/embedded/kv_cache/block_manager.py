@@ -90,12 +90,7 @@ def block_key(parent: bytes, tokens: Seq[int], salt: bytes = b"") -> bytes:
 
 class BlockManager:
     def __init__(
-        self,
-        num_blocks: int,
-        tokens_per_block: int,
-        *,
-        enable_reuse: bool,
-        events: KvEventLog,
+        self, num_blocks: int, tokens_per_block: int, *, enable_reuse: bool, events: KvEventLog
     ) -> None:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import bisect
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
 
 from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager, KvEventLog
 from trtllm_disagg.embedded.kv_cache.memory import KvMemory, SwapSpace, create_partial_reuse
@@ -30,15 +28,11 @@ from trtllm_disagg.errors import ConfigError
 _DEFAULT_SWAP = 1 / 4
 
 
-class Chunking(Protocol):
-    def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
-        """Tokens of this step for each of `prompts`, in order; together at most `budget`."""
-
-
-class _OneByOne(ABC):
+class Chunking:
     """Each prompt takes of the budget what the earlier ones left over, up to the first that gets nothing."""
 
     def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
+        """Tokens of this step for each of `prompts`, in order; together at most `budget`."""
         shares = [0] * len(prompts)
         for i, sequence in enumerate(prompts):
             shares[i] = self._cut(sequence, budget)
@@ -47,12 +41,12 @@ class _OneByOne(ABC):
             budget -= shares[i]
         return shares
 
-    @abstractmethod
     def _cut(self, sequence: Sequence, budget: int) -> int:
         """Tokens of this prompt for this step, at most `budget`."""
+        raise NotImplementedError
 
 
-class FirstComeFirstServed(_OneByOne):
+class FirstComeFirstServed(Chunking):
     """The first prompt takes all that it can use, then the next one."""
 
     def __init__(self, alignment: int) -> None:
@@ -79,7 +73,7 @@ class WholePrompts(FirstComeFirstServed):
         return 0 if must_wait else super()._cut(sequence, budget)
 
 
-class ForceChunk(_OneByOne):
+class ForceChunk(Chunking):
     """One unit for each prompt, even where more would fit: the shortest steps, so the steadiest decoding."""
 
     def __init__(self, unit: int) -> None:
@@ -90,14 +84,11 @@ class ForceChunk(_OneByOne):
         return tokens if tokens <= budget else 0
 
 
-class EqualProgress:
+class EqualProgress(ForceChunk):
     """One unit for each prompt in turn, until the budget is used: short prompts are not stuck behind long ones."""
 
-    def __init__(self, unit: int) -> None:
-        self._unit = unit
-
     def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
-        shares = ForceChunk(self._unit).share(prompts, budget)
+        shares = super().share(prompts, budget)
         budget -= sum(shares)
         growing = [i for i, share in enumerate(shares) if share]
         while growing:
@@ -308,19 +299,12 @@ class Scheduler:
 
 def create_blocks(config: KvCacheConfig, num_blocks: int, events: KvEventLog) -> BlockManager:
     return BlockManager(
-        num_blocks,
-        config.tokens_per_block,
-        enable_reuse=config.enable_block_reuse,
-        events=events,
+        num_blocks, config.tokens_per_block, enable_reuse=config.enable_block_reuse, events=events
     )
 
 
 def create_scheduler(
-    args: LlmArgs,
-    blocks: BlockManager,
-    memory: KvMemory,
-    alignment: int,
-    clock: Clock = time.monotonic,
+    args: LlmArgs, blocks: BlockManager, memory: KvMemory, alignment: int, clock: Clock = time.monotonic
 ) -> Scheduler:
     """Every policy that the arguments of LLM(...) ask for is chosen here, once.
 

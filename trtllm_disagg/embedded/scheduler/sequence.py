@@ -145,11 +145,7 @@ class Sequence:
 
     @classmethod
     def from_request(
-        cls,
-        request: AddRequest,
-        index: int,
-        handle: KvHandle | None,
-        clock: Clock = time.monotonic,
+        cls, request: AddRequest, index: int, handle: KvHandle | None, clock: Clock = time.monotonic
     ) -> Sequence:
         seed = request.sampling.seed
         if seed is None:

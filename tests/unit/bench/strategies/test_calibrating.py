@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.bench.strategies.test_starting import MEASURED
 from trtllm_disagg.bench.strategies.arms import arms_at
-from trtllm_disagg.bench.strategies.calibrating import _REQUESTS, _TOKENS, _WARM_UP, arm_to_ask, calibrate
+from trtllm_disagg.bench.strategies.calibrating import REQUESTS, TOKENS, WARM_UP, arm_to_ask, calibrate
 from trtllm_disagg.bench.strategies.estimate import Worker
 from trtllm_disagg.bench.strategies.measuring import Elsewhere
 from trtllm_disagg.bench.strategies.records import Plan
@@ -34,7 +34,7 @@ async def server(worker: Worker) -> AsyncIterator[tuple[str, list[int]]]:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
         asked.append(len(json.loads(await reader.readexactly(length))["prompt"]))
-        shape = Shape(asked[-1], _TOKENS - 1)
+        shape = Shape(asked[-1], TOKENS - 1)
         first = worker.prefill_seconds(shape)
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -43,7 +43,7 @@ async def server(worker: Worker) -> AsyncIterator[tuple[str, list[int]]]:
         await asyncio.sleep(first + ADDED)
         writer.write(b"%x\r\n%s\r\n" % (len(event), event))
         await asyncio.sleep(worker.isolated_seconds(shape) - first + ADDED)
-        events = event * (_TOKENS - 1) + b"data: [DONE]\n\n"
+        events = event * (TOKENS - 1) + b"data: [DONE]\n\n"
         writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(events), events))
         await writer.drain()
         writer.close()
@@ -59,7 +59,7 @@ async def test_software_is_what_no_gpu_took(arm: str) -> None:
     workers = dict.fromkeys(("agg", "prefill", "decode"), worker)
     async with server(worker) as (url, asked):
         found = await calibrate(Elsewhere(url, "m"), ARMS[arm], workers, {"chat": BUILT_IN["chat"]}, 3072)
-    assert len(asked) == _WARM_UP + _REQUESTS
+    assert len(asked) == WARM_UP + REQUESTS
     # Up to what this machine takes itself, which is less than the GPU.
     assert 90 < found["chat"].first_token_ms < 300
     assert 90 < found["chat"].rest_ms < 300
