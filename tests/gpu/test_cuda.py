@@ -10,6 +10,7 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.gpu.conftest import MakeCore
+from tests.support.models import greedy_answer
 from trtllm_disagg.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.embedded.params.model_config import FAMILIES
 from trtllm_disagg.errors import ConfigError
@@ -24,20 +25,7 @@ def generated_by_transformers(directory: Path) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to("cuda")
-    answers = []
-    for prompt in PROMPTS:
-        tokens = torch.tensor([prompt], device="cuda")
-        with torch.inference_mode():
-            output = model.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        answers.append(output[0, len(prompt) :].tolist())
-    return answers
+    return [greedy_answer(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
 @pytest.fixture(params=FAMILIES)

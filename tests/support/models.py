@@ -84,3 +84,21 @@ def write_tokenizer(directory: Path) -> None:
         "chat_template": template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def greedy_answer(model: Any, prompt: list[int], count: int) -> list[int]:
+    """By transformers' own generate, wherever `model` is."""
+    import torch
+
+    tokens = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode():
+        output = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    answer: list[int] = output[0, len(prompt) :].tolist()
+    return answer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,13 +23,6 @@ from trtllm_disagg.testing.recording_result import EOS_TOKEN, scripted_token
 
 PROMPT = [11, 12, 13]
 NIXL = {"backend": "NIXL"}
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    LLM.forget_instances()
-    yield
-    LLM.forget_instances()
 
 
 def make(**kwargs: Any) -> LLM:

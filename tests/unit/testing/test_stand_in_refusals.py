@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ from trtllm_disagg.testing.recording import (
 )
 
 PROMPT = [11, 12, 13]
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    LLM.forget_instances()
-    yield
-    LLM.forget_instances()
 
 
 def make(**kwargs: Any) -> LLM:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
 import msgspec
 import pytest
 
-from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.support.guiding import (
     BYTES,
     PROMPT,
     guide_of,
     guided,
-    guiding_cores,
     regex,
     run,
     run_split,
@@ -47,18 +44,6 @@ OPTIONS: dict[str, tuple[GuidedDecodingParams, str]] = {
     "lark": (GuidedDecodingParams(grammar='start: word ("," word)~0..3\nword: /[xyz]{1,4}/'), r"[xyz,]+"),
     "gbnf": (GuidedDecodingParams(grammar='root ::= "yes" | "no" [!?]'), r"yes|no[!?]"),
 }
-
-
-@pytest.fixture(scope="module")
-def cores(checkpoints: Checkpoints) -> Iterator[tuple[Core, Core]]:
-    with guiding_cores(checkpoints()) as pair:
-        yield pair
-
-
-@pytest.fixture
-def core(cores: tuple[Core, Core]) -> Iterator[Core]:
-    yield cores[0]
-    cores[0].assert_idle()
 
 
 def assert_fits_schema(text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.support.guiding import (
     PROMPT,
     guide_of,
     guided,
-    guiding_cores,
     regex,
     run,
     run_split,
@@ -28,19 +26,6 @@ from trtllm_disagg.embedded.guided_decoding.grammars import GuideTokenizer, read
 from trtllm_disagg.embedded.guided_decoding.guides import Guides
 from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
-
-
-@pytest.fixture(scope="module")
-def cores(checkpoints: Checkpoints) -> Iterator[tuple[Core, Core]]:
-    with guiding_cores(checkpoints()) as pair:
-        yield pair
-
-
-@pytest.fixture
-def core(cores: tuple[Core, Core]) -> Iterator[Core]:
-    yield cores[0]
-    cores[0].assert_idle()
-
 
 # -- ends
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
+from tests.support.models import greedy_answer
 from trtllm_disagg.embedded.core import build as core_module
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
 from trtllm_disagg.embedded.model.forward import ForwardPlan
@@ -29,20 +30,7 @@ def generated_by_transformers(directory: Path) -> dict[int, list[int]]:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    answers = {}
-    for length in LENGTHS:
-        tokens = torch.tensor([prompt(length)])
-        with torch.inference_mode():
-            output = model.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        answers[length] = output[0, length:].tolist()
-    return answers
+    return {length: greedy_answer(model, prompt(length), NEW_TOKENS) for length in LENGTHS}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
