@@ -210,8 +210,7 @@ def _id_of_machine(machine_id: int) -> int:
 
 def global_id_function(version: str) -> Callable[..., int] | None:
     """What llmapi/disagg_utils.py offers as `get_global_disagg_request_id`; None where it has no such name."""
-    if TrtllmVersion.parse(version) < FIRST_WITH_GLOBAL_IDS:
+    wanted = TrtllmVersion.parse(version, "version")
+    if wanted < FIRST_WITH_GLOBAL_IDS:
         return None
-    if TrtllmVersion.parse(version) < FIRST_WITH_PROCESS_ID:
-        return _id_of_machine
-    return get_global_disagg_request_id
+    return _id_of_machine if wanted < FIRST_WITH_PROCESS_ID else get_global_disagg_request_id
