@@ -1,8 +1,8 @@
 """The runs that the page which-strategy is made of: model-GPU pairs and workloads, by `bench strategies --quick`.
 
-Each run is a command that can be given by hand and goes on where it was cut off. The first ones take the least time
-and tell the most: six to nine minutes each by their plans, later ones half an hour (chat) and hours (reasoning, whose
-answers have 4096 tokens).
+Each run is a command that can be given by hand and goes on where it was cut off. By its plan it takes ten minutes at
+most. Where answers are long, or first tokens fast, the modelled clock runs too fast for a conclusion on TTFT itself,
+and slow enough for one on answers in time (docs/decisions/0028-software-in-a-conclusion.md).
 """
 
 from __future__ import annotations
@@ -13,11 +13,21 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tools.which_strategy_trace import write_trace
+from trtllm_disagg.bench import strategies
+from trtllm_disagg.bench.strategies.aiperf import AIPerf
+from trtllm_disagg.bench.strategies.records import RunDirectory
+from trtllm_disagg.bench.strategies.starting import of_engines
+
+#: Tokens that reach the client at once, so that two cores carry the answers of a fast clock. No token is made later.
+_STREAM_INTERVAL = 16
 
 
 @dataclass(frozen=True)
@@ -33,35 +43,43 @@ class Pair:
 
     @property
     def override(self) -> str:
-        return json.dumps({**self.arguments, "modelled": {"model": self.model, "system": self.system}})
+        modelled = {"model": self.model, "system": self.system}
+        return json.dumps({**self.arguments, "stream_interval": _STREAM_INTERVAL, "modelled": modelled})
 
 
 @dataclass(frozen=True)
 class Run:
     pair: Pair
     workload: str
-    #: So that a first token takes 0.4 wall seconds also where prefill steps are half as long: twenty times what our own
-    #: software takes on two calm cores.
+    #: So that what our own software adds to a first token, 20 ms on two calm cores, is a small part of the SLO's limit.
+    #: For rag, whose prompts take longer, a small part of TTFT itself.
     time_scale: float
-    more: tuple[str, ...] = ()
+    requests: int = 14
 
     @property
     def name(self) -> str:
         return f"{self.pair.model}-{self.pair.system}-{self.workload}"
 
     def argv(self, options: argparse.Namespace) -> list[str]:
-        out = options.measure / self.name
+        return [sys.executable, "-m", "trtllm_disagg", "bench", "strategies", *self.flags(options)]
+
+    def flags(self, options: argparse.Namespace) -> list[str]:
+        trace = ("--trace", str(options.measure / _TRACE)) if self.workload == "trace" else ()
         return [
-            *(sys.executable, "-m", "trtllm_disagg", "bench", "strategies", "--quick"),
-            *("--model", str(options.model), "--out", str(out), "--workloads", self.workload),
-            *(
-                "--time-scale",
-                f"{self.time_scale:g}",
-                "--override-engine-args",
-                self.pair.override,
-                *self.more,
-            ),
+            *("--quick", "--model", str(options.model), "--out", str(options.measure / self.name)),
+            *("--workloads", self.workload, *trace, "--requests", str(self.requests)),
+            *("--time-scale", f"{self.time_scale:g}", "--override-engine-args", self.pair.override),
         ]
+
+    def minutes(self, options: argparse.Namespace) -> float:
+        """By its plan."""
+        parser = argparse.ArgumentParser()
+        strategies.add_arguments(parser)
+        args = parser.parse_args(self.flags(options))
+        strategies.settle(args)
+        with tempfile.TemporaryDirectory() as nowhere:
+            runner = of_engines(args, AIPerf(Path("aiperf")), RunDirectory(Path(nowhere)))
+        return runner.progress().left() / 60
 
 
 _8B = Pair("llama-3.1-8b", "h100_sxm", {}, "ttft=500,tpot=30")
@@ -74,28 +92,28 @@ _235B = Pair(
     {"tensor_parallel_size": 4, "moe_expert_parallel_size": 4},
     "ttft=1000,tpot=50",
 )
-#: Two bursts.
-_BURSTS = ("--requests", "32")
+#: Beside the runs; the same for all pairs.
+_TRACE = "trace.jsonl"
 
 RUNS = (
-    Run(_8B, "rag", 3),
+    Run(_8B, "rag", 2.75),
     Run(_120B, "rag", 3),
-    Run(_70B, "rag", 1.5),
+    Run(_70B, "rag", 1.25),
     Run(_235B, "rag", 2),
-    Run(_32B, "rag", 1.5),
-    # A request of a burst waits for those before it, so its first token takes longer than a lonely one's.
-    Run(_120B, "bursts", 3, _BURSTS),
-    Run(_70B, "bursts", 3, _BURSTS),
-    Run(_32B, "bursts", 3, _BURSTS),
-    Run(_235B, "bursts", 4, _BURSTS),
-    *(Run(pair, "agentic", 12) for pair in (_120B, _70B, _32B)),
-    Run(_235B, "agentic", 16),
-    Run(_8B, "bursts", 8, _BURSTS),
-    Run(_8B, "agentic", 32),
-    *(Run(pair, "chat", 32) for pair in (_120B, _70B, _235B, _32B)),
-    Run(_8B, "chat", 96),
-    *(Run(pair, "reasoning", 12) for pair in (_120B, _70B, _235B, _32B)),
-    Run(_8B, "reasoning", 32),
+    Run(_32B, "rag", 1.25),
+    # Two bursts.
+    *(Run(pair, "bursts", 2, requests=32) for pair in (_8B, _120B, _70B, _235B, _32B)),
+    *(Run(pair, "trace", 2, requests=24) for pair in (_8B, _120B, _70B, _235B, _32B)),
+    Run(_8B, "agentic", 2, requests=32),
+    *(Run(pair, "agentic", 2) for pair in (_120B, _70B, _235B, _32B)),
+    *(Run(pair, "chat", 2, requests=48) for pair in (_8B, _120B, _70B, _235B)),
+    Run(_32B, "chat", 1.5, requests=48),
+    Run(_8B, "reasoning", 0.25, requests=32),
+    Run(_120B, "reasoning", 0.375),
+    Run(_70B, "reasoning", 0.125, requests=32),
+    Run(_235B, "reasoning", 0.25),
+    # With more than half of them a decode worker's pool is full.
+    Run(_32B, "reasoning", 0.125, requests=40),
 )
 
 
@@ -110,12 +128,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--aiperf", type=Path, help="AIPerf's command")
     add("--minutes", type=float, default=50.0, help="no run begins that may end later (default: %(default)s)")
     add("--only", default="", metavar="TEXT", help="runs with it in their names: llama-3.1-8b, rag, ...")
-    add("--dry-run", action="store_true", help="say the commands, and run none")
+    add("--dry-run", action="store_true", help="say the commands and how long they should take, and run none")
 
 
 def measure(options: argparse.Namespace) -> None:
     """One after the other. A run that fails is said, and the next one begins."""
     begin, longest = time.monotonic(), 0.0
+    write_trace(options.measure / _TRACE)
     for run in _chosen(options):
         command = run.argv(options)
         begun = time.monotonic()
@@ -124,6 +143,7 @@ def measure(options: argparse.Namespace) -> None:
             return
         print(shlex.join(command), flush=True)
         if options.dry_run:
+            print(f"{run.name}: {run.minutes(options):.1f} min", flush=True)
             continue
         code = subprocess.run(command, check=False, env=_with_aiperf(options.aiperf)).returncode
         seconds = time.monotonic() - begun

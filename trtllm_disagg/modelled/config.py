@@ -61,8 +61,8 @@ class ModelledConfig(_Frozen):
     link_gb_per_second: PositiveFloat | None = None
     #: None: the tables'.
     link_latency_us: NonNegativeFloat | None = None
-    #: The modelled clock runs so many times slower than the wall's.
-    time_scale: float = Field(default=1.0, ge=1.0, le=1000.0)
+    #: The modelled clock runs so many times slower than the wall's; below 1 it is faster.
+    time_scale: float = Field(default=1.0, ge=0.1, le=1000.0)
     #: All step times of prefill, and of decode, are multiplied by it.
     prefill_factor: PositiveFloat = 1.0
     decode_factor: PositiveFloat = 1.0

@@ -16,7 +16,7 @@ from trtllm_disagg.modelled.config import ModelledArgs, ModelledConfig
     ("args", "says"),
     [
         ({"modelled": {"sytem": "h100_sxm"}}, r"modelled\.sytem: .* no such key.*system"),
-        ({"modelled": {"time_scale": 0.5}}, r"modelled\.time_scale: 0\.5 is not allowed; .*or equal to 1"),
+        ({"modelled": {"time_scale": 0.05}}, r"modelled\.time_scale: 0\.05 is not allowed; .*or equal to 0\.1"),
         ({"modelled": {"measured": {"step_ms": -1}}}, r"modelled\.measured\.step_ms: -1 is not allowed"),
         ({"pipeline_parallel_size": 2}, r"pipeline_parallel_size: 2 is not allowed; .*on the modelled engine"),
         ({"guided_decoding_backend": "llguidance"}, r"guided_decoding_backend: .*no model follows a grammar"),

@@ -117,11 +117,11 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> ExitCode:
     # The package is imported for `--help` too, which needs no engine.
+    from trtllm_disagg.bench.strategies.planning import slo_of
     from trtllm_disagg.bench.strategies.records import RunDirectory
     from trtllm_disagg.bench.strategies.report import require_packages, write_report
-    from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 
-    slo = Slo.parse(args.slo) if args.slo else DEFAULT_SLO
+    slo = slo_of(args)
     # An hour of measuring is not to end without them.
     require_packages()
     directory = RunDirectory(args.out)

@@ -47,7 +47,7 @@ def advise(sweep: Sweep, slo: Slo) -> Advice:
     if verdict.refusal:
         return Advice(sweep.name, f"not decided: {verdict.refusal}", "", _what_decides_it(verdict), verdict)
     arms = {arm.name: arm for arm in sweep.arms}
-    clean = sweep.without_doubtful_rates(verdict.measure.times)
+    clean = sweep.without_doubtful_rates(verdict.measure.software)
     if verdict.is_decided:
         headline = f"run {described(arms[verdict.best])} ({verdict.best})"
     else:

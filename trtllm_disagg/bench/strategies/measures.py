@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_disagg.bench.strategies.records import Parts, PointResult
+from trtllm_disagg.bench.strategies.records import Arm, Parts, PointResult
 from trtllm_disagg.bench.strategies.slo import Quantity, Slo
 
 PERCENTILES = (50, 90, 99)
@@ -36,7 +36,11 @@ class Measured:
     """A point's requests as columns. A request that failed, or has no such time, is NaN there."""
 
     result: PointResult
-    gpus: int
+    arm: Arm
+
+    @property
+    def gpus(self) -> int:
+        return self.arm.gpus
 
     @cached_property
     def is_answered(self) -> NDArray[np.bool_]:
@@ -54,6 +58,22 @@ class Measured:
             "tpot": [request.tpot_ms for request in requests],
             "latency": [request.latency_ms for request in requests],
         }
+        return self._columns(columns)
+
+    @cached_property
+    def modelled_times(self) -> dict[Quantity, Numbers]:
+        """As they would be if our own software took no time; where the workers did not tell, as they were measured."""
+        columns: dict[Quantity, list[float | None]] = {"ttft": [], "tpot": [], "latency": []}
+        for request in self.result.requests:
+            parts = request.parts or Parts()
+            first, gaps = parts.before_first_token(self.arm.waits_for_decode), request.output_tokens - 1
+            columns["ttft"].append(first if parts.total else None)
+            columns["tpot"].append((parts.modelled - first) / gaps if parts.total and gaps > 0 else None)
+            columns["latency"].append(parts.modelled if parts.total else None)
+        modelled = self._columns(columns)
+        return {name: np.where(np.isnan(times), self.times[name], times) for name, times in modelled.items()}
+
+    def _columns(self, columns: Mapping[Quantity, list[float | None]]) -> dict[Quantity, Numbers]:
         # NumPy reads None as NaN.
         return {
             name: np.where(self.is_answered, np.array(column, float), math.nan)
@@ -77,16 +97,24 @@ class Measured:
         return float(np.percentile(known, percent)) if known.size else math.nan
 
     def keeps(self, name: Quantity, limit: float) -> NDArray[np.bool_]:
-        """An answer of one token has no time between tokens, and keeps every limit of it."""
-        kept = self.times[name] <= limit
-        return kept | np.isnan(self.times["tpot"]) & self.is_answered if name == "tpot" else kept
+        return _keeps(self.times, name, limit, self.is_answered)
+
+    def _in_time(self, slo: Slo, times: Mapping[Quantity, Numbers]) -> NDArray[np.bool_]:
+        good = self.is_answered.copy()
+        for name, limit in slo.limits.items():
+            good &= _keeps(times, name, limit, self.is_answered)
+        return good
+
+    def goodput_lost_to_software(self, slo: Slo) -> float:
+        """Of the answers that would have been in time, the share that only our own software's time made late."""
+        able = self._in_time(slo, self.modelled_times)
+        lost = able & ~self._in_time(slo, self.times)
+        return int(lost.sum()) / max(1, int(able.sum()))
 
     def goodput(self, slo: Slo) -> Goodput:
         if not self.result.requests:
             return Goodput(0.0, 0.0, 0.0)
-        good = self.is_answered.copy()
-        for name, limit in slo.limits.items():
-            good &= self.keeps(name, limit)
+        good = self._in_time(slo, self.times)
         tokens = float(self.output_tokens[good].sum())
         return Goodput(
             share=float(good.mean()),
@@ -109,6 +137,14 @@ class Measured:
         """Milliseconds of an answer on average; empty where the workers did not tell."""
         told = [request.parts for request in self.result.answered if request.parts is not None]
         return {name: _mean(told, name) for name in PARTS} if told else {}
+
+
+def _keeps(
+    times: Mapping[Quantity, Numbers], name: Quantity, limit: float, is_answered: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """An answer of one token has no time between tokens, and keeps every limit of it."""
+    kept = times[name] <= limit
+    return kept | np.isnan(times["tpot"]) & is_answered if name == "tpot" else kept
 
 
 def _mean(parts: Iterable[Parts], name: str) -> float:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Protocol
 
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, Seen, Send, read_export
-from trtllm_disagg.bench.strategies.records import Point, PointResult, RequestRecord, Sensitivity
+from trtllm_disagg.bench.strategies.records import Arm, Point, PointResult, RequestRecord, Sensitivity
 from trtllm_disagg.bench.strategies.spent import Lateness, RequestLogs, lateness_of, software_share
 from trtllm_disagg.bench.strategies.switching import Switching, was_in_force
 from trtllm_disagg.bench.strategies.workloads import Ask
@@ -30,6 +30,10 @@ _LOOK_SECONDS, _FIRST_LOOK_SECONDS = 2.0, 0.2
 #: Saturated: of the requests that came in the second half, so many have ended by its end; and these took longer and
 #: longer: the last quarter so many times what the second one took.
 _ENDED_SHARE, _GROWTH = 0.9, 1.5
+
+
+#: Modelled, of a lonely request, by workload and step times.
+AnswerSeconds = Mapping[tuple[str, Sensitivity], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +54,16 @@ class Schedule:
     def of(
         cls,
         points: Sequence[tuple[Point, tuple[Ask, ...]]],
-        answer_seconds: Mapping[str, float],
+        answer_seconds: AnswerSeconds,
         patience: float = 1.0,
     ) -> Schedule:
-        """`answer_seconds`: modelled, of a lonely request by the nominal step times, by workload. `patience`: all
-        pauses so many times as long.
-        """
+        """`patience`: all pauses so many times as long."""
         stretches, now = [], _WARM_UP_SECONDS
         for point, asks in points:
             end = now + asks[-1].arrival * point.time_scale
             stretches.append(Stretch(point, asks, now, end))
-            slowest = max(1.0, point.sensitivity.prefill_factor, point.sensitivity.decode_factor)
-            answers = _PAUSE_ANSWERS * answer_seconds[point.workload] * slowest * point.time_scale
+            answer = answer_seconds[point.workload, point.sensitivity]
+            answers = _PAUSE_ANSWERS * answer * point.time_scale
             now = end + patience * (_PAUSE_SHARE * (end - now) + answers + _PAUSE_SECONDS)
         return cls(tuple(stretches))
 
@@ -179,11 +181,11 @@ class Measured:
     factors: Sequence[tuple[int, Sensitivity]]
 
     def results(
-        self, target: Target, strategies: Mapping[str, str], versions: Mapping[str, str], machine: str
+        self, target: Target, arms: Mapping[str, Arm], versions: Mapping[str, str], machine: str
     ) -> list[PointResult]:
         """Of the points whose requests met neither those of a point before nor other step times; the others are to be
         measured again.
-        `strategies` by arm.
+        `arms` by name.
         """
         results, busy_until = [], 0
         for number, stretch in enumerate(self.schedule.stretches):
@@ -198,7 +200,7 @@ class Measured:
                 requests = tuple(
                     self._record(ask, seen[i], begin, scale) for i, ask in enumerate(stretch.asks)
                 )
-                share = software_share(requests, strategies[stretch.point.arm], self.late_ms(begin, end))
+                share = software_share(requests, arms[stretch.point.arm], self.late_ms(begin, end))
                 hits = [(r.cached_tokens, r.input_tokens) for r in requests if r.cached_tokens is not None]
                 results.append(
                     PointResult(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import yaml
 from trtllm_disagg.bench.strategies.arms import DEFAULT_PATTERNS, QUICK_PATTERNS, arms_at, choose
 from trtllm_disagg.bench.strategies.estimate import QUICK_SWEEP, SWEEP, Worker, capacity, rates
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
+from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
 from trtllm_disagg.config.engine_args import merged_args, override_of
 from trtllm_disagg.deployment.up_command import default_name
@@ -27,6 +29,9 @@ ASSUMED = Software(first_token_ms=20.0)
 _SHARE = 0.04
 #: Answer tokens that a machine of two cores relays in a second, with time to spare.
 _RELAYED = 1000
+#: Of a quick run, wall seconds of an answer. Where TTFT needs a clock on which it takes longer, the clock has what the
+#: SLO needs, and nothing is concluded of TTFT itself.
+_QUICK_ANSWER_SECONDS = 20.0
 #: Of two workloads that need about the same, one deployment does for both.
 _SCALES = tuple(sorted(2.0**power * step for power in range(8) for step in (1, 1.5)))
 
@@ -142,7 +147,10 @@ def make_plan(
                 # A quick run has one speed: its rates are such that requests wait for prefill, which makes TTFT long.
                 speeds = nominal if args.quick else workers
                 most = max(capacity(each, traffic.shape, speeds) for each in equals)
-                needed = scale_for(traffic, speeds, most, software.get(name, ASSUMED))
+                slo = slo_of(args) if args.quick else None
+                needed = scale_for(
+                    traffic, speeds, most, args.requests, software.get(name, ASSUMED), quick_slo=slo
+                )
                 scale = args.time_scale or needed
                 count = args.repetitions if sensitivity == NOMINAL else 1
                 points += [
@@ -168,6 +176,11 @@ def _shares(args: argparse.Namespace, sensitivity: Sensitivity) -> tuple[float, 
     return QUICK_SWEEP if sensitivity == NOMINAL else QUICK_SWEEP[-1:]
 
 
+def slo_of(args: argparse.Namespace) -> Slo:
+    """Raises ConfigError."""
+    return Slo.parse(args.slo) if args.slo else DEFAULT_SLO
+
+
 def given_rates(args: argparse.Namespace) -> tuple[float, ...]:
     return tuple(sorted(float(rate) for rate in args.rates.split(","))) if args.rates else ()
 
@@ -184,17 +197,31 @@ def sensitivities(band: float) -> tuple[Sensitivity, ...]:
     )
 
 
-def scale_for(traffic: Traffic, workers: Mapping[str, Worker], most: float, software: Software) -> float:
-    """How many times slower the clock has to run for our own software to be a small share of what is measured.
-    `most`: requests a second of the best arm.
+def scale_for(
+    traffic: Traffic,
+    workers: Mapping[str, Worker],
+    most: float,
+    requests: int,
+    software: Software,
+    quick_slo: Slo | None = None,
+) -> float:
+    """How many times slower the clock has to run for our own software to be a small share of what is measured; of what
+    `quick_slo` allows, where a quick run would take too long otherwise. `most`: requests a second of the best arm;
+    `requests`: of a point.
     """
     shape = traffic.shape
     first_token = min(worker.prefill_seconds(shape) for worker in workers.values())
-    alone = min(worker.isolated_seconds(shape) - worker.prefill_seconds(shape) for worker in workers.values())
+    alone = min(worker.isolated_seconds(shape) for worker in workers.values())
+    first_scale = software.first_token_ms / 1000 / _SHARE / first_token
+    if quick_slo is not None and first_scale * alone > _QUICK_ANSWER_SECONDS:
+        limit = quick_slo.ttft or quick_slo.latency or math.inf
+        first_scale = max(
+            software.first_token_ms / _SHARE / limit, software.first_token_ms / 1000 / _SHARE / alone
+        )
     wanted = max(
-        software.first_token_ms / 1000 / _SHARE / first_token,
-        software.rest_ms / 1000 / _SHARE / alone,
-        most * shape.output_tokens / _RELAYED,
+        first_scale,
+        software.rest_ms / 1000 / _SHARE / (alone - first_token),
+        min(most, requests / alone) * shape.output_tokens / _RELAYED,
     )
     return next((scale for scale in _SCALES if scale >= wanted), _SCALES[-1])
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.strategies import spec_of
 
 #: Of the files. A directory of another version is refused.
 VERSION = 1
@@ -41,6 +42,11 @@ class Arm:
     decider: str = "always"
     #: More flags of every worker, thresholds among them.
     flags: tuple[str, ...] = ()
+
+    @property
+    def waits_for_decode(self) -> bool:
+        """Under a strategy without a first stage the frontend gives the client nothing before decode has begun."""
+        return spec_of(self.strategy).entry_role is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,20 @@ class Parts:
 
     @property
     def total(self) -> float:
-        return self.queue + self.prefill + self.handoff + self.transfer + self.decode_wait + self.decode
+        return self.modelled + self.handoff
+
+    @property
+    def modelled(self) -> float:
+        """What GPUs and the link took."""
+        return self.queue + self.prefill + self.moving + self.decode
+
+    @property
+    def moving(self) -> float:
+        return self.transfer + self.decode_wait
+
+    def before_first_token(self, arm_waits_for_decode: bool) -> float:
+        """Of what is modelled: until a client has its first token."""
+        return self.queue + self.prefill + (self.moving if arm_waits_for_decode else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +163,8 @@ class PointResult:
     #: From the first arrival to the last answer.
     duration_s: float
     #: Share of each measured time that was no GPU's but our own software's: by "ttft", "tpot" and "latency"; of all
-    #: requests, between 0 and 1. Above 0.05 nothing is to be concluded. Empty where it is not known, as behind --url.
+    #: requests, between 0 and 1. Above 0.05 nothing is to be concluded of that time. Empty where it is not known, as
+    #: behind --url.
     software: Mapping[str, float] = field(default_factory=dict)
     #: Of prompt tokens: found in a cache.
     kv_hit_rate: float | None = None

@@ -17,7 +17,14 @@ import yaml
 
 from trtllm_disagg.bench.machine import describe_machine
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
-from trtllm_disagg.bench.strategies.measuring import Elsewhere, Here, Schedule, Target, measure
+from trtllm_disagg.bench.strategies.measuring import (
+    AnswerSeconds,
+    Elsewhere,
+    Here,
+    Schedule,
+    Target,
+    measure,
+)
 from trtllm_disagg.bench.strategies.planning import Engines
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
@@ -99,7 +106,10 @@ class Deployments:
             configs[role] = file
         defaults = {name: float(SETTINGS[name].default) for name in _DEADLINES}  # type: ignore[arg-type]
         deadlines = (
-            text for name, seconds in defaults.items() for text in (flag_of(name), f"{seconds * scale:g}")
+            text
+            for name, seconds in defaults.items()
+            # This machine takes as long for what it does itself, however fast the clock runs.
+            for text in (flag_of(name), f"{seconds * max(1.0, scale):g}")
         )
         calls = spec_of(arm.strategy).is_worker_side
         return DeploymentConfig(
@@ -174,8 +184,7 @@ class Runner:
     aiperf: AIPerf
     vocabulary: int
     requests: int
-    #: Modelled, of a lonely request, by workload.
-    answer_seconds: Mapping[str, float]
+    answer_seconds: AnswerSeconds
     is_quick: bool = False
 
     def groups(self) -> list[tuple[Key, list[Point]]]:
@@ -230,8 +239,8 @@ class Runner:
     ) -> list[PointResult]:
         place = self.directory.logs / "load" / schedule.stretches[0].point.file_name.removesuffix(".json")
         measured = await measure(schedule, target, self.aiperf, place.absolute())
-        strategies = {arm.name: arm.strategy for arm in self.plan.arms}
-        return measured.results(target, strategies, versions, describe_machine())
+        arms = {arm.name: arm for arm in self.plan.arms}
+        return measured.results(target, arms, versions, describe_machine())
 
     def _schedule(self, points: Sequence[Point], patience: float = 1.0) -> Schedule:
         return Schedule.of([(point, self.asks(point)) for point in points], self.answer_seconds, patience)

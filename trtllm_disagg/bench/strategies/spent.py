@@ -15,9 +15,8 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from trtllm_disagg.bench.strategies.records import Parts, RequestRecord
+from trtllm_disagg.bench.strategies.records import Arm, Parts, RequestRecord
 from trtllm_disagg.handlers.trace import PREFIX
-from trtllm_disagg.strategies import spec_of
 
 #: The client's name of a request, and the one that workers know, in the frontend's log.
 _NAMES = re.compile(r"request completed request_id=(\S+) .*?x_request_id=\"([^\"]+)\"")
@@ -122,27 +121,24 @@ def lateness_of(port: int) -> Lateness:
     return Lateness(totals.get(_STEPS, 0.0), totals.get(_LATE, 0.0))
 
 
-def software_share(requests: Sequence[RequestRecord], strategy: str, late_ms: float) -> dict[str, float]:
+def software_share(requests: Sequence[RequestRecord], arm: Arm, late_ms: float) -> dict[str, float]:
     """Of what clients measured, the share that no GPU and no link took: what is beyond the modelled parts, the way
     between the workers, and how late steps were. Empty without parts.
     """
     known = [(request, request.parts) for request in requests if request.parts and request.error is None]
     if not known:
         return {}
-    # Under a strategy without a first stage the frontend gives the client nothing before decode has begun.
-    waits_for_decode = spec_of(strategy).entry_role is None
     sums: defaultdict[str, float] = defaultdict(float)
     for request, parts in known:
-        before = parts.queue + parts.prefill
-        moving = parts.transfer + parts.decode_wait
+        before = parts.before_first_token(arm.waits_for_decode)
         if request.ttft_ms is not None:
             sums["ttft"] += request.ttft_ms
-            sums["ttft modelled"] += before + (moving if waits_for_decode else 0.0)
+            sums["ttft modelled"] += before
         if request.tpot_ms is not None and request.ttft_ms is not None:
             sums["tpot"] += request.latency_ms - request.ttft_ms
-            sums["tpot modelled"] += parts.decode + (0.0 if waits_for_decode else moving)
+            sums["tpot modelled"] += parts.modelled - before
         sums["latency"] += request.latency_ms
-        sums["latency modelled"] += before + moving + parts.decode
+        sums["latency modelled"] += parts.modelled
     late = late_ms * len(known)
     return {
         time: min(1.0, (abs(sums[time] - sums[f"{time} modelled"]) + late) / sums[time])

@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
@@ -16,6 +17,7 @@ from trtllm_disagg.bench.strategies.planning import (
     arms_for,
     given_rates,
     make_plan,
+    sensitivities,
     settings_of,
     traffics,
     vocabulary_of,
@@ -38,8 +40,8 @@ _QUICK_MINUTES = 10
 def check(args: argparse.Namespace) -> None:
     if not 0 <= args.band < 1:
         raise ConfigError.bad_value("--band", args.band, "a share from 0 to less than 1")
-    if args.time_scale is not None and not 1 <= args.time_scale <= 1000:
-        raise ConfigError.bad_value("--time-scale", args.time_scale, "a number from 1 to 1000")
+    if args.time_scale is not None and not 0.1 <= args.time_scale <= 1000:
+        raise ConfigError.bad_value("--time-scale", args.time_scale, "a number from 0.1 to 1000")
     for key, text, kind in (("--rates", args.rates, float), ("--workers", args.workers, int)):
         for number in text.split(",") if text else ():
             if not _is_above_zero(number, kind):
@@ -165,12 +167,13 @@ def _runner(
     targets: Deployments | Urls,
     aiperf: AIPerf,
 ) -> Runner:
-    seconds = dict.fromkeys(chosen, _REAL_ANSWER_SECONDS)
+    seconds = dict.fromkeys(((name, NOMINAL) for name in chosen), _REAL_ANSWER_SECONDS)
     if isinstance(targets, Deployments) and targets.engines.is_modelled:
         workers = targets.engines.workers().values()
         seconds = {
-            name: max(worker.isolated_seconds(traffic.shape) for worker in workers)
+            (name, side): max(replace(w, factors=side).isolated_seconds(traffic.shape) for w in workers)
             for name, traffic in chosen.items()
+            for side in sensitivities(args.band)
         }
     vocabulary = vocabulary_of(args.model)
     return Runner(

@@ -27,6 +27,8 @@ ENOUGH_IN_TIME = 0.9
 
 #: One repetition of one arm, by rate.
 Curve = Mapping[float, Measured]
+#: Of a point, by what a conclusion rests on: the part of it that our own software had.
+SoftwareShares = Callable[[Measured], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -139,14 +141,14 @@ class Sweep:
             knee = rate if shares else knee
         return knee
 
-    def without_doubtful_rates(self, times: Iterable[str]) -> Sweep:
+    def without_doubtful_rates(self, software: SoftwareShares) -> Sweep:
         """In each variant, the rates below the first one where an answer failed, or where our own software had more
-        than its share of one of `times`.
+        than its share of what is to be concluded from.
         """
         first_bad: dict[Sensitivity, float] = {}
         reasons: list[Doubt] = []
         for point, measured in sorted(self.measured.items(), key=lambda item: item[0].rate):
-            doubt = _doubt(measured, times, self.is_modelled)
+            doubt = _doubt(measured, software, self.is_modelled)
             if doubt and point.sensitivity not in first_bad:
                 first_bad[point.sensitivity] = point.rate
                 where = f" with {shown(point.sensitivity)}" if point.sensitivity != NOMINAL else ""
@@ -164,7 +166,7 @@ def _is_beyond(curve: Curve, rate: float, is_exhausted: Callable[[Measured], boo
     return bool(curve) and rate > max(curve) and is_exhausted(curve[max(curve)])
 
 
-def _doubt(measured: Measured, times: Iterable[str], is_modelled: bool) -> Doubt:
+def _doubt(measured: Measured, software: SoftwareShares, is_modelled: bool) -> Doubt:
     """Why nothing may be concluded of this point."""
     result = measured.result
     if measured.errors:
@@ -172,16 +174,15 @@ def _doubt(measured: Measured, times: Iterable[str], is_modelled: bool) -> Doubt
             f"{measured.errors} of {len(result.requests)} requests failed",
             "look into logs/ of --out for why they failed; if an arm was full, lower --rates",
         )
-    for name in times if is_modelled else ():
-        share = result.software.get(name)
-        if share is None:
-            return Doubt(
-                f"the share of our own software in {name.upper()} is not known",
-                "look into logs/ of --out: the workers wrote no times of their requests",
-            )
+    if is_modelled and not result.software:
+        return Doubt(
+            "the share of our own software is not known",
+            "look into logs/ of --out: the workers wrote no times of their requests",
+        )
+    for what, share in software(measured).items() if is_modelled else ():
         if share > MOST_SOFTWARE:
             return Doubt(
-                f"our own software took {share:.0%} of {name.upper()} (most: {MOST_SOFTWARE:.0%})",
+                f"our own software took {share:.0%} of {what} (most: {MOST_SOFTWARE:.0%})",
                 f"slow the modelled clock with --time-scale {_slower(result.point.time_scale, share):g}, or leave "
                 "this machine to it",
             )
@@ -206,7 +207,7 @@ def sweeps_of(plan: Plan, results: Iterable[PointResult]) -> list[Sweep]:
     for result in results:
         gpus = arms[result.point.arm].gpus
         measured = groups.setdefault((result.point.workload, gpus), {})
-        measured[result.point] = Measured(result, gpus)
+        measured[result.point] = Measured(result, arms[result.point.arm])
     return [
         _sweep(plan, workload, gpus, measured)
         for workload in plan.workloads

@@ -2,7 +2,7 @@
 
 It is said when the best one leads by more than its repetitions differ, the rates reach what the others can do, and
 the sensitivity band does not overturn it. It rests on no rate at which an answer failed or our own software took much
-of the time, and compares arms with as many GPUs only (sweep.py).
+of what is compared, and compares arms with as many GPUs only (sweep.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from trtllm_disagg.bench.strategies.doubt import GO_ON, NO_DOUBT, Doubt, remedie
 from trtllm_disagg.bench.strategies.measures import Measured, front_area
 from trtllm_disagg.bench.strategies.records import NOMINAL, Sensitivity
 from trtllm_disagg.bench.strategies.slo import Slo
-from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME, Curve, Sweep, shown
+from trtllm_disagg.bench.strategies.sweep import (
+    ENOUGH_IN_TIME,
+    MOST_SOFTWARE,
+    Curve,
+    SoftwareShares,
+    Sweep,
+    shown,
+)
 
 #: A smaller lead is none: two runs of the same arm differ by some of it.
 LEAD = 1.05
@@ -35,8 +42,8 @@ class Measure:
     unit: str
     #: Of one repetition of an arm.
     score: Callable[[Curve], float]
-    #: Whose share of our own software matters.
-    times: tuple[str, ...]
+    #: What of our own software matters.
+    software: SoftwareShares
     higher_is_better: bool = True
     #: At a higher rate than this point's, the score cannot become better.
     is_exhausted: Callable[[Measured], bool] = lambda measured: True
@@ -55,6 +62,23 @@ def peak_goodput(curve: Curve, slo: Slo) -> float:
     return max(measured.goodput(slo).requests_s for measured in curve.values())
 
 
+def _software_in(measured: Measured, time: str) -> dict[str, float]:
+    shares = measured.result.software
+    return {time.upper(): shares[time]} if time in shares else {}
+
+
+def _software_in_goodput(measured: Measured, slo: Slo) -> dict[str, float]:
+    """Of the times that say how much there is to do at once: a request that stays longer takes its place in batches for
+    longer. Of those that the SLO limits, but for answers that are in time with our own software and without it.
+    """
+    stays = {"latency": measured.result.software["latency"]} | _software_in(measured, "tpot")
+    if measured.goodput_lost_to_software(slo) <= MOST_SOFTWARE:
+        return stays
+    return stays | {
+        name: share for limit in slo.limits for name, share in _software_in(measured, limit).items()
+    }
+
+
 def goodput(slo: Slo) -> Measure:
     def is_late(measured: Measured) -> bool:
         return measured.goodput(slo).share < ENOUGH_IN_TIME
@@ -64,7 +88,7 @@ def goodput(slo: Slo) -> Measure:
         f"highest goodput, {slo}",
         "requests/s",
         partial(peak_goodput, slo=slo),
-        tuple(slo.limits),
+        partial(_software_in_goodput, slo=slo),
         is_exhausted=lambda measured: measured.result.is_saturated or is_late(measured),
         may_be_past=is_late,
     )
@@ -76,7 +100,7 @@ def pareto_area() -> Measure:
         "fast for each user and much from each GPU (area under the Pareto front)",
         "tok/s/user x tok/s/GPU",
         lambda curve: front_area(measured.place for measured in curve.values()),
-        ("tpot",),
+        partial(_software_in, time="tpot"),
         is_exhausted=lambda measured: measured.result.is_saturated,
     )
 
@@ -94,7 +118,7 @@ def latency_at(rates: Mapping[Sensitivity, float], name: Literal["ttft", "tpot"]
         f"{name.upper()} p{percent} at {rates[NOMINAL]:g} requests/s",
         "ms",
         score,
-        (name,),
+        partial(_software_in, time=name),
         higher_is_better=False,
     )
 
@@ -158,7 +182,7 @@ class Verdict:
 
 
 def judge(sweep: Sweep, measure: Measure) -> Verdict:
-    clean = sweep.without_doubtful_rates(measure.times)
+    clean = sweep.without_doubtful_rates(measure.software)
     scores = {arm.name: _scores(clean, measure, arm.name) for arm in sweep.arms}
     scores = {name: by_variant for name, by_variant in scores.items() if NOMINAL in by_variant}
     nominal = {name: by_variant[NOMINAL].median for name, by_variant in scores.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.bench.strategies.synthetic import CHAT
 from trtllm_disagg.bench.strategies.measures import Measured, Place, front_area, pareto_front
-from trtllm_disagg.bench.strategies.records import Parts, Point, PointResult, RequestRecord
+from trtllm_disagg.bench.strategies.records import Arm, Parts, Point, PointResult, RequestRecord
 from trtllm_disagg.bench.strategies.slo import Slo
 
 _TIMES = st.floats(0.1, 10_000)
@@ -34,8 +35,9 @@ def _requests(draw: st.DrawFn) -> RequestRecord:
 
 def measured_of(*requests: RequestRecord, rate: float = 1.0, gpus: int = 2) -> Measured:
     ends = [request.arrival_s + request.latency_ms / 1000 for request in requests]
-    point = Point("1P1D", CHAT.name, rate)
-    return Measured(PointResult(point, requests, duration_s=max(ends, default=1.0)), gpus)
+    arm = Arm("1P1D", "decode_first", gpus=gpus)
+    point = Point(arm.name, CHAT.name, rate)
+    return Measured(PointResult(point, requests, duration_s=max(ends, default=1.0)), arm)
 
 
 every_point = st.lists(_requests(), min_size=1, max_size=12).map(lambda requests: measured_of(*requests))
@@ -125,6 +127,21 @@ def test_parts_are_means_of_the_answers_that_told() -> None:
     untold = RequestRecord(3, 1, 1, 9.0, 9.0)
     assert measured_of(*told, untold).mean_parts["queue"] == 3
     assert measured_of(untold).mean_parts == {}
+
+
+def test_goodput_that_software_costs_is_of_the_answers_that_gpus_had_in_time() -> None:
+    parts = Parts(prefill=400, transfer=90, decode=180)
+    in_time, late, late_anyway = (
+        RequestRecord(i, 1, 10, 900.0, ttft, 30.0, parts=replace(parts, queue=queue))
+        for i, (ttft, queue) in enumerate(((450.0, 0.0), (520.0, 0.0), (700.0, 200.0)))
+    )
+    untold = replace(in_time, parts=None)
+    measured = measured_of(in_time, late, late_anyway, untold)
+    assert measured.goodput_lost_to_software(SLO) == pytest.approx(1 / 3)
+    assert measured.goodput_lost_to_software(Slo(ttft=550)) == 0
+    # 270 ms after the first token, of which 9 gaps: modelled 30 ms each, measured 31.
+    slower = measured_of(replace(in_time, tpot_ms=31.0))
+    assert slower.goodput_lost_to_software(SLO) == 1
 
 
 def test_tokens_a_gpu_are_over_all_gpus_and_the_whole_run() -> None:

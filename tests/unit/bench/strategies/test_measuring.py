@@ -10,7 +10,7 @@ import pytest
 
 from trtllm_disagg.bench.strategies.aiperf import Seen
 from trtllm_disagg.bench.strategies.measuring import Elsewhere, Measured, Schedule, is_saturated
-from trtllm_disagg.bench.strategies.records import NOMINAL, Point, RequestRecord, Sensitivity
+from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Point, RequestRecord, Sensitivity
 from trtllm_disagg.bench.strategies.spent import Lateness
 from trtllm_disagg.bench.strategies.switching import Switching
 from trtllm_disagg.bench.strategies.workloads import Ask
@@ -19,7 +19,10 @@ SCALE = 4.0
 LOW, HIGH = Point("2 agg", "chat", 1.0, time_scale=SCALE), Point("2 agg", "chat", 2.0, time_scale=SCALE)
 ASKS = tuple(Ask(arrival, (300,) * 80, 10, str(arrival)) for arrival in (0.0, 1.0, 2.0))
 IN_FORCE = [(0, NOMINAL)]
-SCHEDULE = Schedule.of([(LOW, ASKS), (HIGH, ASKS)], {"chat": 1.0})
+ARMS = {"2 agg": Arm("2 agg", "agg", agg_workers=2)}
+SLOWER = Sensitivity(1.0, 1.5)
+ANSWERS = {("chat", NOMINAL): 1.0, ("chat", SLOWER): 1.5}
+SCHEDULE = Schedule.of([(LOW, ASKS), (HIGH, ASKS)], ANSWERS)
 
 
 def seen(name: str, begin: float, seconds: float) -> Seen:
@@ -47,7 +50,7 @@ def all_seen(seconds: float) -> dict[str, Seen]:
 
 def results_of(answers: dict[str, Seen]) -> dict[Point, object]:
     measured = Measured(SCHEDULE, answers, None, (), "load", IN_FORCE)
-    results = measured.results(Elsewhere("http://there", "m"), {"2 agg": "agg"}, {}, "")
+    results = measured.results(Elsewhere("http://there", "m"), ARMS, {}, "")
     return {result.point: result for result in results}
 
 
@@ -62,9 +65,7 @@ def test_arrivals_are_stretched_by_the_time_scale_and_points_are_apart() -> None
 
 def test_times_are_divided_by_the_time_scale() -> None:
     measured = Measured(SCHEDULE, all_seen(2.0), None, (), "load", IN_FORCE)
-    first, second = measured.results(
-        Elsewhere("http://there", "m"), {"2 agg": "agg"}, {"a": "1"}, "two cores"
-    )
+    first, second = measured.results(Elsewhere("http://there", "m"), ARMS, {"a": "1"}, "two cores")
     assert (first.point, second.point) == (LOW, HIGH)
     request = first.requests[1]
     assert (request.arrival_s, request.latency_ms, request.ttft_ms) == (1.0, 500.0, 50.0)
@@ -91,7 +92,7 @@ def test_a_point_under_other_step_times_than_its_own_is_measured_again() -> None
         ([(0, slower), (second - 1, NOMINAL)], {HIGH}),
     ):
         measured = Measured(SCHEDULE, answers, None, (), "load", moments)
-        results = measured.results(Elsewhere("http://there", "m"), {"2 agg": "agg"}, {}, "")
+        results = measured.results(Elsewhere("http://there", "m"), ARMS, {}, "")
         assert {result.point for result in results} == kept
 
 
@@ -109,11 +110,10 @@ async def test_step_times_are_set_before_the_first_request_and_a_second_before_o
 def test_pauses_follow_slower_step_times_and_patience() -> None:
     def pause(sensitivity: Sensitivity, patience: float = 1.0) -> float:
         points = [(replace(LOW, sensitivity=sensitivity), ASKS), (HIGH, ASKS)]
-        first, second = Schedule.of(points, {"chat": 1.0}, patience).stretches
+        first, second = Schedule.of(points, ANSWERS, patience).stretches
         return second.begin - first.end
 
-    assert pause(Sensitivity(1.0, 1.5)) == pause(NOMINAL) + 0.5 * 1.5 * SCALE
-    assert pause(Sensitivity(0.5, 1.0)) == pause(NOMINAL)
+    assert pause(SLOWER) == pause(NOMINAL) + 0.5 * 1.5 * SCALE
     assert pause(NOMINAL, 2.0) == 2 * pause(NOMINAL)
 
 
@@ -121,7 +121,7 @@ def test_a_request_that_was_not_sent_is_an_error_of_its_own() -> None:
     answers = all_seen(2.0)
     del answers["1-1"]
     measured = Measured(SCHEDULE, answers, None, (), "load", IN_FORCE)
-    _, high = measured.results(Elsewhere("http://there", "m"), {"2 agg": "agg"}, {}, "")
+    _, high = measured.results(Elsewhere("http://there", "m"), ARMS, {}, "")
     assert [request.error for request in high.requests] == [None, "not sent", None]
     assert high.is_saturated
 

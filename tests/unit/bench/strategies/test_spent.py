@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.bench.strategies.records import Parts, RequestRecord
+from trtllm_disagg.bench.strategies.records import Arm, Parts, RequestRecord
 from trtllm_disagg.bench.strategies.spent import Lateness, RequestLogs, Times, parts_of, software_share
 
+ORDER = Arm("1P1D prefill_first", "prefill_first")
 PREFILL = Times(
     arrival=10.0, scheduled=10.1, first_token=10.3, last_token=10.3, transfer_start=0, transfer_end=0
 )
@@ -72,15 +73,15 @@ def test_logs_are_joined_by_the_frontends_name_of_the_request(tmp_path: Path) ->
 def test_software_is_what_is_beyond_the_modelled_parts_and_how_late_steps_were() -> None:
     parts = Parts(queue=10, prefill=80, handoff=7, transfer=20, decode_wait=3, decode=870)
     request = RequestRecord(0.0, 256, 88, 1000.0, 100.0, 10.0, parts=parts)
-    share = software_share([request], "prefill_first", late_ms=1.0)
+    share = software_share([request], ORDER, late_ms=1.0)
     assert share == pytest.approx({"ttft": 11 / 100, "tpot": (900 - 893 + 1) / 900, "latency": 18 / 1000})
     # The first token waits for the KV where the frontend chains both.
     late = RequestRecord(0.0, 256, 88, 1000.0, 123.0, 10.0, parts=parts)
-    assert software_share([late], "router", 0.0)["ttft"] == pytest.approx(10 / 123)
+    assert software_share([late], Arm("1P1D router", "router"), 0.0)["ttft"] == pytest.approx(10 / 123)
 
 
 def test_without_parts_no_share_is_known() -> None:
-    assert software_share([RequestRecord(0.0, 1, 1, 5.0)], "agg", 0.0) == {}
+    assert software_share([RequestRecord(0.0, 1, 1, 5.0)], ORDER, 0.0) == {}
 
 
 def test_lateness_is_a_mean_over_the_steps_between_two_looks() -> None:

@@ -26,6 +26,7 @@ from trtllm_disagg.bench.strategies.records import (
     Software,
 )
 from trtllm_disagg.bench.strategies.running import Deployments, Key, Runner, batches
+from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN
 from trtllm_disagg.errors import ConfigError
@@ -139,12 +140,8 @@ def test_the_expected_wall_time_is_the_sum_of_starts_arrivals_and_pauses(model: 
     expected, end = 8.0, 0.0
     for number, point in enumerate(points):
         if number:
-            slowest = max(
-                1.0,
-                points[number - 1].sensitivity.prefill_factor,
-                points[number - 1].sensitivity.decode_factor,
-            )
-            expected += 0.3 * end + 1.5 * runner.answer_seconds["rag"] * slowest * 2 + 2.0
+            answer = runner.answer_seconds["rag", points[number - 1].sensitivity]
+            expected += 0.3 * end + 1.5 * answer * 2 + 2.0
         end = runner.asks(point)[-1].arrival * 2
         expected += end
     assert runner.progress().left() == pytest.approx(60.0 + expected, abs=0.1)
@@ -172,11 +169,30 @@ def test_more_of_our_own_software_slows_the_clock_until_its_share_is_small() -> 
     chat = BUILT_IN["chat"]
     first_token_ms = worker.prefill_seconds(chat.shape) * 1000
     for software in (2.0, 9.0, 30.0):
-        scale = scale_for(chat, {"agg": worker}, 0.1, Software(software))
+        scale = scale_for(chat, {"agg": worker}, 0.1, 200, Software(software))
         assert software / (scale * first_token_ms) <= 0.04
         assert scale == 1 or software / (scale / 2 * first_token_ms) > 0.04
-    assert scale_for(chat, {"agg": worker}, 0.1, Software(0.0, rest_ms=9000.0)) > 8
-    assert scale_for(chat, {"agg": worker}, 0.1, Software(1e6)) == 192
+    assert scale_for(chat, {"agg": worker}, 0.1, 200, Software(0.0, rest_ms=9000.0)) > 8
+    assert scale_for(chat, {"agg": worker}, 0.1, 200, Software(1e6)) == 192
+
+
+def test_the_clock_of_a_quick_run_is_slow_enough_for_the_slo_where_ttft_would_take_too_long() -> None:
+    """29 ms are 4 % of 23 ms at 32 times slower, and then an answer of 2 s takes a minute."""
+    gpus = open_gpus(ModelledArgs.model_validate({"model": "m", "modelled": {"measured": MEASURED}}))
+    workers = {"agg": Worker(gpus, 256, 8192, 100_000)}
+    chat, software = BUILT_IN["chat"], Software(29.0)
+    assert scale_for(chat, workers, 0.1, 14, software) == 32
+    assert scale_for(chat, workers, 0.1, 14, software, Slo(ttft=500)) == 1.5
+    assert scale_for(chat, workers, 0.1, 14, software, Slo(ttft=200)) == 4
+    # A long prompt's first token is slow enough by itself: 0.5 s.
+    assert scale_for(BUILT_IN["rag"], workers, 0.1, 14, software, Slo(ttft=5000)) == 1.5
+
+
+def test_no_more_tokens_come_at_once_than_a_points_requests_have() -> None:
+    gpus = open_gpus(ModelledArgs.model_validate({"model": "m", "modelled": {"measured": MEASURED}}))
+    worker = {"agg": Worker(gpus, 256, 8192, 100_000)}
+    assert scale_for(BUILT_IN["chat"], worker, 90.0, 14, Software(0.0)) == 2
+    assert scale_for(BUILT_IN["chat"], worker, 90.0, 200, Software(0.0)) == 24
 
 
 def test_the_band_is_of_prefill_and_decode_apart() -> None:
@@ -313,7 +329,7 @@ def test_without_the_tables_it_is_said_how_to_get_them(
         (("--rates", "0"), "--rates: '0'"),
         (("--rates", "nan"), "--rates: 'nan'"),
         (("--band", "1"), "--band: 1.0"),
-        (("--time-scale", "0.5"), "--time-scale: 0.5"),
+        (("--time-scale", "0.05"), "--time-scale: 0.05"),
         (("--workloads", "chats"), "--workloads: 'chats'"),
         (("--workloads", "trace"), "--workloads: 'trace'"),
         (("--arms", "agg"), "--arms: 'agg'"),

@@ -98,7 +98,7 @@ def test_points_measured_once_need_a_larger_lead() -> None:
 def test_too_much_software_is_refused() -> None:
     verdict = verdict_with(lambda result: with_software(result, 0.06))
     assert verdict.winner is None
-    assert "our own software took 6% of TTFT" in verdict.why_not
+    assert "our own software took 6% of latency" in verdict.why_not
     assert verdict_with(lambda result: with_software(result, 0.05)).winner == ORDER
 
 
@@ -121,8 +121,43 @@ def test_too_much_software_at_the_highest_rate_leaves_the_lower_ones() -> None:
 
 
 def test_software_in_a_time_that_the_measure_does_not_use_is_no_matter() -> None:
-    verdict = verdict_with(lambda result: replace(result, software={**CLEAN, "latency": 0.5}))
-    assert verdict.winner == ORDER
+    plan = plan_of(CLEAR)
+    results = [replace(r, software={**CLEAN, "latency": 0.5}) for r in results_of(plan, CLEAR)]
+    sweep = sweep_of_results(plan, results)
+    assert not judge(sweep, latency_at(sweep.calm_rates, "ttft", 90)).left_out
+    assert judge(sweep, goodput(SLO)).left_out
+
+
+def beyond_the_gpus(result: PointResult, milliseconds: float) -> PointResult:
+    """All first tokens came so much later than GPUs and the link made them."""
+    requests = tuple(
+        replace(r, ttft_ms=(r.ttft_ms or 0) + milliseconds, latency_ms=r.latency_ms + milliseconds)
+        for r in result.requests
+    )
+    return replace(result, requests=requests, software={**CLEAN, "ttft": 0.3})
+
+
+def test_software_in_ttft_is_no_matter_for_goodput_while_it_makes_no_answer_late() -> None:
+    """In time are those of at most 100 ms; then 300 ms more are within 500 ms, and 450 are not."""
+    assert verdict_with(lambda result: beyond_the_gpus(result, 300.0)).winner == ORDER
+    late = verdict_with(lambda result: beyond_the_gpus(result, 450.0))
+    assert late.winner is None
+    assert "our own software took 30% of TTFT" in late.why_not
+
+
+def test_an_answer_that_software_makes_late_is_no_matter_where_its_share_of_ttft_is_small() -> None:
+    def near_the_limit(result: PointResult) -> PointResult:
+        late = beyond_the_gpus(result, 450.0)
+        return replace(late, software=CLEAN)
+
+    assert not verdict_with(near_the_limit).left_out
+
+
+def test_ttft_itself_is_not_concluded_from_where_software_took_much_of_it() -> None:
+    plan = plan_of(CLEAR)
+    sweep = sweep_of_results(plan, [beyond_the_gpus(r, 300.0) for r in results_of(plan, CLEAR)])
+    verdict = judge(sweep, latency_at(sweep.calm_rates, "ttft", 90))
+    assert "our own software took 30% of TTFT" in verdict.why_not
 
 
 def test_failed_requests_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import shlex
@@ -15,8 +16,12 @@ import pytest
 from tests.unit.bench.strategies.synthetic import Behaviour, saved
 from tools.which_strategy import link_from, main
 from tools.which_strategy_runs import RUNS
+from tools.which_strategy_trace import write_trace
 from trtllm_disagg.bench.strategies import add_arguments as add_bench_arguments
-from trtllm_disagg.bench.strategies.workloads import BUILT_IN
+from trtllm_disagg.bench.strategies import estimate
+from trtllm_disagg.bench.strategies.workloads import BUILT_IN, trace
+from trtllm_disagg.modelled.build import Gpus, open_gpus
+from trtllm_disagg.modelled.config import ModelledArgs
 
 AGG, ORDER = "2 agg", "1P1D decode_first"
 
@@ -48,24 +53,60 @@ def test_the_page_has_a_line_a_run_and_workload_and_names_what_disaggregation_lo
 def test_a_run_of_the_list_is_a_command_that_plans_its_pair_and_workload(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["--measure", str(tmp_path), "--dry-run", "--only", "llama-3.1-70b-fp8-h200_sxm-bursts"])
-    (line,) = capsys.readouterr().out.splitlines()
+    only = "llama-3.1-70b-fp8-h200_sxm-bursts"
+    model = str(model_in(tmp_path))
+    main(["--measure", str(tmp_path), "--model", model, "--dry-run", "--only", only])
+    line, planned = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"llama-3\.1-70b-fp8-h200_sxm-bursts: \d+\.\d min", planned)
     argv = shlex.split(line)
     parser = argparse.ArgumentParser()
     add_bench_arguments(parser)
     args = parser.parse_args(argv[argv.index("strategies") + 1 :])
-    assert (args.quick, args.workloads, args.requests, args.time_scale) == (True, "bursts", 32, 3)
+    assert (args.quick, args.workloads, args.requests, args.time_scale) == (True, "bursts", 32, 2)
     override = json.loads(args.override_engine_args)
     assert override["modelled"] == {"model": "llama-3.1-70b-fp8", "system": "h200_sxm"}
     assert override["tensor_parallel_size"] == 2
 
 
-def test_the_list_has_five_pairs_under_every_built_in_workload_once() -> None:
+def test_the_list_has_five_pairs_under_every_workload_once() -> None:
     pairs = {(run.pair.model, run.pair.system) for run in RUNS}
     assert len(pairs) == 5
     assert sorted(run.name for run in RUNS) == sorted(
-        f"{model}-{system}-{workload}" for model, system in pairs for workload in BUILT_IN
+        f"{model}-{system}-{workload}" for model, system in pairs for workload in (*BUILT_IN, "trace")
     )
+
+
+@pytest.mark.parametrize("workload", ["chat", "reasoning"])
+def test_a_run_whose_answers_are_long_is_planned_to_end_within_ten_minutes(
+    workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the others `--dry-run` says it; tables take a while."""
+    monkeypatch.setattr(estimate, "open_gpus", lambda args: gpus_of(args.model_dump_json()))
+    options = argparse.Namespace(measure=tmp_path, model=model_in(tmp_path))
+    (run,) = (run for run in RUNS if run.name == f"llama-3.1-8b-h100_sxm-{workload}")
+    assert run.minutes(options) <= 10
+
+
+@functools.cache
+def gpus_of(arguments: str) -> Gpus:
+    return open_gpus(ModelledArgs.model_validate_json(arguments))
+
+
+def model_in(directory: Path) -> Path:
+    (directory / "config.json").write_text('{"vocab_size": 3072, "max_position_embeddings": 16384}')
+    return directory
+
+
+def test_the_trace_is_always_the_same_and_its_turns_begin_with_those_before(tmp_path: Path) -> None:
+    for name in "ab":
+        write_trace(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    replayed = trace(tmp_path / "a", longest=16384)
+    assert 0.5 < replayed.shape.cached_tokens / replayed.shape.input_tokens < 0.9
+    asks = replayed.asks(2.0, 24, "seed", 3072)
+    assert len(asks) == 24
+    lines = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
+    assert all(len(line["hash_ids"]) == -(-line["input_length"] // 512) for line in lines)
 
 
 def test_no_run_begins_without_time_for_the_longest_so_far(
