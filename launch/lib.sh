@@ -4,6 +4,11 @@
 set -euo pipefail
 launch="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
 : "${MODEL:=}"                # model directory or Hugging Face name; every worker needs it
 : "${SERVED_MODEL_NAME:=}"    # the name for clients (the name of the model directory when unset)
 : "${STRATEGY:=decode_first}" # or prefill_first, auto, router; the same for all workers
@@ -36,7 +41,14 @@ export DYN_SKIP_SGLANG_LOG_FORMATTING="${DYN_SKIP_SGLANG_LOG_FORMATTING:-1}"
 # File discovery, in a directory that all processes share, cannot leave the machine, so nothing else needs to. With etcd
 # or Kubernetes, Dynamo finds the address.
 if [[ $DYN_DISCOVERY_BACKEND == file ]]; then
-    export DYN_FILE_KV="${DYN_FILE_KV:-${XDG_RUNTIME_DIR:-${TMPDIR:-/tmp}}/trtllm-disagg-discovery}"
+    if [[ -z ${DYN_FILE_KV:-} ]]; then
+        DYN_FILE_KV="${XDG_RUNTIME_DIR:-${TMPDIR:-/tmp}}/trtllm-disagg-discovery-$UID"
+        mkdir -p -m 700 "$DYN_FILE_KV"
+        # Another user could send prompts to a worker of theirs.
+        [[ -O $DYN_FILE_KV && ! -L $DYN_FILE_KV ]] ||
+            fail "DYN_FILE_KV: '$DYN_FILE_KV' belongs to another user; set it to a directory of your own"
+    fi
+    export DYN_FILE_KV
     export DYN_TCP_RPC_HOST="${DYN_TCP_RPC_HOST:-127.0.0.1}"
     export DYN_TCP_RESPONSE_STREAM_HOST="${DYN_TCP_RESPONSE_STREAM_HOST:-127.0.0.1}"
     export DYN_EVENT_PLANE_HOST="${DYN_EVENT_PLANE_HOST:-127.0.0.1}"
@@ -46,11 +58,6 @@ if [[ -z $SERVED_MODEL_NAME ]]; then
     SERVED_MODEL_NAME=$MODEL
     [[ ! -d $MODEL ]] || SERVED_MODEL_NAME=$(basename "$(cd "$MODEL" && pwd)")
 fi
-
-fail() {
-    echo "error: $*" >&2
-    exit 1
-}
 
 # read_strategy: sets routed_roles, which the frontend routes to by what their KV caches hold, and stop_order.
 read_strategy() {

@@ -111,6 +111,28 @@ def test_nothing_is_imported_from_the_current_directory(scripts: Scripts) -> Non
     assert started == {("-P", "-m")}
 
 
+def test_discovery_in_files_is_this_users_alone_where_no_directory_is_named(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    unnamed = {"DYN_FILE_KV": "", "XDG_RUNTIME_DIR": "", "TMPDIR": str(tmp_path)}
+    scripts.start("prefill.sh", **unnamed)
+    scripts.lines("started", 1)
+    made = tmp_path / f"trtllm-disagg-discovery-{os.getuid()}"
+    assert made.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_discovery_directory_that_another_one_put_there_is_refused(
+    scripts: Scripts, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / f"trtllm-disagg-discovery-{os.getuid()}").symlink_to(elsewhere)
+    unnamed = {"DYN_FILE_KV": "", "XDG_RUNTIME_DIR": "", "TMPDIR": str(tmp_path)}
+    assert scripts.start("decode.sh", **unnamed).wait(SECONDS) == 1
+    assert "DYN_FILE_KV: " in capfd.readouterr().err
+    assert scripts.lines("started") == []
+
+
 def test_all_workers_have_one_key_that_only_this_user_can_read(scripts: Scripts) -> None:
     for script in ("prefill.sh", "decode.sh", "agg.sh"):
         scripts.start(script)

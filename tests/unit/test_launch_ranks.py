@@ -179,6 +179,13 @@ def test_a_role_that_there_is_not_is_refused(slurm: FakeSlurm, launch: str) -> N
     assert "ROLE: 'encode' is not allowed; expected agg, prefill or decode" in slurm.output
 
 
+def test_a_gpu_that_is_named_twice_is_refused_before_srun_is_called(slurm: FakeSlurm) -> None:
+    refused = start(slurm, "slurm/worker.sh", "decode", DECODE_CUDA_VISIBLE_DEVICES="1,1")
+    assert refused.wait(SECONDS) != 0
+    assert "CUDA_VISIBLE_DEVICES: '1,1' is not allowed; expected different GPUs" in slurm.output
+    assert slurm.calls() == []
+
+
 def test_a_copy_of_the_script_says_how_to_start_it(slurm: FakeSlurm, tmp_path: Path) -> None:
     copied = tmp_path / "slurm_script"
     shutil.copy(LAUNCH / "slurm" / "deployment.sh", copied)

@@ -25,11 +25,20 @@ from dataclasses import dataclass
 from itertools import cycle, groupby
 
 from trtllm_disagg.config.engine_args import build_engine_args
-from trtllm_disagg.deployment.gpus import ROLE_VARIABLES, VARIABLE, gpus_of, num_ranks, read_worker
+from trtllm_disagg.deployment.gpus import (
+    ROLE_VARIABLES,
+    VARIABLE,
+    gpus_of,
+    num_ranks,
+    parse_gpus,
+    read_worker,
+)
 from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError
 
 _NONE = "-"
+#: What launch/slurm/ takes the GPUs of a node from.
+_GPU_SETTINGS = f"GPUS_PER_NODE or ROLE_{VARIABLE}"
 
 
 def describe_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -146,15 +155,12 @@ def _place_on_gpus(every: Sequence[Workers], nodes: Sequence[str], gpus: Sequenc
                     + " and ".join(
                         f"{each.count} {each.role} workers of {each.ranks} ranks" for each in every
                     )
+                    + f"; expected more nodes, or more GPUs in {_GPU_SETTINGS}"
                 )
             places.append(Place(workers.role, tuple(found), ranks, free[found[0]][:share]))
             for node in found:
                 free[node] = free[node][share:]
     return places
-
-
-def _split(text: str) -> list[str]:
-    return [] if text == _NONE else text.split(",")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -164,7 +170,9 @@ def main(arguments: Sequence[str]) -> None:
         case ["gpus", *words]:
             require_room(_workers_of(words), os.environ)
         case ["placement", gpus, nodes, *groups]:
-            print(*place([Workers.parse(group) for group in groups], _split(nodes), _split(gpus)), sep="\n")
+            every = [Workers.parse(group) for group in groups]
+            on_node = () if gpus == _NONE else parse_gpus(_GPU_SETTINGS, gpus)
+            print(*place(every, nodes.split(","), on_node), sep="\n")
         case _:
             raise ConfigError("for_scripts: ranks, gpus or placement, and what it needs")
 

@@ -116,9 +116,9 @@ def gpus_of(
             raise ConfigError.bad_value("--gpus", given, "an engine that gets GPUs: --engine tensorrt_llm")
         return NO_GPUS
     shared = given or environ.get(VARIABLE)
-    everything = _parse("--gpus" if given else VARIABLE, shared) if shared else (present or _present)()
+    everything = parse_gpus("--gpus" if given else VARIABLE, shared) if shared else (present or _present)()
     devices = {
-        role: _parse(name, environ[name]) if environ.get(name := ROLE_VARIABLES[role]) else everything
+        role: parse_gpus(name, environ[name]) if environ.get(name := ROLE_VARIABLES[role]) else everything
         for role in on_gpus
     }
     return Gpus(devices, {role: needs_of(config) for role, config in on_gpus.items() if devices[role]})
@@ -158,7 +158,7 @@ def num_ranks(engine_args: Mapping[str, Any]) -> int:
     return math.prod(int(engine_args.get(name) or 1) for name in _PARALLEL)
 
 
-def _parse(key: str, text: str) -> tuple[str, ...]:
+def parse_gpus(key: str, text: str) -> tuple[str, ...]:
     """Indices or UUIDs, as CUDA takes them."""
     devices = tuple(device.strip() for device in text.split(","))
     if not all(devices) or len(set(devices)) != len(devices):
