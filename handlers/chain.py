@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
 
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.tracing.spans import Span
@@ -50,12 +54,25 @@ class _Chain(PerRequestStream[TokenChunk]):
         if not handoff.is_final:
             waits = self._request.span.child("handoff")
             decode = self._decode(self._request.with_handoff(handoff), self._context, handoff)
+            if handoff.of_prompt is not None:
+                decode = _ending_with(handoff.of_prompt, decode)
             self._rest = _AfterHandoff(waits, decode)
         return handoff.first
 
     async def _finish(self) -> None:
         if self._handoff is not None:
             self._handoff.release()
+
+
+async def _ending_with(
+    told: dict[str, Any], chunks: AsyncGenerator[TokenChunk, None]
+) -> AsyncGenerator[TokenChunk, None]:
+    """`chunks`, where the last one tells this too."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if chunk.finish_reason is not None:
+                chunk = msgspec.structs.replace(chunk, engine_data=(chunk.engine_data or {}) | told)
+            yield chunk
 
 
 class _AfterHandoff(PerRequestStream[TokenChunk]):

@@ -25,6 +25,7 @@ from trtllm_disagg.handlers.engine_spans import record_engine, spanned
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handlers.trace import record_cache_hit, record_transfer
 from trtllm_disagg.types import (
+    PROMPT_LOGPROBS,
     DecodePhase,
     GenerateRequest,
     Handoff,
@@ -78,7 +79,7 @@ class OutputCursor:
         self._has_ended = True
         cached, told = self._cached(result, output)
         if (of_prompt := _prompt_logprobs(output)) is not None:
-            told["prompt_logprobs"] = of_prompt
+            told[PROMPT_LOGPROBS] = of_prompt
         # What the other choices have so far; the last one to end has all.
         num_made = sum(len(each.token_ids) for each in result.outputs)
         return msgspec.structs.replace(
@@ -268,7 +269,8 @@ class LocalPrefill:
         except BaseException:
             result.abort()
             raise
-        handoff = Handoff(chunk.without_end(), passed, _ended=self._engine.handoffs.hold())
+        ended = self._engine.handoffs.hold()
+        handoff = Handoff(chunk.without_end(), passed, _ended=ended, of_prompt=chunk.of_prompt)
         handoff.on_release(lambda: self._release(request, context, result, handoff))
         return handoff
 

@@ -149,7 +149,7 @@ class RemotePrefill:
             raise PeerUnavailableError(
                 f"the prefill worker sent {len(chunk.token_ids)} tokens instead of one"
             )
-        handoff = Handoff(chunk.without_end(), result, _ended=taken)
+        handoff = Handoff(chunk.without_end(), result, _ended=taken, of_prompt=chunk.of_prompt)
         with_kv = request.with_handoff(handoff)
         handoff.on_release(lambda: self._drain(with_kv))
         return handoff

@@ -149,14 +149,17 @@ def build_generate(
     generate = _built(
         config, engine, stage, policy, prefills, waiting, occupancies or NotKnown(), instance_id
     )
-    return generate if config.role is Role.AGG else _splittable(generate)
+    return generate if config.role is Role.AGG else _splittable(generate, config)
 
 
-def _splittable(generate: Generate) -> Generate:
+def _splittable(generate: Generate, config: WorkerConfig) -> Generate:
     """Whether this worker would share a request or not: what only one that runs it whole can serve is refused."""
+    is_told_of_prompts = (
+        spec_of(config.strategy).is_worker_side and config.schedule_style is ScheduleStyle.CONTEXT_FIRST
+    )
 
     def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        require_splittable(request)
+        require_splittable(request, is_told_of_prompts=is_told_of_prompts)
         return generate(request, context)
 
     return answer

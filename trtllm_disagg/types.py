@@ -230,6 +230,11 @@ class GenerateRequest:
         return self.sampling.n or 1
 
     @property
+    def computes_prompt(self) -> bool:
+        """False for a decode. TensorRT-LLM fails one that asks for logprobs of the prompt (`base_worker.py`)."""
+        return self.prefill_result is None
+
+    @property
     def span(self) -> Span:
         return self.step if self.step.is_recording else self.trace.root
 
@@ -262,6 +267,10 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
+#: Of `engine_data`, as Dynamo's frontend reads it.
+PROMPT_LOGPROBS = "prompt_logprobs"
+
+
 class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     """New tokens on their way to the client; the last one has finish_reason and usage."""
 
@@ -278,6 +287,12 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_transfer_params: dict[str, Any] | None = None
     #: Dynamo gives it to the worker that goes on with this answer when this one dies (`handlers/fallback.py`).
     worker_trace_link: dict[str, str] | None = None
+
+    @property
+    def of_prompt(self) -> dict[str, Any] | None:
+        """Of `engine_data`, what only the engine that computed the prompt can tell."""
+        told = (self.engine_data or {}).get(PROMPT_LOGPROBS)
+        return None if told is None else {PROMPT_LOGPROBS: told}
 
     def without_end(self) -> TokenChunk:
         """The same tokens without the end that every prefill phase has."""
@@ -296,6 +311,8 @@ class Handoff:
     _ended: Callable[[], None] | None = field(default=None)
     #: A decode worker was called with it: it may have begun to fetch the KV.
     is_asked_for: bool = False
+    #: For the `engine_data` of the answer's last chunk.
+    of_prompt: dict[str, Any] | None = None
 
     @property
     def is_final(self) -> bool:
@@ -311,6 +328,7 @@ class Handoff:
             finish_reason="length",
             completion_usage=Usage.of(num_prompt, len(self.first.token_ids), details.cached_tokens or 0),
             disaggregated_params=self.result.disaggregated_params,
+            engine_data=self.of_prompt,
         )
 
     def taken(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.api import OTHER_PROMPT, PROMPT, find, needs_a_model, sampling
+from tests.conformance.api import IS_MODELLED, OTHER_PROMPT, PROMPT, find, needs_a_model, sampling
 
 #: Varied, and the same every time.
 SAMPLED = {"temperature": 1.0, "seed": 11, "max_tokens": 16}
@@ -155,6 +155,24 @@ async def test_an_abort_ends_the_stream_as_cancelled(llm: Any) -> None:
 
 
 # -- logprobs
+
+
+async def test_logprobs_of_the_prompt_are_about_the_token_behind_each_position(llm: Any) -> None:
+    """The last one is about the first token of the answer. With 0 there is that token alone."""
+    params = sampling(max_tokens=2, logprobs=2, prompt_logprobs=2)
+    output = (await llm.generate_async(PROMPT, params, cache_salt="of the prompt").aresult()).outputs[0]
+    behind = [*PROMPT[1:], output.token_ids[0]]
+    assert len(output.prompt_logprobs) == len(PROMPT)
+    for token, entry in zip(behind, output.prompt_logprobs, strict=True):
+        best = [lp.logprob for other, lp in entry.items() if other != token or lp.rank <= 2]
+        assert len(entry) in (2, 3) or IS_MODELLED
+        assert entry[token].logprob <= max(best)
+        assert (entry[token].rank == 1) == (entry[token].logprob == max(best))
+    first = output.token_ids[0]
+    assert output.prompt_logprobs[-1][first].logprob == pytest.approx(output.logprobs[0][first].logprob)
+    params = sampling(max_tokens=1, prompt_logprobs=0)
+    result = await llm.generate_async(PROMPT, params, cache_salt="of the prompt alone").aresult()
+    assert [list(entry) for entry in result.outputs[0].prompt_logprobs] == [[token] for token in behind]
 
 
 @needs_a_model

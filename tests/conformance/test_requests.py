@@ -113,7 +113,6 @@ async def test_stop_tokens_of_more_than_one_kind(llm: Any) -> None:
     [
         {"use_beam_search": True},
         {"best_of": 2},
-        {"prompt_logprobs": 1},
         {"embedding_bias": [0.0]},
         {"logits_processor": object()},
         {"apply_batched_logits_processor": True},

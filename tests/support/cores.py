@@ -35,6 +35,7 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[LogprobEntry] = field(default_factory=list)
+    prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -50,6 +51,7 @@ class Answer:
         assert not self.done, "said more after its end"
         self.tokens += output.token_ids
         self.logprobs += output.logprobs or []
+        self.prompt_logprobs += output.prompt_logprobs
         if output.trim:
             del self.tokens[-output.trim :]
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason

@@ -81,19 +81,16 @@ async def test_choices_end_at_different_times() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        ({"sampling_options": {"n": 2}}, "n=2: a handoff carries one choice"),
-        ({"output_options": {"prompt_logprobs": 1}}, r"echo \(or prompt_logprobs\)"),
-    ],
-)
-async def test_what_a_handoff_has_no_room_for_is_refused_by_name(
-    order: str, keys: dict[str, Any], named: str
-) -> None:
+async def test_several_choices_are_refused_where_a_handoff_carries_one(order: str) -> None:
     generate = make_pair(order).generate
-    with pytest.raises(InvalidRequestError, match=named):
-        await collect(generate, request(**keys))
+    with pytest.raises(InvalidRequestError, match="n=2: a handoff carries one choice"):
+        await collect(generate, request(sampling_options={"n": 2}))
+
+
+async def test_logprobs_of_the_prompt_are_refused_where_a_frontend_chains_the_phases() -> None:
+    generate = make_pair("router").generate
+    with pytest.raises(InvalidRequestError, match=r"echo \(or prompt_logprobs\)"):
+        await collect(generate, request(output_options={"prompt_logprobs": 1}))
 
 
 # -- what goes to the engine beside the prompt
@@ -161,6 +158,23 @@ async def test_logprobs_of_the_prompt_are_in_the_last_chunk() -> None:
         {"12": {"logprob": -0.5, "rank": 1}, "7": {"logprob": -1.5, "rank": 2}},
         {"13": {"logprob": -2.0}},
     ]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("max_tokens", [4, 1])
+async def test_logprobs_of_the_prompt_come_from_prefill_and_leave_with_the_last_token(
+    order: str, max_tokens: int
+) -> None:
+    pair = make_pair(order)
+    pair.prefill.scripts.append(Script(prompt_logprobs=[{12: Logprob(-0.5, 1)}]))
+    asked = request(output_options={"prompt_logprobs": 0}, stop_conditions={"max_tokens": max_tokens})
+    chunks = await collect(pair.generate, asked)
+    assert engine_data(chunks)["prompt_logprobs"] == [{"12": {"logprob": -0.5, "rank": 1}}]
+    told = [
+        [call["sampling_params"].prompt_logprobs for call in llm.calls_of("generate_async")]
+        for llm in (pair.prefill, pair.decode)
+    ]
+    assert told == [[0], [None] if max_tokens > 1 else []]
 
 
 async def test_the_router_hears_what_the_cache_had_of_the_prompt() -> None:

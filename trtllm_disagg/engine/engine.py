@@ -360,7 +360,7 @@ class Engine:
                 ignore_eos=ignore_eos,
                 stop_token_ids=stop_ids or None,
                 logprobs=None if request.output.logprobs is None else max(1, request.output.logprobs),
-                prompt_logprobs=request.output.prompt_logprobs,
+                prompt_logprobs=request.output.prompt_logprobs if request.computes_prompt else None,
                 # Dynamo's frontend makes the text.
                 detokenize=False,
                 guided_decoding=self._guided(guided),

@@ -59,14 +59,11 @@ class ClockedModel:
             self._in_force = self._factors.now()
         self.seconds = self._pricer.seconds(rows, self._in_force)
         self.end = begin + self.seconds
-        sampling = [row.sequence for row in rows if row.samples]
-        tokens = self._texts.next_tokens(sampling)
+        tokens = iter(self._texts.next_tokens([row.sequence for row in rows if row.samples]))
+        made = [_certain(row, next(tokens) if row.samples else None) for row in rows if row.num_logits]
         self.late = max(0.0, self._clock.now() - self.end)
         self._clock.wait_until(self.end)
-        return [
-            Sampled(token, _certain(token, sequence))
-            for token, sequence in zip(tokens, sampling, strict=True)
-        ]
+        return made
 
     def rest(self, is_idle: bool) -> None:
         """After a step: does the next one wait for something?"""
@@ -76,9 +73,15 @@ class ClockedModel:
         """It holds nothing."""
 
 
-def _certain(token: int, sequence: Sequence) -> LogprobEntry | None:
+def _certain(row: Row, token: int | None) -> Sampled:
     """There is no other token that could have been."""
-    return None if sequence.sampling.logprobs is None else [(token, 0.0, 1)]
+    wants = token is not None and row.sequence.sampling.logprobs is not None
+    of_prompt = [_entry(each) for each in row.scored(token)] if row.num_scored else ()
+    return Sampled(token, _entry(token) if token is not None and wants else None, of_prompt)
+
+
+def _entry(token: int) -> LogprobEntry:
+    return [(token, 0.0, 1)]
 
 
 class ModelledCore(EngineCore):

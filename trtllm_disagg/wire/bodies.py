@@ -197,18 +197,21 @@ def _session_of(raw: dict[str, Any]) -> str | None:
     return (session.strip() or None) if isinstance(session, str) else None
 
 
-def require_splittable(request: GenerateRequest) -> None:
-    """Raises InvalidRequestError for what a handoff has no room for: only an agg worker serves it."""
+def require_splittable(request: GenerateRequest, *, is_told_of_prompts: bool) -> None:
+    """Raises InvalidRequestError for what a handoff has no room for: only an agg worker serves it.
+
+    `is_told_of_prompts`: what prefill's engine tells of the prompt comes to the worker that answers the client.
+    """
     if request.num_choices != 1:
         raise InvalidRequestError(
             f"n={request.num_choices}: a handoff carries one choice; expected n=1 of workers that share a request "
             "(send it several times, with different seeds, for several choices)"
         )
-    if request.output.prompt_logprobs is not None:
+    if request.output.prompt_logprobs is not None and not is_told_of_prompts:
         # To a worker the two look the same.
         raise InvalidRequestError(
-            "echo (or prompt_logprobs) is not served by workers that share a request: a handoff has nothing of the "
-            "prompt; expected neither"
+            "echo (or prompt_logprobs) is not served under the strategy router, nor with --schedule-style "
+            "generation_first: what prefill computes of the prompt does not reach the answer; expected neither"
         )
 
 

@@ -182,6 +182,8 @@ def sampling_spec(
         frequency_penalty=params.frequency_penalty or 0.0,
         seed=None if params.seed is None else params.seed & (2**63 - 1),
         logprobs=params.logprobs,
+        # A generation_only request computes nothing of its prompt.
+        prompt_logprobs=None if request_type == "generation_only" else params.prompt_logprobs,
         end_ids=() if params.ignore_eos else _end_ids(params, ready),
         stop_words=tuple(tuple(ids) for ids, _ in words),
         stop_reasons=tuple(reason for _, reason in words),

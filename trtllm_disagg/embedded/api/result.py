@@ -19,7 +19,7 @@ from trtllm_disagg.embedded.api.perf_metrics import (
     request_perf_metrics,
     time_breakdown,
 )
-from trtllm_disagg.embedded.ipc.messages import MadeHandoff, TokenOutput
+from trtllm_disagg.embedded.ipc.messages import LogprobEntry, MadeHandoff, TokenOutput
 from trtllm_disagg.embedded.params.request_params import DisaggregatedParams
 
 Decode = Callable[[list[int]], str]
@@ -271,11 +271,13 @@ class GenerationResult:
         if delivery.trim:
             del output.token_ids[-delivery.trim :]
         for entry in delivery.logprobs or ():
-            output.logprobs.append({token: Logprob(lp, rank) for token, lp, rank in entry})
+            output.logprobs.append(_public(entry))
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry[0][1]
         while len(output.logprobs) > len(output.token_ids):
             chosen = next(iter(output.logprobs.pop().values()))
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) - chosen.logprob
+        if delivery.prompt_logprobs:
+            output.prompt_logprobs = [_public(entry) for entry in delivery.prompt_logprobs]
         self.cached_tokens = delivery.cached_tokens
         self.decoding_iter += delivery.num_steps
         if delivery.handoff is not None:
@@ -312,6 +314,10 @@ class GenerationResult:
     def _ctx_request_id(self, handoff: MadeHandoff) -> int:
         """Both phases go by the caller's id, when there is one."""
         return handoff.ctx_request_id if self._disagg_request_id is None else self._disagg_request_id
+
+
+def _public(entry: LogprobEntry) -> dict[int, Logprob]:
+    return {token: Logprob(logprob, rank) for token, logprob, rank in entry}
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -289,8 +289,7 @@ class OutgoingWrites:
             self.release(sequence)
             yield KvFailed(sequence.request_id, HandoffRefusedError("decode's offer is for another prompt"))
             return
-        # The last prompt token is computed in any case: its logits make the first token.
-        sequence.num_fetchable = min(offer.num_known, (sequence.num_prompt - 1) // self._size)
+        sequence.num_fetchable = min(offer.num_known, sequence.num_reusable // self._size)
         yield Offered(sequence)
 
     def _moved(self, move: Move) -> Iterator[KvEvent]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,12 @@ from trtllm_disagg.embedded.kv_cache.memory import KvPool, LocalKvMemory
 from trtllm_disagg.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.embedded.model.model_loader import load_model
 from trtllm_disagg.embedded.model.rows import TILE, Sampled
-from trtllm_disagg.embedded.model.sampler import sample
+from trtllm_disagg.embedded.model.sampler import prompt_logprobs, sample
 from trtllm_disagg.embedded.model.sizing import choose_device, kv_layout, new_pool, num_kv_blocks
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.model_shape import ModelShape, max_seq_len, read_shape
 from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
+from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.embedded.tensor_parallel.group import use_cpus
 from trtllm_disagg.embedded.tensor_parallel.team import Runner, SingleRank, Team, open_team
@@ -46,10 +48,24 @@ class SamplingModel:
     def run(self, rows: list[Row]) -> list[Sampled]:
         logits = self.runner.run(rows)
         sampling = [row.sequence for row in rows if row.samples]
+        if any(row.num_scored for row in rows):
+            return _with_prompts(logits, [row for row in rows if row.num_logits], sampling)
         return sample(logits, sampling) if sampling else []
 
     def close(self) -> None:
         self.runner.close()
+
+
+def _with_prompts(logits: torch.Tensor, rows: list[Row], sampling: list[Sequence]) -> list[Sampled]:
+    ends = list(accumulate(row.num_logits for row in rows))
+    last = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
+    tokens = iter(sample(logits[last], sampling) if sampling else ())
+    made = [next(tokens) if row.samples else Sampled(None, None) for row in rows]
+    for row, end, one in zip(rows, ends, made, strict=True):
+        if row.num_scored:
+            count = row.sequence.sampling.prompt_logprobs or 0
+            one.of_prompt = prompt_logprobs(logits[end - row.num_scored : end], row.scored(one.token), count)
+    return made
 
 
 def for_process(arguments: dict[str, Any], process: CoreProcess, reporter: Reporter) -> EngineCore:

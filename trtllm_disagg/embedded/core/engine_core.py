@@ -86,6 +86,7 @@ def of_token(sequence: Sequence, token: int, logprobs: LogprobEntry | None, verd
         sequence.index,
         token_ids=[token] if verdict.emit else [],
         logprobs=[logprobs] if verdict.emit and logprobs else None,
+        prompt_logprobs=sequence.prompt_logprobs if sequence.num_output == 1 else [],
         trim=verdict.trim,
         finish_reason=verdict.finish_reason,
         stop_reason=verdict.stop_reason,
@@ -108,7 +109,7 @@ class StepModel(Protocol):
     """Whatever makes tokens."""
 
     def run(self, rows: list[Row]) -> list[Sampled]:
-        """One token for each of `rows` that samples, in their order."""
+        """For each of `rows` with `num_logits`, in their order."""
 
     def close(self) -> None: ...
 
@@ -275,7 +276,7 @@ class EngineCore:
         self._num_steps += 1
         for row in rows:
             row.sequence.timer.scheduled(self._num_steps)
-        sampling = [row.sequence for row in rows if row.samples]
+        yielding = [row.sequence for row in rows if row.num_logits]
         try:
             sampled = self.model.run(rows)
         except Exception as error:
@@ -289,9 +290,11 @@ class EngineCore:
             row.sequence.num_computed += row.num_tokens
             self._commit(row.sequence)
             self.connector.computed(row.sequence)
-        for sequence, choice in zip(sampling, sampled, strict=True):
-            if sequence.status is Status.RUNNING:  # else another choice of its request has just failed
-                self._accept(sequence, choice.token, choice.logprobs)
+        for sequence, made in zip(yielding, sampled, strict=True):
+            sequence.prompt_logprobs.extend(made.of_prompt)
+            # It does not run any more when another choice of its request has just failed.
+            if made.token is not None and sequence.status is Status.RUNNING:
+                self._accept(sequence, made.token, made.logprobs)
 
     def _accept(self, sequence: Sequence, token: int, logprobs: LogprobEntry | None) -> None:
         """Append one token, tell the client, and finish the sequence if that token ends it."""

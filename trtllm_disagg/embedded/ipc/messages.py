@@ -42,6 +42,7 @@ class SamplingSpec(msgspec.Struct, frozen=True):
     frequency_penalty: float = 0.0
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     #: Ends the output silently: never returned, never counted.
     end_ids: tuple[int, ...] = ()
     #: End the output and name themselves in stop_reason.
@@ -147,6 +148,8 @@ class TokenOutput(msgspec.Struct, omit_defaults=True, gc=False):
     index: int = 0
     token_ids: list[int] = []
     logprobs: list[LogprobEntry] | None = None
+    #: With the first token, for requests that ask: of each position of the prompt, about the token behind it.
+    prompt_logprobs: list[LogprobEntry] = []
     #: In so many steps of the engine.
     num_steps: int = 1
     #: Tokens to cut from the end of what was already returned (a multi-token stop word).

@@ -60,12 +60,13 @@ class _Span:
     context: int  # keys that its last query sees
     blocks: torch.Tensor  # (blocks,) int64
     is_prefill: bool
-    samples: bool
+    num_logits: int
 
     @property
-    def last_tile(self) -> _Span:
-        """Of its queries only those in the tile of its last one."""
-        count = min(self.num_queries, (self.context - 1) % TILE + 1)
+    def last_tiles(self) -> _Span:
+        """Of its queries only those from the tile on in which the first one with logits is."""
+        first = self.context - self.num_logits
+        count = min(self.num_queries, self.context - first // TILE * TILE)
         return replace(self, start=self.start + self.num_queries - count, num_queries=count)
 
 
@@ -91,9 +92,11 @@ class StepLayout:
         #: (tokens,) int64: where each token stands in its sequence, and its place in the pool.
         self.position_array = np.concatenate(positions)
         self.place_array = np.concatenate(places)
-        ends = np.cumsum([row.num_tokens for row in rows]) - 1
-        #: Packed index of each sampling row's last token.
-        self.last = torch.from_numpy(ends[[row.samples for row in rows]]).to(pool.kv.device)
+        wanted = np.array([row.num_logits for row in rows])
+        begins = np.cumsum([row.num_tokens for row in rows]) - wanted
+        last = np.repeat(begins - np.cumsum(wanted) + wanted, wanted) + np.arange(wanted.sum())
+        #: Packed index of each token of which logits are wanted.
+        self.last = torch.from_numpy(last).to(pool.kv.device)
         self._longest = max((span.context for span in self._spans), default=0)
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
@@ -109,7 +112,7 @@ class StepLayout:
 
     @cached_property
     def _last_tiles(self) -> list[_Span]:
-        return [span.last_tile if span.is_prefill else span for span in self._spans if span.samples]
+        return [span.last_tiles if span.is_prefill else span for span in self._spans if span.num_logits]
 
     def attend(
         self, how: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -208,7 +211,7 @@ def _span_of(row: ForwardRow, start: int, pool: KvPool) -> tuple[_Span, np.ndarr
     positions = np.arange(begin, end)
     places = blocks[positions // size] * pool.rows_per_block + positions % size
     found = torch.from_numpy(blocks).to(pool.kv.device)
-    return _Span(start, count, end, found, row.in_prefill, row.samples), positions, places
+    return _Span(start, count, end, found, row.in_prefill, row.num_logits), positions, places
 
 
 def _whole_tiles(run: torch.Tensor, before: int = 0) -> torch.Tensor:

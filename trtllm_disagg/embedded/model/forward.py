@@ -142,7 +142,7 @@ class Forward(Protocol):
     """A model. It knows nothing of requests, phases or disaggregation."""
 
     def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
-        """Logits of the rows in `layout.last`: (sampling rows, vocabulary). Valid until the next call."""
+        """Logits of the tokens in `layout.last`: (so many, vocabulary). Valid until the next call."""
 
     def close(self) -> None: ...
 
@@ -159,7 +159,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
-        """Logits (sampling rows, vocabulary): one row for each of `rows` that samples, in their order."""
+        """Logits (all `num_logits`, vocabulary), in the order of `rows`."""
         tokens = [token for row in rows for token in row.tokens]
         return self.forward(tokens, StepLayout(rows, self.pool, self._ops.decode_rows(rows, self.pool)))
 
@@ -175,7 +175,7 @@ class HfForward:
         self._device = pool.kv.device
 
     def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
-        """Logits of the rows in `layout.last`: (sampling rows, vocabulary)."""
+        """Logits of the tokens in `layout.last`: (so many, vocabulary)."""
         output = self._model(
             input_ids=torch.tensor([tokens], device=self._device),
             position_ids=layout.positions,
@@ -206,7 +206,7 @@ class PlainForward:
         self.fused = ops.fused_decode(model, pool, dtype)
 
     def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
-        """Logits of the rows in `layout.last`: (sampling rows, vocabulary). Valid until the next step."""
+        """Logits of the tokens in `layout.last`: (so many, vocabulary). Valid until the next step."""
         if self.fused is not None and layout.all_decode and len(tokens) <= self.fused.max_rows:
             return self.fused(tokens, layout)
         model, layers = self._model, self._model.layers
@@ -220,7 +220,7 @@ class PlainForward:
             attended = layout.attend_stored(layer.attention, query, last_only=is_last)
             attended = attended.view(len(tokens), -1)
             if is_last:
-                # Only these rows are sampled from.
+                # Only of these are logits wanted.
                 attended, x = attended[layout.last], x[layout.last]
                 hidden = torch.empty(x.shape, dtype=self._dtype)
             norm = model.final_norm if is_last else layers[i + 1].input_norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,8 +23,8 @@ class ForwardRow(msgspec.Struct, array_like=True):
     blocks: list[int]
     #: Whether these are tokens of the prompt: attention then runs in tiles.
     in_prefill: bool
-    #: Whether the logits of the last token are wanted.
-    samples: bool
+    #: Logits are wanted of so many of the tokens, the last ones.
+    num_logits: int
 
     @property
     def num_tokens(self) -> int:
@@ -32,7 +33,10 @@ class ForwardRow(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class Sampled:
-    """The token that a row yields."""
+    """What a row yields of which logits are wanted."""
 
-    token: int
+    #: None: the row ends within the prompt.
+    token: int | None
     logprobs: LogprobEntry | None
+    #: Of the prompt, for each position that was asked for (`SamplingSpec.prompt_logprobs`).
+    of_prompt: Sequence[LogprobEntry] = ()

@@ -184,7 +184,7 @@ def sample(logits: torch.Tensor, sequences: Seq[SampledSequence]) -> list[Sample
     """`logits` is (rows, vocabulary) in the model's dtype; one token for each row."""
     raw = logits.float()
     scores = _adjusted(raw, sequences)
-    tokens = scores.argmax(-1).tolist()
+    tokens: list[int] = scores.argmax(-1).tolist()
     drawn = [i for i, s in enumerate(sequences) if not s.sampling.greedy]
     if drawn:
         for i, token in zip(drawn, draw(scores[drawn], [sequences[i] for i in drawn]), strict=True):
@@ -258,15 +258,24 @@ def _logprobs(
         return entries
     table = torch.log_softmax(raw[wanted], -1)
     for row, i in zip(table, wanted, strict=True):
-        count = sequences[i].sampling.logprobs or 0
-        chosen = row[tokens[i]]
-        rank = int((row > chosen).sum()) + 1
-        entry: LogprobEntry = [(tokens[i], float(chosen), rank)]
-        top = row.topk(min(count, row.shape[0]))
-        for position, (value, token) in enumerate(
-            zip(top.values.tolist(), top.indices.tolist(), strict=True), 1
-        ):
-            if token != tokens[i]:
-                entry.append((token, value, position))
-        entries[i] = entry[: count + 1]
+        entries[i] = _entry(row, tokens[i], sequences[i].sampling.logprobs or 0)
     return entries
+
+
+def prompt_logprobs(logits: torch.Tensor, following: Seq[int], count: int) -> list[LogprobEntry]:
+    """Of each row of `logits` (positions, vocabulary): the token that comes next in the prompt, then the top ones."""
+    at_a_time = max(1, _AT_A_TIME // logits.shape[1])
+    tables = (torch.log_softmax(part.float(), -1) for part in torch.split(logits, at_a_time))
+    rows = (row for table in tables for row in table)
+    return [_entry(row, token, count) for row, token in zip(rows, following, strict=True)]
+
+
+def _entry(row: torch.Tensor, chosen: int, count: int) -> LogprobEntry:
+    """`row`: log probabilities of all tokens."""
+    rank = int((row > row[chosen]).sum()) + 1
+    entry: LogprobEntry = [(chosen, float(row[chosen]), rank)]
+    top = row.topk(min(count, row.shape[0]))
+    for position, (value, token) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True), 1):
+        if token != chosen:
+            entry.append((token, value, position))
+    return entry[: count + 1]

@@ -115,7 +115,6 @@ _UNSERVED = (
     "early_stopping",
     "no_repeat_ngram_size",
     "beam_width_array",
-    "prompt_logprobs",
     "logprobs_simple_format",
     "prompt_logprobs_simple_format",
     "return_context_logits",
@@ -138,6 +137,7 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("presence_penalty", -1e3, 1e3, "between -1000 and 1000"),
     ("frequency_penalty", -1e3, 1e3, "between -1000 and 1000"),
     ("logprobs", 0, 64, "between 0 and 64"),
+    ("prompt_logprobs", 0, 64, "between 0 and 64"),
 )
 
 #: Every request is asked for these.

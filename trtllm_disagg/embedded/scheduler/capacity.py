@@ -181,8 +181,7 @@ class Reservations:
             sequence.prompt_keys = self._blocks.prompt_keys(prompt, sequence.salt)
         if sequence.has_first_token:
             return sequence.prompt_keys
-        # At least one prompt token must be computed to have logits.
-        return sequence.prompt_keys[: (sequence.num_prompt - 1) // self._blocks.tokens_per_block]
+        return sequence.prompt_keys[: sequence.num_reusable // self._blocks.tokens_per_block]
 
     def _start(self, plan: Plan) -> Seq[int]:
         """The tokens after the known blocks, where the start of another block would save work."""
@@ -190,4 +189,4 @@ class Reservations:
         if sequence.saved is not None or sequence.wants_kv:
             return ()
         begin = len(plan.known) * size
-        return sequence.tokens[begin : min(begin + size, sequence.num_prompt - 1)]
+        return sequence.tokens[begin : min(begin + size, sequence.num_reusable)]

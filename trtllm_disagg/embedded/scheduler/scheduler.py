@@ -24,6 +24,8 @@ from trtllm_disagg.embedded.scheduler.capacity import Capacity, Plan, Reservatio
 from trtllm_disagg.embedded.scheduler.sequence import Clock, Sequence, Status
 from trtllm_disagg.errors import ConfigError
 
+#: Logits of so many tiles of prompts, in a step.
+_MOST_TILES_OF_LOGITS = 8
 #: Of the pool, what may be put aside when `embedded.swap_tokens` does not say.
 _DEFAULT_SWAP = 1 / 4
 
@@ -35,13 +37,13 @@ class Chunking:
         """Tokens of this step for each of `prompts`, in order; together at most `budget`."""
         shares = [0] * len(prompts)
         for i, sequence in enumerate(prompts):
-            shares[i] = self._cut(sequence, budget)
+            shares[i] = self.cut(sequence, budget)
             if not shares[i]:
                 break
             budget -= shares[i]
         return shares
 
-    def _cut(self, sequence: Sequence, budget: int) -> int:
+    def cut(self, sequence: Sequence, budget: int) -> int:
         """Tokens of this prompt for this step, at most `budget`."""
         raise NotImplementedError
 
@@ -52,7 +54,7 @@ class FirstComeFirstServed(Chunking):
     def __init__(self, alignment: int) -> None:
         self._alignment = alignment
 
-    def _cut(self, sequence: Sequence, budget: int) -> int:
+    def cut(self, sequence: Sequence, budget: int) -> int:
         left = _left(sequence)
         return left if left <= budget else _aligned(sequence, budget, self._alignment)
 
@@ -68,9 +70,9 @@ class WholePrompts(FirstComeFirstServed):
         super().__init__(alignment)
         self._max_num_tokens = max_num_tokens
 
-    def _cut(self, sequence: Sequence, budget: int) -> int:
+    def cut(self, sequence: Sequence, budget: int) -> int:
         must_wait = budget < _left(sequence) <= self._max_num_tokens
-        return 0 if must_wait else super()._cut(sequence, budget)
+        return 0 if must_wait else super().cut(sequence, budget)
 
 
 class ForceChunk(Chunking):
@@ -79,7 +81,7 @@ class ForceChunk(Chunking):
     def __init__(self, unit: int) -> None:
         self._unit = unit
 
-    def _cut(self, sequence: Sequence, budget: int) -> int:
+    def cut(self, sequence: Sequence, budget: int) -> int:
         tokens = _unit(sequence, 0, self._unit)
         return tokens if tokens <= budget else 0
 
@@ -103,7 +105,30 @@ class EqualProgress(ForceChunk):
         return shares
 
 
+class BoundedLogits(Chunking):
+    """Another policy's chunks, cut where a request asks for logprobs of its prompt: the logits of a token are as many
+    numbers as there are tokens in the vocabulary, so those of a whole step may not fit into the memory.
+    """
+
+    def __init__(self, chunking: Chunking, alignment: int) -> None:
+        self._chunking = chunking
+        self._pieces = FirstComeFirstServed(alignment)
+        self._most = _MOST_TILES_OF_LOGITS * alignment
+
+    def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
+        shares, left = self._chunking.share(prompts, budget), self._most
+        for i, sequence in enumerate(prompts):
+            if sequence.num_scored < sequence.num_prompt:
+                shares[i] = self._pieces.cut(sequence, min(shares[i], left))
+                left -= shares[i]
+        return shares
+
+
 def create_chunking(args: LlmArgs, alignment: int) -> Chunking:
+    return BoundedLogits(_chunking_of(args, alignment), alignment)
+
+
+def _chunking_of(args: LlmArgs, alignment: int) -> Chunking:
     """Without enable_chunked_prefill no policy applies, as in TensorRT-LLM."""
     if not args.enable_chunked_prefill:
         return WholePrompts(args.max_num_tokens, alignment)
@@ -139,20 +164,34 @@ class Row(ForwardRow):
     """
 
     sequence: Sequence
+    #: Whether it yields a token.
+    samples: bool
+    #: Of so many of its tokens, the last ones, logprobs of the prompt are wanted.
+    num_scored: int
 
     @classmethod
     def of(cls, sequence: Sequence, num_tokens: int) -> Row:
         begin = sequence.num_computed
         end = begin + num_tokens
+        # Only a row that reaches the end of the known tokens yields a token; a partial prefill does not.
+        samples = end == len(sequence.tokens)
+        num_scored = max(0, min(end, sequence.num_prompt) - sequence.num_scored)
         return cls(
             sequence.tokens[begin:end],
             begin,
             sequence.blocks,
             begin < sequence.num_prompt,
-            # Only a row that reaches the end of the known tokens yields a token; a partial prefill does not.
-            end == len(sequence.tokens),
+            max(int(samples), num_scored),
             sequence,
+            samples,
+            num_scored,
         )
+
+    def scored(self, token: int | None) -> list[int]:
+        """The tokens that come behind the `num_scored` ones, the last of which may be `token`, which it yields."""
+        end = self.num_computed + self.num_tokens
+        behind = self.sequence.tokens[end - self.num_scored + 1 : end + 1]
+        return behind if token is None else [*behind, token]
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from trtllm_disagg.embedded.ipc.messages import (
     NOT_ADMITTED,
     AddRequest,
     Admission,
+    LogprobEntry,
     Measured,
     ReceivedHandoff,
     Rendezvous,
@@ -142,6 +143,8 @@ class Sequence:
     num_cached: int = 0
     #: context_only: the first blocks of the prompt that decode has, and that need not be computed here.
     num_fetchable: int = 0
+    #: Of the prompt's first positions, where they are asked for (`SamplingSpec.prompt_logprobs`).
+    prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
 
     @classmethod
     def from_request(
@@ -189,6 +192,16 @@ class Sequence:
     @property
     def in_prefill(self) -> bool:
         return self.num_computed < self.num_prompt
+
+    @property
+    def num_scored(self) -> int:
+        """Of the prompt's positions, the first so many need no logits (any more) for their logprobs."""
+        return self.num_prompt if self.sampling.prompt_logprobs is None else len(self.prompt_logprobs)
+
+    @property
+    def num_reusable(self) -> int:
+        """Of the prompt's tokens, so many need no computing: the last one's logits make the first token."""
+        return min(self.num_prompt - 1, self.num_scored)
 
     @property
     def has_first_token(self) -> bool:

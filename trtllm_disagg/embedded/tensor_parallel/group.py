@@ -148,7 +148,7 @@ def step_of(rows: Seq[ForwardRow], tokens_per_block: int) -> Step:
                 row.num_computed,
                 row.blocks[: -(-(row.num_computed + row.num_tokens) // tokens_per_block)],
                 row.in_prefill,
-                row.samples,
+                row.num_logits,
             )
             for row in rows
         ]

@@ -44,7 +44,9 @@ def logits_of(seed: int = 0, rows: int = 1) -> torch.Tensor:
 
 
 def one(logits: torch.Tensor, s: Sequence) -> int:
-    return sample(logits, [s])[0].token
+    (sampled,) = sample(logits, [s])
+    assert sampled.token is not None
+    return sampled.token
 
 
 # -- a draw depends on (seed, choice, position) and the logits only

@@ -97,7 +97,7 @@ def test_a_step_says_what_a_forward_needs_and_no_more(pair: Pair) -> None:
     led = pair.team.broadcasting(Runner(lambda: torch.ones(1)))
     assert led.run([row()]).tolist() == [1.0]
     command = pair.leader.commands.receive(_commands)
-    assert command == Step([ForwardRow([24, 25, 26, 27, 28], 4, [7], True, True)])
+    assert command == Step([ForwardRow([24, 25, 26, 27, 28], 4, [7], True, 1)])
     assert command.rows[0].num_tokens == 5
     assert command.rows[0].num_computed == 4
 
