@@ -155,11 +155,11 @@ def _prompt_logprobs(output: Any) -> list[dict[str, dict[str, Any]] | None] | No
     ]
 
 
-#: Inside, the task is cancelled when what it waits for is gone.
-AwaitedBy = Callable[[asyncio.Future[Any]], AbstractContextManager[None]]
+#: Inside, the task, which reads the result, is cancelled when what it waits for is gone.
+AwaitedBy = Callable[[asyncio.Future[Any], Any], AbstractContextManager[None]]
 
 
-def _as_long_as_it_takes(reading: asyncio.Future[Any]) -> AbstractContextManager[None]:
+def _as_long_as_it_takes(reading: asyncio.Future[Any], result: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -185,7 +185,7 @@ async def newest_states(
 
     reader = asyncio.create_task(read(), name="read-ahead")
     try:
-        with awaited_by(reader):
+        with awaited_by(reader, result):
             has_ended = False
             while not has_ended:
                 await news.wait()

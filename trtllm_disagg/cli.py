@@ -6,6 +6,7 @@ import argparse
 import difflib
 import logging
 import os
+import re
 import select
 import sys
 from collections.abc import Sequence
@@ -110,6 +111,11 @@ COMMANDS = {
 }
 
 
+#: argparse says what a value is not.
+_NOT_A_NUMBER = re.compile(r"invalid (int|float) value: (.*)")
+_KINDS = {"int": "a whole number", "float": "a number"}
+
+
 class Parser(argparse.ArgumentParser):
     """Its complaints are errors like all others."""
 
@@ -118,7 +124,8 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (`{self.prog} --help` lists the flags)")
+        told = _NOT_A_NUMBER.sub(lambda no: f"{no[2]} is not allowed; expected {_KINDS[no[1]]}", message)
+        raise ConfigError(f"{told} (`{self.prog} --help` lists the flags)")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

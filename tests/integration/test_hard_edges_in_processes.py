@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.dynamo_deployment import COMPLETIONS, DynamoDeployment
-from tests.support.hard_worker import KV_DIRECTORY, KvFiles, held_in
+from tests.support.hard_worker import KV_DIRECTORY, STANDS_STILL, KvFiles, held_in
 from trtllm_disagg.handlers.trace import PREFIX
 
 pytestmark = pytest.mark.process
@@ -25,6 +25,9 @@ ENGINE_ARGS = {
 }
 
 
+STALL_SECONDS = 5
+
+
 class Pair:
     """Under decode_first."""
 
@@ -33,6 +36,7 @@ class Pair:
         self.kv = kv
         self._worker = ["tests.support.hard_worker", "--model", str(model), "--served-model-name", "hard"]
         self._worker += ["--engine", "tensorrt_llm", "--override-engine-args", json.dumps(ENGINE_ARGS)]
+        self._worker += ["--engine-stall-timeout", f"{STALL_SECONDS}"]
         self._worker += ["--disaggregation-strategy", "decode_first", "--disaggregation-mode"]
 
     def start(self) -> None:
@@ -120,3 +124,18 @@ def test_without_its_prefill_engine_a_decode_worker_answers_alone(pair: Pair) ->
     tokens, told = pair.ask()
     assert (tokens, told["strategy"]) == (undisturbed, "local")
     pair.nothing_is_held()
+
+
+def test_a_prefill_engine_that_stands_still_ends_its_worker_and_the_request_goes_on(pair: Pair) -> None:
+    """It says that it is well all the time."""
+    undisturbed, _ = pair.ask()
+    pair.start_workers(still="prefill")
+    pair.place.wait_until(lambda: pair.ask()[1]["strategy"] == "decode_first", "it is found", 60)
+    pair.place.send("still", signal.SIGUSR2)
+    pair.place.wait_until(lambda: STANDS_STILL in pair.place.log("still"), "it stands still")
+    tokens, told = pair.ask()
+    assert tokens == undisturbed
+    assert told["fallbacks"], told
+    pair.place.wait_until(lambda: pair.place.exit_code("still") == 1, "the worker ends with 1", 60)
+    said = pair.place.log("still")
+    assert f"none of its requests has had a token for {STALL_SECONDS} s (--engine-stall-timeout)" in said

@@ -1,5 +1,6 @@
-"""A worker, by its arguments, on the stand-in of TensorRT-LLM with all hard edges. At SIGUSR1 its engine dies, and
-never shuts down; the workers of a test move KV through the directory that KV_DIRECTORY names.
+"""A worker, by its arguments, on the stand-in of TensorRT-LLM with all hard edges. At SIGUSR1 its engine dies, at
+SIGUSR2 it stands still and says that it is well; neither ever shuts down. The workers of a test move KV through the
+directory that KV_DIRECTORY names.
 """
 
 from __future__ import annotations
@@ -65,17 +66,26 @@ def held_in(directory: Path) -> int:
     return sum(1 for _ in directory.glob("kv-*"))
 
 
-def _die_at_the_signal() -> None:
-    signal.sigwait([signal.SIGUSR1])
+STANDS_STILL = "the engine stands still, and is well"
+#: Of the engine's end.
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def _end_at_the_signal() -> None:
+    received = signal.sigwait(SIGNALS)
     for llm in LLM.instances:
         llm.may_shut_down.clear()
-        llm.die(RuntimeError("rank 3 is gone"))
+        if received == signal.SIGUSR2:
+            llm.stands_still = True
+            print(STANDS_STILL, flush=True)
+        else:
+            llm.die(RuntimeError("rank 3 is gone"))
 
 
 if __name__ == "__main__":
     # For that thread alone: the others inherit it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    threading.Thread(target=_die_at_the_signal, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    threading.Thread(target=_end_at_the_signal, daemon=True).start()
     if KV_DIRECTORY in os.environ:
         LLM.kv_store = KvFiles(Path(os.environ[KV_DIRECTORY]))
     with mounted_recording_llm():

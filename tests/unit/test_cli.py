@@ -128,6 +128,8 @@ def test_every_command_explains_its_flags(name: str, capsys: pytest.CaptureFixtu
         (["worker", "--engin=embedded"], "unknown flag --engin; did you mean --engine?"),
         (["worker", "--model", "m", "--strategy", "x"], "unknown flag --strategy"),
         (["worker", "--qqqqqq"], "unknown flag --qqqqqq; --help lists the flags"),
+        (["up", "--http-port", "x"], "argument --http-port: 'x' is not allowed; expected a whole number"),
+        (["up", "--stop-timeout", "x"], "argument --stop-timeout: 'x' is not allowed; expected a number"),
         (["worker", "surplus"], "unknown argument surplus"),
         (["worker", "--trtllm.max_batch_size"], "--trtllm.max_batch_size needs a value"),
         (["demo-model", "somewhere", "--forse"], "unknown flag --forse"),

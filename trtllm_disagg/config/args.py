@@ -44,6 +44,8 @@ from trtllm_disagg.config.worker_config import (
 from trtllm_disagg.errors import ConfigError
 
 _PREFIX = "--trtllm."
+#: All of them together; no user's flag.
+_DOTTED = "--trtllm"
 _OVERRIDE = "--override-engine-args"
 #: Where etcd is: set, etcd is the discovery, as it is Dynamo's default.
 _ETCD = "ETCD_ENDPOINTS"
@@ -59,7 +61,7 @@ _TYPES = {
 
 
 def with_dotted_flags(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with all that start with --trtllm. as one --override-engine-args. Raises ConfigError."""
+    """The arguments, with all that start with --trtllm. as one, which is JSON. Raises ConfigError."""
     kept: list[str] = []
     nested: dict[str, Any] = {}
     rest = list(arguments)
@@ -78,7 +80,7 @@ def with_dotted_flags(arguments: Sequence[str]) -> list[str]:
         return kept
     if any(argument.split("=", 1)[0] == _OVERRIDE for argument in kept):
         raise ConfigError(f"{_PREFIX}... and {_OVERRIDE} exclude each other; give one of them")
-    return [*kept, f"{_OVERRIDE}={json.dumps(nested)}"]
+    return [*kept, f"{_DOTTED}={json.dumps(nested)}"]
 
 
 def _set(nested: dict[str, Any], flag: str, value: Any) -> None:
@@ -127,6 +129,7 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
                 default=argparse.SUPPRESS,
                 help="KV events and metrics (Dynamo's old name)",
             )
+    parser.add_argument(_DOTTED, dest=_DOTTED, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=__version__)
     add_dynamo_arguments(parser)
 
@@ -136,6 +139,8 @@ def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, s
     refuse_ignored_variables(environ)
     given = {name: getattr(namespace, name) for name in FLAGS if hasattr(namespace, name)}
     values = _from_environment(environ) | given
+    if hasattr(namespace, _DOTTED):
+        values["override_engine_args"] = getattr(namespace, _DOTTED)
     if "model" not in values:
         raise ConfigError(f"--model is missing; give it, or set {FLAGS['model'].variables[0]}")
     _resolve_namespace(values, environ, by_flag="namespace" in given)
@@ -147,7 +152,13 @@ def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, s
     explicit = frozenset(values)
     thresholds = {name: values.pop(name) for name in DECIDER_THRESHOLDS if name in values}
     router_flags = getattr(namespace, ROUTER_FLAGS, ())
-    return WorkerConfig(**values, thresholds=thresholds, explicit=explicit, router_flags=router_flags)
+    return WorkerConfig(
+        **values,
+        thresholds=thresholds,
+        explicit=explicit,
+        override_flag=_PREFIX if hasattr(namespace, _DOTTED) else _OVERRIDE,
+        router_flags=router_flags,
+    )
 
 
 def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:

@@ -60,8 +60,9 @@ def build_engine_args(config: WorkerConfig) -> Args:
     TensorRT-LLM, unless it looks like a misspelt one.
     """
     from_file = _read_yaml(config)
-    from_json = override_of(config.override_engine_args, config.engine_spec.has_known_arguments)
-    _check_block_size(config, {config.extra_engine_args: from_file, "--override-engine-args": from_json})
+    flag = config.override_flag
+    from_json = override_of(config.override_engine_args, config.engine_spec.has_known_arguments, flag)
+    _check_block_size(config, {config.extra_engine_args: from_file, flag: from_json})
 
     args = merged_args(_dynamo_defaults(config), from_file)
     _tell_what_files_win(args, config)
@@ -137,9 +138,9 @@ def _read_yaml(config: WorkerConfig) -> Args:
     )
 
 
-def override_of(text: str, is_strict: bool) -> Args:
-    """Of --override-engine-args. Raises ConfigError."""
-    return check_engine_keys(_parsed_json(text), flag_of("override_engine_args"), is_strict)
+def override_of(text: str, is_strict: bool, flag: str = "--override-engine-args") -> Args:
+    """What `flag` gave as JSON. Raises ConfigError."""
+    return check_engine_keys(_parsed_json(text), flag, is_strict)
 
 
 def _parsed_json(text: str) -> Any:
@@ -200,7 +201,7 @@ def _check_block_size(config: WorkerConfig, sources: Mapping[str, Args]) -> None
         given = _get(content, _BLOCK_SIZE_KEY)
         if given is not None and given != config.kv_block_size:
             raise ConfigError(
-                f"{source}: {_BLOCK_SIZE_KEY}: {given} is not allowed; expected {config.kv_block_size} as in "
+                f"{_at(source, _BLOCK_SIZE_KEY)}: {given} is not allowed; expected {config.kv_block_size} as in "
                 f"{flag_of('kv_block_size')}, or leave out one of the two"
             )
 
@@ -331,10 +332,16 @@ def _raise_for(error: Mapping[str, Any], content: dict[str, Any], source: str, s
     key = ".".join(path)
     if error["type"] != "extra_forbidden":
         allowed = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-        raise ConfigError.bad_value(f"{source}: {key or 'content'}", error["input"], allowed)
+        raise ConfigError.bad_value(_at(source, key or "content"), error["input"], allowed)
     hint = _hint(path, strict)
     if hint:
-        raise ConfigError(f"{source}: unknown key {key} (value {error['input']!r}); {hint}")
+        where = f"{_at(source, key)}: unknown key" if source.endswith(".") else f"{source}: unknown key {key}"
+        raise ConfigError(f"{where} (value {error['input']!r}); {hint}")
+
+
+def _at(source: str, key: str) -> str:
+    """A key in a file, or the flag that names it (`--trtllm.KEY`)."""
+    return f"{source}{key}" if source.endswith(".") else f"{source}: {key}"
 
 
 def _path_inside(location: Iterable[Any], content: Any) -> list[str]:

@@ -71,6 +71,8 @@ class ScheduleStyle(StrEnum):
 
 
 ROLES, STYLES = one_of(*Role), one_of(*ScheduleStyle)
+#: No GPU takes so long for a token, not even while it compiles kernels for the first one.
+_STALL_SECONDS = 600.0
 #: Of the flag that stands for both publishers.
 BOTH_PUBLISHERS_VARIABLE = "DYN_TRTLLM_PUBLISH_EVENTS_AND_METRICS"
 
@@ -230,6 +232,12 @@ class WorkerConfig:
     engine_health_shutdown_timeout: float = option(
         60.0, "max seconds of the engine's own shutdown; 0: no limit", SECONDS_OR_NONE, dynamo=DYNAMO_RUNTIME
     )
+    engine_stall_timeout: float | None = option(
+        None,
+        "seconds without a token of any request that runs, after which the engine is dead; 0: never "
+        "(default: 600 on tensorrt_llm; the embedded engine watches its own steps)",
+        SECONDS_OR_NONE,
+    )
     server_disable_gc: bool = option(
         False,
         "Python's collector of cycles is off",
@@ -359,6 +367,8 @@ class WorkerConfig:
 
     explicit: frozenset[str] = frozenset()
     """Fields that a flag or a variable set. When the engine YAML overrules one of those, a warning says so."""
+    override_flag: str = "--override-engine-args"
+    """What gave `override_engine_args`; `--trtllm.` where each of its keys was a flag."""
     router_flags: tuple[str, ...] = ()
     """What this worker advertises for the frontend's router, as Dynamo's flags."""
 
@@ -412,6 +422,13 @@ class WorkerConfig:
     def value_of(self, name: str) -> Any:
         """Of the setting `name`, one of SETTINGS."""
         return self.thresholds[name] if name in DECIDER_THRESHOLDS else getattr(self, name)
+
+    @property
+    def stall_seconds(self) -> float:
+        """0: never."""
+        if self.engine_stall_timeout is not None:
+            return self.engine_stall_timeout
+        return _STALL_SECONDS if self.engine_spec.is_tensorrt_llm else 0.0
 
     @property
     def model_name(self) -> str:

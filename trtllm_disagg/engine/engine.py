@@ -90,7 +90,10 @@ class Engine:
         self._placement = _placement(api, self.num_ranks, affinity, args)
         #: Why there is no engine any more.
         self.death: str | None = None
-        self._waiting: set[asyncio.Future[Any]] = set()
+        #: What waits for the engine, and the RequestOutput that it reads.
+        self._waiting: dict[asyncio.Future[Any], Any] = {}
+        #: Requests that the engine has ended, well or not.
+        self.num_ended = 0
 
     @classmethod
     def open(
@@ -217,21 +220,32 @@ class Engine:
             waiting.cancel()
 
     @contextlib.contextmanager
-    def awaited_by(self, waiting: asyncio.Future[Any]) -> Iterator[None]:
-        """Inside, `waiting` is cancelled when the engine dies: TensorRT-LLM's results may wait for ever then."""
-        self._waiting.add(waiting)
+    def awaited_by(self, waiting: asyncio.Future[Any], result: Any) -> Iterator[None]:
+        """Inside, `waiting`, which reads `result`, is cancelled when the engine dies: TensorRT-LLM's results may wait
+        for ever then.
+        """
+        self._waiting[waiting] = result
         if self.death is not None:
             waiting.cancel()
         try:
             yield
         finally:
-            self._waiting.discard(waiting)
+            del self._waiting[waiting]
+            if waiting.done() and not waiting.cancelled():
+                self.num_ended += 1
+
+    def tokens_so_far(self) -> dict[asyncio.Future[Any], int]:
+        """Of each request that is waited for."""
+        return {
+            waiting: sum(len(output.token_ids) for output in result.outputs)
+            for waiting, result in self._waiting.items()
+        }
 
     async def finished(self, result: Any) -> None:
         """Wait for the end of a request. Raises what its iteration raises, WorkerLeavingError when the engine dies."""
         waiting = asyncio.ensure_future(result.aresult())
         try:
-            with self.awaited_by(waiting):
+            with self.awaited_by(waiting, result):
                 await asyncio.wait({waiting})
         finally:
             waiting.cancel()

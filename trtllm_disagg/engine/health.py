@@ -118,13 +118,14 @@ class EngineHealth:
     def _tell(self, reason: str) -> None:
         log.error("the engine is dead: %s", reason)
         try:
-            self._loop.call_soon_threadsafe(self._hear, reason)
+            self._loop.call_soon_threadsafe(self.hear, reason)
         except RuntimeError:
             return  # the worker has ended
         if not self._heard.wait(self._times.hear) and not self._stopping.is_set():
             self._end_process("the engine is dead, and holds up the worker")
 
-    def _hear(self, reason: str) -> None:
+    def hear(self, reason: str) -> None:
+        """In the event loop: the engine counts as dead."""
         self._heard.set()
         self._engine.die(reason)
         self._on_death(reason)

@@ -152,6 +152,8 @@ class LLM:
         #: What `_check_health` says of an engine that lives.
         self.is_healthy = True
         self.fatal_error: BaseException | None = None
+        #: Requests get no answer any more, and nothing says so.
+        self.stands_still = False
         #: Set it to something unset, and `shutdown` waits for it: an MPI worker that never ends.
         self.may_shut_down = threading.Event()
         self.may_shut_down.set()

@@ -87,6 +87,7 @@ class Script:
 class _Engine(Protocol):
     num_running: int
     fatal_error: BaseException | None
+    stands_still: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +187,8 @@ class RequestOutput:
             steps = await self._steps_due()
             if self._script.gate is not None and not self.is_aborted:
                 await self._script.gate.acquire()
-            if self._has_failed or self._place.engine.fatal_error is not None:
+            engine = self._place.engine
+            if self._has_failed or engine.stands_still or engine.fatal_error is not None:
                 await asyncio.get_running_loop().create_future()  # nothing comes any more
             self._advance(steps * self._place.pace.tokens_per_step)
             if self._streaming or self.finished:

@@ -26,6 +26,7 @@ from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
 from trtllm_disagg.engine.llm_api import LlmApi, serve_as_rank
 from trtllm_disagg.engine.rank_placement import Affinity
+from trtllm_disagg.engine.stall import until_stalled
 from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.handlers.admission import Admission
@@ -197,7 +198,7 @@ async def _serve(
 
     try:
         async with (
-            _leave_when_dead(engine, leaving, _health_times(config)),
+            _leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds),
             _watching(config, policy, state) as watchers,
         ):
             serving = runtime.serve(
@@ -318,14 +319,25 @@ async def _watching(
             watcher.cancel()
 
 
+async def _watch_for_stalls(engine: Engine, health: EngineHealth, seconds: float) -> None:
+    if seconds:
+        reason = await until_stalled(engine, seconds)
+        log.error("the engine stands still: %s", reason)
+        health.hear(reason)
+
+
 @contextlib.asynccontextmanager
-async def _leave_when_dead(engine: Engine, leaving: Leaving, times: HealthTimes) -> AsyncIterator[None]:
+async def _leave_when_dead(
+    engine: Engine, leaving: Leaving, times: HealthTimes, stall_seconds: float
+) -> AsyncIterator[None]:
     """Ends serving when the engine is gone, and says so; a worker without an engine must not look alive."""
     health = EngineHealth(engine, lambda reason: leaving.leave("its engine died"), times)
     health.start()
+    stalls = asyncio.create_task(_watch_for_stalls(engine, health, stall_seconds), name="stalls")
     try:
         yield
     finally:
+        stalls.cancel()
         health.stop()
     if engine.death is not None:
         raise EngineLostError(f"the engine died while serving: {engine.death}")

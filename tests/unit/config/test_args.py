@@ -53,6 +53,7 @@ OTHER_VALUES: dict[str, Any] = {
     "engine_health_check_interval": 2.0,
     "engine_health_check_timeout": 0.0,
     "engine_health_shutdown_timeout": 9.0,
+    "engine_stall_timeout": 70.0,
     "server_disable_gc": True,
     "exclude_tools_when_tool_choice_none": False,
     "conversation_affinity": True,

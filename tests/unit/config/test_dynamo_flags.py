@@ -30,6 +30,7 @@ from trtllm_disagg.config.dynamo_flags import (
     VARIABLES_NOT_SERVED,
     names_of_switch,
 )
+from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, WorkerConfig, rule_of
 from trtllm_disagg.embedded.params.llm_args import BaseLlmArgs
 from trtllm_disagg.errors import ConfigError
@@ -285,6 +286,30 @@ def test_engine_arguments_as_flags_are_an_override() -> None:
 def test_an_engine_argument_that_cannot_be_read_is_named(argv: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(*argv)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (
+            ["--trtllm.kv_cache_config", "5"],
+            "--trtllm.kv_cache_config: 5 is not allowed; expected a valid dict",
+        ),
+        (["--trtllm.kv_cache_config.dtipe=fp8"], "--trtllm.kv_cache_config.dtipe: unknown key (value 'fp8')"),
+        (
+            ["--trtllm.kv_cache_config.tokens_per_block", "8", "--kv-block-size", "16"],
+            "--trtllm.kv_cache_config.tokens_per_block: 8 is not allowed; expected 16",
+        ),
+        (
+            ["--override-engine-args", '{"kv_cache_config": 5}'],
+            "--override-engine-args: kv_cache_config: 5 is",
+        ),
+    ],
+)
+def test_an_engine_argument_that_is_wrong_is_named_as_it_was_given(argv: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_engine_args(parse("--engine", "embedded", *argv))
     assert told in str(caught.value)
 
 
