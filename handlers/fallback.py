@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -70,7 +70,7 @@ class Appended:
             if limit is not None
         }
         raw_stop = dict(request.raw.get("stop_conditions") or {}) | limits
-        self.request = replace(
+        self.request = msgspec.structs.replace(
             request,
             raw=request.raw | {"token_ids": tokens, "stop_conditions": raw_stop},
             token_ids=tokens,
@@ -146,7 +146,7 @@ def with_seed(request: GenerateRequest) -> GenerateRequest:
         return request
     seed = {"seed": secrets.randbits(31) or 1}
     raw_sampling = dict(request.raw.get("sampling_options") or {}) | seed
-    return replace(
+    return msgspec.structs.replace(
         request,
         raw=request.raw | {"sampling_options": raw_sampling},
         sampling=msgspec.structs.replace(sampling, **seed),
@@ -369,4 +369,6 @@ def _as_it_began(request: GenerateRequest, start: Start) -> tuple[GenerateReques
     if start.seed and sampling.seed is None:
         sampling = msgspec.structs.replace(sampling, seed=start.seed)
         raw["sampling_options"] = dict(raw.get("sampling_options") or {}) | {"seed": start.seed}
-    return replace(request, raw=raw, token_ids=prompt, stop=stop, sampling=sampling), delivered
+    return msgspec.structs.replace(
+        request, raw=raw, token_ids=prompt, stop=stop, sampling=sampling
+    ), delivered

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -298,7 +297,7 @@ class LocalPrefill:
             return
         with contextlib.suppress(DisaggError):  # there is nothing to fetch
             passed = self._result(self._first(request, result), result)
-            self._drain(replace(request, prefill_result=passed))
+            self._drain(msgspec.structs.replace(request, prefill_result=passed))
 
 
 async def finished(

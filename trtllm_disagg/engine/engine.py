@@ -10,9 +10,10 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from trtllm_disagg.engine.capabilities import (
     CAN_BE_MET,
@@ -267,7 +268,7 @@ class Engine:
         """Run it, one token unless it asks for more: to say that it is alive is not to be able to work. Raises a
         DisaggError.
         """
-        salted = replace(request, cache_salt=request.cache_salt or _PROBE_SALT)
+        salted = msgspec.structs.replace(request, cache_salt=request.cache_salt or _PROBE_SALT)
         max_tokens = None if request.stop.max_tokens else 1
         result = self.start_both(salted, streaming=False, max_tokens=max_tokens)
         try:

@@ -141,17 +141,18 @@ class Recording:
         self.clock = clock or RequestClock()
         self._take = take
         self._ended: list[SpanData] = []
-        self._root: RecordedSpan | None = None
+        self._root: SpanData | None = None
 
     def root(self, name: str, parent: TraceParent | None, attributes: Attributes = _NONE) -> RecordedSpan:
-        self._root = root = RecordedSpan(self, name, parent and parent.span_id, attributes)
+        root = RecordedSpan(self, name, parent and parent.span_id, attributes)
+        self._root = root.data
         root.data.start = self.clock.start
         root.data.is_remote = parent is not None
         return root
 
     def ended(self, span: RecordedSpan) -> None:
         self._ended.append(span.data)
-        if self._root is not None and not self._root.data.end:
+        if self._root is not None and not self._root.end:
             return
         ended, self._ended = self._ended, []
         self._take(ended)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -57,7 +56,7 @@ _NO_ROOM = 1 << 63
 
 class BootstrapProtocol:
     def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
-        body = encode_request(replace(request, rendezvous=None), phase_request)
+        body = encode_request(msgspec.structs.replace(request, rendezvous=None), phase_request)
         return body if request.rendezvous is None else body | keys_of(request.rendezvous)
 
     def answer(self, handoff: Handoff, num_prompt: int) -> TokenChunk:
@@ -83,7 +82,7 @@ _LEFT_OUT = ("stream_options",)
 class TwoPhaseProtocol:
     def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
         """The fields that prefill sees changed are in decode's body as they came: both are made from `raw`."""
-        body = encode_request(replace(request, prefill_result=None), phase_request)
+        body = encode_request(msgspec.structs.replace(request, prefill_result=None), phase_request)
         if phase_request.stage == "prefill":
             # An answer of one token is prefill's alone, and no KV has to be kept for it.
             return _of_one_token(body) | {_KEY: asking(remote_decode=request.stop.max_tokens != 1)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,9 +93,7 @@ def test_a_client_that_leaves_is_counted_by_how_far_its_answer_was(
 
 
 def phase(stage: Any) -> GenerateRequest:
-    asked = request(4)
-    object.__setattr__(asked, "phase_request", PhaseRequest(stage))
-    return asked
+    return msgspec.structs.replace(request(4), phase_request=PhaseRequest(stage))
 
 
 def test_a_phase_is_no_whole_request() -> None:

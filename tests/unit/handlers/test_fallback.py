@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -187,7 +187,7 @@ async def test_two_dead_engines_do_not_send_a_request_to_and_fro(strategy: str) 
     first.scripts.append(Script(error=RequestError("it died")))
     first.is_healthy = False
     other = "decode_first" if strategy == "prefill_first" else "prefill_first"
-    asked = replace(request(5), phase_request=PhaseRequest("whole", strategy))
+    asked = msgspec.structs.replace(request(5), phase_request=PhaseRequest("whole", strategy))
     with pytest.raises(WorkerLeavingError, match="it died"):
         await collect(pair.generate, asked)
     assert not any(call.request["errand"].get("strategy") == other for call in pair.client.calls)

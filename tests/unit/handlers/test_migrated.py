@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.handling import PROMPT, collect, raw_request, request, tokens_of
@@ -131,7 +131,9 @@ async def test_a_link_that_says_nothing_changes_nothing(link: Any) -> None:
 async def test_what_another_worker_sends_is_left_alone() -> None:
     """It has been looked at there."""
     worker = Worker()
-    asked = replace(request(4, sampling_options={}), phase_request=PhaseRequest("whole", "decode_first"))
+    asked = msgspec.structs.replace(
+        request(4, sampling_options={}), phase_request=PhaseRequest("whole", "decode_first")
+    )
     chunks = await collect(resume_migrated(worker, always), asked)
     assert worker.asked == [asked]
     assert {chunk.worker_trace_link is None for chunk in chunks} == {True}

@@ -6,11 +6,11 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.clock import Clock
@@ -130,7 +130,9 @@ async def test_the_frontends_trace_goes_on_and_the_engine_hears_of_it() -> None:
     engine = recording_engine()
     generate = build_generate(WorkerConfig(model="org/model"), engine, RecordingStageClient())
     traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-    asked = replace(request(), trace_headers={"traceparent": traceparent, "x-request-id": "7"})
+    asked = msgspec.structs.replace(
+        request(), trace_headers={"traceparent": traceparent, "x-request-id": "7"}
+    )
     await collect(with_request_log(generate, "agg", tracer=tracer_into(got)), asked)
     root, inner = got.named("request"), got.named("generate")
     assert (root.trace_id, root.parent_id) == ("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7")
@@ -275,7 +277,7 @@ async def test_a_queue_of_prefills_is_told_from_their_computation() -> None:
     """`--prefill-dispatch queue`: from the push to the worker that takes it."""
     got = Batches()
     root = tracer_into(got).begin("request", "r", None, None)
-    asked = replace(request(), step=root)
+    asked = msgspec.structs.replace(request(), step=root)
     note_claim(asked, time.monotonic() - 0.0001, Claim("0" * 32, 1, 0x1A))
     root.end()
     assert got.named("request").span_id == got.named("queue_wait").parent_id
@@ -285,7 +287,7 @@ async def test_a_queue_of_prefills_is_told_from_their_computation() -> None:
 async def test_a_handoff_that_no_decode_took_is_drained_in_a_span_after_the_request() -> None:
     got = Batches()
     root = tracer_into(got).begin("request", "r", None, None)
-    asked = replace(request(), step=root)
+    asked = msgspec.structs.replace(request(), step=root)
     handoff = await LocalPrefill(recording_engine())(asked, FakeContext())
     root.end()
     LocalDecode(recording_engine(), repeats_first_token=True).drain(asked.with_handoff(handoff))
