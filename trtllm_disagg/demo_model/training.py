@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from trtllm_disagg.demo_model.corpus import Article, documents
 from trtllm_disagg.demo_model.recipe import Recipe
@@ -22,8 +24,6 @@ from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from torch import Tensor
-    from torch.optim import Optimizer
 
 #: Coefficients of x, x^3 and x^5, step after step: each polynomial is the best one for what the steps before it leave
 #: of the singular values (Amsel et al., "The Polar Express", 2025), here with their margin of 1 %.
@@ -97,8 +97,6 @@ class Batch(NamedTuple):
 
 def train(recipe: Recipe, source: list[Article], tokenizer: Tokenizer, report: Report) -> Any:
     """A trained `LlamaForCausalLM` in float32. The same recipe on the same machine gives the same weights."""
-    import torch
-
     with reproducible(recipe):
         model = new_model(recipe, tokenizer)
         optimizers = new_optimizers(recipe, model)
@@ -116,8 +114,6 @@ def train(recipe: Recipe, source: list[Article], tokenizer: Tokenizer, report: R
 
 def batches(recipe: Recipe, source: list[Article], tokenizer: Tokenizer) -> Iterator[Batch]:
     """One a step, round after round of documents. Now and then all of a step's tokens are one window."""
-    import torch
-
     encoded = endless_documents(recipe, source, tokenizer)
     user, system, assistant = (id_of(mark, tokenizer) for mark in (USER, SYSTEM, ASSISTANT))
     for step in range(1, recipe.steps + 1):
@@ -161,7 +157,6 @@ def said(tokens: list[int], questions: list[int], answers: int) -> list[bool]:
 
 
 def new_model(recipe: Recipe, tokenizer: Tokenizer) -> Any:
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -186,8 +181,6 @@ def new_model(recipe: Recipe, tokenizer: Tokenizer) -> Any:
 
 
 def new_optimizers(recipe: Recipe, model: Any) -> list[Optimizer]:
-    import torch
-
     matrices: list[Tensor] = []
     rest: list[Tensor] = []
     for name, parameter in model.named_parameters():
@@ -209,8 +202,6 @@ def scale_learning_rates(optimizers: list[Optimizer], recipe: Recipe, step: int)
 
 def next_token_loss(model: Any, batch: Batch) -> Tensor:
     """Mean over what is said, without the first token of each row."""
-    import torch
-
     with torch.autocast("cpu", torch.bfloat16, enabled=this_cpu().has_bfloat16):
         hidden = model.model(batch.tokens[:, :-1]).last_hidden_state
         is_said = batch.is_said[:, 1:]
@@ -221,8 +212,6 @@ def next_token_loss(model: Any, batch: Batch) -> Tensor:
 @contextmanager
 def reproducible(recipe: Recipe) -> Iterator[None]:
     """Fixes the seed and the thread count, and gives the caller's own back afterwards."""
-    import torch
-
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)

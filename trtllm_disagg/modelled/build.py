@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.embedded.connector.connector import KvConnector
 from trtllm_disagg.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
-from trtllm_disagg.embedded.core.engine_core import CoreParts, NoGuides
+from trtllm_disagg.embedded.core.engine_core import NoGuides
 from trtllm_disagg.embedded.ipc.messages import Ready
 from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
 from trtllm_disagg.embedded.kv_cache.memory import KvCommand
@@ -99,7 +99,8 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
         pids=[os.getpid()],
         is_exact=True,
     )
-    parts = CoreParts(
+    _tell(args, gpus, num_blocks)
+    return ModelledCore(
         ready=ready,
         blocks=blocks,
         events=events,
@@ -111,9 +112,8 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
         max_prompt=longest if args.enable_chunked_prefill else args.max_num_tokens,
         block_bytes=block_bytes,
         clock=clock.now,
+        time_scale=own.time_scale,
     )
-    _tell(args, gpus, num_blocks)
-    return ModelledCore(parts, model, own.time_scale)
 
 
 def _factors(own: ModelledConfig) -> FactorSource:

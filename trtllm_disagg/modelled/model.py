@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from trtllm_disagg.embedded.core.engine_core import CoreParts, EngineCore
+from dataclasses import dataclass
+
+from trtllm_disagg.embedded.core.engine_core import EngineCore
 from trtllm_disagg.embedded.ipc.messages import LogprobEntry, StepReport
 from trtllm_disagg.embedded.model.rows import Sampled
 from trtllm_disagg.embedded.scheduler.scheduler import Row
@@ -84,21 +86,20 @@ def _entry(token: int) -> LogprobEntry:
     return [(token, 0.0, 1)]
 
 
+@dataclass(kw_only=True, eq=False)
 class ModelledCore(EngineCore):
     """The engine core, which tells its model when it has nothing to do."""
 
-    def __init__(self, parts: CoreParts, model: ClockedModel, time_scale: float) -> None:
-        super().__init__(parts)
-        self._clocked = model
-        self._time_scale = time_scale
+    model: ClockedModel
+    time_scale: float
 
     def step(self) -> StepReport:
         report = super().step()
-        self._clocked.rest(not self.scheduler.has_runnable)
+        self.model.rest(not self.scheduler.has_runnable)
         for statistics in report.stats:
             statistics["modelled"] = {
-                "stepMS": self._clocked.seconds * 1000,
-                "lateMS": self._clocked.late * 1000,
-                "timeScale": self._time_scale,
+                "stepMS": self.model.seconds * 1000,
+                "lateMS": self.model.late * 1000,
+                "timeScale": self.time_scale,
             }
         return report

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trtllm_disagg.embedded.connector.two_sided import create_connector
-from trtllm_disagg.embedded.core.engine_core import CoreParts, EngineCore, NoGuides
+from trtllm_disagg.embedded.core.engine_core import EngineCore, NoGuides
 from trtllm_disagg.embedded.core.precompile import warm_up
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.ipc.messages import Ready
@@ -130,19 +130,17 @@ def build_core(
         is_exact=plan.is_exact,
     )
     return EngineCore(
-        CoreParts(
-            ready=ready,
-            blocks=blocks,
-            events=events,
-            scheduler=scheduler,
-            connector=connector,
-            model=SamplingModel(runner),
-            guides=create_guides(args, shape),
-            stats=IterationStats(args, torch.cuda.memory_allocated),
-            max_prompt=longest if args.enable_chunked_prefill else args.max_num_tokens,
-            block_bytes=kv.nbytes // num_blocks,
-            close=team.close,
-        )
+        ready=ready,
+        blocks=blocks,
+        events=events,
+        scheduler=scheduler,
+        connector=connector,
+        model=SamplingModel(runner),
+        guides=create_guides(args, shape),
+        stats=IterationStats(args, torch.cuda.memory_allocated),
+        max_prompt=longest if args.enable_chunked_prefill else args.max_num_tokens,
+        block_bytes=kv.nbytes // num_blocks,
+        close_last=team.close,
     )
 
 

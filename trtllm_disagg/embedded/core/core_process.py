@@ -124,7 +124,7 @@ class CoreProcess:
             watch.close()
 
     def _serve(self, core: Any, watch: AbstractContextManager[None]) -> None:
-        ready: Ready = core.ready()
+        ready: Ready = core.ready
         self.others = ready.pids[1:]
         self.report(ready)
         is_tidy = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -114,9 +114,11 @@ class StepModel(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoreParts:
-    """What an engine core is made of; `build.py` makes those of the embedded engine."""
+@dataclass(kw_only=True, eq=False)
+class EngineCore:
+    """`add` and `abort` requests, call `step` while `has_work`. Used by one thread; `build.py` makes the embedded
+    engine's.
+    """
 
     ready: Ready
     blocks: BlockManager
@@ -132,33 +134,11 @@ class CoreParts:
     block_bytes: int
     #: Of all that is measured.
     clock: Clock = time.monotonic
-    #: After the model and the connector.
-    close: Callable[[], None] = lambda: None
-
-
-class EngineCore:
-    """`add` and `abort` requests, call `step` while `has_work`. Used by one thread."""
-
-    def __init__(self, parts: CoreParts) -> None:
-        self._ready = parts.ready
-        self.max_seq_len = parts.ready.max_seq_len
-        self.blocks = parts.blocks
-        self.scheduler = parts.scheduler
-        self.connector = parts.connector
-        self._events = parts.events
-        self.model = parts.model
-        self.guides = parts.guides
-        self._stats = parts.stats
-        self._max_prompt = parts.max_prompt
-        self._block_bytes = parts.block_bytes
-        self._clock = parts.clock
-        self._close = parts.close
-        self._outbox = Outbox()
-        self._has_shrunk = False
-        self._num_steps = 0
-
-    def ready(self) -> Ready:
-        return self._ready
+    #: Called after the model and the connector are closed.
+    close_last: Callable[[], None] = lambda: None
+    _outbox: Outbox = field(default_factory=Outbox, init=False)
+    _has_shrunk: bool = field(default=False, init=False)
+    _num_steps: int = field(default=0, init=False)
 
     # -- commands
 
@@ -167,7 +147,7 @@ class EngineCore:
         try:
             handle = self.connector.accept(request)
             sequences = [
-                Sequence.from_request(request, i, handle, self._clock) for i in range(request.num_choices)
+                Sequence.from_request(request, i, handle, self.clock) for i in range(request.num_choices)
             ]
             for sequence in sequences:
                 self._require_fits(sequence)
@@ -207,7 +187,7 @@ class EngineCore:
 
     def step(self) -> StepReport:
         """Admit, run one fused forward, and report every token that came out of it."""
-        started = self._clock()
+        started = self.clock()
         for event in self.connector.poll():
             self._apply(event)
         if self._has_shrunk:
@@ -217,14 +197,14 @@ class EngineCore:
         rows = self.scheduler.schedule()
         if rows:
             self._run(rows)
-        stats = self._stats.of_step(
+        stats = self.stats.of_step(
             rows,
             self.scheduler,
             self.blocks,
             (self.connector.num_leases, self.connector.oldest_lease),
-            self._clock() - started,
+            self.clock() - started,
         )
-        return StepReport(self._outbox.take(), self.num_active, self._events.take(), stats)
+        return StepReport(self._outbox.take(), self.num_active, self.events.take(), stats)
 
     def seconds_to_deadline(self) -> float | None:
         """Until a lease or a wait ends by itself; None when there is none."""
@@ -237,7 +217,7 @@ class EngineCore:
     def close(self) -> None:
         self.model.close()
         self.connector.close()
-        self._close()
+        self.close_last()
 
     # -- internals
 
@@ -251,7 +231,7 @@ class EngineCore:
                 self._commit(sequence)
                 self.scheduler.received(sequence)
             case KvArrived(sequence, token, logprobs):
-                self._stats.received(event.bytes_moved, event.num_known * self._block_bytes)
+                self.stats.received(event.bytes_moved, event.num_known * self.block_bytes)
                 sequence.num_computed, sequence.num_cached = sequence.num_prompt, event.num_cached
                 self._commit(sequence)
                 self.scheduler.received(sequence)
@@ -259,7 +239,7 @@ class EngineCore:
             case ReadEnded(sequence):
                 self._retire(sequence)
             case HandedOff(output, bytes_moved):
-                self._stats.pushed(bytes_moved)
+                self.stats.pushed(bytes_moved)
                 self._outbox.put(output)
             case KvFailed(request_id, error):
                 self._retire_request(request_id, error)
@@ -365,7 +345,7 @@ class EngineCore:
 
     def _require_fits(self, sequence: Sequence) -> None:
         usable = self.blocks.num_blocks - self.blocks.num_quarantined
-        require_room(sequence, self._max_prompt, usable, self.blocks.tokens_per_block)
+        require_room(sequence, self.max_prompt, usable, self.blocks.tokens_per_block)
 
 
 class NoGuides:

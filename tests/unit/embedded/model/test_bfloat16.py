@@ -132,7 +132,7 @@ def test_engines_that_compute_otherwise_hand_over_to_each_other(
     prefill, decode = (Core(checkpoints(), embedded={"weights": weights}, **args) for weights in kinds)
     decode.run(*(decode.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
     expected = recorder.take()
-    assert decode.engine.ready().is_exact == (computed_in(kinds[1]) == torch.float32)
+    assert decode.engine.ready.is_exact == (computed_in(kinds[1]) == torch.float32)
     fresh = Core(checkpoints(), embedded={"weights": kinds[1]}, **args)
     handoffs = [prefill.prefill(prompt) for prompt in PROMPTS]
     fresh.run(*(fresh.add_decode(p, h, NEW_TOKENS) for p, h in zip(PROMPTS, handoffs, strict=True)))
