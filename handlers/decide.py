@@ -14,7 +14,6 @@ from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY, De
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.handlers.occupancy import (
-    NotKnown,
     Occupancies,
     OwnOccupancy,
     RunningAlone,
@@ -130,7 +129,7 @@ class Known:
     cached: CachedPrefixes
     queue: QueueDepth
     own: OwnOccupancy = field(default_factory=OwnOccupancy)
-    other: Occupancies = field(default_factory=NotKnown)
+    other: Occupancies = field(default_factory=Occupancies)
     kept: RunningAlone = field(default_factory=RunningAlone)
 
     def facts(self, request: GenerateRequest) -> Facts:

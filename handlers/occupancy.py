@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from trtllm_disagg.config.deciders import Occupancy
 from trtllm_disagg.config.thresholds import Live, Thresholds
@@ -50,20 +50,15 @@ class OwnOccupancy:
         return sum(ranks) / len(ranks) if ranks else 0.0
 
 
-class Occupancies(Protocol):
+class Occupancies:
+    """As it is, for a worker that has no other stage, or does not ask it."""
+
     def now(self) -> Occupancy | None:
         """Of the other stage; None when it is not known. Never waits."""
-        ...
-
-
-class NotKnown:
-    """For a worker that has no other stage, or does not ask it."""
-
-    def now(self) -> Occupancy | None:
         return None
 
 
-class StageOccupancy:
+class StageOccupancy(Occupancies):
     """Of the other stage, as its workers tell it: the mean over those that have answered lately.
 
     Workers are asked while requests are decided, in the background, so a decision never waits; the first one after a

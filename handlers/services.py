@@ -36,7 +36,7 @@ from trtllm_disagg.handlers.fallback import (
     with_fallback,
 )
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
-from trtllm_disagg.handlers.occupancy import NotKnown, Occupancies, OwnOccupancy, within_fallback_budget
+from trtllm_disagg.handlers.occupancy import Occupancies, OwnOccupancy, within_fallback_budget
 from trtllm_disagg.handlers.recall import Recalls, recallable
 from trtllm_disagg.handlers.remote import RemoteDrain, StageClient
 from trtllm_disagg.handlers.route import StrategyRouter, relayed
@@ -147,7 +147,7 @@ def build_generate(
     """
     policy = policy or Policy.of(config, config.kv_block_size)
     generate = _built(
-        config, engine, stage, policy, prefills, waiting, occupancies or NotKnown(), instance_id
+        config, engine, stage, policy, prefills, waiting, occupancies or Occupancies(), instance_id
     )
     return generate if config.role is Role.AGG else _splittable(generate, config)
 

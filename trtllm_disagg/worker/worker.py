@@ -31,7 +31,7 @@ from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.drain import WorkerDrain
-from trtllm_disagg.handlers.occupancy import NotKnown, Occupancies, StageOccupancy
+from trtllm_disagg.handlers.occupancy import Occupancies, StageOccupancy
 from trtllm_disagg.handlers.recall import beside_requests
 from trtllm_disagg.handlers.remote import NoStage, StageClient
 from trtllm_disagg.handlers.select import (
@@ -151,7 +151,7 @@ async def _serve(
     if not await checks.before_listing(me):
         return
     stage: StageClient = NoStage()
-    occupancies: Occupancies = NotKnown()
+    occupancies = Occupancies()
     if config.partner_endpoint_id is not None:
         others = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
         stage = CompatibilityFilter(others, partial(require_callable, me))

@@ -18,7 +18,7 @@ from trtllm_disagg.bench.engine.measurement_plan import QUICK, Plan
 from trtllm_disagg.bench.engine.overheads import Overheads
 from trtllm_disagg.bench.engine.scaling import Curve
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, Speeds, decode_of
-from trtllm_disagg.bench.figures import Figure, Section, draw
+from trtllm_disagg.bench.figures import Figure, Rounds, Section, draw
 from trtllm_disagg.bench.models import SIZES
 from trtllm_disagg.bench.report import NOT_JUDGED, TARGETS, figures_of, judged, print_report, wide_console
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures
@@ -109,10 +109,15 @@ def speeds_of(**rates: Sequence[float]) -> Speeds:
         SIZES["450M"],
         "float32",
         1,
-        rates={
-            test: {name: [factor * value for value in values] for name, values in rates.items()}
-            for test, factor in ((PREFILL, 10.0), (decode_of(1), 1.0), (decode_of(8), 4.0))
-        },
+        rates=Rounds(
+            {
+                name: {
+                    test: [factor * value for value in values]
+                    for test, factor in ((PREFILL, 10.0), (decode_of(1), 1.0), (decode_of(8), 4.0))
+                }
+                for name, values in rates.items()
+            }
+        ),
         read=[20.0, 10.0, 20.0],
         multiply=[100.0, 50.0, 100.0],
         waited=0.04,

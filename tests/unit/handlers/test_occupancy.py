@@ -19,6 +19,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, OverloadedError, PeerUnavailableError
 from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, Known, conditional, create_decider
 from trtllm_disagg.handlers.occupancy import (
+    Occupancies,
     OwnOccupancy,
     RunningAlone,
     StageOccupancy,
@@ -34,7 +35,7 @@ NAME = "decode_occupancy"
 
 
 @dataclass
-class Told:
+class Told(Occupancies):
     """The other stage's occupancy, as a test wants it."""
 
     occupancy: Occupancy | None

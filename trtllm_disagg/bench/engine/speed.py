@@ -13,7 +13,7 @@ import numpy as np
 from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED, EMBEDDED_API, Contestant
 from trtllm_disagg.bench.engine.measurement_plan import Plan, computed_in
-from trtllm_disagg.bench.figures import Bars, Column, Figure, Grid, Sample, Section, paired_ratio
+from trtllm_disagg.bench.figures import Bars, Column, Figure, Grid, Rounds, Sample, Section, paired_ratio
 from trtllm_disagg.bench.machine import CoreWaits
 from trtllm_disagg.bench.models import ITEM_BYTES, Size
 from trtllm_disagg.bench.report import Say
@@ -40,8 +40,8 @@ class Speeds:
     size: Size
     dtype: str
     threads: int
-    #: Tokens a second, by test and contestant.
-    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    #: Tokens a second, by contestant and test.
+    rates: Rounds = field(default_factory=Rounds)
     #: GB/s and GFLOP/s.
     read: list[float] = field(default_factory=list)
     multiply: list[float] = field(default_factory=list)
@@ -57,8 +57,8 @@ class Speeds:
         return f"{self.size.name} {self.dtype} {self.threads}t"
 
     @property
-    def contestants(self) -> list[str]:
-        return list(next(iter(self.rates.values())))
+    def tests(self) -> list[str]:
+        return list(self.rates.values[EMBEDDED])
 
     @property
     def is_crowded(self) -> bool:
@@ -69,29 +69,28 @@ class Speeds:
         """It failed; what it did so far is forgotten."""
         self.absent[peer] = reason
         self.agreeing.pop(peer, None)
-        for rates in self.rates.values():
-            rates.pop(peer, None)
+        self.rates.values.pop(peer, None)
 
     def rate(self, test: str, contestant: str) -> Sample:
-        return Sample.of(self.rates[test][contestant])
+        return self.rates.sample(contestant, test)
 
     def best_peer(self, test: str) -> str | None:
-        peers = [name for name in self.rates[test] if name not in OWN]
+        peers = [name for name in self.rates.subjects if name not in OWN]
         return max(peers, key=lambda name: self.rate(test, name).median, default=None)
 
     def against(self, test: str, peer: str, own: str = EMBEDDED) -> Sample:
         """Times as fast as the peer, in pairs."""
-        return paired_ratio(self.rates[test][own], self.rates[test][peer])
+        return self.rates.ratio(test, own, peer)
 
     def prefill_share(self) -> Sample:
         """Percent of the measured matrix product's rate; attention and the head are not counted as work."""
         flops = 2e-9 * self.size.layer_parameters
-        return paired_ratio(self.rates[PREFILL][EMBEDDED], self.multiply, 100 * flops)
+        return paired_ratio(self.rates.values[EMBEDDED][PREFILL], self.multiply, 100 * flops)
 
     def read_share(self) -> Sample:
         """Percent of the read bandwidth at batch 1; only weights are counted."""
         gigabytes = 1e-9 * self.size.streamed_parameters * ITEM_BYTES[computed_in(self.dtype)]
-        return paired_ratio(self.rates[decode_of(1)][EMBEDDED], self.read, 100 * gigabytes)
+        return paired_ratio(self.rates.values[EMBEDDED][decode_of(1)], self.read, 100 * gigabytes)
 
 
 def measure_speeds(
@@ -104,7 +103,7 @@ def measure_speeds(
         rounds.start([*OWN, *peers])
         rounds.compare_answers()
         rounds.measure(-1)  # warms up
-        speeds.rates.clear()
+        speeds.rates = Rounds()
         waits = CoreWaits(rounds.pids)
         for number in range(plan.rounds):
             rounds.measure(number)
@@ -164,13 +163,12 @@ class _Rounds:
             self._speeds.read.append(read)
             self._speeds.multiply.append(multiply)
         for test, measure in self._tests(number).items():
-            rates = self._speeds.rates.setdefault(test, {name: [] for name in self._remotes})
             order = list(self._remotes)
             first = number % len(order)
             for name in (*order[first:], *order[:first]):
                 self._say(f"{self._speeds.name}: {told}, {test}, {name}")
                 with self._forgiven(name):
-                    rates[name].append(measure(name))
+                    self._speeds.rates.note(name, {test: measure(name)})
 
     def _tests(self, number: int) -> dict[str, Callable[[str], float]]:
         """What gives a contestant's tokens a second."""
@@ -214,19 +212,19 @@ def section_of(speeds: Speeds) -> Section:
     name, read, multiply = speeds.name, Sample.of(speeds.read).median, Sample.of(speeds.multiply).median
     ratios = (f"{EMBEDDED} / best peer", f"{EMBEDDED_API} / best peer", f"{EMBEDDED} / {LLAMA_CPP}")
     columns = (
-        *(Column(each, "tok/s", ".0f") for each in speeds.contestants),
+        *(Column(each, "tok/s", ".0f") for each in speeds.rates.subjects),
         Column("spread", form=".0%"),
         Column("best peer"),
         *(Column(ratio, "x", ".2f") for ratio in ratios),
     )
-    rows = {(test,): _cells(speeds, test) for test in speeds.rates}
+    rows = {(test,): _cells(speeds, test) for test in speeds.tests}
     figures = [
         Figure(f"{name} waiting for a core", 100 * speeds.waited, "%"),
         Figure(f"{name} read bandwidth", read, "GB/s"),
         Figure(f"{name} matrix product's rate", multiply, "GFLOP/s"),
         Figure(f"{name} prefill share of the matrix product's rate", speeds.prefill_share().median, "%"),
     ]
-    if decode_of(1) in speeds.rates:
+    if decode_of(1) in speeds.tests:
         share = speeds.read_share().median
         figures.append(Figure(f"{name} decode b1 share of the read bandwidth", share, "%"))
     figures += [
@@ -245,7 +243,7 @@ def section_of(speeds: Speeds) -> Section:
         [
             Bars(
                 f"{name}, speed beside {EMBEDDED}'s",
-                {name: _heights(speeds, name) for name in speeds.contestants},
+                {name: _heights(speeds, name) for name in speeds.rates.subjects},
             )
         ],
         is_judged=not speeds.is_crowded,
@@ -253,7 +251,7 @@ def section_of(speeds: Speeds) -> Section:
 
 
 def _cells(speeds: Speeds, test: str) -> dict[str, float | str]:
-    cells: dict[str, float | str] = {name: speeds.rate(test, name).median for name in speeds.rates[test]}
+    cells: dict[str, float | str] = {name: speeds.rate(test, name).median for name in speeds.rates.subjects}
     cells["spread"] = speeds.rate(test, EMBEDDED).spread / 2
     if peer := speeds.best_peer(test):
         cells["best peer"] = peer
@@ -265,8 +263,5 @@ def _cells(speeds: Speeds, test: str) -> dict[str, float | str]:
 
 def _heights(speeds: Speeds, contestant: str) -> dict[str, float]:
     """Of the embedded engine's rate: prefill and decode would not fit one axis."""
-    return {
-        test: speeds.rate(test, contestant).median / speeds.rate(test, EMBEDDED).median
-        for test, rates in speeds.rates.items()
-        if contestant in rates
-    }
+    own = speeds.rates.medians(EMBEDDED)
+    return {test: rate / own[test] for test, rate in speeds.rates.medians(contestant).items()}
