@@ -261,14 +261,24 @@ def _steps(pair: Pair) -> Problem | None:
 
 
 def _lengths(pair: Pair) -> Problem | None:
-    prefill, decode = (side.max_seq_len for side in pair.sides)
+    prefill, decode = (_length_served(side) for side in pair.sides)
+    if prefill is not None and decode is not None and prefill > decode:
+        return _error(f"decode: max_seq_len: {prefill}")
+    beyond = [side for side in pair.sides if side.max_seq_len != _length_served(side)]
+    if beyond:
+        roles = " and ".join(side.role.value for side in beyond)
+        return _note(
+            f"{roles}: max_seq_len: {_length_served(beyond[0])}, the model's own, which TensorRT-LLM takes instead"
+        )
     if prefill is None or decode is None or prefill == decode:
         return None
-    if prefill > decode:
-        return _error(f"decode: max_seq_len: {prefill}")
     return _note(
         f"decode has room for more, but prompts above {prefill} tokens do not fit the prefill worker"
     )
+
+
+def _length_served(side: Side) -> int | None:
+    return min((each for each in (side.max_seq_len, side.facts.max_positions) if each), default=None)
 
 
 def _model(pair: Pair) -> Problem | None:

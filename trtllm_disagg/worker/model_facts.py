@@ -86,8 +86,12 @@ def _layout(text: Mapping[str, Any], directory: Path) -> str:
 
 
 def _max_positions(text: Mapping[str, Any]) -> int | None:
+    """As TensorRT-LLM infers its longest sequence."""
     value = text.get("max_position_embeddings")
-    return value if isinstance(value, int) else None
+    scaling = _mapping(text.get("rope_scaling") or text.get("rope_parameters"))
+    stretches = scaling.get("type", scaling.get("rope_type")) in ("linear", "dynamic")
+    factor = scaling.get("factor", 1) if stretches else 1
+    return int(value * factor) if isinstance(value, int) and isinstance(factor, int | float) else None
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.models import write_checkpoint
 from tests.unit.doctor.test_rules import DECODE, PREFILL
 from trtllm_disagg.cli import main
 from trtllm_disagg.doctor.rules import RULES
@@ -54,6 +55,18 @@ def test_notes_do_not_fail(pair: tuple[Path, Path], capsys: pytest.CaptureFixtur
     pair[0].write_text(yaml.safe_dump(PREFILL | {"disable_overlap_scheduler": False}))
     assert status_of(*pair) == 0
     assert "0 errors, 1 note" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("own", [None, 16384], ids=["decode has the model's", "both alike"])
+def test_more_than_the_models_length_is_a_note_that_names_it(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], own: int | None
+) -> None:
+    model = write_checkpoint(tmp_path / "model", max_position_embeddings=512)
+    pair[1].write_text(yaml.safe_dump(DECODE | {"max_seq_len": own}))
+    assert status_of(*pair, "--model", model) == 0
+    shown = capsys.readouterr().out
+    roles = "prefill" if own is None else "prefill and decode"
+    assert f"note max_seq_len: {roles}: max_seq_len: 512, the model's own" in shown
 
 
 def test_json_has_every_row(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,6 +92,15 @@ def test_without_a_tokenizer_no_layout_is_known(tmp_path: Path) -> None:
     assert read_model_facts(tmp_path).layout == ""
 
 
+@pytest.mark.parametrize(
+    ("kind", "length"), [("linear", 16384), ("dynamic", 16384), ("yarn", 4096), ("llama3", 4096)]
+)
+def test_a_length_is_stretched_where_tensorrt_llm_stretches_it(
+    tmp_path: Path, kind: str, length: int
+) -> None:
+    assert model(tmp_path, CONFIG | {"rope_scaling": {"type": kind, "factor": 4.0}}).max_positions == length
+
+
 def test_a_model_that_sees_is_read_by_its_language_model(tmp_path: Path) -> None:
     facts = model(tmp_path, {"architectures": ["X"], "text_config": CONFIG})
     assert (facts.dtype, facts.max_positions) == ("bfloat16", 4096)
