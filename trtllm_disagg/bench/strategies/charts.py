@@ -268,7 +268,7 @@ def _latency(sweep: Sweep, quantity: Quantity, percent: int, slo: Slo) -> Chart:
             _plain_log(axis)
         else:
             axis.set_ylim(bottom=0)
-        axis.set_ylabel("ms")
+        axis.set_ylabel("ms, logarithmic" if quantity == "ttft" else "ms")
 
     what = {"ttft": "time to the first token", "tpot": "time of each further token"}[quantity]
     caption = f"Lower is better: {what}, {_shown_percent(percent)}. Dotted: the SLO. {_spread(sweep)}"

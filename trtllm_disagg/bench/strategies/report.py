@@ -198,7 +198,8 @@ def arm_rows(workload: WorkloadReport, slo: Slo) -> tuple[tuple[str, ...], list[
     for arm in order:
         knee = sweep.knee(arm, slo)
         lead = next((lead for lead in goodput_verdict.leads if lead.other == arm), None)
-        against = f"{1 / lead.factor:.0%}" if lead else "100%" if arm == goodput_verdict.best else "-"
+        is_best = bool(goodput_verdict.leads) and arm == goodput_verdict.best
+        against = f"{1 / lead.factor:.0%}" if lead else "100%" if is_best else "-"
         texts = [spread(score) if score else "-" for score in scores[arm]]
         past = scores[arm][0] and past_at_every_rate(sweep, goodput_verdict.measure, arm)
         if past and lead:

@@ -226,9 +226,9 @@ def _refusal(sweep: Sweep, clean: Sweep, measure: Measure, scores: Mapping[str, 
         return Doubt("no arm keeps it at any rate that was measured", "lower --rates, or give a looser --slo")
     lacking = _lacking_of_band(clean) if sweep.is_modelled else []
     if lacking:
-        why = f" ({'; '.join(map(str, clean.left_out))})" if clean.left_out else ""
+        why = "; ".join(map(str, clean.left_out)) or "not measured for every arm"
         return Doubt(
-            f"the sensitivity band is not complete: {', '.join(lacking)} not measured for every arm{why}",
+            f"the sensitivity band lacks {', '.join(lacking)} ({why})",
             remedies(clean.left_out) or (GO_ON if len(sweep.variants) > 1 else "leave --band at 0.5"),
         )
     return NO_DOUBT

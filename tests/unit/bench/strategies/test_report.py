@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.unit.bench.strategies.synthetic import BAND, Behaviour, plan_of, saved
+from tests.unit.bench.strategies.synthetic import BAND, Behaviour, plan_of, saved, with_software
 from trtllm_disagg.bench.strategies.charts import charts_of
 from trtllm_disagg.bench.strategies.records import RunDirectory
-from trtllm_disagg.bench.strategies.report import report_of, write_report
+from trtllm_disagg.bench.strategies.report import _page, arm_rows, report_of, write_report
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.errors import ConfigError
 
@@ -146,6 +146,27 @@ def test_a_run_that_goes_on_says_what_is_missing(tmp_path: Path) -> None:
 def test_the_advice_follows_the_slo(run: RunDirectory) -> None:
     assert report_of(run, Slo(ttft=500)).advice().startswith("chat on 2 GPUs: run decode_first")
     assert "no arm keeps it" in report_of(run, Slo(ttft=1)).advice()
+
+
+def test_where_nothing_is_said_of_any_arm_none_is_the_best_and_the_reason_is_there_once(
+    tmp_path: Path,
+) -> None:
+    run = saved(tmp_path, BEHAVIOURS)
+    faster = next(variant for variant in BAND if variant.prefill_factor < 1)
+    for result in [result for result in run.results() if result.point.sensitivity == faster]:
+        run.save(with_software(result, 0.2))
+    report = report_of(run)
+    why = report.workloads[0].advice.verdict.why_not
+    assert why == (
+        "the sensitivity band lacks prefill faster (from 1 requests/s on with prefill steps x0.5: our own software "
+        "took 20% of latency (most: 5%) in 2 agg)"
+    )
+    _, rows = arm_rows(report.workloads[0], report.slo)
+    assert [row.cells[1] for row in rows] == ["-", "-"]
+    read = _Text()
+    read.feed(_page(report, [[]]))
+    # At the top, and where it is said of this traffic; not as a rate that is left out too.
+    assert " ".join(" ".join(read.words).split()).count("our own software took 20% of latency") == 2
 
 
 def test_a_run_without_a_point_is_refused(tmp_path: Path) -> None:
