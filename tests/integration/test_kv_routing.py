@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,11 @@ PREFIX, SUFFIX = 320, 80
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     strategy: str = request.param
     config = demo_config(strategy, tmp_path_factory.mktemp(strategy), **{TWO_FIRST[strategy]: 2})
-    with served(config) as deployment:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if strategy == "agg":
+            # The events may be another endpoint's than the one that serves.
+            patch.setenv("DYN_KV_STATE_ENDPOINT", f"{config.namespace}/cache/updates")
+        deployment = stack.enter_context(served(config))
         # The deployment is ready when the frontend knows one of the two.
         wait_until(
             lambda: all(answered(deployment, [300], pin) for pin in deployment.first_stage), "both known"

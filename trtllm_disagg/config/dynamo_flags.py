@@ -69,12 +69,6 @@ NOT_SERVED = (
     # Of the engine.
     _value("--model-loader-extra-config", "DYN_TRTLLM_MODEL_LOADER_EXTRA_CONFIG", [], _YAML),
     # Of the runtime.
-    _value(
-        "--kv-state-endpoint",
-        "DYN_KV_STATE_ENDPOINT",
-        [],
-        "routers read KV events at the endpoint that serves",
-    ),
     NotServed(
         "--connector",
         "DYN_CONNECTOR",

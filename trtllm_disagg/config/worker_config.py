@@ -193,6 +193,12 @@ class WorkerConfig:
     endpoint: str | None = option(
         None, "where this worker is reached, dyn://ns.component.endpoint", ENDPOINT_ID, dynamo=DYNAMO_RUNTIME
     )
+    kv_state_endpoint: str | None = option(
+        None,
+        "endpoint that owns this worker's KV events, ns/component/endpoint (default: the one that serves)",
+        NOT_EMPTY,
+        dynamo=DYNAMO_RUNTIME,
+    )
     next_endpoint: str | None = option(
         None, "where the second stage is reached; first stage only", ENDPOINT_ID
     )

@@ -299,14 +299,21 @@ async def create_publishers(
     block_size = model.block_size
     dynamo = DynamoMetrics(config, model.num_blocks, model.num_ranks)
     dynamo.loaded(load_seconds)
-    listened_at = [(endpoint, config.publish_kv_events), (peer_endpoint, config.tells_peers)]
-    listeners = [each for each, is_listened_at in listened_at if is_listened_at]
+    #: With the endpoint that owns what is published there.
+    listeners = [(endpoint, config.kv_state_endpoint)] if config.publish_kv_events else []
+    listeners += [(peer_endpoint, None)] if config.tells_peers else []
     loop = asyncio.get_running_loop()
 
     def of_rank(rank: int) -> EventsOfRank:
         sinks: list[EventSink] = [
-            KvEventPublisher(each, kv_block_size=block_size, dp_rank=rank, enable_local_indexer=True)
-            for each in listeners
+            KvEventPublisher(
+                each,
+                kv_block_size=block_size,
+                dp_rank=rank,
+                enable_local_indexer=True,
+                kv_state_endpoint=owner,
+            )
+            for each, owner in listeners
         ]
         cached = policy.cached.of_rank(rank)
         if config.reads_kv_events:

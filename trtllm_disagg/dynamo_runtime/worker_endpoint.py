@@ -181,6 +181,8 @@ class Runtime:
         card.data_parallel_size = model.num_ranks
         card.kv_event_publishing_enabled = tells_events
         card.enable_local_indexer = True
+        if endpoint is self.front:
+            card.kv_state_endpoint = config.kv_state_endpoint
         self._advertised.put_on(card)
         model_type, worker_type, needs = kind
         await register_model(

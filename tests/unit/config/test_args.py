@@ -41,6 +41,7 @@ OTHER_VALUES: dict[str, Any] = {
     "frozen_seconds": 20.0,
     "namespace": "ns",
     "endpoint": "dyn://dynamo.c.e",
+    "kv_state_endpoint": "dynamo/cache/updates",
     "next_endpoint": "dyn://dynamo.c.n",
     "extra_engine_args": "a.yaml",
     "override_engine_args": "{}",
