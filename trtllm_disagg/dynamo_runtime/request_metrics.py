@@ -79,7 +79,7 @@ class RequestMetrics:
             "to",
             "cause",
         )
-        self._first_tokens = counter(
+        first_tokens = counter(
             "first_tokens",
             "First tokens of whole requests, by source: own_engine, prefill_worker, or other_first_stage "
             "where the request was relayed",
@@ -91,16 +91,16 @@ class RequestMetrics:
         self._cancelled = counter(
             "cancelled", "Requests that their client left, by how far they were", "phase", "point"
         )
-        self._seconds = histogram(
+        seconds = histogram(
             "request_seconds", "From a request's arrival on this worker to its end", _SECONDS, "phase"
         )
-        self._first = histogram(
+        first = histogram(
             "first_chunk_seconds",
             "From a request's arrival on this worker to its first tokens",
             _SECONDS,
             "phase",
         )
-        self._second = histogram(
+        second = histogram(
             "second_chunk_gap_seconds",
             "From the first tokens to the next ones: in two stages, handoff, KV transfer and the first decode step",
             *(_SECONDS, "phase"),
@@ -109,13 +109,12 @@ class RequestMetrics:
             "kv_transfer_seconds", "How long the KV of one request was on its way to this worker", _SECONDS
         )
         self._transfer_bytes = histogram("kv_transfer_bytes", "How much KV came for one request", _BYTES)
-        for phase in ("whole", "prefill", "decode"):
-            for each in (self._seconds, self._first, self._second):
-                each.labels(phase)
+        phases = ("whole", "prefill", "decode")
+        self._times = {phase: [each.labels(phase) for each in (seconds, first, second)] for phase in phases}
+        for phase in phases:
             for point in CANCEL_POINTS:
                 self._cancelled.labels(phase, point)
-        for source in FIRST_TOKEN_SOURCES:
-            self._first_tokens.labels(source)
+        self._first_tokens = {source: first_tokens.labels(source) for source in FIRST_TOKEN_SOURCES}
         for step in ("other_instance", "local", "other_stage", "direct"):
             self._fallbacks.labels(step, PeerUnavailableError.__name__)
 
@@ -132,20 +131,21 @@ class RequestMetrics:
         if end.is_aborted:
             num_chunks = sum(each is not None for each in (end.first_chunk, end.second_chunk))
             self._cancelled.labels(end.phase, CANCEL_POINTS[num_chunks]).inc()
-        self._seconds.labels(end.phase).observe(end.seconds)
+        seconds, first, second = self._times[end.phase]
+        seconds.observe(end.seconds)
         if end.first_chunk is not None:
-            self._first.labels(end.phase).observe(end.first_chunk)
+            first.observe(end.first_chunk)
             if end.phase == "whole":
                 source = _source(trace.facts)
-                self._first_tokens.labels(source).inc()
+                self._first_tokens[source].inc()
                 if trace.facts.keys() & {"decode_instance", "first_stage"}:
                     # An answer may end without any token, and its only chunk is then the end.
                     self._relayed.inc(max(0, end.num_tokens - (source == OWN_ENGINE)))
             if end.second_chunk is not None:
-                self._second.labels(end.phase).observe(end.second_chunk - end.first_chunk)
+                second.observe(end.second_chunk - end.first_chunk)
         if end.transfer is not None:
-            seconds, num_bytes = end.transfer
-            self._transfer_seconds.observe(seconds)
+            taken, num_bytes = end.transfer
+            self._transfer_seconds.observe(taken)
             self._transfer_bytes.observe(num_bytes)
 
 
