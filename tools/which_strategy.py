@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def link_from(index: Path) -> None:
-    """The folder's list of pages has it beside the other measurements."""
+    """The folder's list of pages has it beside the other measurements; a folder without one needs none."""
+    if not index.is_file():
+        return
     text = index.read_text(encoding="utf-8")
     if f"({NAME}.md)" not in text:
         line = f"| [which strategy]({NAME}.md) | by model, GPU and traffic; made from runs of `bench strategies` |\n"

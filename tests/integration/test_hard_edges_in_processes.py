@@ -129,6 +129,9 @@ def test_without_its_prefill_engine_a_decode_worker_answers_alone(pair: Pair) ->
 def test_a_prefill_engine_that_stands_still_ends_its_worker_and_the_request_goes_on(pair: Pair) -> None:
     """It says that it is well all the time."""
     undisturbed, _ = pair.ask()
+    # The test above has ended it, unless this one runs alone.
+    pair.place.send("prefill", signal.SIGTERM)
+    pair.place.wait_until(lambda: pair.place.exit_code("prefill") is not None, "no other prefill worker", 60)
     pair.start_workers(still="prefill")
     pair.place.wait_until(lambda: pair.ask()[1]["strategy"] == "decode_first", "it is found", 60)
     pair.place.send("still", signal.SIGUSR2)
