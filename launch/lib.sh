@@ -43,7 +43,7 @@ export DYN_SKIP_SGLANG_LOG_FORMATTING="${DYN_SKIP_SGLANG_LOG_FORMATTING:-1}"
 if [[ $DYN_DISCOVERY_BACKEND == file ]]; then
     if [[ -z ${DYN_FILE_KV:-} ]]; then
         DYN_FILE_KV="${XDG_RUNTIME_DIR:-${TMPDIR:-/tmp}}/trtllm-disagg-discovery-$UID"
-        mkdir -p -m 700 "$DYN_FILE_KV"
+        (umask 077 && mkdir -p "$DYN_FILE_KV")
         # Another user could send prompts to a worker of theirs.
         [[ -O $DYN_FILE_KV && ! -L $DYN_FILE_KV ]] ||
             fail "DYN_FILE_KV: '$DYN_FILE_KV' belongs to another user; set it to a directory of your own"

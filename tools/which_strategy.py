@@ -17,7 +17,7 @@ from tools.which_strategy_runs import RUNS, add_arguments, measure
 from trtllm_disagg.bench.strategies.charts import charts_of
 from trtllm_disagg.bench.strategies.records import RunDirectory
 from trtllm_disagg.bench.strategies.report import Report, WorkloadReport, report_of
-from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
+from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, LABELS, Slo
 from trtllm_disagg.strategies import STRATEGIES
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -129,11 +129,11 @@ def _is_disaggregated(workload: WorkloadReport, arm: str) -> bool:
 
 def _run_section(report: Report, number: int, pictures: Path) -> Iterator[str]:
     yield f"    {report.plan.command}\n"
-    most = ", ".join(f"{share:.1%} of {name}" for name, share in report.most_software.items())
+    most = ", ".join(f"{share:.1%} of {LABELS[name]}" for name, share in report.most_software.items())
     measured = "once" if report.repetitions == 1 else f"up to {report.repetitions} times"
     yield f"{_count(len(report.results), 'point')}, each measured {measured}, {' / '.join(report.machines)}."
     if most:
-        yield f"Our own software took at most {most}; rates above 5 % are not concluded from."
+        yield f"Our own software took at most {most} ([what that bars](../decisions/0028-software-in-a-conclusion.md))."
     for workload in report.workloads:
         yield f"\n### {workload.sweep.name}\n"
         yield f"{workload.advice.paragraph}\n"

@@ -9,6 +9,8 @@ from typing import Literal
 from trtllm_disagg.errors import ConfigError
 
 Quantity = Literal["ttft", "tpot", "latency"]
+#: As people read them.
+LABELS: dict[str, str] = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,7 @@ class Slo:
         return replace(self, **{name: self.limits[name] * factor})
 
     def __str__(self) -> str:
-        shown = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
-        return " and ".join(f"{shown[name]} {limit:g} ms" for name, limit in self.limits.items())
+        return " and ".join(f"{LABELS[name]} {limit:g} ms" for name, limit in self.limits.items())
 
 
 def _milliseconds(key: str, value: str) -> float:

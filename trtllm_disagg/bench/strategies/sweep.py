@@ -147,8 +147,12 @@ class Sweep:
         """
         first_bad: dict[Sensitivity, float] = {}
         reasons: list[Doubt] = []
+        # One that does for all points: a run has one.
+        slow_enough = max(
+            (_slow_enough(measured, software) for measured in self.measured.values()), default=0.0
+        )
         for point, measured in sorted(self.measured.items(), key=lambda item: item[0].rate):
-            doubt = _doubt(measured, software, self.is_modelled)
+            doubt = _doubt(measured, software, self.is_modelled, slow_enough)
             if doubt and point.sensitivity not in first_bad:
                 first_bad[point.sensitivity] = point.rate
                 where = f" with {shown(point.sensitivity)}" if point.sensitivity != NOMINAL else ""
@@ -166,7 +170,7 @@ def _is_beyond(curve: Curve, rate: float, is_exhausted: Callable[[Measured], boo
     return bool(curve) and rate > max(curve) and is_exhausted(curve[max(curve)])
 
 
-def _doubt(measured: Measured, software: SoftwareShares, is_modelled: bool) -> Doubt:
+def _doubt(measured: Measured, software: SoftwareShares, is_modelled: bool, slow_enough: float) -> Doubt:
     """Why nothing may be concluded of this point."""
     result = measured.result
     if measured.errors:
@@ -182,16 +186,17 @@ def _doubt(measured: Measured, software: SoftwareShares, is_modelled: bool) -> D
     for what, share in software(measured).items() if is_modelled else ():
         if share > MOST_SOFTWARE:
             return Doubt(
-                f"our own software took {share:.0%} of {what} (most: {MOST_SOFTWARE:.0%})",
-                f"slow the modelled clock with --time-scale {_slower(result.point.time_scale, share):g}, or leave "
-                "this machine to it",
+                f"our own software took {100 * share:.2g}% of {what} (most: {MOST_SOFTWARE:.0%})",
+                f"slow the modelled clock with --time-scale {slow_enough:g}, or leave this machine to it",
             )
     return NO_DOUBT
 
 
-def _slower(scale: float, share: float) -> float:
-    """At which our software's share should be well below the limit."""
-    return float(f"{1.3 * scale * share / MOST_SOFTWARE:.2g}")
+def _slow_enough(measured: Measured, software: SoftwareShares) -> float:
+    """The time scale at which our software's share should be well below the limit."""
+    result = measured.result
+    share = max(software(measured).values(), default=0.0) if result.software else 0.0
+    return float(f"{1.3 * result.point.time_scale * share / MOST_SOFTWARE:.2g}")
 
 
 def shown(sensitivity: Sensitivity) -> str:
