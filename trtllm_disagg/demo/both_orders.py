@@ -194,7 +194,7 @@ def _trace(deployment: Deployment, answer: Answer) -> Trace | None:
         for trace in read_traces(deployment.run_dir):
             if (
                 trace.start >= answer.sent * 1e9 - _CLOCK_NS
-                and len({node.worker for node in trace.nodes}) == 2
+                and len({node.worker for node in trace.nodes if node.is_ours}) == 2
             ):
                 return trace
         time.sleep(0.02)

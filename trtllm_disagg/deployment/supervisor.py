@@ -166,7 +166,7 @@ class Supervisor:
         self._watchers: dict[ManagedProcess, asyncio.Task[None]] = {}
         self._deaths: asyncio.Queue[ManagedProcess] = asyncio.Queue()
         #: Their end is told by the task that starts or stops them.
-        self._require_consumers: set[ManagedProcess] = set()
+        self._starting_or_stopping: set[ManagedProcess] = set()
         self._restarts = Restarts(self)
         #: `processes.json` could not be written.
         self._is_old = False
@@ -217,7 +217,7 @@ class Supervisor:
 
     async def bring_up(self, process: ManagedProcess) -> None:
         """Until it is ready. Raises DeploymentFailedError when it dies or is late; then it has ended."""
-        self._require_consumers.add(process)
+        self._starting_or_stopping.add(process)
         try:
             await self._start(process)
             await first_completed(
@@ -231,12 +231,12 @@ class Supervisor:
             if not process.is_running:
                 raise DeploymentFailedError(death_report(process, "before it was ready"))
         finally:
-            self._require_consumers.discard(process)
+            self._starting_or_stopping.discard(process)
 
     async def remove(self, process: ManagedProcess) -> bool:
         """Stops one worker as soon as its requests have ended, and forgets it. Whether it ended by itself."""
         await self._restarts.forget(process)
-        self._require_consumers.add(process)
+        self._starting_or_stopping.add(process)
         await self._stop_wave([process], self.config.stop_seconds, asyncio.Event())
         await self._forget(process)
         return process.ended_well
@@ -247,7 +247,7 @@ class Supervisor:
             await self._gone([process])
             del self._watchers[process]
         self.processes.remove(process)
-        self._require_consumers.discard(process)
+        self._starting_or_stopping.discard(process)
         self._write()
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
@@ -299,7 +299,7 @@ class Supervisor:
 
     async def _reap(self, process: ManagedProcess) -> None:
         await process.wait()
-        if not self._stopping and process not in self._require_consumers:
+        if not self._stopping and process not in self._starting_or_stopping:
             self._deaths.put_nowait(process)
         self.changed(process)
 

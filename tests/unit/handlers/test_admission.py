@@ -1,4 +1,4 @@
-"""What is refused at the door, what is not, and that what waited is counted to the end."""
+"""What is refused at the worker, what is not, and that what waited is counted to the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Engine:
             yield TokenChunk([1])
 
 
-class PeerAuthentication:
+class AdmittingWorker:
     def __init__(self, **bounds: Any) -> None:
         self.policy = Policy.of(WorkerConfig(model="m", role=Role.AGG, **bounds), 32)
         self.engine = Engine()
@@ -62,77 +62,77 @@ class PeerAuthentication:
 
 
 async def test_one_more_than_may_wait_is_refused_before_any_work() -> None:
-    door = PeerAuthentication(max_queued_requests=2)
-    await door.start()
-    await door.start()
-    said = await door.refusal()
+    worker = AdmittingWorker(max_queued_requests=2)
+    await worker.start()
+    await worker.start()
+    said = await worker.refusal()
     assert said.startswith("overloaded: 2 requests with 20 prompt tokens wait for their first token here")
     assert "--max-queued-requests 2" in said
-    assert door.policy.queued.shed == 1
-    assert door.queued == (2, 20)
+    assert worker.policy.queued.shed == 1
+    assert worker.queued == (2, 20)
 
 
 async def test_a_request_with_a_first_token_does_not_wait_any_more() -> None:
-    door = PeerAuthentication(max_queued_requests=1)
-    running = await door.start()
-    await door.refusal()
-    door.engine.gates[0].set()
-    await door.waiting
-    assert door.queued == (0, 0)
+    worker = AdmittingWorker(max_queued_requests=1)
+    running = await worker.start()
+    await worker.refusal()
+    worker.engine.gates[0].set()
+    await worker.waiting
+    assert worker.queued == (0, 0)
     async with aclosing(running):
-        await door.start()
-    assert door.queued == (0, 0)
+        await worker.start()
+    assert worker.queued == (0, 0)
 
 
 async def test_prompt_tokens_are_bounded_but_one_prompt_may_be_of_any_length() -> None:
-    door = PeerAuthentication(max_queued_tokens=100)
-    running = await door.start(500)
-    assert "--max-queued-tokens 100" in await door.refusal(1)
-    door.engine.gates[0].set()
-    await door.waiting
+    worker = AdmittingWorker(max_queued_tokens=100)
+    running = await worker.start(500)
+    assert "--max-queued-tokens 100" in await worker.refusal(1)
+    worker.engine.gates[0].set()
+    await worker.waiting
     await running.aclose()
-    door.engine.gates[0].clear()
-    await door.start(60)
-    await door.start(40)
-    await door.refusal(1)
+    worker.engine.gates[0].clear()
+    await worker.start(60)
+    await worker.start(40)
+    await worker.refusal(1)
 
 
 async def test_zero_bounds_nothing() -> None:
-    door = PeerAuthentication(max_queued_requests=0, max_queued_tokens=0)
+    worker = AdmittingWorker(max_queued_requests=0, max_queued_tokens=0)
     for _ in range(400):
-        await door.start(1000)
-    assert door.queued == (400, 400_000)
+        await worker.start(1000)
+    assert worker.queued == (400, 400_000)
 
 
 @pytest.mark.parametrize("end", ["cancelled", "failed", "closed"])
 async def test_whatever_ends_a_wait_gives_its_room_back(end: str) -> None:
-    door = PeerAuthentication(max_queued_requests=1)
+    worker = AdmittingWorker(max_queued_requests=1)
 
     async def fails(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        async for chunk in door.engine.generate(request, context):
+        async for chunk in worker.engine.generate(request, context):
             if chunk.token_ids:
                 raise EngineError("broken")
             yield chunk
 
-    admission = Admission(door.policy.thresholds, door.policy.queued)
+    admission = Admission(worker.policy.thresholds, worker.policy.queued)
     running = admission.admitting(fails)(request(), FakeContext())
     waiting = asyncio.ensure_future(anext(running))
     await asyncio.sleep(0)
-    assert door.queued[0] == 1
+    assert worker.queued[0] == 1
     if end == "failed":
-        door.engine.gates[0].set()
+        worker.engine.gates[0].set()
     else:
         waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     await running.aclose()
-    assert door.queued == (0, 0)
+    assert worker.queued == (0, 0)
 
 
 async def test_bounds_change_while_requests_wait() -> None:
-    door = PeerAuthentication(max_queued_requests=5)
-    await door.start()
-    assert door.policy.set_thresholds({"max_queued_requests": 1}, "set") == ["max_queued_requests: 5 -> 1"]
-    await door.refusal()
+    worker = AdmittingWorker(max_queued_requests=5)
+    await worker.start()
+    assert worker.policy.set_thresholds({"max_queued_requests": 1}, "set") == ["max_queued_requests: 5 -> 1"]
+    await worker.refusal()
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_without_flags_the_engines_sizes_say_how_many_may_wait(
 
 
 async def test_a_flood_is_told_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
-    door = PeerAuthentication(max_queued_requests=1)
-    await door.start()
+    worker = AdmittingWorker(max_queued_requests=1)
+    await worker.start()
     for _ in range(50):
-        await door.refusal()
+        await worker.refusal()
     assert caplog.text.count("overloaded:") == 1
-    assert door.policy.queued.shed == 50
+    assert worker.policy.queued.shed == 50

@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -359,11 +360,11 @@ def keywords() -> Iterator[dict[str, set[str]]]:
 async def answer(calls: Calls) -> None:
     args = {"model": "org/model", "max_seq_len": 99, "cache_transceiver_config": {"backend": "NIXL"}}
     engine = Engine.open(calls.api, args | {"enable_iter_perf_stats": True}, 0)
-    asked = dataclasses.replace(request(**ASKED), trace_headers=TRACE)
+    asked = msgspec.structs.replace(request(**ASKED), trace_headers=TRACE)
     await engine.start_both(asked).aresult()
     prefill = await engine.start_prefill(asked).aresult()
     result = PrefillResult(encode_disaggregated_params(prefill.outputs[0].disaggregated_params))
-    decode = dataclasses.replace(asked, prefill_result=result)
+    decode = msgspec.structs.replace(asked, prefill_result=result)
     await engine.start_decode(decode).aresult()
     for call in engine.llm.calls_of("generate_async"):
         calls.keywords["generate_async"] |= set(call)

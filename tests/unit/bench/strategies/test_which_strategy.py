@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.modelled_cores import MEASURED
 from tests.unit.bench.strategies.synthetic import Behaviour, saved
 from tools.which_strategy import link_from, main
 from tools.which_strategy_runs import RUNS
@@ -50,9 +51,18 @@ def test_the_page_has_a_line_a_run_and_workload_and_names_what_disaggregation_lo
     assert all((tmp_path / picture).is_file() for picture in pictures)
 
 
+@pytest.fixture
+def tables() -> None:
+    pytest.importorskip(
+        "aiconfigurator_core.sdk", reason="pip install 'trtllm-disagg[modelled]', which is 80 MB of tables"
+    )
+
+
 def test_a_run_of_the_list_is_a_command_that_plans_its_pair_and_workload(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    measured = {"model": "m", "modelled": {"measured": MEASURED}}
+    monkeypatch.setattr(estimate, "open_gpus", lambda args: gpus_of(json.dumps(measured)))
     only = "llama-3.1-70b-fp8-h200_sxm-bursts"
     model = str(model_in(tmp_path))
     main(["--measure", str(tmp_path), "--model", model, "--dry-run", "--only", only])
@@ -76,6 +86,7 @@ def test_the_list_has_five_pairs_under_every_workload_once() -> None:
     )
 
 
+@pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize("workload", ["chat", "reasoning"])
 def test_a_run_whose_answers_are_long_is_planned_to_end_within_ten_minutes(
     workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,7 +137,8 @@ def test_a_prefill_that_dies_is_noticed_long_before_the_deadline(make_duo: MakeD
     duo.run_until(lambda: bool(duo.prefill.connector.offers.open_offers))
     duo.prefill.close()
     answer = duo.decode.run(request_id)
-    assert "is gone" in str(answer.error)
+    # By its process, or by its end of the channel: whichever is seen first.
+    assert re.search("is gone|closed by the peer", str(answer.error))
     duo.decode.assert_idle()
 
 

@@ -89,12 +89,16 @@ def test_idle_ranks_sleep_a_stopped_one_may_go_on_and_a_killed_one_ends_all_requ
         long = SamplingParams(max_tokens=1900, ignore_eos=True, end_id=1)
         results = [llm.generate_async(PROMPT, long) for _ in range(3)]
         ranks[1].kill()
+        # mpiexec ends rank 0 then, which may be seen before it has told.
+        told = (
+            rf"rank 1 of the engine \(process {ranks[1].pid}\) died|the engine process ended with exit code 9"
+        )
         for result in results:
-            with pytest.raises(RequestError, match=rf"rank 1 of the engine \(process {ranks[1].pid}\) died"):
+            with pytest.raises(RequestError, match=told):
                 result.result(timeout=_SECONDS)
         assert_gone([*ranks, *started])
         assert not llm._check_health()
-        with pytest.raises(RuntimeError, match="rank 1 of the engine"):
+        with pytest.raises(RuntimeError, match=told):
             llm.generate_async(PROMPT)
 
 
