@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 
 from tests.parity.answers import Answer, Api, Question, Refusal, ask, without_cached_tokens
-from tests.parity.cases import BOTH, CASES, MIXTURE, ROOM, Case, say
+from tests.parity.cases import BOTH, CASES, MIXTURE, ROOM, Case, ids, say
 from tests.parity.conftest import Examination
 from tests.parity.oracle import Oracle
-from tests.support.deployments import FIXED, MODEL_NAME, Served
+from tests.support.deployments import FIXED, MODEL_NAME, Fleet, Served
 
 CASE = {case.name: case for case in CASES}
 
@@ -72,6 +73,30 @@ def test_several_choices_are_refused_where_workers_share_a_request(
 
     assert [refusal.status for refusal in refusals if isinstance(refusal, Refusal)] == [400, 400]
     assert "n=2" in str(refusals[0])
+
+
+def logprobs_of_prompt(served: Served, prompt: list[int]) -> list[dict[str, Any]]:
+    nvext = {"extra_fields": ["engine_data"]}
+    answer = served.openai.completions.create(
+        model=MODEL_NAME, prompt=prompt, echo=True, max_tokens=4, temperature=0, extra_body={"nvext": nvext}
+    )
+    told: list[dict[str, Any]] = answer.model_dump()["nvext"]["engine_data"]["prompt_logprobs"]
+    return told
+
+
+@every_strategy
+def test_logprobs_of_the_prompt_are_those_of_agg_or_refused(
+    strategy: str, deployed: Served, fleet: Fleet
+) -> None:
+    prompt = ids(40, seed=7)
+    if strategy == "router":
+        with pytest.raises(BadRequestError, match="echo"):
+            logprobs_of_prompt(deployed, prompt)
+        return
+    told = logprobs_of_prompt(deployed, prompt)
+    assert len(told) == len(prompt)
+    assert all(str(behind) in entry for entry, behind in zip(told, prompt[1:], strict=False))
+    assert told == logprobs_of_prompt(fleet["agg"], prompt)
 
 
 @pytest.mark.parametrize("strategy", ["agg"])

@@ -48,6 +48,17 @@ def two_ranks(model: Path) -> LLM:
     )
 
 
+def test_two_ranks_tell_the_logprobs_of_the_prompt_that_one_tells(checkpoints: Checkpoints) -> None:
+    params = SamplingParams(max_tokens=2, prompt_logprobs=2, ignore_eos=True, end_id=1)
+    prompt = [5 + i % 200 for i in range(300)]
+    with two_ranks(checkpoints()) as llm:
+        by_two = llm.generate(prompt, params).outputs[0].prompt_logprobs
+    with LLM(model=checkpoints(), skip_tokenizer_init=True, max_seq_len=2048) as llm:
+        by_one = llm.generate(prompt, params).outputs[0].prompt_logprobs
+    assert len(by_two) == len(prompt)
+    assert by_two == by_one
+
+
 def processes(pids: list[int]) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in pids]
 
