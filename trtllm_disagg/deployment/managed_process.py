@@ -18,19 +18,30 @@ from typing import Literal
 from trtllm_disagg.deployment.plan import LOOPBACK, DeploymentConfig, ProcessSpec, Role
 from trtllm_disagg.deployment.run_dir import ProcessRecord, birth
 from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
+from trtllm_disagg.processes.short_log import MOST_BYTES, forget_predecessor, move_to_predecessor
 
 State = Literal["planned", "starting", "ready", "stopping", "exited", "restarting"]
 
 TAIL_BYTES = 64 * 1024
+#: Between two looks at how long the log is.
+LOOK_SECONDS = 5.0
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class ManagedProcess:
     """A process in its own session, so that a Ctrl-C in the terminal reaches only `up`."""
 
-    def __init__(self, spec: ProcessSpec, log: Path) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        log: Path,
+        most_log_bytes: int = MOST_BYTES,
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
         self.spec = spec
         self.log = log
+        self._most_log_bytes = most_log_bytes
+        self._look_seconds = look_seconds
         self.state: State = "planned"
         self.returncode: int | None = None
         self.started_at = self.changed_at = time.monotonic()
@@ -102,8 +113,11 @@ class ManagedProcess:
         """For the first time, or again: then its log goes on behind a line that says so."""
         if (activity := self._activity_file) is not None:
             activity.unlink(missing_ok=True)
-        with self.log.open("ab" if self._process else "wb", buffering=0) as log:
-            if self._process is not None:
+        with self.log.open("ab", buffering=0) as log:
+            if self._process is None:
+                log.truncate(0)
+                forget_predecessor(self.log)
+            else:
                 now = datetime.now().astimezone().isoformat(timespec="seconds")
                 with contextlib.suppress(OSError):  # the disk is full; the process may run without this line
                     log.write(f"--- started again at {now}, after: {self.describe_end()} ---\n".encode())
@@ -123,13 +137,24 @@ class ManagedProcess:
         self._become("starting")
 
     async def wait(self) -> None:
-        """Until it is over and reaped. What it started itself and left behind in its session goes with it."""
+        """Until it is over and reaped. What it started itself and left behind in its session goes with it. Until then
+        its log is kept short.
+        """
         assert self._process is not None
-        self.returncode = await self._process.wait()
+        ended = asyncio.ensure_future(self._process.wait())
+        while not (await asyncio.wait((ended,), timeout=self._look_seconds))[0]:
+            await self._keep_log_short()
+        self.returncode = ended.result()
         self._ended_at = time.monotonic()
         self._become("exited")
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    async def _keep_log_short(self) -> None:
+        # On a full disk it stays as it is until there is room.
+        with contextlib.suppress(OSError):
+            if await asyncio.to_thread(move_to_predecessor, self.log, self._most_log_bytes):
+                self._log_start = 0
 
     def became_ready(self) -> None:
         self._ready_at = time.monotonic()

@@ -5,20 +5,19 @@ The lines are Dynamo's, as text or, with DYN_LOGGING_JSONL, as JSON. Where DYN_L
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from trtllm_disagg.processes.short_log import halves
+
 _TIME = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z")
 # Of a line's request ids the first one is that which the workers have.
 _REQUEST_ID = re.compile(rb'request_id"?[=:]"?([^\s",}]+)')
 _ELAPSED = re.compile(rb'elapsed_ms"?[=:]"?(\d+)')
 _CHOSEN, _COMPLETED = b"Selected worker", b"request completed"
-#: Of its end, as much as a worker's own file may be long.
-_MOST_BYTES = 64 << 20
 
 
 class Stay(NamedTuple):
@@ -33,24 +32,25 @@ def read_stays(log: Path) -> Mapping[str, Stay]:
     """By request id; of requests that have ended, each to the millisecond. None where there is no such log."""
     chosen: dict[str, int] = {}
     stays: dict[str, Stay] = {}
-    if not log.is_file():
-        return stays
-    with log.open("rb") as lines:
-        lines.seek(max(0, os.fstat(lines.fileno()).st_size - _MOST_BYTES))
-        for line in lines:
-            if _CHOSEN not in line and _COMPLETED not in line:
-                continue
-            at, asked, elapsed = (each.search(line) for each in (_TIME, _REQUEST_ID, _ELAPSED))
-            if at is None or asked is None:
-                continue
-            moment, request_id = _nanoseconds(at[0]), asked[1].decode(errors="replace")
-            if _CHOSEN in line:
-                chosen.setdefault(request_id, moment)
-            elif elapsed is not None:
-                start, choice = moment - int(elapsed[1]) * 1_000_000, chosen.get(request_id)
-                # Less than a millisecond is left out of what it says has elapsed.
-                stays[request_id] = Stay(start if choice is None else min(start, choice), choice, moment)
+    for half in halves(log):
+        with half.open("rb") as lines:
+            for line in lines:
+                if _CHOSEN in line or _COMPLETED in line:
+                    _read(line, chosen, stays)
     return stays
+
+
+def _read(line: bytes, chosen: dict[str, int], stays: dict[str, Stay]) -> None:
+    at, asked, elapsed = (each.search(line) for each in (_TIME, _REQUEST_ID, _ELAPSED))
+    if at is None or asked is None:
+        return
+    moment, request_id = _nanoseconds(at[0]), asked[1].decode(errors="replace")
+    if _CHOSEN in line:
+        chosen.setdefault(request_id, moment)
+    elif elapsed is not None:
+        start, choice = moment - int(elapsed[1]) * 1_000_000, chosen.get(request_id)
+        # Less than a millisecond is left out of what it says has elapsed.
+        stays[request_id] = Stay(start if choice is None else min(start, choice), choice, moment)
 
 
 def _nanoseconds(at: bytes) -> int:

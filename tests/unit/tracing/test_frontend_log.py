@@ -41,6 +41,14 @@ def test_both_formats_of_the_log_tell_when_a_request_came_was_routed_and_ended(
     assert read_stays(log) == {REQUEST: Stay(at(44), at(44), at(1362))}
 
 
+def test_a_request_that_began_before_its_log_was_full_is_read_from_both_halves(tmp_path: Path) -> None:
+    log = tmp_path / "frontend.log"
+    chosen, *ended = AS_TEXT.splitlines(keepends=True)
+    (tmp_path / "frontend.log.1").write_text(chosen)
+    log.write_text("".join(ended))
+    assert read_stays(log) == {REQUEST: Stay(at(44), at(44), at(1362))}
+
+
 def test_a_worker_that_stood_still_when_the_frontend_called_it_has_the_blame(tmp_path: Path) -> None:
     log = tmp_path / "frontend.log"
     log.write_text(AS_TEXT.replace("09.044000Z", "09.054000Z"))

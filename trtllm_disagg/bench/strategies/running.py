@@ -41,6 +41,7 @@ from trtllm_disagg.deployment.plan import Role
 from trtllm_disagg.deployment.run_dir import scratch_directory
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.modelled.factors import Factors
+from trtllm_disagg.processes.short_log import halves
 from trtllm_disagg.strategies import spec_of
 
 _PROGRESS_SECONDS = 5.0
@@ -86,7 +87,8 @@ class Deployments:
                     yield Here(deployment, place / _FACTORS)
             finally:
                 for log in scratch.path.glob("*.log"):
-                    shutil.copy(log, place)
+                    for half in halves(log):
+                        shutil.copy(half, place)
 
     def _place(self, key: Key) -> Path:
         arm, sensitivity, scale = key

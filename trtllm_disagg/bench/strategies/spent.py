@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trtllm_disagg.bench.strategies.records import Arm, Parts, RequestRecord
 from trtllm_disagg.handlers.trace import PREFIX
+from trtllm_disagg.processes.short_log import halves
 
 #: The client's name of a request, and the one that workers know, in the frontend's log.
 _NAMES = re.compile(r"request completed request_id=(\S+) .*?x_request_id=\"([^\"]+)\"")
@@ -81,7 +82,7 @@ class RequestLogs:
     """What frontend and workers wrote, read once after their requests have ended."""
 
     def __init__(self, frontend: Path, workers: Iterable[Path]) -> None:
-        self._names = {theirs: ours for ours, theirs in _NAMES.findall(frontend.read_text(errors="replace"))}
+        self._names = {theirs: ours for text in _texts(frontend) for ours, theirs in _NAMES.findall(text)}
         self._engines: defaultdict[str, list[Times]] = defaultdict(list)
         for log in workers:
             self._read(log)
@@ -91,10 +92,14 @@ class RequestLogs:
         return parts_of(self._engines.get(self._names.get(request_id, ""), ()))
 
     def _read(self, log: Path) -> None:
-        for line in log.read_text(errors="replace").splitlines():
-            _, found, text = line.partition(f": {PREFIX}")
-            if found and (times := (entry := json.loads(text)).get("engine")):
+        for line in (line for text in _texts(log) for line in text.splitlines()):
+            _, found, told = line.partition(f": {PREFIX}")
+            if found and (times := (entry := json.loads(told)).get("engine")):
                 self._engines[entry["request"]].append(Times.of(times))
+
+
+def _texts(log: Path) -> Iterator[str]:
+    return (half.read_text(errors="replace") for half in halves(log))
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,10 @@ def test_logs_are_joined_by_the_frontends_name_of_the_request(tmp_path: Path) ->
     assert parts is not None
     assert parts.total == pytest.approx(1000)
     assert logs.parts("another") is None
+    # Full logs have become predecessors.
+    frontend.rename(tmp_path / "frontend.log.1")
+    worker.rename(tmp_path / "agg-0.log.1")
+    assert RequestLogs(frontend, [worker]).parts("ours") == parts
 
 
 def test_software_is_what_is_beyond_the_modelled_parts_and_how_late_steps_were() -> None:
