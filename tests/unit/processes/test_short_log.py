@@ -45,7 +45,7 @@ async def test_of_a_process_that_writes_on_the_last_lines_are_kept_and_no_more(t
         with await asyncio.to_thread(said.open, "wb", buffering=0) as writer:
             for text in (b"first ", b"second ", b"third "):
                 writer.write(text * MOST_BYTES)
-                while log.stat().st_size or not halves(log)[0].read_bytes().endswith(text):
+                while log.stat().st_size or not halves(log)[0].read_bytes().endswith(text):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             writer.write(b"last")
         await ended
