@@ -24,7 +24,7 @@ fi
 # plan ROLE:WORKERS...: sets places, a line for each worker (trtllm_disagg/deployment/for_scripts.py). The arguments of all
 # workers are in worker_args. Also sets on_gpus, srun_mpi and launcher.
 plan() {
-    local each role specs=() gpus=-
+    local each role specs=() gpus_per_node=-
     for each in "$@"; do
         role=${each%%:*}
         read_ranks "$role" "${worker_args[@]}"
@@ -33,13 +33,13 @@ plan() {
     if [[ $on_gpus == yes ]]; then
         [[ $GPUS_PER_NODE =~ ^[1-9][0-9]*$ ]] ||
             fail "GPUS_PER_NODE: '$GPUS_PER_NODE' is not allowed; expected a number from 1 up (sbatch --gpus-per-node sets it)"
-        gpus=$(seq -s , 0 $((GPUS_PER_NODE - 1)))
+        gpus_per_node=$GPUS_PER_NODE
     elif (($# > 1 && ${#nodes[@]} > 1)) && [[ -z ${TRTLLM_DISAGG_TRANSFER_KEY_FILE:-} ]]; then
         fail "TRTLLM_DISAGG_TRANSFER_KEY_FILE: not set; the embedded engine moves KV between nodes with a key (SECURITY.md)"
     fi
     local planned
     planned=$("$PYTHON" -P -m trtllm_disagg.deployment.for_scripts placement \
-        "${given_gpus:-$gpus}" "$(IFS=,; echo "${nodes[*]}")" "${specs[@]}") || exit 1
+        "$gpus_per_node" "${given_gpus:--}" "$(IFS=,; echo "${nodes[*]}")" "${specs[@]}") || exit 1
     mapfile -t places <<<"$planned"
 }
 

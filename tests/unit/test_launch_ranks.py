@@ -179,11 +179,29 @@ def test_a_role_that_there_is_not_is_refused(slurm: FakeSlurm, launch: str) -> N
     assert "ROLE: 'encode' is not allowed; expected agg, prefill or decode" in slurm.output
 
 
-def test_a_gpu_that_is_named_twice_is_refused_before_srun_is_called(slurm: FakeSlurm) -> None:
-    refused = start(slurm, "slurm/worker.sh", "decode", DECODE_CUDA_VISIBLE_DEVICES="1,1")
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        ("1,1", "CUDA_VISIBLE_DEVICES: '1,1' is not allowed; expected different GPUs"),
+        (
+            "3,4",
+            "CUDA_VISIBLE_DEVICES: '3,4' is not allowed; expected GPUs from 0 to 3: a node has 4 of them",
+        ),
+    ],
+)
+def test_gpus_that_no_node_has_are_refused_before_srun_is_called(
+    slurm: FakeSlurm, gpus: str, words: str
+) -> None:
+    refused = start(slurm, "slurm/worker.sh", "decode", DECODE_CUDA_VISIBLE_DEVICES=gpus)
     assert refused.wait(SECONDS) != 0
-    assert "CUDA_VISIBLE_DEVICES: '1,1' is not allowed; expected different GPUs" in slurm.output
+    assert words in slurm.output
     assert slurm.calls() == []
+
+
+def test_gpus_may_be_named_by_their_uuid(slurm: FakeSlurm) -> None:
+    start(slurm, "slurm/worker.sh", "prefill", PREFILL_CUDA_VISIBLE_DEVICES="GPU-8932f937")
+    (call,) = slurm.calls(count=1)
+    assert "CUDA_VISIBLE_DEVICES=GPU-8932f937" in call["argv"]
 
 
 def test_a_copy_of_the_script_says_how_to_start_it(slurm: FakeSlurm, tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ one.
 `gpus ARG... [-- ARG...]`, with the arguments of each worker: do they fit side by side on the GPUs that the script
 gives them? Ends with 1 and says why when they do not.
 
-`placement GPUS NODES ROLE:WORKERS:RANKS...`, for launch/slurm/, prints a line a worker: its role, its nodes, how many
-these are, its ranks, those of each node, and the GPUs that it may have there (`-` without GPUs). GPUS are those of
-every node (0,1,2,3, or `-`), NODES has commas too. A worker that needs more than one node gets whole ones, all others
-share nodes, and none has GPUs on two nodes where one would do.
+`placement GPUS_PER_NODE GPUS NODES ROLE:WORKERS:RANKS...`, for launch/slurm/, prints a line a worker: its role, its
+nodes, how many these are, its ranks, those of each node, and the GPUs that it may have there (`-` without GPUs).
+GPUS_PER_NODE is a number (`-` without GPUs), GPUS are those of every node that may be used (2,3, or `-` for all), NODES
+has commas too. A worker that needs more than one node gets whole ones, all others share nodes, and none has GPUs on two
+nodes where one would do.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from trtllm_disagg.errors import ERROR_PREFIX, ConfigError
 
 _NONE = "-"
 #: What launch/slurm/ takes the GPUs of a node from.
-_GPU_SETTINGS = f"GPUS_PER_NODE or ROLE_{VARIABLE}"
+_PER_NODE, _OF_ROLE = "GPUS_PER_NODE", f"ROLE_{VARIABLE}"
 
 
 def describe_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -122,6 +123,18 @@ class Place:
         return f"{self.role} {','.join(self.nodes)} {len(self.nodes)} {self.ranks} {per_node} {gpus}"
 
 
+def gpus_of_node(per_node: str, given: str) -> tuple[str, ...]:
+    """Raises ConfigError for a number that no GPU of a node has. A UUID is the node's to know."""
+    if per_node == _NONE:
+        return ()
+    number = int(per_node)
+    gpus = tuple(map(str, range(number))) if given == _NONE else parse_gpus(_OF_ROLE, given)
+    if any(gpu.isdecimal() and int(gpu) >= number for gpu in gpus):
+        allowed = f"GPUs from 0 to {number - 1}: a node has {number} of them ({_PER_NODE})"
+        raise ConfigError.bad_value(_OF_ROLE, given, allowed)
+    return gpus
+
+
 def place(every: Sequence[Workers], nodes: Sequence[str], gpus: Sequence[str]) -> list[Place]:
     """In the order of `every`. Raises ConfigError where they do not fit."""
     if not gpus:
@@ -155,7 +168,7 @@ def _place_on_gpus(every: Sequence[Workers], nodes: Sequence[str], gpus: Sequenc
                     + " and ".join(
                         f"{each.count} {each.role} workers of {each.ranks} ranks" for each in every
                     )
-                    + f"; expected more nodes, or more GPUs in {_GPU_SETTINGS}"
+                    + f"; expected more nodes, or more GPUs in {_PER_NODE} or {_OF_ROLE}"
                 )
             places.append(Place(workers.role, tuple(found), ranks, free[found[0]][:share]))
             for node in found:
@@ -169,10 +182,9 @@ def main(arguments: Sequence[str]) -> None:
             print(describe_ranks(words, os.environ))
         case ["gpus", *words]:
             require_room(_workers_of(words), os.environ)
-        case ["placement", gpus, nodes, *groups]:
+        case ["placement", per_node, given, nodes, *groups]:
             every = [Workers.parse(group) for group in groups]
-            on_node = () if gpus == _NONE else parse_gpus(_GPU_SETTINGS, gpus)
-            print(*place(every, nodes.split(","), on_node), sep="\n")
+            print(*place(every, nodes.split(","), gpus_of_node(per_node, given)), sep="\n")
         case _:
             raise ConfigError("for_scripts: ranks, gpus or placement, and what it needs")
 
