@@ -92,6 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="key of KV between pods of --engine embedded; becomes a secret",
     )
     add(
+        "--compute-domain",
+        action="store_true",
+        help="NVLink between nodes, as GB200 has it: a ComputeDomain, and a claim on it in each worker's pods",
+    )
+    add(
         "--pod-monitor",
         action="store_true",
         help="where the Dynamo platform was installed without PodMonitors",
@@ -149,6 +154,10 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     if args.transfer_key_file is not None and args.engine != "embedded":
         allowed = "no value: --engine tensorrt_llm moves KV by its own transports"
         raise ConfigError.bad_value("--transfer-key-file", str(args.transfer_key_file), allowed)
+    if args.compute_domain and args.engine not in (None, "tensorrt_llm"):
+        raise ConfigError.bad_value(
+            "--compute-domain", args.engine, "an engine with GPUs: --engine tensorrt_llm"
+        )
     if args.output is not None and args.output.exists() and not args.output.is_dir():
         raise ConfigError.bad_value("--output", str(args.output), "a directory, or one that can be made")
     return Cluster(
@@ -162,6 +171,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         hf_token_secret=args.hf_token_secret,
         admin_key=_key(args.admin_key_file, _check_admin_key),
         transfer_key=_key(args.transfer_key_file, read_key),
+        has_compute_domain=args.compute_domain,
         has_pod_monitor=args.pod_monitor,
     )
 

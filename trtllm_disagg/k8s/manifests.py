@@ -38,6 +38,8 @@ _PROBE_SECONDS = 10
 #: hangs has 300 s.
 _UNREADY_SECONDS, _HUNG_SECONDS = 30, 300
 _SCRAPE_INTERVAL = "15s"
+#: Of NVIDIA's DRA driver: the template that it makes of a ComputeDomain, and the claim of a pod.
+_COMPUTE_DOMAIN, _CHANNEL = "compute-domain", "compute-domain-channel"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -78,6 +80,8 @@ def manifests(config: DeploymentConfig, cluster: Cluster) -> dict[str, Manifest]
     for name, key in _keys(cluster).items():
         data = {KEY: base64.b64encode(key).decode()}
         made[name] = _object(cluster, "v1", "Secret", f"{cluster.name}-{name}") | {"data": data}
+    if cluster.has_compute_domain:
+        made[_COMPUTE_DOMAIN] = _compute_domain(cluster)
     mounts = [*_models(cluster), *_configs(config_map if configs else None), *_secrets(cluster)]
     grace_seconds = math.ceil(config.stop_seconds)
     components = [
@@ -114,6 +118,7 @@ def _worker(pod: WorkerPod, cluster: Cluster, mounts: list[_Mount]) -> Manifest:
                 "requests": _present(bounds),
                 # More processor time than asked for harms no other pod; more memory does.
                 "limits": _present({"memory": resources.memory, "nvidia.com/gpu": gpus}),
+                "claims": [{"name": _CHANNEL}] if cluster.has_compute_domain else None,
             }
         ),
         # Dynamo answers /live as /health: 503 while the worker loads.
@@ -123,7 +128,11 @@ def _worker(pod: WorkerPod, cluster: Cluster, mounts: list[_Mount]) -> Manifest:
     }
     nodes = {"multinode": {"nodeCount": pod.nodes}} if pod.nodes > 1 else {}
     shared = {"sharedMemorySize": resources.shared_memory}
-    return _component(pod, cluster, mounts, math.ceil(pod.stop_seconds), container, nodes | shared)
+    component = _component(pod, cluster, mounts, math.ceil(pod.stop_seconds), container, nodes | shared)
+    if cluster.has_compute_domain:
+        claim = {"name": _CHANNEL, "resourceClaimTemplateName": _channel_template(cluster)}
+        component["podTemplate"]["spec"]["resourceClaims"] = [claim]
+    return component
 
 
 def _component(
@@ -200,6 +209,19 @@ def _secrets(cluster: Cluster) -> Iterator[_Mount]:
 def _keys(cluster: Cluster) -> dict[str, bytes]:
     keys = {ADMIN_KEY: cluster.admin_key, TRANSFER_KEY: cluster.transfer_key}
     return {name: key for name, key in keys.items() if key is not None}
+
+
+def _compute_domain(cluster: Cluster) -> Manifest:
+    """One for both roles, so that KV has NVLink too. Its number of nodes, which cannot be changed later, is none: pods
+    do not wait for each other to start, and workers may be added.
+    """
+    template = {"resourceClaimTemplate": {"name": _channel_template(cluster)}}
+    domain = _object(cluster, "resource.nvidia.com/v1beta1", "ComputeDomain", cluster.name)
+    return domain | {"spec": {"numNodes": 0, "channel": template}}
+
+
+def _channel_template(cluster: Cluster) -> str:
+    return f"{cluster.name}-{_CHANNEL}"
 
 
 def _pod_monitor(cluster: Cluster) -> Manifest:

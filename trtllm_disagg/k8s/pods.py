@@ -47,6 +47,8 @@ _FRONTEND_ENV = ("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS", "DYN_MIGRATION_LIMIT")
 #: Dynamo asks a worker that is silent for 10 s (DYN_CANARY_WAIT_TIME) for a token, which its engine has to make. Until
 #: one comes in time, /health and /live say 503, and the worker is out of discovery. Queued prompts are silence too.
 _PROBE_ENV = {"DYN_HEALTH_CHECK_ENABLED": "true", "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "30"}
+#: As in upstream's recipe for GB200: NCCL takes the way between nodes that a ComputeDomain opens.
+_NVLINK_ENV = {"NCCL_MNNVL_ENABLE": "1", "NCCL_CUMEM_ENABLE": "1"}
 #: Of the model's files nothing is known here.
 _ANY_MODEL = "model"
 
@@ -77,6 +79,8 @@ class Cluster:
     hf_token_secret: str | None
     admin_key: bytes | None
     transfer_key: bytes | None
+    #: NVLink between the nodes of all workers.
+    has_compute_domain: bool
     has_pod_monitor: bool
 
 
@@ -161,6 +165,8 @@ def _only_in_pods(config: DeploymentConfig, cluster: Cluster) -> Iterator[str]:
 def _worker_env(cluster: Cluster) -> Iterator[tuple[str, str]]:
     yield "DYN_SYSTEM_PORT", str(SYSTEM_PORT)
     yield from _PROBE_ENV.items()
+    if cluster.has_compute_domain:
+        yield from _NVLINK_ENV.items()
     if cluster.admin_key is not None:
         yield KEY_VARIABLE, str(MOUNTED / ADMIN_KEY / KEY)
     if cluster.transfer_key is not None:

@@ -208,6 +208,28 @@ def test_pods_have_the_gpus_of_their_engine_config(
     assert "resources" not in container(found["frontend"])
 
 
+def test_workers_of_several_nodes_share_one_compute_domain() -> None:
+    deepseek = {"engine-configs": str(CONFIGS / "deepseek-r1"), "gpus-per-node": "4"}
+    manifests = rendered(*flags(**deepseek), "--compute-domain", "--namespace", "serving")
+    assert [problem_of(manifest) for manifest in manifests] == [""] * 3
+    (domain,) = (each for each in manifests if each["kind"] == "ComputeDomain")
+    template = domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
+    assert domain["metadata"]["namespace"] == "serving"
+    found = components(manifests)
+    for role in ("prefill", "decode"):
+        (claim,) = found[role]["podTemplate"]["spec"]["resourceClaims"]
+        assert claim["resourceClaimTemplateName"] == template
+        assert container(found[role])["resources"]["claims"] == [{"name": claim["name"]}]
+        assert {"name": "NCCL_MNNVL_ENABLE", "value": "1"} in container(found[role])["env"]
+    assert "resourceClaims" not in found["frontend"]["podTemplate"]["spec"]
+
+
+def test_without_the_flag_there_is_no_compute_domain() -> None:
+    manifests = rendered(*flags())
+    assert not any(each["kind"] == "ComputeDomain" for each in manifests)
+    assert "claims" not in container(components(manifests)["decode"])["resources"]
+
+
 def test_embedded_engine_gets_no_gpus_and_the_pods_own_address(key: Path) -> None:
     demo = {"engine-configs": str(DEMO_CONFIGS), "engine": "embedded"}
     spec = container(components(rendered(*flags(**demo), "--transfer-key-file", str(key)))["prefill"])
@@ -283,6 +305,7 @@ def test_output_is_a_file_for_each_object_and_the_same_as_stdout(tmp_path: Path,
         ({"memory": "64 GB"}, "--memory: '64 GB' is not allowed; expected a quantity"),
         ({"model": "./llama"}, "--model: './llama' is not allowed; expected a directory of the image"),
         ({"model": "org/name", "model-claim": "weights"}, "--model: 'org/name' .* a directory under /models"),
+        ({"engine": "embedded", "compute-domain": ""}, "--compute-domain: 'embedded' is not allowed"),
         ({"engine": "auto"}, "--engine: 'auto' is not allowed; expected one of tensorrt_llm"),
         ({"engine-configs": "nowhere"}, "--engine-configs: 'nowhere'"),
         ({"kv-block-size": "33"}, "--kv-block-size: 33 is not allowed; expected a power of two"),
@@ -303,7 +326,7 @@ def test_bad_input_is_refused_by_name_before_anything_is_written(
     given: dict[str, str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    words = [word for name, value in given.items() for word in (f"--{name}={value}",)]
+    words = [f"--{name}={value}" if value else f"--{name}" for name, value in given.items()]
     with pytest.raises(ConfigError, match=named):
         cli.run(["k8s", *flags(), *words, "--output", str(out)])
     assert not out.exists()
