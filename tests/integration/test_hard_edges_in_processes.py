@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.support.dynamo_deployment import COMPLETIONS, DynamoDeployment
 from tests.support.hard_worker import KV_DIRECTORY, STANDS_STILL, KvFiles, held_in
+from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.handlers.trace import PREFIX
 
 pytestmark = pytest.mark.process
@@ -29,15 +34,14 @@ STALL_SECONDS = 5
 
 
 class Pair:
-    """Under decode_first."""
-
-    def __init__(self, directory: Path, model: Path, kv: Path) -> None:
+    def __init__(self, directory: Path, model: Path, kv: Path, strategy: str) -> None:
         self.place = DynamoDeployment(directory)
         self.kv = kv
+        self.strategy = strategy
         self._worker = ["tests.support.hard_worker", "--model", str(model), "--served-model-name", "hard"]
         self._worker += ["--engine", "tensorrt_llm", "--override-engine-args", json.dumps(ENGINE_ARGS)]
         self._worker += ["--engine-stall-timeout", f"{STALL_SECONDS}"]
-        self._worker += ["--disaggregation-strategy", "decode_first", "--disaggregation-mode"]
+        self._worker += ["--disaggregation-strategy", strategy, "--disaggregation-mode"]
 
     def start(self) -> None:
         self.place.start_frontend()
@@ -46,7 +50,10 @@ class Pair:
 
     def start_workers(self, **roles: str) -> None:
         """By name, and until they are ready."""
-        self.place.start_workers({name: [*self._worker, role] for name, role in roles.items()})
+        commands = {name: [*self._worker, role] for name, role in roles.items()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(KV_DIRECTORY, str(self.kv))
+            self.place.start_workers(commands)
         ready = "worker ready"
         self.place.wait_until(lambda: all(ready in self.place.log(name) for name in roles), ready, 120)
 
@@ -59,6 +66,16 @@ class Pair:
         extra = self.place.post_ok(COMPLETIONS, self.body())["nvext"]
         return extra["completion_token_ids"], extra["engine_data"]["disagg"]
 
+    def doctor(self) -> dict[str, tuple[str, str]]:
+        """Rule -> (verdict, value), as `doctor --url` sees the deployment."""
+        url = f"http://{LOOPBACK}:{self.place.http_port}"
+        command = [sys.executable, "-m", "trtllm_disagg", "doctor", "--url", url, "--json"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert ended.stdout, ended.stderr
+        said = json.loads(ended.stdout)
+        assert ended.returncode == (1 if said["errors"] else 0)
+        return {row["rule"]: (row["verdict"], row["value"]) for row in said["rows"]}
+
     def num_served(self, worker: str) -> int:
         return self.place.log(worker).count(PREFIX)
 
@@ -67,16 +84,26 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    directory, kv = tmp_path_factory.mktemp("hard"), tmp_path_factory.mktemp("kv")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(KV_DIRECTORY, str(kv))
-        pair = Pair(directory, checkpoints("llama"), kv)
-        try:
+def pair_of(
+    checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Pair]]:
+    """Started at the first use of its strategy."""
+    with contextlib.ExitStack() as ended:
+
+        @functools.cache
+        def pair_of(strategy: str) -> Pair:
+            kv = tmp_path_factory.mktemp("kv")
+            pair = Pair(tmp_path_factory.mktemp("hard"), checkpoints("llama"), kv, strategy)
+            ended.callback(pair.place.stop)
             pair.start()
-            yield pair
-        finally:
-            pair.place.stop()
+            return pair
+
+        yield pair_of
+
+
+@pytest.fixture
+def pair(pair_of: Callable[[str], Pair]) -> Pair:
+    return pair_of("decode_first")
 
 
 def test_a_request_crosses_both_stages_under_attention_dp(pair: Pair) -> None:
@@ -94,6 +121,16 @@ def test_a_transfer_that_breaks_leaves_the_answer_as_it_was(pair: Pair) -> None:
     assert tokens == undisturbed
     assert any("kv cache transfer" in why for why in told["fallbacks"]), told
     pair.nothing_is_held()
+
+
+def test_doctor_sees_the_order_in_force_and_the_way_that_a_request_took_instead(pair: Pair) -> None:
+    found = pair.doctor()
+    assert found["order"] == ("ok", "decode_first (always)")
+    (pair.kv / KvFiles.BREAKS).touch()
+    found = pair.doctor()
+    assert found["order"][0] == "error", found
+    assert found["workers"][0] == "ok"
+    assert pair.doctor()["order"][0] == "ok", "the next request crosses again"
 
 
 def test_what_a_dead_decode_worker_was_answered_is_fetched_by_the_next_one(pair: Pair) -> None:
@@ -123,17 +160,24 @@ def test_without_its_prefill_engine_a_decode_worker_answers_alone(pair: Pair) ->
     pair.place.wait_until(lambda: pair.place.exit_code("prefill") == 1, "the worker ends with 1", 60)
     tokens, told = pair.ask()
     assert (tokens, told["strategy"]) == (undisturbed, "local")
+    found = pair.doctor()
+    assert [found[rule][0] for rule in ("workers", "order", "both stages")] == ["error"] * 3, found
+    assert found["order"][1].startswith("local"), found
     pair.nothing_is_held()
 
 
-def test_a_prefill_engine_that_stands_still_ends_its_worker_and_the_request_goes_on(pair: Pair) -> None:
-    """It says that it is well all the time."""
+@pytest.mark.parametrize(("strategy", "role"), [("decode_first", "prefill"), ("prefill_first", "decode")])
+def test_an_engine_that_stands_still_ends_its_worker_and_the_request_goes_on(
+    pair_of: Callable[[str], Pair], strategy: str, role: str
+) -> None:
+    """Of the second stage, which says that it is well all the time."""
+    pair = pair_of(strategy)
     undisturbed, _ = pair.ask()
-    # The test above has ended it, unless this one runs alone.
-    pair.place.send("prefill", signal.SIGTERM)
-    pair.place.wait_until(lambda: pair.place.exit_code("prefill") is not None, "no other prefill worker", 60)
-    pair.start_workers(still="prefill")
-    pair.place.wait_until(lambda: pair.ask()[1]["strategy"] == "decode_first", "it is found", 60)
+    # A test above may have ended it.
+    pair.place.send(role, signal.SIGTERM)
+    pair.place.wait_until(lambda: pair.place.exit_code(role) is not None, "no other second stage", 60)
+    pair.start_workers(still=role)
+    pair.place.wait_until(lambda: pair.ask()[1]["strategy"] == strategy, "it is found", 60)
     pair.place.send("still", signal.SIGUSR2)
     pair.place.wait_until(lambda: STANDS_STILL in pair.place.log("still"), "it stands still")
     tokens, told = pair.ask()
