@@ -383,6 +383,7 @@ def pinned_names(version: str, called: str) -> set[str]:
         *((name, version) for name, version in NEWEST.items() if not name.endswith("Output")),
         ("LLM", "1.3.0rc29"),
         ("DisaggregatedParams", FIRST_TAKEN),
+        ("generate_async", FIRST_TAKEN),
         ("SamplingParams", STABLE),
     ],
 )
