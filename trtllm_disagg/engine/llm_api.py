@@ -29,7 +29,11 @@ _BY_CATEGORY: dict[str, type[DisaggError]] = {
 
 #: TensorRT-LLM's RequestError says no more than this, in lower case. Where its source has the words:
 _BY_WORDS: tuple[tuple[str, type[DisaggError]], ...] = (
-    ("kv cache transfer", KvTransferError),  # _torch/pyexecutor/py_executor.py
+    # _torch/pyexecutor/py_executor.py, and _torch/disaggregation/orchestration/coordinator.py
+    ("kv cache transfer", KvTransferError),
+    ("kv transfer", KvTransferError),
+    # The same, of kv_transfer_timeout_ms: "Request 12 timed out".
+    ("timed out", KvTransferError),
     ("default_max_tokens", InvalidRequestError),  # executor/base_worker.py, _deduce_max_tokens
     ("should not exceed max_num_tokens", InvalidRequestError),  # llmapi/llm.py, _check_arguments
     ("must be greater than 0", InvalidRequestError),  # executor/base_worker.py, of max_tokens

@@ -25,9 +25,20 @@ class EngineDeadError(RuntimeError):
     """The engine has ended (executor/utils.py)."""
 
 
-#: What becomes of a KV transfer that failed (_torch/pyexecutor/py_executor.py).
+#: What becomes of a KV transfer that failed (_torch/pyexecutor/py_executor.py, and since autumn 2026
+#: _torch/disaggregation/orchestration/coordinator.py).
 GENERATION_TRANSFER_ERROR = "Error in kv cache transfer for generation requests"
 CONTEXT_TRANSFER_ERROR = "Error in kv cache transfer for context requests"
+#: The same of the coordinator under attention DP; of kv_transfer_timeout_ms, alone and under attention DP; and of context
+#: that is sent by one rank for all.
+OTHER_TRANSFER_ERRORS = (
+    "Disagg KV cache transfer error",
+    "Request 12 timed out",
+    "Request timed out (KV transfer)",
+    "Request 12 timed out (KV transfer)",
+    "Context KV transfer failed",
+    "Context KV transfer was rejected",
+)
 
 
 @dataclass(frozen=True, slots=True)

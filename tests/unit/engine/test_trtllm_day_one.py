@@ -50,6 +50,7 @@ from trtllm_disagg.handlers.remote import DECODE, PREFILL
 from trtllm_disagg.testing.hard_edges import (
     CONTEXT_TRANSFER_ERROR,
     GENERATION_TRANSFER_ERROR,
+    OTHER_TRANSFER_ERRORS,
     PESSIMISTIC,
     RequestError,
 )
@@ -289,6 +290,7 @@ async def test_the_engines_own_refusal_is_the_callers_fault(tensorrt_llm: Module
     [
         (GENERATION_TRANSFER_ERROR, KvTransferError),
         (CONTEXT_TRANSFER_ERROR, KvTransferError),
+        *((message, KvTransferError) for message in OTHER_TRANSFER_ERRORS),
         ("`default_max_tokens` (-1) must be greater than 0, ...", InvalidRequestError),
         (
             "The sum of prompt length (9.0), query length (0) should not exceed max_num_tokens (8)",
@@ -301,8 +303,9 @@ def test_errors_without_a_category_go_by_their_words(message: str, kind: type[Di
     assert type(translate(RequestError(message))) is kind
 
 
-async def test_a_kv_transfer_that_fails_climbs_the_fallback(pair: DayOne) -> None:
-    pair.decode.scripts.append(Script(error=RequestError(GENERATION_TRANSFER_ERROR)))
+@pytest.mark.parametrize("message", [GENERATION_TRANSFER_ERROR, *OTHER_TRANSFER_ERRORS])
+async def test_a_kv_transfer_that_fails_climbs_the_fallback(pair: DayOne, message: str) -> None:
+    pair.decode.scripts.append(Script(error=RequestError(message)))
     chunks = await collect(pair.generate, request())
     assert tokens_of(chunks) == expected_tokens(5)
 
