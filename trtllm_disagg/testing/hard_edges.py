@@ -29,8 +29,8 @@ class EngineDeadError(RuntimeError):
 #: _torch/disaggregation/orchestration/coordinator.py).
 GENERATION_TRANSFER_ERROR = "Error in kv cache transfer for generation requests"
 CONTEXT_TRANSFER_ERROR = "Error in kv cache transfer for context requests"
-#: The same of the coordinator under attention DP; of kv_transfer_timeout_ms, alone and under attention DP; and of context
-#: that is sent by one rank for all.
+#: The same under attention DP; of kv_transfer_timeout_ms, without and with attention DP; and of a context that one rank
+#: sends for all.
 OTHER_TRANSFER_ERRORS = (
     "Disagg KV cache transfer error",
     "Request 12 timed out",
