@@ -40,7 +40,7 @@ from trtllm_disagg.testing.hard_edges import (
     News,
     RequestError,
 )
-from trtllm_disagg.testing.recording_result import EOS_TOKEN, Pace, Place, RequestOutput, Script
+from trtllm_disagg.testing.recording_result import AS_IT_IS, EOS_TOKEN, Pace, Place, RequestOutput, Script
 
 #: The rest of TensorRT-LLM's names is the embedded engine's own.
 __all__ = [
@@ -84,12 +84,18 @@ def _takes(
 ) -> Callable[[Callable[[LLM, dict[str, Any]], R]], Callable[Concatenate[LLM, P], R]]:
     """What the embedded engine's method takes; what was given is recorded, and handed over by name."""
     signature = inspect.signature(method)
+    _, *parameters = signature.parameters.values()
+    names = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
+    required = {each.name for each in parameters if each.name in names and each.default is each.empty}
 
     def decorate(answer: Callable[[LLM, dict[str, Any]], R]) -> Callable[Concatenate[LLM, P], R]:
         @functools.wraps(method)
         def taking(self: LLM, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            given = dict(signature.bind(self, *args, **kwargs).arguments)
-            del given["self"]
+            if not args and required <= kwargs.keys() <= names:
+                given = dict[str, Any](kwargs)
+            else:  # names those without a name, or raises; for every request it would be a third of a call
+                given = dict(signature.bind(self, *args, **kwargs).arguments)
+                del given["self"]
             _keep(self.calls, Call(method.__name__, given))
             return answer(self, given)
 
@@ -139,6 +145,7 @@ class LLM:
             is_python_transceiver=self._transceiver("transceiver_runtime") == "PYTHON",
             dp_rank=0 if self.args.enable_attention_dp else None,
             max_seq_len=self.args.max_seq_len,
+            ignores_eos=is_engine,
         )
         self.num_running = 0
         self.scripts: deque[Script] = deque()
@@ -217,11 +224,10 @@ class LLM:
         result = RequestOutput(
             prompt=prompt,
             prompt_token_ids=token_ids,
-            # Of a request's options only its length has an effect on the engine `recording`.
-            sampling=replace(sampling, ignore_eos=True) if self._is_engine else sampling,
+            sampling=sampling,
             disaggregated_params=params,
             streaming=given.get("streaming", False),
-            script=self.scripts.popleft() if self.scripts else Script(),
+            script=self.scripts.popleft() if self.scripts else AS_IT_IS,
             place=self._place,
         )
         self.num_running += 1

@@ -84,6 +84,10 @@ class Script:
     """One permit lets one token through, so a test can look at a request that is half done."""
 
 
+#: Of a request that no test has a script for.
+AS_IT_IS = Script()
+
+
 class _Engine(Protocol):
     num_running: int
     fatal_error: BaseException | None
@@ -104,6 +108,8 @@ class Place:
     #: The rank that all requests run on under attention DP, else None.
     dp_rank: int | None
     max_seq_len: int | None
+    #: Of a request's options only its length has an effect.
+    ignores_eos: bool
 
 
 _request_ids = itertools.count(1)
@@ -148,11 +154,12 @@ class RequestOutput:
         self._started: float | None = None
         self._num_steps = 0
         self._max_tokens = self._most_tokens()
+        self._ignores_eos = sampling.ignore_eos or place.ignores_eos
         self._steps = self._run()
         #: Its tokens are all there is to it, so a whole step is made at once.
         self._is_plain = (
-            script == Script()
-            and sampling.ignore_eos
+            script == AS_IT_IS
+            and self._ignores_eos
             and sampling.logprobs is None
             and sampling.n == 1
             and self.request_type != "context_only"
@@ -162,7 +169,7 @@ class RequestOutput:
     def finished(self) -> bool:
         if self._has_failed:
             return not self._place.edges.never_finishes_after_error
-        return all(output.finish_reason is not None for output in self.outputs)
+        return None not in [output.finish_reason for output in self.outputs]
 
     def abort(self) -> None:
         """End the request. On a finished context_only request, without hard edges: let go of the KV that it still
@@ -182,15 +189,21 @@ class RequestOutput:
     async def __anext__(self) -> RequestOutput:
         if self.finished:
             raise StopAsyncIteration
+        place, gate = self._place, self._script.gate
         while True:
-            await self._meet()
-            steps = await self._steps_due()
-            if self._script.gate is not None and not self.is_aborted:
-                await self._script.gate.acquire()
-            engine = self._place.engine
-            if self._has_failed or engine.stands_still or engine.fatal_error is not None:
+            if self._meeting is not None:
+                await self._meet(self._meeting)
+            steps = 1
+            if place.pace.step_seconds and not self.aborts:
+                steps = await self._steps_due(place.pace.step_seconds)
+            else:
+                # Another task gets its turn here, as it does while a real engine computes.
+                await asyncio.sleep(0)
+            if gate is not None and not self.aborts:
+                await gate.acquire()
+            if self._has_failed or place.engine.stands_still or place.engine.fatal_error is not None:
                 await asyncio.get_running_loop().create_future()  # nothing comes any more
-            self._advance(steps * self._place.pace.tokens_per_step)
+            self._advance(steps * place.pace.tokens_per_step)
             if self._streaming or self.finished:
                 return self
 
@@ -220,26 +233,21 @@ class RequestOutput:
             return None
         return self._place.kv.meeting(self._given.disagg_request_id)
 
-    async def _meet(self) -> None:
+    async def _meet(self, meeting: Meeting) -> None:
         """Prefill waits until decode has made room, decode until prefill has sent (disaggregated_params.py,
         _torch/pyexecutor/py_executor.py `DISAGG_CONTEXT_WAIT_SCHEDULER`).
         """
-        if self._meeting is None or self.outputs[0].length:
+        if self.outputs[0].length:
             return
         if self.request_type == "context_only":
-            await self._meeting.wanted.wait()
+            await meeting.wanted.wait()
         else:
-            self._meeting.wanted.set()
-            await self._meeting.sent.wait()
+            meeting.wanted.set()
+            await meeting.sent.wait()
 
     # -- the pace
 
-    async def _steps_due(self) -> int:
-        seconds = self._place.pace.step_seconds
-        if not seconds or self.is_aborted:
-            # Another task gets its turn here, as it does while a real engine computes.
-            await asyncio.sleep(0)
-            return 1
+    async def _steps_due(self, seconds: float) -> int:
         loop = asyncio.get_running_loop()
         if self._started is None:
             self._started = loop.time()
@@ -354,9 +362,9 @@ class RequestOutput:
         sampling = self._sampling
         end_token = EOS_TOKEN if sampling.end_id is None else sampling.end_id
         long_enough = output.length > (sampling.min_tokens or 0)
-        if token in (sampling.stop_token_ids or ()) and not sampling.ignore_eos and long_enough:
+        if token in (sampling.stop_token_ids or ()) and not self._ignores_eos and long_enough:
             output.finish_reason, output.stop_reason = "stop", token
-        elif token == end_token and not sampling.ignore_eos and long_enough:
+        elif token == end_token and not self._ignores_eos and long_enough:
             output.finish_reason = "stop"
         elif output.length >= self._max_tokens or output.length == len(self._script.tokens or range(0)):
             output.finish_reason = "length"
