@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -49,6 +50,10 @@ _FRONTEND_ENV = ("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS", "DYN_MIGRATION_LIMIT")
 _PROBE_ENV = {"DYN_HEALTH_CHECK_ENABLED": "true", "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "30"}
 #: As in upstream's recipe for GB200: NCCL takes the way between nodes that a ComputeDomain opens.
 _NVLINK_ENV = {"NCCL_MNNVL_ENABLE": "1", "NCCL_CUMEM_ENABLE": "1"}
+#: Of a worker over several nodes, as in upstream's manifest: its image's user may be root.
+_MPIRUN_ENV = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+#: What a shell divides, or looks for among its files, where it is not quoted.
+_NO_WORD = re.compile(r"[\s*?[]")
 #: Of the model's files nothing is known here.
 _ANY_MODEL = "model"
 
@@ -133,6 +138,9 @@ def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: Role) -> Worke
     build_engine_args(worker)
     num_gpus = needs_of(worker).num_gpus if worker.engine_spec.is_tensorrt_llm else 0
     nodes, gpus = _spread(num_gpus, cluster.resources.gpus_per_node, role)
+    if nodes > 1:
+        _require_words(args, worker.engine_spec.rank_launcher, role)
+        env |= _MPIRUN_ENV
     return WorkerPod(
         role,
         config.workers[role],
@@ -201,3 +209,13 @@ def _spread(num_gpus: int, gpus_per_node: int, role: Role) -> tuple[int, int]:
         allowed = f"a divisor of {num_gpus}, which each {role} worker has by its engine config"
         raise ConfigError.bad_value("--gpus-per-node", gpus_per_node, allowed)
     return num_gpus // gpus_per_node, gpus_per_node
+
+
+def _require_words(args: tuple[str, ...], launcher: str, role: Role) -> None:
+    """The operator starts such a worker with a program that takes its arguments as one text."""
+    for word in args:
+        if _NO_WORD.search(word):
+            raise ConfigError(
+                f"a {role} worker has several nodes, and {launcher} splits its arguments again, so none may have a "
+                f"space, *, ? or [: {word!r}; write it into the engine config, or without spaces"
+            )

@@ -348,6 +348,23 @@ def test_worker_that_does_not_fill_its_nodes_is_refused() -> None:
         rendered(*flags(**deepseek))
 
 
+@pytest.mark.parametrize("word", ['{"max_batch_size": 4}', "{a*}", "[1]"])
+def test_argument_that_a_launcher_of_ranks_would_split_is_refused_over_several_nodes(word: str) -> None:
+    deepseek = {"engine-configs": str(CONFIGS / "deepseek-r1")}
+    override = f"--worker-args=--served-model-name '{word}'"
+    with pytest.raises(ConfigError, match="trtllm-llmapi-launch splits its arguments again"):
+        rendered(*flags(**deepseek), "--gpus-per-node", "4", override)
+    rendered(*flags(), override)
+
+
+def test_override_without_spaces_reaches_a_worker_of_several_nodes() -> None:
+    deepseek = {"engine-configs": str(CONFIGS / "deepseek-r1"), "gpus-per-node": "4"}
+    override = "--worker-args=--override-engine-args '{\"max_batch_size\":4}'"
+    decode = container(components(rendered(*flags(**deepseek), override))["decode"])
+    assert decode["args"][-1] == '{"max_batch_size":4}'
+    assert {"name": "OMPI_ALLOW_RUN_AS_ROOT", "value": "1"} in decode["env"]
+
+
 def test_override_beside_a_transfer_key_is_refused(key: Path) -> None:
     demo = {"engine-configs": str(DEMO_CONFIGS), "engine": "embedded", "transfer-key-file": str(key)}
     with pytest.raises(
