@@ -179,8 +179,13 @@ def process_table(processes: Sequence[ManagedProcess], began: float) -> Table:
 
     now = time.monotonic()
     table = Table(box=None, pad_edge=False, title=f"up for {now - began:.0f} s", title_justify="left")
-    for heading in ("process", "pid", "state"):
-        table.add_column(heading, no_wrap=True)
+    # On a narrow terminal names and states stay whole; what they do is cut off.
+    for heading, least in (
+        ("process", max((len(process.name) for process in processes), default=0)),
+        ("pid", 0),
+        ("state", max(map(len, COLOURS))),
+    ):
+        table.add_column(heading, no_wrap=True, min_width=least)
     table.add_column("since", no_wrap=True, justify="right")
     table.add_column("what it does", no_wrap=True, overflow="ellipsis")
     for process in processes:

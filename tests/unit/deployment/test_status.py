@@ -127,6 +127,21 @@ def test_the_table_fits_a_terminal(decode: Told, tmp_path: Path, width: int) -> 
     assert max(map(len, lines)) <= width
 
 
+def test_on_a_narrow_terminal_names_and_states_are_whole(decode: Told, tmp_path: Path) -> None:
+    restarting = Told(tmp_path, "prefill-10", "restarting").process
+    restarting.returncode = -9
+    stream = io.StringIO()
+
+    Console(file=stream, width=40).print(process_table([restarting, decode.process], time.monotonic()))
+
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[:2] for line in lines[2:]] == [
+        ["prefill-10", "restarting"],
+        ["decode-0", "starting"],
+    ]
+    assert max(map(len, lines)) <= 40
+
+
 def test_a_line_for_a_log_on_a_full_disk_is_lost_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     log = io.StringIO()
     status = PlainStatus(log)
