@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import Served
+from trtllm_disagg.errors import ConfigError
 
 #: Names for `model`, and what the tables call these.
 MODELS = {
@@ -68,6 +77,22 @@ class ModelledConfig(_Frozen):
     decode_factor: PositiveFloat = 1.0
     #: Instead of these two: {"prefill_factor", "decode_factor"}, read again when the engine has rested.
     factors_file: Path | None = None
+
+
+def checked(given: Any) -> ModelledConfig:
+    """The content of the key `modelled`. Raises ConfigError that names the key that does not fit."""
+    try:
+        return ModelledConfig.model_validate(given)
+    except ValidationError as errors:
+        first = errors.errors(include_url=False, include_context=False)[0]
+        key = ".".join(map(str, ("modelled", *first["loc"])))
+        if first["type"] == "extra_forbidden":
+            raise ConfigError.bad_value(
+                key, first["input"], f"no such key; there are {', '.join(ModelledConfig.model_fields)}"
+            ) from errors
+        raise ConfigError.bad_value(
+            key, first["input"], first["msg"].removeprefix("Input should be ")
+        ) from errors
 
 
 class ModelledArgs(LlmArgs):

@@ -7,15 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from trtllm_disagg.embedded import LLM as EmbeddedLLM
 from trtllm_disagg.embedded.core.core_client import CoreClient
 from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig, core_args
 from trtllm_disagg.embedded.params.supported_args import check_marks
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import model_directory
-from trtllm_disagg.modelled.config import ModelledArgs, ModelledConfig
+from trtllm_disagg.modelled.config import ModelledArgs, checked
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ class LLM(EmbeddedLLM):
     args: ModelledArgs
 
     def _read_args(self, model: str | Path, **given: Any) -> ModelledArgs:
-        own = _read_own(given.pop("modelled", None) or {})
+        own = checked(given.pop("modelled", None) or {})
         args = ModelledArgs(model=model_directory(str(model), "model"), modelled=own, **given)
         if args.embedded != EmbeddedConfig():
             raise ConfigError.bad_value("embedded", given["embedded"], "no value, on the modelled engine")
@@ -60,18 +58,3 @@ class LLM(EmbeddedLLM):
     def time_scale(self) -> float:
         """Its clock runs so many times slower than this machine's (modelled engine only)."""
         return self.args.modelled.time_scale
-
-
-def _read_own(given: Any) -> ModelledConfig:
-    try:
-        return ModelledConfig.model_validate(given)
-    except ValidationError as errors:
-        first = errors.errors(include_url=False, include_context=False)[0]
-        key = ".".join(map(str, ("modelled", *first["loc"])))
-        if first["type"] == "extra_forbidden":
-            raise ConfigError.bad_value(
-                key, first["input"], f"no such key; there are {', '.join(ModelledConfig.model_fields)}"
-            ) from errors
-        raise ConfigError.bad_value(
-            key, first["input"], first["msg"].removeprefix("Input should be ")
-        ) from errors

@@ -71,7 +71,7 @@ class AIPerf:
         """`given`, or that of this environment, or that in PATH. Raises ConfigError."""
         beside = Path(sys.executable).with_name("aiperf")
         found = given or (beside if beside.exists() else shutil.which("aiperf"))
-        if found is None or not os.access(found, os.X_OK):
+        if found is None or not Path(found).is_file() or not os.access(found, os.X_OK):
             raise ConfigError.bad_value(
                 "--aiperf",
                 str(given) if given else None,

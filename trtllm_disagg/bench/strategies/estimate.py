@@ -40,8 +40,10 @@ class Worker:
 
     def prefill_seconds(self, shape: Shape) -> float:
         """Of the tokens that no cache has, in chunks."""
-        done, seconds = round(shape.cached_tokens), 0.0
-        while (left := round(shape.input_tokens) - done) > 0:
+        prompt = round(shape.input_tokens)
+        # The last token is always computed.
+        done, seconds = min(round(shape.cached_tokens), prompt - 1), 0.0
+        while (left := prompt - done) > 0:
             chunk = min(left, self.max_step_tokens)
             seconds += sum(self.gpus.times.parts([Chunk(chunk, done)], 0, 0)) / 1000
             done += chunk

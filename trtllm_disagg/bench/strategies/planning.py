@@ -21,6 +21,7 @@ from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
 from trtllm_disagg.config.engine_args import merged_args, override_of
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.modelled.config import checked
 from trtllm_disagg.strategies import WorkerRole, spec_of
 
 #: Where it was not measured.
@@ -57,7 +58,11 @@ class Engines:
             )
         files = {role: yaml.safe_load((directory / f"{role}.yaml").read_text()) or {} for role in roles}
         own = override_of(override, is_strict=False)
-        return cls(engine, model, {role: merged_args(given, own) for role, given in files.items()})
+        merged = {role: merged_args(given, own) for role, given in files.items()}
+        if engine == "modelled":
+            for given in merged.values():
+                checked(given.get("modelled") or {})
+        return cls(engine, model, merged)
 
     @property
     def is_modelled(self) -> bool:
@@ -99,7 +104,12 @@ class Engines:
 
 
 def vocabulary_of(model: Path) -> int:
-    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+    """Raises ConfigError for a config.json that does not tell."""
+    file = model / "config.json"
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError.bad_value("--model", str(file), "a config.json with vocab_size") from error
 
 
 def traffics(args: argparse.Namespace, longest: int) -> dict[str, Traffic]:
@@ -112,7 +122,16 @@ def traffics(args: argparse.Namespace, longest: int) -> dict[str, Traffic]:
             raise ConfigError.bad_value(
                 "--workloads", name, f"one of {', '.join(known)}, or trace with --trace FILE"
             )
+        _refuse_too_long(name, known[name], longest)
     return {name: known[name] for name in names}
+
+
+def _refuse_too_long(name: str, traffic: Traffic, longest: int) -> None:
+    if traffic.longest > longest:
+        allowed = (
+            f"requests of at most {longest} tokens, the engine's max_seq_len; this one has {traffic.longest}"
+        )
+        raise ConfigError.bad_value("--workloads", name, allowed)
 
 
 def arms_for(args: argparse.Namespace, gpus_per_worker: int = 1) -> tuple[Arm, ...]:

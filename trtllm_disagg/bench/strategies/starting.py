@@ -46,6 +46,9 @@ def check(args: argparse.Namespace) -> None:
         for number in text.split(",") if text else ():
             if not _is_above_zero(number, kind):
                 raise ConfigError.bad_value(key, number, "numbers above 0 with commas between them")
+        numbers = [kind(number) for number in text.split(",")] if text else []
+        if len(set(numbers)) < len(numbers):
+            raise ConfigError.bad_value(key, text, "each number once")
     if args.model is None or not (args.model / "config.json").is_file():
         raise ConfigError.bad_value(
             "--model", args.model and str(args.model), "a directory with a tokenizer and a config.json"

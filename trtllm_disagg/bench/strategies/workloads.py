@@ -5,6 +5,7 @@ it longer or shorter. What two prompts share is at their beginning.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -59,6 +60,8 @@ class Traffic:
     record: Workload
     shape: Shape
     source: Source
+    #: Tokens of the longest request that may come, in and out.
+    longest: int
 
     def asks(self, rate: float, count: int, seed: str, vocabulary: int) -> tuple[Ask, ...]:
         """The first `count` requests of a stream of `rate` requests a modelled second, by arrival: exactly that rate,
@@ -89,8 +92,17 @@ def _single(input_tokens: int, output_tokens: int, burst: int = 1) -> Source:
     return source
 
 
+#: Of a length: how much shorter or longer than its mean it may be.
+_VARIES = 0.25
+
+
 def _around(tokens: int, numbers: random.Random) -> int:
-    return round(tokens * numbers.uniform(0.75, 1.25))
+    return round(tokens * numbers.uniform(1 - _VARIES, 1 + _VARIES))
+
+
+def _longest(*tokens: int) -> int:
+    """Of what `_around` makes of each, the sum."""
+    return sum(round(each * (1 + _VARIES)) for each in tokens)
 
 
 #: Of the agent: what all sessions begin with, what a turn adds (its answer among it), its answer, its turns, and the
@@ -125,16 +137,18 @@ _AGENT_INPUT = _SYSTEM + _ADDED * (_TURNS + 1) / 2
 BUILT_IN: dict[str, Traffic] = {
     traffic.record.name: traffic
     for traffic in (
-        Traffic(Workload("chat", _CHAT, 256, 256), Shape(256, 256), _single(256, 256)),
+        Traffic(Workload("chat", _CHAT, 256, 256), Shape(256, 256), _single(256, 256), _longest(256, 256)),
         Traffic(
             Workload("rag", "long documents: 8192 in, 256 out", 8192, 256),
             Shape(8192, 256),
             _single(8192, 256),
+            _longest(8192, 256),
         ),
         Traffic(
             Workload("reasoning", "long answers: 1024 in, 4096 out", 1024, 4096),
             Shape(1024, 4096),
             _single(1024, 4096),
+            _longest(1024, 4096),
         ),
         Traffic(
             Workload(
@@ -146,11 +160,13 @@ BUILT_IN: dict[str, Traffic] = {
             ),
             Shape(_AGENT_INPUT, _ANSWER, _AGENT_INPUT - _ADDED),
             _agent,
+            _SYSTEM + _longest(*[_ADDED] * _TURNS, _ANSWER),
         ),
         Traffic(
             Workload("bursts", "16 requests at once: 1024 in, 256 out", 1024, 256),
             Shape(1024, 256),
             _single(1024, 256, burst=16),
+            _longest(1024, 256),
         ),
     )
 }
@@ -195,7 +211,8 @@ def trace(file: Path, longest: int) -> Traffic:
     seen: set[int] = set()
     reused = 0
     for line in lines:
-        reused += _HASH_TOKENS * len(seen & set(line.hash_ids))
+        # An engine computes the last token of a prompt always.
+        reused += min(_HASH_TOKENS * len(seen & set(line.hash_ids)), line.input_length - 1)
         seen |= set(line.hash_ids)
     count = len(lines)
     shape = Shape(
@@ -205,14 +222,21 @@ def trace(file: Path, longest: int) -> Traffic:
     )
     said = f"{count} requests of a trace: {shape.input_tokens:.0f} in, {shape.output_tokens:.0f} out"
     record = Workload("trace", said, shape.input_tokens, shape.output_tokens, trace_file=str(file))
-    return Traffic(record, shape, source)
+    return Traffic(record, shape, source, max(line.input_length + line.output_length for line in lines))
 
 
 def _lines(file: Path) -> Iterator[_Line]:
-    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        # A byte order mark, as some editors write it, is no part of the first line.
+        texts = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError.bad_value("--trace", str(file), f"a text file ({error})") from error
+    for number, text in enumerate(texts, 1):
         if text.strip():
             try:
                 line = msgspec.convert(json.loads(text), _Line)
+                if not math.isfinite(line.timestamp):
+                    raise ValueError("a timestamp is a number of milliseconds")
             except (ValueError, msgspec.ValidationError) as error:
                 allowed = f"timestamp, input_length, output_length, hash_ids as JSON ({error})"
                 raise ConfigError.bad_value(

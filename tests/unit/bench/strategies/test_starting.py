@@ -328,6 +328,13 @@ def test_without_the_tables_it_is_said_how_to_get_them(
         (("--workers", "two"), "--workers: 'two'"),
         (("--rates", "0"), "--rates: '0'"),
         (("--rates", "nan"), "--rates: 'nan'"),
+        (("--rates", "1,1.0"), "--rates: '1,1.0'"),
+        (("--workers", "2,2"), "--workers: '2,2'"),
+        (("--override-engine-args", '{"modelled": {"prefill_factor": 0}}'), "modelled.prefill_factor: 0"),
+        (
+            ("--override-engine-args", '{"max_seq_len": 1024}', "--workloads", "rag"),
+            "--workloads: 'rag'.*at most 1024",
+        ),
         (("--band", "1"), "--band: 1.0"),
         (("--time-scale", "0.05"), "--time-scale: 0.05"),
         (("--workloads", "chats"), "--workloads: 'chats'"),
@@ -356,3 +363,12 @@ def test_engine_configs_of_a_role_that_is_missing_or_has_other_gpus_are_refused(
     decode.unlink()
     with pytest.raises(ConfigError, match=r"decode\.yaml"):
         prepared(model, configs)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"vocab_size": "many"}'])
+def test_a_model_that_does_not_tell_its_vocabulary_is_refused(
+    model: Path, configs: Path, content: str
+) -> None:
+    (model / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"--model: .*vocab_size"):
+        prepared(model, configs, "--workers", "2", "--workloads", "chat")

@@ -67,8 +67,46 @@ def test_requests_of_a_trace_share_the_tokens_of_their_hashes(tmp_path: Path) ->
     assert traffic.shape.cached_tokens == 512
 
 
+@pytest.mark.parametrize("name", list(BUILT_IN))
+def test_no_request_is_longer_than_its_workload_says(name: str) -> None:
+    traffic = BUILT_IN[name]
+    longest = max(len(ask.prompt) + ask.output_tokens for ask in traffic.asks(2.0, 300, "seed", VOCABULARY))
+    assert 0.8 * traffic.longest < longest <= traffic.longest
+
+
+@pytest.mark.parametrize("length", [100, 512, 700])
+def test_of_a_prompt_that_was_there_before_the_last_token_is_computed(tmp_path: Path, length: int) -> None:
+    """Where nothing were left to compute, no rate and no clock could be chosen."""
+    file = tmp_path / "trace.jsonl"
+    line = f'{{"timestamp": 1, "input_length": {length}, "output_length": 8, "hash_ids": [1, 2]}}\n'
+    file.write_text(line * 1000)
+    shape = trace(file, 4096).shape
+    assert shape.cached_tokens <= shape.input_tokens - 1
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"timestamp": 1, "input_length": 9, "output_length": 1}\n' * 2)
+    assert len(trace(file, 4096).asks(2.0, 10, "seed", VOCABULARY)) == 2
+
+
+def test_a_file_that_is_no_text_or_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    with pytest.raises(ConfigError, match=r"--trace: .*trace\.jsonl.*No such file"):
+        trace(file, 4096)
+    file.write_bytes(b"\x80\x81")
+    with pytest.raises(ConfigError, match=r"--trace: .*trace\.jsonl.*text file"):
+        trace(file, 4096)
+
+
 @pytest.mark.parametrize(
-    "line", ["{", '{"timestamp": 1}', '{"timestamp": 1, "input_length": "a", "output_length": 1}']
+    "line",
+    [
+        "{",
+        '{"timestamp": 1}',
+        '{"timestamp": 1, "input_length": "a", "output_length": 1}',
+        '{"timestamp": NaN, "input_length": 9, "output_length": 1}',
+    ],
 )
 def test_a_line_that_is_none_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
     file = tmp_path / "trace.jsonl"
