@@ -140,7 +140,9 @@ def _measure(args: argparse.Namespace, directory: RunDirectory) -> ExitCode:
 
     settle(args)
     check(args)
-    return asyncio.run(measure_all(args, AIPerf.find(args.aiperf), directory, _say))
+    aiperf = AIPerf.find(args.aiperf)
+    with directory.claimed():
+        return asyncio.run(measure_all(args, aiperf, directory, _say))
 
 
 def _say(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import median
 
 from trtllm_disagg.bench.strategies.measures import PARTS, Measured
@@ -146,7 +147,8 @@ def _other_rate(sweep: Sweep, slo: Slo, best: str) -> str:
             return (
                 f"at {rate:g} requests/s {other} is better ({number(others[other])} against {number(ours)})"
             )
-    alike = [rate for rate in sweep.rates if _is_alike(sweep, slo, rate)]
+    # Beyond the first rate at which they differ they may be alike again: when no answer is in time.
+    alike = list(takewhile(lambda rate: _is_alike(sweep, slo, rate), sweep.rates))
     if alike:
         return f"up to {max(alike):g} requests/s all arms do alike; at no rate measured did another one do better"
     return "at no rate measured did another arm do better"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import shlex
@@ -250,5 +251,13 @@ def settings_of(args: argparse.Namespace, engines: Engines | None) -> dict[str, 
     flags = ("engine", "url", "workers", "arms", "workloads", "rates", "requests", "repetitions")
     told = {name: str(getattr(args, name)) for name in (*flags, "band", "time_scale", "quick")}
     told["worker_args"] = shlex.join(args.worker_args)
+    # What is in them counts, and they may have moved.
+    told["model"] = _fingerprint(args.model / "config.json")
+    if args.trace:
+        told["trace"] = _fingerprint(args.trace)
     files = engines.arguments if engines is not None else {}
     return told | {f"{role}.yaml": json.dumps(given) for role, given in files.items()}
+
+
+def _fingerprint(file: Path) -> str:
+    return f"sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"

@@ -10,8 +10,10 @@ deployment they are the wall's. What is None was not measured.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -231,8 +233,22 @@ class RunDirectory:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """For the time of measuring: two runs would measure the same points, and write over each other's logs. Raises
+        ConfigError while another process has it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                allowed = "a directory in which no other run is measuring"
+                raise ConfigError.bad_value("--out", str(self.path), allowed) from None
+            yield
+
     def save_plan(self, plan: Plan) -> None:
-        _write(self._plan, plan)
+        write_whole(self._plan, msgspec.json.encode(plan))
 
     def plan(self) -> Plan:
         """Raises ConfigError for a file that is not there, is none, or is of another version."""
@@ -245,7 +261,7 @@ class RunDirectory:
         return self._file(point).is_file()
 
     def save(self, result: PointResult) -> None:
-        _write(self._file(result.point), result)
+        write_whole(self._file(result.point), msgspec.json.encode(result))
 
     def result(self, point: Point) -> PointResult:
         return _read(self._file(point), PointResult)
@@ -265,12 +281,15 @@ class RunDirectory:
 Record = TypeVar("Record", Plan, PointResult)
 
 
-def _write(file: Path, record: Plan | PointResult) -> None:
-    """Whole or not at all."""
+def write_whole(file: Path, content: bytes) -> None:
+    """Or not at all: on a full disk what was there stays."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
-    partial.write_bytes(msgspec.json.encode(record))
-    os.replace(partial, file)
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _read(file: Path, kind: type[Record]) -> Record:

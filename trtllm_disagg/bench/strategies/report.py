@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from trtllm_disagg.bench.strategies.advice import Advice, advise, described
 from trtllm_disagg.bench.strategies.charts import charts_of
 from trtllm_disagg.bench.strategies.measures import PARTS, PERCENTILES, Measured
-from trtllm_disagg.bench.strategies.records import NOMINAL, Plan, PointResult, RunDirectory
+from trtllm_disagg.bench.strategies.records import NOMINAL, Plan, PointResult, RunDirectory, write_whole
 from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 from trtllm_disagg.bench.strategies.sweep import Sweep, sweeps_of
 from trtllm_disagg.bench.strategies.verdict import (
@@ -65,6 +66,16 @@ class Report:
             for package, version in result.versions.items():
                 found.setdefault(package, set()).add(version)
         return {package: ", ".join(sorted(versions)) for package, versions in sorted(found.items())}
+
+    @property
+    def band(self) -> float:
+        """The largest share by which step times were changed; 0 where none were."""
+        factors = [
+            factor
+            for result in self.results
+            for factor in (result.point.sensitivity.prefill_factor, result.point.sensitivity.decode_factor)
+        ]
+        return max(abs(factor - 1) for factor in factors)
 
     @property
     def machines(self) -> list[str]:
@@ -133,14 +144,22 @@ def write_report(run: RunDirectory, slo: Slo = DEFAULT_SLO) -> Report:
         ]
         for each in report.workloads
     ]
-    (run.path / "report.html").write_text(_page(report, pictures), encoding="utf-8")
-    (run.path / "report.json").write_text(json.dumps(as_json(report), indent=1) + "\n", encoding="utf-8")
-    with (run.path / "points.csv").open("w", newline="", encoding="utf-8") as file:
-        rows = list(points_of(report))
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    files = {
+        "report.html": _page(report, pictures),
+        "report.json": json.dumps(as_json(report), indent=1) + "\n",
+        "points.csv": _table(list(points_of(report))),
+    }
+    for name, content in files.items():
+        write_whole(run.path / name, content.encode())
     return report
+
+
+def _table(rows: list[dict[str, str | float]]) -> str:
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
 
 
 def require_packages() -> None:

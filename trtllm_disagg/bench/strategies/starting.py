@@ -152,8 +152,9 @@ def _resumed(plan: Plan, directory: RunDirectory) -> Plan:
     there = directory.plan()
     different = sorted(
         name
-        for name in there.settings.keys() | plan.settings.keys()
-        if there.settings.get(name) != plan.settings.get(name)
+        # What an older version did not write down cannot be compared.
+        for name in there.settings.keys() & plan.settings.keys()
+        if there.settings[name] != plan.settings[name]
     )
     if different or there.points != plan.points:
         differ = ", ".join(different) or "points"

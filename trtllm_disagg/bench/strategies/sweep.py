@@ -186,10 +186,15 @@ def _doubt(measured: Measured, software: SoftwareShares, is_modelled: bool, slow
     for what, share in software(measured).items() if is_modelled else ():
         if share > MOST_SOFTWARE:
             return Doubt(
-                f"our own software took {100 * share:.2g}% of {what} (most: {MOST_SOFTWARE:.0%})",
+                f"our own software took {_percent(share)} of {what} (most: {MOST_SOFTWARE:.0%})",
                 f"slow the modelled clock with --time-scale {slow_enough:g}, or leave this machine to it",
             )
     return NO_DOUBT
+
+
+def _percent(share: float) -> str:
+    """As it is said: near the limit with a digit more, so that what is above it looks so."""
+    return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.1f}%"
 
 
 def _slow_enough(measured: Measured, software: SoftwareShares) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from trtllm_disagg.bench.strategies.records import (
     RunDirectory,
     Sensitivity,
     Workload,
+    write_whole,
 )
 from trtllm_disagg.errors import ConfigError
 
@@ -69,3 +72,32 @@ def test_a_plan_of_another_version_is_refused(tmp_path: Path) -> None:
     RunDirectory(tmp_path).save_plan(replace(PLAN, version=99))
     with pytest.raises(ConfigError, match=r"version 99.*expected version 1"):
         RunDirectory(tmp_path).plan()
+
+
+def test_a_directory_in_which_a_run_measures_is_refused_to_another_one(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with (
+        run.claimed(),
+        pytest.raises(ConfigError, match=r"--out: .*no other run is measuring"),
+        RunDirectory(tmp_path / "run").claimed(),
+    ):
+        pass
+    with run.claimed():
+        assert run.path.is_dir()
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    """As on a full disk: a file may have no more than 100 bytes."""
+    file = tmp_path / "report.html"
+    write_whole(file, b"before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_whole(file, bytes(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert file.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [file]

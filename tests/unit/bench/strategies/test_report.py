@@ -6,15 +6,23 @@ import csv
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.unit.bench.strategies.synthetic import BAND, Behaviour, plan_of, saved, with_software
+from tests.unit.bench.strategies.synthetic import (
+    BAND,
+    Behaviour,
+    plan_of,
+    results_of,
+    saved,
+    with_software,
+)
 from trtllm_disagg.bench.strategies.charts import charts_of
-from trtllm_disagg.bench.strategies.records import RunDirectory
+from trtllm_disagg.bench.strategies.records import NOMINAL, RunDirectory, Sensitivity
 from trtllm_disagg.bench.strategies.report import _page, arm_rows, report_of, write_report
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.errors import ConfigError
@@ -176,3 +184,22 @@ def test_a_run_without_a_point_is_refused(tmp_path: Path) -> None:
     run.save_plan(plan_of(BEHAVIOURS))
     with pytest.raises(ConfigError, match="one in which a point has been measured"):
         report_of(run)
+
+
+def test_the_page_says_the_band_that_was_measured_and_none_of_a_real_deployment(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    behaviours = {AGG: Behaviour(6), ORDER: Behaviour(12, strategy="decode_first")}
+    narrow = plan_of(
+        behaviours,
+        rates=(2.0, 8.0),
+        band=(NOMINAL, *(Sensitivity(f) for f in (0.8, 1.2)), Sensitivity(1, 0.8)),
+    )
+    for plan, said in (
+        (narrow, "of prefill, or of decode, that are 20 % shorter or longer do not turn it round"),
+        (replace(narrow, is_modelled=False), "what repetitions differ by; and it rests on no rate"),
+    ):
+        run.save_plan(plan)
+        for result in results_of(plan, behaviours):
+            run.save(result)
+        report = report_of(run)
+        assert said in " ".join(_page(report, [[] for _ in report.workloads]).split())

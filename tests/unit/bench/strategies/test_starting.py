@@ -225,6 +225,34 @@ def test_a_run_that_was_cut_off_goes_on_and_one_with_other_settings_does_not(
     assert prepared(model, configs, *flags).plan == before
     with pytest.raises(ConfigError, match=r"--out: .*rates.*differ"):
         prepared(model, configs, *flags[:-1], "2")
+    config = model / "config.json"
+    config.write_text(config.read_text().replace("16384", "8192"))
+    with pytest.raises(ConfigError, match=r"--out: .*; model differ"):
+        prepared(model, configs, *flags)
+
+
+def test_a_run_does_not_go_on_with_another_trace(model: Path, configs: Path) -> None:
+    trace = model.parent / "trace.jsonl"
+    line = '{"timestamp": 1, "input_length": 900, "output_length": 9}\n'
+    trace.write_text(line * 20)
+    flags = (
+        "--workers",
+        "2",
+        "--workloads",
+        "trace",
+        "--trace",
+        str(trace),
+        "--rates",
+        "1",
+        "--time-scale",
+        "2",
+    )
+    before = prepared(model, configs, *flags).plan
+    moved = trace.rename(model.parent / "moved.jsonl")
+    assert prepared(model, configs, *flags, "--trace", str(moved)).plan == before
+    moved.write_text(line * 19 + line.replace("900", "90"))
+    with pytest.raises(ConfigError, match=r"--out: .*; trace differ"):
+        prepared(model, configs, *flags, "--trace", str(moved))
 
 
 async def test_points_that_met_each_other_are_measured_again_in_a_new_deployment(

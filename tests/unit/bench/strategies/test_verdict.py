@@ -98,8 +98,16 @@ def test_points_measured_once_need_a_larger_lead() -> None:
 def test_too_much_software_is_refused() -> None:
     verdict = verdict_with(lambda result: with_software(result, 0.06))
     assert verdict.winner is None
-    assert "our own software took 6% of latency" in verdict.why_not
+    assert "our own software took 6.0% of latency" in verdict.why_not
     assert verdict_with(lambda result: with_software(result, 0.05)).winner == ORDER
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [(1.0, "took 100% of"), (0.0504, "took 5.0% of"), (0.0524, "took 5.2% of"), (0.19, "took 19% of")],
+)
+def test_a_share_of_software_is_said_in_plain_numbers(share: float, said: str) -> None:
+    assert said in verdict_with(lambda result: with_software(result, share)).why_not
 
 
 def test_a_share_of_software_that_is_not_known_is_refused() -> None:
@@ -255,6 +263,20 @@ def test_advice_names_order_workers_decider_numbers_and_what_changes_it() -> Non
         "no SLO from a quarter to four times this one",
     ):
         assert text in advice.paragraph
+
+
+def test_rates_at_which_no_arm_is_in_time_any_more_are_not_said_to_be_alike() -> None:
+    plan = plan_of(CLEAR)
+    results = [
+        replace(
+            result,
+            requests=tuple(replace(each, ttft_ms=9999.0, latency_ms=12000.0) for each in result.requests),
+        )
+        if result.point.rate == max(RATES)
+        else result
+        for result in results_of(plan, CLEAR)
+    ]
+    assert "up to 4 requests/s all arms do alike" in advise(sweep_of_results(plan, results), SLO).paragraph
 
 
 def test_advice_names_the_nearest_slo_at_which_another_arm_is_better() -> None:
