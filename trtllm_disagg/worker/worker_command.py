@@ -92,6 +92,9 @@ def read_settings(namespace: argparse.Namespace) -> tuple[WorkerConfig, dict[str
     # Only a check: the file may change while the engine loads, so it is read again then.
     if (policy := config.policy_file) is not None:
         Thresholds.of(config).changed(read_policy_file(Path(policy)), policy)
+    if config.engine_spec.is_tensorrt_llm:
+        # As Dynamo's own worker has it: what its ranks hash, they hash alike.
+        os.environ.setdefault("PYTHONHASHSEED", "0")
     api = load_api(config.engine)
     check_model(config.engine, engine_args)
     return config, engine_args, api

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import subprocess
+from types import ModuleType
 
+import pytest
+
+from trtllm_disagg.config.args import add_worker_arguments
 from trtllm_disagg.processes.interpreter import python
+from trtllm_disagg.worker import worker_command
 
 #: Says what is done at its end, in order.
 ENDING = """
@@ -65,3 +72,25 @@ def test_a_worker_that_has_lost_its_engine_ends_whatever_its_threads_do() -> Non
     done = subprocess.run(python("-c", LOST), capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "error: the engine died while serving: rank 3 is gone"
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "seed"),
+    [("tensorrt_llm", None, "0"), ("tensorrt_llm", "42", "42"), ("recording", None, None)],
+)
+def test_tensorrt_llms_ranks_have_one_hash_seed(
+    engine: str,
+    given: str | None,
+    seed: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tensorrt_llm: ModuleType,
+) -> None:
+    """As under Dynamo's own worker. They inherit it."""
+    monkeypatch.setenv("PYTHONHASHSEED", given or "")
+    if given is None:
+        monkeypatch.delenv("PYTHONHASHSEED")
+    monkeypatch.setattr(worker_command, "servable_model", lambda model, revision: model)
+    parser = argparse.ArgumentParser()
+    add_worker_arguments(parser)
+    worker_command.read_settings(parser.parse_args(["--model", "org/model", "--engine", engine]))
+    assert os.environ.get("PYTHONHASHSEED") == seed
