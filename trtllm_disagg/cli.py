@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import difflib
+import io
 import logging
 import os
 import re
@@ -128,8 +130,29 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{told} (`{self.prog} --help` lists the flags)")
 
 
+#: Of bars and lines, where the locale has no such characters; of others their number is shown.
+_PLAIN = {**dict.fromkeys("▏▎▍▌▋▊▉", "|"), "█": "#", "─": "-"}
+
+
+def _in_plain_characters(error: UnicodeError) -> tuple[str | bytes, int]:
+    if isinstance(error, UnicodeEncodeError):
+        bad = error.object[error.start : error.end]
+        if all(character in _PLAIN for character in bad):
+            return "".join(_PLAIN[character] for character in bad), error.end
+    return codecs.backslashreplace_errors(error)
+
+
+def _show_what_the_locale_can() -> None:
+    """Outside of UTF-8 a drawing would end a command with a traceback."""
+    codecs.register_error("plain_characters", _in_plain_characters)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="plain_characters")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The exit status is one of `ExitCode`. What went wrong is one sentence, without a traceback."""
+    _show_what_the_locale_can()
     try:
         try:
             _main(list(sys.argv[1:] if argv is None else argv))

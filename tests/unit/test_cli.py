@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import trtllm_disagg
+from tests.support.tracing import write
 from trtllm_disagg.bench import BENCHMARKS
 from trtllm_disagg.cli import COMMANDS, Command, main, parser_of
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tracing.spans import SpanData
 
 
 def status_of(*argv: str) -> int:
@@ -193,3 +197,18 @@ def test_the_module_is_the_command() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: command: 'wroker'")
     assert "Traceback" not in done.stderr
+
+
+def test_where_the_locale_has_no_bars_a_trace_has_others(tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    write(file, [SpanData("request", "1" * 32, "2" * 16, None, 0, 5_000_000, {"gen_ai.request.id": "one"})])
+    command = [sys.executable, "-P", "-m", "trtllm_disagg", "trace", "--otlp-file", str(file)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONIOENCODING": "iso-8859-1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "######" in done.stdout
