@@ -55,8 +55,8 @@ class CoreClient:
         self._on_death = on_death
         self._closing = False
         self._failure: str | None = None
-        self._ranks = RankWatch(())
         self._open = contextlib.ExitStack()
+        self._ranks = self._open.enter_context(contextlib.closing(RankWatch(())))
         listener, address = listen()
         self._open.enter_context(listener)
         self._end_seconds = end_seconds
@@ -69,7 +69,7 @@ class CoreClient:
         except BaseException:
             self._cleanup()
             raise
-        self._ranks = RankWatch(self.ready.pids)
+        self._ranks = self._open.enter_context(contextlib.closing(RankWatch(self.ready.pids)))
         self._receiver = threading.Thread(target=self._receive, name="engine-receiver", daemon=True)
         self._receiver.start()
 
@@ -144,7 +144,7 @@ class CoreClient:
         """It is silent: because there is nothing to say?"""
         if self._process.poll() is not None:
             self._deliver(wait=False)  # what it said last
-            self._failure = self._failure or self._exit_code()
+            self._failure = self._failure or self._ranks.first_to_end() or self._exit_code()
         elif reason := self._ranks.who_stopped():
             self._failure = reason
             self._ranks.kill()

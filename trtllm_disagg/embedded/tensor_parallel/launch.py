@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import select
 import signal
 import subprocess
 import sysconfig
@@ -198,16 +199,22 @@ def _mpiexec() -> Path:
 
 class RankWatch:
     """Ranks that were stopped (SIGSTOP, a frozen container): not dead, but the others would wait for them for ever.
-    Asked from time to time by the worker, which outlives all ranks.
+    Asked from time to time by the worker, which outlives all ranks. And which rank ended first: mpiexec ends the others
+    when one has, and its exit code does not say which.
     """
 
     def __init__(self, pids: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
         """Of all ranks, rank 0 first. An engine of one rank keeps only its own requests waiting."""
         self._clock = clock
         self._ranks: dict[int, psutil.Process] = {}
+        self._open = contextlib.ExitStack()
+        self._ends = self._open.enter_context(select.epoll())
+        self._by_fd: dict[int, int] = {}
         for rank, pid in enumerate(pids if len(pids) > 1 else ()):
-            with contextlib.suppress(psutil.NoSuchProcess):  # its own parent reports it
+            # Its own parent reports one that is gone; and there are sandboxes without pidfd_open.
+            with contextlib.suppress(psutil.NoSuchProcess, OSError):
                 self._ranks[rank] = psutil.Process(pid)
+                self._await_end(rank, os.pidfd_open(pid))
         self._stopped_since: dict[int, float] = {}
         self._next_look = clock()
 
@@ -227,11 +234,31 @@ class RankWatch:
                 )
         return None
 
+    def first_to_end(self) -> str | None:
+        """Which rank died before any other. To be asked once."""
+        # The kernel keeps the order in which they died, whenever it is asked.
+        for fd, _ in self._ends.poll(0, 1):
+            rank = self._by_fd[fd]
+            return death_of(rank, self._ranks[rank].pid)
+        return None
+
     def kill(self) -> None:
         """A stopped process ends in no other way."""
         for process in self._ranks.values():
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+    def close(self) -> None:
+        self._open.close()
+
+    def _await_end(self, rank: int, fd: int) -> None:
+        self._open.callback(os.close, fd)
+        self._by_fd[fd] = rank
+        self._ends.register(fd, select.EPOLLIN)
+
+
+def death_of(rank: int, pid: int) -> str:
+    return f"rank {rank} of the engine (process {pid}) died"
 
 
 def _is_stopped(process: psutil.Process) -> bool:
