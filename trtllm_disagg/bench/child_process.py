@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.bench import child_main
-from trtllm_disagg.bench.machine import is_running
 from trtllm_disagg.errors import DisaggError, EngineError
+from trtllm_disagg.processes.proc_stat import is_computing
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -70,7 +70,7 @@ class ChildProcess:
     def await_sleep(self) -> None:
         """Thread pools spin for a while after their work, up to 0.2 s, on cores that the next child needs."""
         deadline = time.monotonic() + _SLEEP_SECONDS
-        while is_running(self.pid) and time.monotonic() < deadline:
+        while is_computing(self.pid) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
     def close(self, seconds: float = _END_SECONDS) -> None:

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trtllm_disagg.errors import ConfigError
+import psutil
 
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+from trtllm_disagg.errors import ConfigError
 
 
 def two_cores() -> tuple[int, int]:
@@ -36,22 +36,8 @@ def load() -> float:
 
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process and all its threads."""
-    fields = _stat_fields(Path(f"/proc/{pid}/stat"))
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
-
-
-def is_running(pid: int) -> bool:
-    """Whether any thread of that process is running, or would if it had a core."""
-    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):
-            if _stat_fields(thread)[0] == "R":
-                return True
-    return False
-
-
-def _stat_fields(stat: Path) -> list[str]:
-    """From the state on: the name before it may have spaces."""
-    return stat.read_text().rpartition(")")[2].split()
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 class CoreWaits:

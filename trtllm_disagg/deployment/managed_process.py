@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from trtllm_disagg.deployment.plan import LOOPBACK, DeploymentConfig, ProcessSpec, Role
-from trtllm_disagg.deployment.run_dir import ProcessRecord, birth
+from trtllm_disagg.deployment.run_dir import ProcessRecord
 from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
+from trtllm_disagg.processes.proc_stat import birth
 from trtllm_disagg.processes.short_log import MOST_BYTES, forget_predecessor, move_to_predecessor
 
 State = Literal["planned", "starting", "ready", "stopping", "exited", "restarting"]

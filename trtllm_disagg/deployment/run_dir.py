@@ -19,6 +19,7 @@ from trtllm_disagg.deployment.brokers import STORE_DIR
 from trtllm_disagg.deployment.plan import DISCOVERY_DIR, DeploymentFailedError, RunDirInUseError
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.keys import KEY_FILE, AdminKey
+from trtllm_disagg.processes.proc_stat import birth
 from trtllm_disagg.tracing.reading import TRACES_DIR
 
 PROCESSES_FILE = "processes.json"
@@ -132,17 +133,6 @@ def read_processes(run_dir: Path) -> list[ProcessRecord]:
 
 def is_alive(record: ProcessRecord) -> bool:
     return record.born == birth(record.pid) != 0
-
-
-def birth(pid: int) -> int:
-    """When `pid` started, in clock ticks since boot; 0 when it is gone or only a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    # The command name, in parentheses, may itself contain spaces and parentheses.
-    state, *fields = stat[stat.rindex(")") + 2 :].split()
-    return 0 if state in "ZX" else int(fields[18])
 
 
 class Scratch:

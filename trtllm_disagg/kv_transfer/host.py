@@ -10,6 +10,8 @@ import os
 import msgspec
 import torch
 
+from trtllm_disagg.processes.proc_stat import birth
+
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -40,21 +42,13 @@ def new_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 class ProcessMark(msgspec.Struct, frozen=True):
     pid: int
-    #: Start time in clock ticks: tells a reused pid from the real one.
+    #: `birth` of that process.
     started: int
 
     @property
     def is_running(self) -> bool:
-        try:
-            return _start_time(self.pid) == self.started
-        except (OSError, IndexError, ValueError):
-            return False
+        return birth(self.pid) == self.started
 
 
 def own_mark() -> ProcessMark:
-    return ProcessMark(os.getpid(), _start_time(os.getpid()))
-
-
-def _start_time(pid: int) -> int:
-    with open(f"/proc/{pid}/stat") as stat:
-        return int(stat.read().rpartition(")")[2].split()[19])
+    return ProcessMark(os.getpid(), birth(os.getpid()))

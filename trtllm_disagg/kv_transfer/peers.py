@@ -1,6 +1,6 @@
 """What an engine keeps of its peers: their metadata, a thread for each, and transfers with them that are late.
 
-Transfers in all directions go by `Peers`: it aims them, and says how each has ended.
+Transfers in all directions go by `Peers`: it knows the other end, and says how each has ended.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
 
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer.access import PeerAuthentication, PeerGoneError
@@ -213,14 +211,6 @@ class DeathWatch:
         return False
 
 
-class Aim(NamedTuple):
-    """Blocks of a peer and blocks here that pair up: what a transport's `read` and `write` take, int32 ids."""
-
-    peer: PeerMetadata
-    remote: np.ndarray
-    local: np.ndarray
-
-
 class Outcome(NamedTuple):
     """How a transfer has ended. With an error, part of it may still land in blocks that it writes into."""
 
@@ -232,7 +222,7 @@ SUCCESS = Outcome()
 
 
 class Peers:
-    """All that transfers share, in whatever direction. `aim`, `attempt` and `say` are for the peer's worker."""
+    """All that transfers share, in whatever direction. `peer_with`, `attempt` and `say` are for the peer's worker."""
 
     def __init__(
         self,
@@ -252,16 +242,16 @@ class Peers:
         self.workers = PeerWorkers()
         self.late = LateTransfers(self.workers, on_news, timeouts.ask)
 
-    def aim(self, endpoint: str, name: str, remote: list[int], local: list[int]) -> Aim:
-        """`name`: of the engine that is meant. Raises HandoffRefusedError for KV that does not fit ours, or blocks that
-        the peer has not; KvTransferError when it cannot be asked.
+    def peer_with(self, endpoint: str, name: str, blocks: list[int]) -> PeerMetadata:
+        """The engine `name`. Raises HandoffRefusedError for KV that does not fit ours, or blocks that the
+        peer has not; KvTransferError when it cannot be asked.
         """
         metadata = self.metadata.of_sender(endpoint, name)
-        if max(remote, default=-1) >= metadata.num_blocks:
+        if max(blocks, default=-1) >= metadata.num_blocks:
             raise HandoffRefusedError(
-                f"the handoff names block {max(remote)}; the other engine has {metadata.num_blocks}"
+                f"the handoff names block {max(blocks)}; the other engine has {metadata.num_blocks}"
             )
-        return Aim(metadata, np.asarray(remote, np.int32), np.asarray(local, np.int32))
+        return metadata
 
     def attempt(self, endpoint: str, transfer: Callable[[], None]) -> Outcome:
         """Never raises: the engine waits for the end of this transfer. After a failed one the next with this peer

@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer.access import PeerAuthentication
 from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, PeerMetadata
@@ -126,12 +128,13 @@ class KvReceiver:
 
     def _pull(self, pull: Pull) -> None:
         handle, client, timeouts = pull.handle, self._peers.client, self._peers.timeouts
-        aim = self._peers.aim(handle.endpoint, handle.sender, pull.remote, pull.local)
+        sender = self._peers.peer_with(handle.endpoint, handle.sender, pull.remote)
         if handle.layout != self._peers.layout.fingerprint():
             raise HandoffRefusedError("the handoff names another KV layout than its prefill worker has")
         if pull.local:
             _require_held(handle, client.begin(handle, timeouts.control))
-            pull.bytes_moved = self._peers.transport.read(*aim, timeouts.transfer)
+            blocks = np.asarray(pull.remote, np.int32), np.asarray(pull.local, np.int32)
+            pull.bytes_moved = self._peers.transport.read(sender, *blocks, timeouts.transfer)
         _require_held(handle, client.confirm(handle, timeouts.control))
 
     def _release(self, handle: KvHandle) -> None:

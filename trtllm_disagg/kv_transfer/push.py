@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.base import KvTimeouts
+from trtllm_disagg.kv_transfer.base import KvTimeouts, PeerMetadata
 from trtllm_disagg.kv_transfer.handle import is_endpoint
 from trtllm_disagg.kv_transfer.messages import Failure, Notice, Offer, StillOffered, Watch, Withdraw
-from trtllm_disagg.kv_transfer.peers import SUCCESS, Aim, Outcome, Peers, taken
+from trtllm_disagg.kv_transfer.peers import SUCCESS, Outcome, Peers, taken
 
 _TIMEOUTS = KvTimeouts()
 _REMEMBERED = 4096
@@ -275,15 +276,15 @@ class KvPusher:
         self._finish(Move(push, "broken", outcome, filled))
 
     def _read(self, push: Push, first: int, local: list[int]) -> None:
-        self._peers.transport.read(*self._aim(push, first, local), self._peers.timeouts.transfer)
+        self._peers.transport.read(*self._blocks(push, first, local), self._peers.timeouts.transfer)
         # As with a lease: decode, which holds the blocks, says afterwards whether they were touched.
         if self._say(push, StillOffered(push.offer.ticket)) != b"held":
             raise KvTransferError(GIVEN_UP)
         self._finish(Move(push, "read"))
 
     def _write(self, push: Push, first: int, local: list[int]) -> None:
-        aim = self._aim(push, first, local)
-        push.bytes_moved += self._peers.transport.write(*aim, self._peers.timeouts.transfer)
+        blocks = self._blocks(push, first, local)
+        push.bytes_moved += self._peers.transport.write(*blocks, self._peers.timeouts.transfer)
         self.writes += 1
 
     def _deliver(self, push: Push, notice: Notice) -> None:
@@ -304,9 +305,14 @@ class KvPusher:
             self._say(push, Failure(push.offer.ticket, reason[:1000], push.stopped.is_set()))
         self._finish(Move(push, "told"))
 
-    def _aim(self, push: Push, first: int, local: list[int]) -> Aim:
+    def _blocks(
+        self, push: Push, first: int, local: list[int]
+    ) -> tuple[PeerMetadata, np.ndarray, np.ndarray]:
+        """Those of decode that pair up with `local`, as a transport takes them."""
         offer = push.offer
-        return self._peers.aim(offer.endpoint, offer.decode, offer.blocks[first : first + len(local)], local)
+        remote = offer.blocks[first : first + len(local)]
+        decode = self._peers.peer_with(offer.endpoint, offer.decode, remote)
+        return decode, np.asarray(remote, np.int32), np.asarray(local, np.int32)
 
     def _say(self, push: Push, message: Notice | Failure | StillOffered) -> bytes:
         return self._peers.say(push.offer.endpoint, message)

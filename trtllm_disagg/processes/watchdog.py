@@ -54,11 +54,9 @@ class Watch:
 def is_stopped(pid: int) -> bool:
     """By a signal; False for a process that is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        return b"\nState:\tT " in Path(f"/proc/{pid}/status").read_bytes()
     except OSError:
         return False
-    # The name before it may contain anything, parentheses and spaces too.
-    return stat.rpartition(b")")[2].split()[:1] == [b"T"]
 
 
 def _family(pid: int) -> list[int]:

@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from trtllm_disagg.deployment.plan import RunDirInUseError
-from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, birth, is_alive, read_processes
+from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, is_alive, read_processes
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes.proc_stat import birth
 
 
 @pytest.fixture
