@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY, Decision, Facts, Rule
+from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY, Decision, Facts
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.handlers.occupancy import (
@@ -110,15 +110,8 @@ class QueueDepth(Protocol):
         ...
 
 
-class Decider(Protocol):
-    def decide(self, request: GenerateRequest) -> Decision: ...
-
-
-class Always:
-    """Every request goes to the other stage."""
-
-    def decide(self, request: GenerateRequest) -> Decision:
-        return Decision(True, ALWAYS)
+#: Does a request go to the other stage, too?
+Decider = Callable[[GenerateRequest], Decision]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,45 +142,34 @@ class Known:
         )
 
 
-class ByRule:
-    def __init__(self, kind: type[Rule], known: Known, thresholds: Live[Thresholds]) -> None:
-        self._kind = kind
-        self._known = known
-        self._thresholds = thresholds
-
-    def decide(self, request: GenerateRequest) -> Decision:
-        """The request trace has what the decision is based on."""
-        rule = self._thresholds.value.rule(self._kind)
-        facts = self._known.facts(request)
-        request.trace.facts |= facts.told()
-        return rule.decide(facts)
-
-
-class Both:
-    """Both stages when the first decider and the second one say so."""
-
-    def __init__(self, first: Decider, second: Decider) -> None:
-        self._first = first
-        self._second = second
-
-    def decide(self, request: GenerateRequest) -> Decision:
-        decision = self._first.decide(request)
-        if not decision.remote:
-            return decision
-        other = self._second.decide(request)
-        return decision if other.remote else other
-
-
 def create_decider(name: str, known: Known, thresholds: Live[Thresholds]) -> Decider:
-    return Always() if name == ALWAYS else ByRule(DECIDERS[name], known, thresholds)
+    """The rule of that name in `DECIDERS`; the request trace has what a decision is based on."""
+    if name == ALWAYS:  # nothing is looked up for it
+        return lambda request: Decision(True, ALWAYS)
+
+    def decide(request: GenerateRequest) -> Decision:
+        facts = known.facts(request)
+        request.trace.facts |= facts.told()
+        return thresholds.value.rule(DECIDERS[name]).decide(facts)
+
+    return decide
 
 
 def create_auto_decider(name: str, known: Known, thresholds: Live[Thresholds]) -> Decider:
-    """`auto` has a rule of its own, and that of occupancy where the worker has it."""
+    """`auto` has a rule of its own, and that of occupancy where the worker has it: both stages when both say so."""
     by_length = create_decider("length_and_queue", known, thresholds)
     if name != DECODE_OCCUPANCY:
         return by_length
-    return Both(by_length, create_decider(name, known, thresholds))
+    by_occupancy = create_decider(name, known, thresholds)
+
+    def decide(request: GenerateRequest) -> Decision:
+        decision = by_length(request)
+        if not decision.remote:
+            return decision
+        other = by_occupancy(request)
+        return decision if other.remote else other
+
+    return decide
 
 
 def conditional(decider: Decider, local: Generate, remote: Generate) -> Generate:
@@ -195,7 +177,7 @@ def conditional(decider: Decider, local: Generate, remote: Generate) -> Generate
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         with request.span.child("decide"):
-            decision = decider.decide(request)
+            decision = decider(request)
         request.trace.chose(request.trace.strategy if decision.remote else "local", decision.reason)
         return (remote if decision.remote else local)(request, context)
 
@@ -242,7 +224,7 @@ class Auto:
         self._running -= 1
 
     def _chosen(self, request: GenerateRequest) -> tuple[str, str]:
-        decision = self._decider.decide(request)
+        decision = self._decider(request)
         if not decision.remote:
             return "local", decision.reason
         if self._num_well() == 0:

@@ -58,61 +58,61 @@ def holding(count: int, salt: str | None = None) -> CachedPrefixes:
 @pytest.mark.parametrize(("length", "remote"), [(99, False), (100, False), (101, True)])
 @pytest.mark.parametrize("name", ["length", "length_and_queue"])
 def test_length(name: str, length: int, remote: bool) -> None:
-    decision = decider(name, max_local_prefill_length=100).decide(prompt(length))
+    decision = decider(name, max_local_prefill_length=100)(prompt(length))
     assert decision == (remote, "long" if remote else "short")
 
 
 @pytest.mark.parametrize(("depth", "remote"), [(1, True), (2, False), (3, False)])
 def test_queue(depth: int, remote: bool) -> None:
     rule = decider("length_and_queue", depth, max_local_prefill_length=10, max_prefill_queue_size=2)
-    assert rule.decide(prompt(11)) == (remote, "long" if remote else "queue_full")
-    assert rule.decide(prompt(10)) == (False, "short")
+    assert rule(prompt(11)) == (remote, "long" if remote else "queue_full")
+    assert rule(prompt(10)) == (False, "short")
 
 
 @pytest.mark.parametrize(("length", "remote"), [(7, False), (8, True), (9, True)])
 def test_non_cached_tokens(length: int, remote: bool) -> None:
-    assert decider("non_cached_tokens", non_cached_tokens=8).decide(prompt(length)).remote is remote
+    assert decider("non_cached_tokens", non_cached_tokens=8)(prompt(length)).remote is remote
 
 
 def test_non_cached_tokens_zero_is_never() -> None:
-    assert not decider("non_cached_tokens", non_cached_tokens=0).decide(prompt(5000)).remote
+    assert not decider("non_cached_tokens", non_cached_tokens=0)(prompt(5000)).remote
 
 
 @pytest.mark.parametrize(("uncached", "reason"), [(39, "cached"), (40, "long"), (41, "long")])
 def test_isl_bounding_length(uncached: int, reason: str) -> None:
     rule = decider("isl_bounding", cached=holding(1000), eff_isl_threshold=40)
-    assert rule.decide(prompt(1000 + uncached)).reason == reason
+    assert rule(prompt(1000 + uncached)).reason == reason
 
 
 @pytest.mark.parametrize(("cached", "reason"), [(48, "cached"), (44, "low_hit_ratio"), (52, "cached")])
 def test_isl_bounding_ratio(cached: int, reason: str) -> None:
     """A hundred tokens, of which 48, 44 and 52 are there: 0.52, 0.56 and 0.48 are to compute."""
     rule = decider("isl_bounding", cached=holding(cached), eff_isl_ratio_threshold=0.53)
-    assert rule.decide(prompt(100)).reason == reason
+    assert rule(prompt(100)).reason == reason
 
 
 @pytest.mark.parametrize("percent", range(4, 97, 4))
 def test_isl_bounding_at_the_ratio_goes_remote(percent: int) -> None:
     """0.56 * 100 is 56.00000000000001."""
     rule = decider("isl_bounding", cached=holding(100 - percent), eff_isl_ratio_threshold=percent / 100)
-    assert rule.decide(prompt(100)).reason == "low_hit_ratio"
+    assert rule(prompt(100)).reason == "low_hit_ratio"
 
 
 def test_always() -> None:
-    assert decider("always").decide(prompt(1)) == (True, "always")
+    assert decider("always")(prompt(1)) == (True, "always")
 
 
 @pytest.mark.parametrize(("cached", "remote"), [(0, True), (88, True), (92, False), (100, False)])
 def test_cached_tokens_do_not_count(cached: int, remote: bool) -> None:
     rule = decider("length", cached=holding(cached), max_local_prefill_length=10)
     asked = prompt(100)
-    assert rule.decide(asked).remote is remote
+    assert rule(asked).remote is remote
     assert asked.trace.facts == {"uncached": max(1, 100 - cached), "queue_depth": 0}
 
 
 def test_blocks_of_another_salt_do_not_count() -> None:
     rule = decider("length", cached=holding(96, salt="other"), max_local_prefill_length=10)
-    assert rule.decide(prompt(100)).remote
+    assert rule(prompt(100)).remote
 
 
 # -- in a worker
@@ -148,10 +148,10 @@ def test_a_change_is_seen_by_the_next_decision_and_logged(caplog: pytest.LogCapt
     caplog.set_level(logging.INFO)
     live = policy()
     rule = create_decider("length", Known(Role.DECODE, live.cached, Queue()), live.thresholds)
-    assert not rule.decide(prompt(500)).remote
+    assert not rule(prompt(500)).remote
     changes = live.set_thresholds({"max_local_prefill_length": 499}, "policy.yaml")
     assert changes == ["max_local_prefill_length: 1000 -> 499"]
-    assert rule.decide(prompt(500)).remote
+    assert rule(prompt(500)).remote
     assert "thresholds changed by policy.yaml: max_local_prefill_length: 1000 -> 499" in caplog.text
 
 

@@ -86,20 +86,20 @@ def test_a_prefill_worker_keeps_a_request_while_only_decode_is_full(
     decode: float | None, own: float, remote: bool, reason: str
 ) -> None:
     asked = request()
-    assert decider(decode, own).decide(asked) == (remote, reason)
+    assert decider(decode, own)(asked) == (remote, reason)
     if decode is not None:
         assert asked.trace.facts["other_occupancy"] == decode
         assert asked.trace.facts["occupancy_age_ms"] == 100
 
 
 def test_a_decode_worker_asks_the_other_stage_however_full_that_is() -> None:
-    assert decider(1.0, role=Role.DECODE).decide(request()) == (True, "always")
+    assert decider(1.0, role=Role.DECODE)(request()) == (True, "always")
 
 
 @pytest.mark.parametrize(("limit", "remote"), [(24, True), (25, False)])
 def test_prompt_and_answer_must_fit_into_the_token_budget(limit: int, remote: bool) -> None:
     asked = request(token_ids=list(range(1, 16)), max_tokens=10)
-    assert decider(1.0, max_budget_tokens=limit).decide(asked).remote is remote
+    assert decider(1.0, max_budget_tokens=limit)(asked).remote is remote
 
 
 class Slow:
