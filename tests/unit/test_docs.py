@@ -26,6 +26,7 @@ PAGES = [
 _PATH = re.compile(
     r"`((?:trtllm_disagg|handlers|launch|deploy|tests|tools|engine_configs|requirements)/[\w/.-]+)`"
 )
+_NAME_IN_FILE = re.compile(r"`((?:trtllm_disagg|handlers)/[\w/]+\.py)` `(\w+)`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 _COMMAND = re.compile(rf"trtllm-disagg ({'|'.join(COMMANDS)})\b((?:[^`\n]|\\\n)*)")
 _FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
@@ -49,6 +50,19 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     missing = {path for path in named if not (ROOT / path).exists()}
     missing |= {link for link in _LINK.findall(text) if not (page.parent / link).exists()}
     assert not missing
+
+
+def test_names_that_the_page_of_the_structure_puts_into_files_are_there() -> None:
+    told = _NAME_IN_FILE.findall((DOCS / "explanation" / "structure.md").read_text(encoding="utf-8"))
+    assert len(told) > 10
+    absent = [
+        (file, name)
+        for file, name in told
+        if not re.search(
+            rf"^(?:async def|def|class) {name}\b|^{name}\b", (ROOT / file).read_text(), re.MULTILINE
+        )
+    ]
+    assert absent == []
 
 
 @every_page

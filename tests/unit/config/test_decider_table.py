@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from tests.support.deployments import ROOT
+from trtllm_disagg.config.deciders import DECIDERS
 
 PROGRAM = """
 import argparse
@@ -93,6 +94,11 @@ to_the_workers_of_up()
 asyncio.run(answers())
 print("all know it")
 """
+
+
+def test_every_decider_of_the_table_has_a_row_in_its_page() -> None:
+    page = (ROOT / "docs" / "reference" / "deciders.md").read_text(encoding="utf-8")
+    assert [name for name in DECIDERS if f"\n| `{name}` " not in page] == []
 
 
 def test_a_toy_decider_and_its_threshold_need_their_class_and_one_line() -> None:
