@@ -8,8 +8,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Metric
 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.dynamo_metrics import DynamoMetrics
-from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics, QueueMetrics, registry_of
+from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics, EngineMetrics, QueueMetrics, registry_of
 from trtllm_disagg.dynamo_runtime.request_metrics import EngineRequestMetrics, FrontRequests, RequestMetrics
 from trtllm_disagg.engine.capabilities import HandoffsHeld
 from trtllm_disagg.handlers.admission import Queued

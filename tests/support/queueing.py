@@ -16,8 +16,7 @@ from trtllm_disagg.handlers.remote import NoStage, StageClient, StageInstance
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
 from trtllm_disagg.prefill_queue.messages import Names
-from trtllm_disagg.prefill_queue.nats_queue import DepthWatch
-from trtllm_disagg.prefill_queue.puller import Puller, Room
+from trtllm_disagg.prefill_queue.nats_queue import DepthWatch, Puller, Room
 from trtllm_disagg.prefill_queue.queue_client import QueueClient
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.testing.recording import LLM, Script

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.tracing.reading import Node, Trace, read_traces
-from trtllm_disagg.tracing.sampling import Sampler
 from trtllm_disagg.tracing.spans import SpanData, TraceParent, Value
 from trtllm_disagg.tracing.trace_file import MAX_BYTES, TraceFile
-from trtllm_disagg.tracing.tracer import Tracer
+from trtllm_disagg.tracing.tracer import Sampler, Tracer
 
 DYNAMO = {"service.name": "dynamo"}
 

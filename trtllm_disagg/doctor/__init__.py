@@ -97,11 +97,10 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _of_deployment(args: argparse.Namespace) -> ExitCode:
-    from trtllm_disagg.doctor.diagnosis import has_errors
+    from trtllm_disagg.doctor.diagnosis import has_errors, live_to_json, show_live
     from trtllm_disagg.doctor.frontend import HttpFrontend
     from trtllm_disagg.doctor.live import Discovery, Eyes, look
     from trtllm_disagg.doctor.live_rules import findings
-    from trtllm_disagg.doctor.report import live_to_json, show_live
     from trtllm_disagg.doctor.this_machine import ThisMachine
     from trtllm_disagg.processes.steadily import without_silence
 
@@ -122,9 +121,8 @@ def _say(text: str) -> None:
 
 
 def _of_files(args: argparse.Namespace) -> ExitCode:
-    from trtllm_disagg.doctor.diagnosis import diagnose, has_errors
+    from trtllm_disagg.doctor.diagnosis import diagnose, has_errors, show, to_json
     from trtllm_disagg.doctor.pair import Deployment, Pair
-    from trtllm_disagg.doctor.report import show, to_json
 
     deployment = Deployment(
         _version(args.trtllm_version),

@@ -9,11 +9,13 @@ import json
 import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, closing, suppress
 from functools import partial
 from itertools import chain, repeat
 from operator import call
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 from dynamo.llm import exceptions as dynamo_errors
@@ -22,7 +24,6 @@ from trtllm_disagg import errors
 from trtllm_disagg.commands import CONTROL, is_control
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
-from trtllm_disagg.dynamo_runtime.pushed_answers import Answer, pushed
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.types import Generate, GenerateRequest
@@ -40,6 +41,111 @@ DESCRIBE = "trtllm_disagg.describe"
 HandleCommand = Callable[[Any], Awaitable[dict[str, Any]]]
 #: Runs the request of a health probe. Raises a DisaggError when the engine does no work.
 Probe = Callable[[GenerateRequest], Awaitable[None]]
+
+
+Answer = dict[str, Any]
+#: So many chunks of an answer find room on their way, however little its client reads. Sending more may have to wait,
+#: which the event loop must not: a thread does it. A chunk with alternatives for each token is as large as dozens.
+BUFFERED = 500
+#: The thread is given so many chunks before it has sent them; then the answer's source waits.
+WAITING = 64
+
+
+class ResponseSender(Protocol):
+    """Dynamo's, of one answer."""
+
+    def send(self, answer: Answer, /) -> None:
+        """Blocks while those before it find no room. Raises when the reader is gone."""
+        ...
+
+    def close(self) -> None:
+        """The answer is whole."""
+        ...
+
+
+async def pushed(
+    answers: AsyncGenerator[Answer, None], sender: ResponseSender
+) -> AsyncGenerator[Answer, None]:
+    """Yields nothing: Dynamo asks for the first element only, to have all of this run. An error ends the answer when
+    it leaves here; nothing is closed then.
+    """
+    num_sent = 0
+    async with aclosing(answers):
+        async for answer in answers:
+            if num_sent == BUFFERED or "top_logprobs" in answer:
+                await _send_in_thread(answer, answers, sender)
+                break
+            sender.send(answer)
+            num_sent += 1
+    sender.close()
+    nothing: tuple[Answer, ...] = ()
+    for none in nothing:
+        yield none
+
+
+async def _send_in_thread(first: Answer, rest: AsyncGenerator[Answer, None], sender: ResponseSender) -> None:
+    with closing(_SendingThread(sender)) as thread:
+        await thread.send(first)
+        async for answer in rest:
+            await thread.send(answer)
+        await thread.sent()
+
+
+class _SendingThread:
+    """Sends an answer's chunks in their order. A worker does not wait for it at its end: it may be blocked for ever."""
+
+    def __init__(self, sender: ResponseSender) -> None:
+        self._send = sender.send
+        self._answers: SimpleQueue[Answer | None] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._has_room = asyncio.Event()
+        self._end: asyncio.Future[None] = self._loop.create_future()
+        Thread(target=self._run, name="send", daemon=True).start()
+
+    async def send(self, answer: Answer) -> None:
+        """Raises what sending an earlier one raised."""
+        if self._answers.qsize() >= WAITING:
+            self._has_room.clear()
+            # The thread may have sent the last one before it could see that.
+            if self._answers.qsize() >= WAITING:
+                await self._has_room.wait()
+        if self._end.done():
+            self._end.result()
+        self._answers.put(answer)
+
+    async def sent(self) -> None:
+        """All are. Raises what sending one of them raised."""
+        self._answers.put(None)
+        await self._end
+
+    def close(self) -> None:
+        """Nothing more is sent than what was given."""
+        self._answers.put(None)
+        if not self._end.cancel() and not self._end.cancelled():
+            self._end.exception()  # seen: another error ends the answer
+
+    def _run(self) -> None:
+        try:
+            for answer in iter(self._answers.get, None):
+                self._send(answer)
+                if not self._has_room.is_set() and self._answers.qsize() < WAITING:
+                    self._tell(self._has_room.set)
+            self._tell(self._settle, None)
+        except Exception as error:
+            self._tell(self._settle, error)
+
+    def _settle(self, error: Exception | None) -> None:
+        self._has_room.set()
+        if self._end.done():
+            return
+        if error is None:
+            self._end.set_result(None)
+        else:
+            self._end.set_exception(error)
+
+    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(callback, *args)
 
 
 class FirstTokens(Protocol):

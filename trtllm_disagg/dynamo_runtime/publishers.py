@@ -14,8 +14,7 @@ from typing import Any, Protocol
 from dynamo.llm import FpmDirectPublisher, KvEventPublisher, WorkerMetricsPublisher
 
 from trtllm_disagg.config.worker_config import WorkerConfig
-from trtllm_disagg.dynamo_runtime.dynamo_metrics import DynamoMetrics
-from trtllm_disagg.dynamo_runtime.metrics import EngineMetrics, expose, registry_of
+from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics, EngineMetrics, expose, registry_of
 from trtllm_disagg.dynamo_runtime.polling import (
     EVENTS_TIMEOUT,
     STATS_TIMEOUT,

@@ -4,12 +4,68 @@ Step times are those of a GPU (docs/how-to/simulate-gpus.md). Everything else is
 cache, events, statistics, leases. Importing this imports neither torch nor the tables.
 """
 
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtllm_disagg.modelled.config import ModelledArgs as LlmArgs
-from trtllm_disagg.modelled.llm import LLM
+from trtllm_disagg.embedded import LLM as EmbeddedLLM
+from trtllm_disagg.embedded.core.core_client import CoreClient
+from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig, core_args
+from trtllm_disagg.embedded.params.supported_args import check_marks
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.model_directory import model_directory
+from trtllm_disagg.modelled.config import ModelledArgs, checked
 
 __all__ = ["LLM", "LlmArgs"]
+
+LlmArgs = ModelledArgs
+log = logging.getLogger(__name__)
+
+_BUILDER = "trtllm_disagg.modelled.build:for_process"
+#: Nothing is computed.
+_NUM_THREADS = 1
+
+
+class LLM(EmbeddedLLM):
+    """`model` is a directory with a tokenizer; what is modelled is said under `modelled`. Raises ConfigError for what
+    no table covers, besides what the embedded engine raises.
+    """
+
+    args: ModelledArgs
+
+    def _read_args(self, model: str | Path, **given: Any) -> ModelledArgs:
+        own = checked(given.pop("modelled", None) or {})
+        args = ModelledArgs(model=model_directory(str(model), "model"), modelled=own, **given)
+        if args.embedded != EmbeddedConfig():
+            raise ConfigError.bad_value("embedded", given["embedded"], "no value, on the modelled engine")
+        if ignored := check_marks(args, "modelled"):
+            log.info("these settings have no effect on the modelled engine: %s", ", ".join(ignored))
+        if not (Path(args.model) / "config.json").is_file():
+            raise ConfigError.bad_value("model", str(args.model), "a directory with a config.json")
+        # Its ranks are one to those who ask: the requests' shares are the core's to know.
+        self._has_attention_dp = args.enable_attention_dp
+        return args.model_copy(update={"enable_attention_dp": False})
+
+    def _start_core(self) -> CoreClient:
+        return CoreClient(
+            core_args(self.args) | {"enable_attention_dp": self._has_attention_dp},
+            num_threads=_NUM_THREADS,
+            builder=_BUILDER,
+            on_report=self._on_report,
+            on_death=self._on_death,
+        )
+
+    def _now(self) -> float:
+        return time.monotonic() / self.time_scale
+
+    @property
+    def time_scale(self) -> float:
+        """Its clock runs so many times slower than this machine's (modelled engine only)."""
+        return self.args.modelled.time_scale
+
 
 if not TYPE_CHECKING:  # a type checker would take every name for defined
 

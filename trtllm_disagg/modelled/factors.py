@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from trtllm_disagg.errors import ConfigError
 
@@ -41,18 +42,8 @@ def _bad(file: Path, said: object) -> ConfigError:
     return ConfigError.bad_value("modelled.factors_file", f"{file}: {said}", allowed)
 
 
-class FactorSource(Protocol):
-    def now(self) -> Factors:
-        """Asked when work begins after a rest: never in the middle of a request."""
-        ...
-
-
-class FixedFactors:
-    def __init__(self, factors: Factors) -> None:
-        self._factors = factors
-
-    def now(self) -> Factors:
-        return self._factors
+#: Asked when work begins after a rest: never in the middle of a request.
+FactorsNow = Callable[[], Factors]
 
 
 class FactorsFile:

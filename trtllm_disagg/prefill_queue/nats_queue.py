@@ -4,20 +4,279 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
+
+from nats.aio.msg import Msg
 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.metrics import QueueMetrics, expose, registry_of
-from trtllm_disagg.errors import QueueUnusableError
-from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
-from trtllm_disagg.prefill_queue.messages import Names
-from trtllm_disagg.prefill_queue.puller import Puller, Room
+from trtllm_disagg.errors import DisaggError, InvalidRequestError, PeerUnavailableError, QueueUnusableError
+from trtllm_disagg.prefill_queue.broker import NATS_ERRORS, Broker, QueueLimits, Reply, preserve_cancellation
+from trtllm_disagg.prefill_queue.messages import (
+    MAX_ERROR_CHARS,
+    Answer,
+    Beat,
+    Claim,
+    Failed,
+    FromPuller,
+    Item,
+    Names,
+    UnreadableError,
+    decode,
+    encode,
+)
 from trtllm_disagg.prefill_queue.queue_client import QueueClient
-from trtllm_disagg.types import Generate
+from trtllm_disagg.types import Generate, GenerateRequest
+from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
 _ASK_SECONDS = 0.25
+
+
+log = logging.getLogger(__name__)
+
+#: Also how long a worker that is told to stop may still get an item; it gives that back at once.
+_PULL_SECONDS = 0.5
+#: An item that this worker must not run is offered again so soon.
+_OFFER_AGAIN_SECONDS = 0.05
+
+
+class Room:
+    """How much a prefill worker takes on at once: what one step of its engine computes, and no more.
+
+    A worker pulls while fewer than `max_tokens` prompt tokens and `max_items` items are in it.
+
+    So short prompts fill a step together, a long one is alone, and the engine always has its next step's work. What
+    waits beyond that waits in the queue, where any worker may take it.
+    """
+
+    def __init__(self, max_items: int, max_tokens: int) -> None:
+        self._max_items = max_items
+        self._max_tokens = max_tokens
+        self._inside: dict[object, int] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def is_there(self) -> bool:
+        return len(self._inside) < self._max_items and sum(self._inside.values()) < self._max_tokens
+
+    async def wait(self) -> None:
+        while not self.is_there:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def enter(self, item: object, num_tokens: int) -> None:
+        self._inside[item] = num_tokens
+
+    def leave(self, item: object) -> None:
+        self._inside.pop(item, None)
+        self._changed.set()
+
+
+class PulledContext:
+    """The RequestContext of a request that came through the queue: stopped when its pusher says so, or is gone."""
+
+    def __init__(self, request_id: str | None) -> None:
+        self._id = request_id
+        self._stopped = asyncio.Event()
+
+    def id(self) -> str | None:
+        return self._id
+
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    async def async_killed_or_stopped(self) -> bool:
+        return await self._stopped.wait()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    async def heard_cancel(self, message: Msg) -> None:
+        self.stop()
+
+
+class Puller:
+    """From `start` on it pulls; `stop` leaves what it has not begun to the others."""
+
+    def __init__(self, broker: Broker, instance_id: int, room: Room, generate: Generate) -> None:
+        """`generate` is asked for the errand "prefill"."""
+        self._broker = broker
+        self._limits = broker.limits
+        self._instance_id = instance_id
+        self._room = room
+        self._generate = generate
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+        self._is_asking = False
+        self._loop: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.create_task(self._pull(), name="prefill-queue")
+
+    def stop(self) -> None:
+        """No further item is begun."""
+        self._stopping.set()
+        if self._loop is not None and not self._is_asking:
+            self._loop.cancel()
+
+    async def drained(self) -> None:
+        """After `stop`: until all that was begun has ended."""
+        if self._loop is not None:
+            await asyncio.wait({self._loop})
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def close(self) -> None:
+        """At once: what was begun is stopped."""
+        self.stop()
+        tasks = [*self._tasks, *([self._loop] if self._loop is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pull(self) -> None:
+        while not self._stopping.is_set():
+            await self._room.wait()
+            await self._broker.wait_until_usable()
+            message = await self._ask()
+            if message is None:
+                continue
+            if self._stopping.is_set():
+                await _settle(message.nak())
+            else:
+                self._begin(message)
+
+    async def _ask(self) -> Msg | None:
+        """Not to be cancelled by `stop`: an item that was on its way would belong to no worker for a while."""
+        self._is_asking = True
+        try:
+            return await self._broker.pull(_PULL_SECONDS)
+        finally:
+            self._is_asking = False
+
+    def _begin(self, message: Msg) -> None:
+        try:
+            item: Item = decode(message.data, Item)
+        except UnreadableError as error:
+            log.warning("an unreadable item was in the prefill queue, and is dropped: %s", error)
+            task = asyncio.create_task(_settle(message.term()))
+        else:
+            task = asyncio.create_task(self._serve(message, item))
+            self._room.enter(task, _num_tokens(item))
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._room.leave(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a queued prefill failed unexpectedly", exc_info=task.exception())
+
+    async def _serve(self, message: Msg, item: Item) -> None:
+        attempt = message.metadata.num_delivered
+        may_be_offered_again = attempt < self._limits.offers
+        if self._instance_id in item.avoid and may_be_offered_again:
+            await _settle(message.nak(_OFFER_AGAIN_SECONDS))
+            return
+        context = PulledContext(item.request_id)
+        try:
+            async with self._broker.listening(self._broker.names.cancel(item.id), context.heard_cancel):
+                reply = await self._tell(item, Claim(item.id, attempt, self._instance_id))
+                if reply is Reply.YES:
+                    async with self._said_to_go_on(message, item, attempt):
+                        await self._run(item, attempt, context)
+        except QueueUnusableError:
+            reply = Reply.NONE
+        if reply is Reply.NONE and may_be_offered_again:
+            # The pusher may be busy, or NATS on its way back.
+            await _settle(message.nak(self._limits.ack))
+            return
+        if reply is not Reply.YES:
+            log.info("request %s: its pusher does not wait for this prefill any more", item.request_id)
+        await _settle(message.ack())
+
+    async def _run(self, item: Item, attempt: int, context: PulledContext) -> None:
+        """Gives the pusher an answer or an error; without a pusher that takes it, the KV is let go."""
+        try:
+            request = self._read(item)
+            async with aclosing(self._generate(request, context)) as chunks:
+                async for chunk in chunks:
+                    if not await self._may_be_taken(item, Answer(item.id, attempt, encode_chunk(chunk))):
+                        # Before it goes on: that is how the prefill phase knows that it still has the handoff.
+                        context.stop()
+        except DisaggError as error:
+            if not context.is_stopped():
+                log.warning("request %s: %s: %s", item.request_id, type(error).__name__, error)
+            await self._tell(item, Failed(item.id, attempt, error.category, str(error)[:MAX_ERROR_CHARS]))
+        except Exception as error:
+            # A bug of ours fails this request, not the worker.
+            log.exception("request %s failed unexpectedly", item.request_id)
+            said = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+            await self._tell(item, Failed(item.id, attempt, DisaggError.category, said))
+
+    def _read(self, item: Item) -> GenerateRequest:
+        request = decode_request(item.request)
+        if request.phase_request is None or request.phase_request.stage != "prefill":
+            raise InvalidRequestError("the prefill queue is for the errand prefill")
+        if self._instance_id in item.avoid:
+            raise PeerUnavailableError("no other prefill worker takes this request")
+        return request
+
+    async def _may_be_taken(self, item: Item, answer: Answer) -> bool:
+        """False when the pusher certainly does not take the handoff. A pusher that is there and silent may stand still,
+        and take it when it goes on; if not, the lease ends by itself. Without NATS, all that was pushed is void.
+        """
+        reply = await self._tell(item, answer)
+        if reply is Reply.NONE:
+            # It may as well have died with the answer on its way: then this has no receiver.
+            reply = await self._tell(item, Beat(item.id, answer.attempt))
+            return reply is not Reply.NO_RECEIVER and self._broker.is_usable
+        return reply is Reply.YES
+
+    async def _tell(self, item: Item, said: FromPuller) -> Reply:
+        """What the pusher says to it."""
+        pusher = self._broker.names.pusher(item.pusher)
+        try:
+            data = encode(said)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DisaggError(f"the answer cannot be sent: {error}") from error
+        return await self._broker.ask(pusher, data)
+
+    @contextlib.asynccontextmanager
+    async def _said_to_go_on(self, message: Msg, item: Item, attempt: int) -> AsyncIterator[None]:
+        """Inside, both JetStream and the pusher hear that the prefill goes on."""
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(self._limits.beat)
+                await _settle(message.in_progress())
+                await self._broker.tell(
+                    self._broker.names.pusher(item.pusher), encode(Beat(item.id, attempt))
+                )
+
+        beating = asyncio.create_task(beat())
+        try:
+            yield
+        finally:
+            beating.cancel()
+
+
+async def _settle(saying: Awaitable[None]) -> None:
+    """To JetStream, about an item. If that is lost, the item comes again, and its pusher knows what to do."""
+    with contextlib.suppress(*NATS_ERRORS):
+        await preserve_cancellation(saying)
+
+
+def _num_tokens(item: Item) -> int:
+    """Of its prompt, before it was validated."""
+    tokens = item.request.get("token_ids")
+    if isinstance(tokens, bytes):
+        return len(tokens) // 4
+    return len(tokens) if isinstance(tokens, list) else 0
 
 
 class DepthWatch:

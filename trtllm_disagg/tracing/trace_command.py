@@ -42,7 +42,7 @@ def _count(text: str) -> int:
 def run(args: argparse.Namespace) -> ExitCode:
     """The exit status. Raises ConfigError when no such request was traced there."""
     # `--help` needs none of it.
-    from trtllm_disagg.tracing.page import page, picture
+    from trtllm_disagg.tracing.waterfall import page, picture
 
     source = args.run_dir or args.otlp_file
     if args.otlp_file is not None and not source.is_file():

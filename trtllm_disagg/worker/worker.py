@@ -23,10 +23,9 @@ from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
 from trtllm_disagg.dynamo_runtime.worker_endpoint import require_system_port
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
+from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, until_stalled
 from trtllm_disagg.engine.llm_api import LlmApi, serve_as_rank
 from trtllm_disagg.engine.rank_placement import Affinity
-from trtllm_disagg.engine.stall import until_stalled
 from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.handlers.admission import Admission

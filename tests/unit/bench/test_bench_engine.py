@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from trtllm_disagg import cli
-from trtllm_disagg.bench.engine import overheads, peer_checkpoints, scaling, speed
+from trtllm_disagg.bench.engine import costs, peer_checkpoints, speed
 from trtllm_disagg.bench.engine.contestants import CONTESTANTS, PEERS
+from trtllm_disagg.bench.engine.costs import Curve, Overheads
 from trtllm_disagg.bench.engine.measurement_plan import QUICK, Plan
-from trtllm_disagg.bench.engine.overheads import Overheads
-from trtllm_disagg.bench.engine.scaling import Curve
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, Speeds, decode_of
 from trtllm_disagg.bench.figures import Figure, Rounds, Section, draw
 from trtllm_disagg.bench.models import SIZES
@@ -167,7 +166,7 @@ def test_a_curve_knows_how_it_grows() -> None:
 
 def scaling_of(growth: float) -> Section:
     curves = ("batch", "context", "pool of blocks", "lookup", "allocation")
-    return scaling.section_of("30M float32", dict.fromkeys(curves, Curve({1: 1.0, 2: growth})))
+    return costs.scaling_section("30M float32", dict.fromkeys(curves, Curve({1: 1.0, 2: growth})))
 
 
 def test_growth_is_judged() -> None:
@@ -192,8 +191,8 @@ def test_the_report_names_what_is_absent_and_what_was_missed(capsys: pytest.Capt
     speeds.absent["ctranslate2"] = "not installed; pip install ctranslate2"
     sections = [
         speed.section_of(speeds),
-        overheads.section_of(overheads_of()),
-        overheads.added_ttft_section(2e-4),
+        costs.overheads_section(overheads_of()),
+        costs.added_ttft_section(2e-4),
         scaling_of(1.0),
     ]
     print_report(wide_console(), sections)

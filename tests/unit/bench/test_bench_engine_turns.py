@@ -23,10 +23,10 @@ from trtllm_disagg.bench.engine.contestants import (
     Environment,
     Start,
 )
+from trtllm_disagg.bench.engine.costs import costs_per_block
 from trtllm_disagg.bench.engine.measurement_plan import QUICK
 from trtllm_disagg.bench.engine.other_engines import Arrivals
 from trtllm_disagg.bench.engine.own_engine import OwnEngine
-from trtllm_disagg.bench.engine.scaling import costs_per_block
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, decode_of, measure_speeds
 from trtllm_disagg.bench.machine import CoreWaits
 from trtllm_disagg.bench.models import SIZES

@@ -10,7 +10,7 @@ from tests.support.handling import collect, request
 from tests.support.stage_client import FakeContext
 from tests.unit.handlers.test_measured import CAME, decoder, prefilled
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.dynamo_metrics import DynamoMetrics
+from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
 from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder
 from trtllm_disagg.handlers.trace import (
     KV_TRANSFER_BYTES,

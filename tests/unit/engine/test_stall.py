@@ -11,7 +11,7 @@ from tests.support.handling import request
 from tests.support.recording_pair import leftover_tasks, recording_engine
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.stall import Stall, until_stalled
+from trtllm_disagg.engine.health import Stall, until_stalled
 from trtllm_disagg.testing.recording import LLM, Script
 
 

@@ -14,7 +14,7 @@ from trtllm_disagg.errors import DisaggError, EngineError, StageTimeoutError
 from trtllm_disagg.handlers.remote import QUEUE_ID
 from trtllm_disagg.prefill_queue.broker import preserve_cancellation
 from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, Failed, FromPuller, Item
-from trtllm_disagg.prefill_queue.puller import Room
+from trtllm_disagg.prefill_queue.nats_queue import Room
 from trtllm_disagg.prefill_queue.queue_client import Pushed
 
 ID = uuid.uuid4().hex

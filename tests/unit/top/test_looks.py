@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, birth
+from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes.proc_stat import birth
 from trtllm_disagg.top import eyes as eyes_module
-from trtllm_disagg.top.eyes import OfRunDir, eyes_on
-from trtllm_disagg.top.pages import frontend_of, load_of
+from trtllm_disagg.top.eyes import OfRunDir, eyes_on, frontend_of, load_of
 from trtllm_disagg.top.snapshot import DEAD, SILENT, Load, latency
 
 PAGE = """

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tracing import write
-from trtllm_disagg.tracing.frontend_log import Stay, read_stays
-from trtllm_disagg.tracing.reading import find_trace, read_traces
+from trtllm_disagg.tracing.reading import Stay, find_trace, read_stays, read_traces
 from trtllm_disagg.tracing.spans import SpanData
 
 REQUEST = "d11ffbdf-2f2c-4160-a157-22d0123c72b6"

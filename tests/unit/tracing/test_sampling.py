@@ -7,8 +7,8 @@ import secrets
 import pytest
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tracing.sampling import sampler_of
 from trtllm_disagg.tracing.spans import TraceParent
+from trtllm_disagg.tracing.tracer import sampler_of
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 YES, NO = (TraceParent(TRACE_ID, "00f067aa0ba902b7", sampled) for sampled in (True, False))

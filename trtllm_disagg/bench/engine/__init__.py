@@ -88,7 +88,7 @@ def measure(
     The part `scaling` is a matter of the smallest model, where everything beside the model weighs most.
     """
     # The command's --help needs no torch.
-    from trtllm_disagg.bench.engine import overheads, scaling, speed
+    from trtllm_disagg.bench.engine import costs, speed
 
     kinds = [(SIZES[size], dtype) for size in plan.sizes for dtype in plan.dtypes]
     lengths = f"Prompts of {plan.prompt_tokens} tokens, decode at context {plan.context}"
@@ -101,11 +101,11 @@ def measure(
         ]
     if "overheads" in parts:
         sections += [
-            overheads.section_of(overheads.measure_overheads(plan, *kind, cache, say)) for kind in kinds
+            costs.overheads_section(costs.measure_overheads(plan, *kind, cache, say)) for kind in kinds
         ]
-        sections.append(overheads.added_ttft_section(overheads.measure_added_ttft(plan, cache, say)))
+        sections.append(costs.added_ttft_section(costs.measure_added_ttft(plan, cache, say)))
     if "scaling" in parts:
         size, dtype = kinds[0][0], kinds[-1][1]
-        curves = scaling.measure_scaling(plan, size, dtype, cache, say)
-        sections.append(scaling.section_of(f"{size.name} {dtype}", curves))
+        curves = costs.measure_scaling(plan, size, dtype, cache, say)
+        sections.append(costs.scaling_section(f"{size.name} {dtype}", curves))
     return sections if is_judged else [replace(section, is_judged=False) for section in sections]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Protocol
@@ -15,7 +15,6 @@ from typing import Protocol
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, Seen, Send, read_export
 from trtllm_disagg.bench.strategies.records import Arm, Point, PointResult, RequestRecord, Sensitivity
 from trtllm_disagg.bench.strategies.spent import Lateness, RequestLogs, lateness_of, software_share
-from trtllm_disagg.bench.strategies.switching import Switching, was_in_force
 from trtllm_disagg.bench.strategies.workloads import Ask
 from trtllm_disagg.deployment import Deployment
 from trtllm_disagg.deployment.plan import NO_WORKERS
@@ -31,9 +30,47 @@ _LOOK_SECONDS, _FIRST_LOOK_SECONDS = 2.0, 0.2
 #: longer: the last quarter so many times what the second one took.
 _ENDED_SHARE, _GROWTH = 0.9, 1.5
 
-
 #: Modelled, of a lonely request, by workload and step times.
 AnswerSeconds = Mapping[tuple[str, Sensitivity], float]
+
+
+#: Before a point's first request: engines read the factors when they begin after a rest.
+_AHEAD_SECONDS = 2.0
+
+
+@dataclass
+class Switching:
+    """Of one run of the load generator. `moments`: wall seconds since its first request, by time."""
+
+    moments: Sequence[tuple[float, Sensitivity]]
+    set_factors: Callable[[Sensitivity], None]
+    #: What was set, and when: nanoseconds since the epoch.
+    done: list[tuple[int, Sensitivity]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Before the load generator is started."""
+        self._set(self.moments[0][1])
+
+    async def follow(self, has_begun: Callable[[], Awaitable[None]]) -> None:
+        """`has_begun` returns at the first request, or a moment later."""
+        if all(sensitivity == self.moments[0][1] for _, sensitivity in self.moments):
+            return
+        await has_begun()
+        origin = time.monotonic()
+        for at, sensitivity in self.moments[1:]:
+            await asyncio.sleep(max(0.0, origin + at - _AHEAD_SECONDS - time.monotonic()))
+            if sensitivity != self.done[-1][1]:
+                self._set(sensitivity)
+
+    def _set(self, sensitivity: Sensitivity) -> None:
+        self.set_factors(sensitivity)
+        self.done.append((time.time_ns(), sensitivity))
+
+
+def was_in_force(done: Sequence[tuple[int, Sensitivity]], wanted: Sensitivity, begin: int, end: int) -> bool:
+    """From the beginning to the end of a point."""
+    before = [sensitivity for at, sensitivity in done if at <= begin]
+    return before[-1:] == [wanted] and not any(begin < at < end for at, _ in done)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,23 +7,25 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trtllm_disagg.bench.strategies.arms import DEFAULT_PATTERNS, QUICK_PATTERNS, arms_at, choose
 from trtllm_disagg.bench.strategies.estimate import QUICK_SWEEP, SWEEP, Worker, capacity, rates
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
 from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
+from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY
 from trtllm_disagg.config.engine_args import merged_args, override_of
+from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.modelled.config import checked
-from trtllm_disagg.strategies import WorkerRole, spec_of
+from trtllm_disagg.strategies import STRATEGIES, StrategySpec, WorkerRole, spec_of, worker_side
 
 #: Where it was not measured.
 ASSUMED = Software(first_token_ms=20.0)
@@ -36,6 +38,60 @@ _RELAYED = 1000
 _QUICK_ANSWER_SECONDS = 20.0
 #: Of two workloads that need about the same, one deployment does for both.
 _SCALES = tuple(sorted(2.0**power * step for power in range(8) for step in (1, 1.5)))
+
+#: Of the strategies under which a worker calls another: by what the prompts there have in a cache.
+_NEXT_ROUTER = (flag_of("next_router"), "kv")
+
+
+def arms_at(workers: int, gpus_per_worker: int = 1) -> tuple[Arm, ...]:
+    """Of so many workers. Raises ConfigError where there is nothing to divide."""
+    if workers < 2:
+        raise ConfigError.bad_value("--workers", workers, "at least 2: a prefill and a decode worker")
+    gpus = workers * gpus_per_worker
+    return tuple(arm for spec in STRATEGIES.values() for arm in _arms_of(spec, workers, gpus))
+
+
+def _arms_of(spec: StrategySpec, workers: int, gpus: int) -> Iterator[Arm]:
+    if not spec.is_disaggregated:
+        yield Arm(f"{workers} {spec.name}", spec.name, agg_workers=workers, gpus=gpus)
+        return
+    for prefill in range(1, workers):
+        decode = workers - prefill
+        for decider in _deciders_of(spec):
+            name = f"{prefill}P{decode}D {spec.name}" + ("" if decider == ALWAYS else f" {decider}")
+            chosen = () if decider == ALWAYS else (flag_of("prefill_decider"), decider)
+            flags = (*_NEXT_ROUTER, *chosen) if spec.name in worker_side() else ()
+            yield Arm(name, spec.name, 0, prefill, decode, gpus, decider, flags)
+
+
+def _deciders_of(spec: StrategySpec) -> Iterator[str]:
+    """Those that the strategy has a use for: decode_occupancy keeps a request at the prefill worker."""
+    if spec.name not in worker_side():
+        yield ALWAYS
+        return
+    for decider in DECIDERS:
+        if decider != DECODE_OCCUPANCY or spec.entry_role == "prefill" or not spec.is_order:
+            yield decider
+
+
+#: Without --arms: every strategy; deciders only when asked for.
+DEFAULT_PATTERNS = ("* agg", *(f"*D {name}" for name, spec in STRATEGIES.items() if spec.is_disaggregated))
+
+#: With --quick: no router, and no order for each request.
+QUICK_PATTERNS = ("* agg", "*D prefill_first", "*D decode_first")
+
+
+def choose(arms: Sequence[Arm], patterns: Iterable[str]) -> tuple[Arm, ...]:
+    """The arms with a name that fits one of the patterns. Raises ConfigError for a pattern that fits none."""
+    chosen: dict[str, Arm] = {}
+    for pattern in patterns:
+        fitting = {arm.name: arm for arm in arms if fnmatchcase(arm.name, pattern)}
+        if not fitting:
+            raise ConfigError.bad_value(
+                "--arms", pattern, f"a pattern for some of: {', '.join(a.name for a in arms)}"
+            )
+        chosen |= fitting
+    return tuple(arm for arm in arms if arm.name in chosen)
 
 
 @dataclass(frozen=True, slots=True)

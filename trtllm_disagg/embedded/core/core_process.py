@@ -194,9 +194,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if own_rank():
-        from trtllm_disagg.embedded.tensor_parallel import follower
+        from trtllm_disagg.embedded.tensor_parallel.team import serve_as_follower
 
-        return follower.main()
+        return serve_as_follower()
     start = msgspec.json.decode(_read_line(), type=Start)
     logging.basicConfig(level=start.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     process = CoreProcess(start)

@@ -1,37 +1,169 @@
-"""Rank 0's side: the engine core asks for a forward, and all ranks run it."""
+"""Rank 0's side: the engine core asks for a forward, and all ranks run it. And the life of every other rank: load a
+part, then sleep, and run a step whenever rank 0 says so.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from trtllm_disagg import errors
-from trtllm_disagg.embedded.kv_cache.memory import KvCommand, KvMemory
-from trtllm_disagg.embedded.model.forward import ModelRunner
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.kv_cache.memory import (
+    CopyStart,
+    Drop,
+    KvCommand,
+    KvMemory,
+    KvPool,
+    LocalKvMemory,
+    Restore,
+    Save,
+)
+from trtllm_disagg.embedded.model.forward import ModelRunner, choose_forward
+from trtllm_disagg.embedded.model.model_loader import load_model
 from trtllm_disagg.embedded.model.rows import ForwardRow
+from trtllm_disagg.embedded.model.sizing import PoolShape, choose_device, new_pool
 from trtllm_disagg.embedded.params.llm_args import LlmArgs, core_args
+from trtllm_disagg.embedded.params.model_shape import max_seq_len, read_shape
+from trtllm_disagg.embedded.params.supported_args import scope_of
 from trtllm_disagg.embedded.tensor_parallel.group import (
     Broken,
     Build,
+    Built,
     Peer,
+    RankCommand,
     RankGroup,
     RankLostError,
     Reply,
+    Step,
     Stop,
+    join_as_follower,
     join_as_leader,
+    leave,
     step_of,
+    use_cpus,
     watch,
 )
+from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB, death_of
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
+from trtllm_disagg.embedded.tensor_parallel.transfers import TransferService
+from trtllm_disagg.kv_transfer.host import new_memory
+from trtllm_disagg.kv_transfer.transports import create_transport, is_needed
+
+_commands = msgspec.msgpack.Decoder(RankCommand)
+
+
+def serve_as_follower() -> int:
+    """A rank of its own process, until rank 0 ends it, or ends."""
+    logging.basicConfig(level="INFO", format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    group, leader = join_as_follower()
+    # Also out of an MPI call that will never return. Nothing here needs to be closed.
+    watch(leader, _commands, lambda _last: os._exit(0))
+    if IN_JOB in sys.argv:
+        threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
+    status = follow(group, leader)
+    if status == 0 and IN_JOB in sys.argv:
+        leave()
+    return status
+
+
+def follow(group: RankGroup, leader: Peer) -> int:
+    """One engine, from Build to Stop. The exit status."""
+    transfers = TransferService(leader.transfers)
+    try:
+        build = leader.commands.receive(_commands)
+        assert isinstance(build, Build)
+        shard = build_shard(build, group, transfers)
+    except EOFError:
+        return 1
+    except Exception as error:
+        transfers.fail(error)
+        log.debug("rank %d cannot start", group.rank, exc_info=True)
+        leader.commands.send(Broken(type(error).__name__, str(error)))
+        _wait_for_end(leader)
+        return 1
+    leader.commands.send(Built())
+    while True:
+        try:
+            command = leader.commands.receive(_commands)
+        except EOFError:
+            return 1
+        if isinstance(command, Stop):
+            return 0
+        try:
+            shard.execute(command)
+        except Exception as error:
+            log.exception("a step failed on rank %d", group.rank)
+            leader.lifeline.send(Broken(type(error).__name__, str(error)))
+            return 1
+
+
+def _exit_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def _wait_for_end(leader: Peer) -> None:
+    """Rank 0 ends when it has read what is wrong; to die first would look like another reason."""
+    with contextlib.suppress(EOFError, OSError):
+        leader.commands.receive(_commands)
+
+
+class ShardOfEngine:
+    """Does what rank 0 does, in the same order."""
+
+    def __init__(self, runner: ModelRunner, memory: LocalKvMemory) -> None:
+        self._runner = runner
+        self._memory = memory
+
+    def execute(self, command: RankCommand) -> None:
+        match command:
+            case Step():
+                self._runner.run(command.rows)
+            case CopyStart() | Save() | Restore() | Drop():
+                self._memory.apply(command)
+
+
+def build_shard(build: Build, group: RankGroup, transfers: TransferService) -> ShardOfEngine:
+    """As the engine core builds its own. Raises ConfigError like it."""
+    args = LlmArgs.model_validate(build.args)
+    use_cpus(args, group.rank)
+    device = choose_device(args.embedded.device, group.size)
+    shape = read_shape(Path(args.model), args.dtype)
+    plan = choose_forward(Path(args.model), args.embedded, shape, device, this_cpu())
+    model = load_model(Path(args.model), shape, plan.kind)
+    shard_model(model, group)
+    size = args.kv_cache_config.tokens_per_block
+    wanted = new_pool(shape, build.num_blocks, size, device, group.size)
+    kv = _allocate(args, wanted, group, transfers)
+    pool = KvPool(kv)
+    forward = plan.make_forward(model, pool, max_seq_len(args, shape))
+    return ShardOfEngine(ModelRunner(forward, pool, plan.ops), LocalKvMemory(kv))
+
+
+def _allocate(args: LlmArgs, wanted: PoolShape, group: RankGroup, transfers: TransferService) -> torch.Tensor:
+    """The pool, in memory that the transport can serve when there is one."""
+    config = args.cache_transceiver_config
+    if config is None or config.backend is None:
+        return new_memory(wanted.shape, wanted.dtype, wanted.device)
+    scope = scope_of(args)
+    transport = create_transport(config.backend, scope, needs_cma=is_needed(scope, wanted.device.type))
+    pool = transport.allocate(wanted.shape, wanted.dtype, wanted.device)
+    transfers.start(transport, pool, group.rank, group.size)
+    return pool
+
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +236,7 @@ class Team:
             try:
                 reply = peer.commands.receive(_replies)
             except (OSError, EOFError):
-                raise RankLostError(_death_of(peer)) from None
+                raise RankLostError(death_of(peer.rank, peer.pid)) from None
             if isinstance(reply, Broken):
                 raise _error_of(peer, reply)
         return BroadcastingRunner(runner, self)
@@ -121,10 +253,10 @@ class Team:
             try:
                 peer.commands.send(command)
             except OSError:
-                raise RankLostError(_death_of(peer)) from None
+                raise RankLostError(death_of(peer.rank, peer.pid)) from None
 
     def _gone(self, peer: Peer, last: Broken | None) -> None:
-        self.lost(_death_of(peer) if last is None else str(_error_of(peer, last)))
+        self.lost(death_of(peer.rank, peer.pid) if last is None else str(_error_of(peer, last)))
 
     def lost(self, reason: str) -> None:
         with self._lock:
@@ -171,10 +303,6 @@ def open_team(args: LlmArgs, on_lost: Callable[[str], None]) -> SingleRank | Tea
         return SingleRank()
     group, peers = join_as_leader(args.tensor_parallel_size, on_lost)
     return Team(group, peers, on_lost)
-
-
-def _death_of(peer: Peer) -> str:
-    return f"rank {peer.rank} of the engine (process {peer.pid}) died"
 
 
 def _error_of(peer: Peer, reply: Broken) -> errors.DisaggError:

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.unit.bench.strategies.test_starting import MEASURED
-from trtllm_disagg.bench.strategies.arms import arms_at
-from trtllm_disagg.bench.strategies.calibrating import REQUESTS, TOKENS, WARM_UP, arm_to_ask, calibrate
 from trtllm_disagg.bench.strategies.estimate import Worker
 from trtllm_disagg.bench.strategies.measuring import Elsewhere
+from trtllm_disagg.bench.strategies.planning import arms_at
 from trtllm_disagg.bench.strategies.records import Plan
+from trtllm_disagg.bench.strategies.starting import REQUESTS, TOKENS, WARM_UP, arm_to_ask, calibrate
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Shape
 
 ARMS = {arm.name: arm for arm in arms_at(2)}

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from trtllm_disagg.bench.strategies.aiperf import Seen
-from trtllm_disagg.bench.strategies.measuring import Elsewhere, Measured, Schedule, is_saturated
+from trtllm_disagg.bench.strategies.measuring import Elsewhere, Measured, Schedule, Switching, is_saturated
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Point, RequestRecord, Sensitivity
 from trtllm_disagg.bench.strategies.spent import Lateness
-from trtllm_disagg.bench.strategies.switching import Switching
 from trtllm_disagg.bench.strategies.workloads import Ask
 
 SCALE = 4.0
