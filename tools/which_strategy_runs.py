@@ -101,19 +101,28 @@ RUNS = (
     Run(_70B, "rag", 1.25),
     Run(_235B, "rag", 2),
     Run(_32B, "rag", 1.25),
-    # Two bursts.
-    *(Run(pair, "bursts", 2, requests=32) for pair in (_8B, _120B, _70B, _235B, _32B)),
-    *(Run(pair, "trace", 2, requests=24) for pair in (_8B, _120B, _70B, _235B, _32B)),
-    Run(_8B, "agentic", 2, requests=32),
-    *(Run(pair, "agentic", 2) for pair in (_120B, _70B, _235B, _32B)),
-    *(Run(pair, "chat", 2, requests=48) for pair in (_8B, _120B, _70B, _235B)),
-    Run(_32B, "chat", 1.5, requests=48),
-    Run(_8B, "reasoning", 0.25, requests=32),
-    Run(_120B, "reasoning", 0.375),
-    Run(_70B, "reasoning", 0.125, requests=32),
-    Run(_235B, "reasoning", 0.25),
-    # With more than half of them a decode worker's pool is full.
-    Run(_32B, "reasoning", 0.125, requests=40),
+    # At the highest rate, as many as come while two answers are made, or in five times what a first token may take:
+    # fewer never fill the GPUs.
+    Run(_8B, "bursts", 3, requests=160),
+    Run(_120B, "bursts", 2, requests=32),
+    Run(_70B, "bursts", 2, requests=144),
+    Run(_235B, "bursts", 2, requests=96),
+    Run(_32B, "bursts", 2, requests=144),
+    *(
+        Run(pair, workload, 2, requests=requests)
+        for workload in ("trace", "agentic")
+        for pair, requests in ((_8B, 150), (_120B, 80), (_70B, 170), (_235B, 150), (_32B, 96))
+    ),
+    Run(_8B, "chat", 4, requests=320),
+    Run(_120B, "chat", 2, requests=64),
+    Run(_70B, "chat", 2, requests=300),
+    Run(_235B, "chat", 2, requests=128),
+    Run(_32B, "chat", 2, requests=320),
+    Run(_8B, "reasoning", 0.5, requests=128),
+    Run(_120B, "reasoning", 0.5, requests=64),
+    Run(_70B, "reasoning", 0.25, requests=300),
+    Run(_235B, "reasoning", 0.375, requests=200),
+    Run(_32B, "reasoning", 0.25, requests=150),
 )
 
 

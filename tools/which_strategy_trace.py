@@ -12,7 +12,7 @@ from pathlib import Path
 
 #: Of the form: tokens that one hash stands for.
 _BLOCK = 512
-_APPLICATIONS, _CONVERSATIONS, _TURNS = 3, 24, 4
+_APPLICATIONS, _CONVERSATIONS, _TURNS = 3, 48, 4
 #: Blocks of an application's prompt, and of what a turn adds.
 _APPLICATION_BLOCKS, _TURN_BLOCKS = (2, 6), (1, 3)
 _ANSWERS = (60, 360)

@@ -300,10 +300,20 @@ def _doubt_of_rates(sweep: Sweep, measure: Measure, other: str, variant: Sensiti
     if any(measure.is_exhausted(curve[max(curve)]) for curve in curves):
         return NO_DOUBT
     highest = max(max(curve) for curve in curves)
+    needed = max(_requests_to_fill(curve[max(curve)]) for curve in curves)
+    fewest = min(len(curve[max(curve)].result.requests) for curve in curves)
     return Doubt(
         f"{other} could take more than {highest:g} requests/s, the highest rate compared{_with(variant)}",
-        f"give --rates of your own, up to {number(1.5 * highest)}",
+        f"give --requests {needed}: with {fewest} all have come before GPUs are full"
+        if fewest < needed
+        else f"give --rates of your own, up to {number(1.5 * highest)}",
     )
+
+
+def _requests_to_fill(measured: Measured) -> int:
+    """As many as come while two answers are made: only then as many leave as come, and a queue shows."""
+    answer = measured.percentile("latency", 50)
+    return 0 if math.isnan(answer) else math.ceil(2 * measured.result.point.rate * answer / 1000)
 
 
 def past_at_every_rate(sweep: Sweep, measure: Measure, arm: str) -> float | None:

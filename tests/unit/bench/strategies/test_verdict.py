@@ -235,6 +235,19 @@ def test_a_variant_that_the_rates_do_not_exhaust_proves_nothing() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("requests", "remedy"),
+    [(10, "give --requests 34: with 10 all have come before GPUs are full"), (200, "give --rates")],
+)
+def test_of_too_few_requests_to_fill_the_gpus_more_decide_it_and_of_enough_a_higher_rate(
+    requests: int, remedy: str
+) -> None:
+    behaviours = {AGG: Behaviour(6, prefill_share=0.9), ORDER: Behaviour(12, prefill_share=0.9)}
+    plan = plan_of(behaviours, rates=(1, 2, 4, 8))
+    few = [replace(each, requests=each.requests[:requests]) for each in results_of(plan, behaviours)]
+    assert remedy in verdict_of(sweep_of_results(plan, few)).what_next
+
+
 def test_knee_is_the_last_rate_at_which_nine_in_ten_are_in_time() -> None:
     sweep = sweep_of(CLEAR)
     assert (sweep.knee(AGG, SLO), sweep.knee(ORDER, SLO), sweep.calm_rate) == (4, 8, 4)
