@@ -11,7 +11,7 @@ import torch
 
 from trtllm_disagg.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
-from trtllm_disagg.embedded.kv_cache.memory import LocalKvMemory
+from trtllm_disagg.embedded.kv_cache.pool import LocalKvMemory
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status

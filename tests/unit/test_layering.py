@@ -262,8 +262,10 @@ def test_the_stand_ins_are_there() -> None:
     [
         ("embedded", "torch transformers dynamo numpy"),
         ("embedded.guided_decoding.trial_process", "torch transformers"),
+        ("modelled.build", "torch transformers dynamo"),
         ("engine.engine", "torch transformers dynamo tensorrt_llm"),
         ("handlers.services", "torch transformers dynamo tensorrt_llm"),
+        ("bench.strategies.starting", "torch transformers"),
         ("strategies", "torch transformers dynamo tensorrt_llm msgspec pydantic yaml trtllm_disagg.handlers"),
         ("cli", "torch transformers dynamo pydantic msgspec yaml"),
     ],

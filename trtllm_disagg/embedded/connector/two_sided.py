@@ -1,37 +1,26 @@
-"""One engine's KV connector over one transport: it may prefill for one engine and decode for another. And how it is
-made from the engine's arguments; or the null one.
-"""
+"""One engine's KV connector over one transport: it may prefill for one engine and decode for another."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
-
-import torch
 
 from trtllm_disagg.embedded.connector.connector import BlocksInTransfer, BlocksReleased, KvConnector, KvEvent
 from trtllm_disagg.embedded.connector.sides import IncomingReads, IncomingWrites, OutgoingWrites
 from trtllm_disagg.embedded.ipc.messages import AddRequest, MadeHandoff, TokenOutput
-from trtllm_disagg.embedded.model.sizing import PoolShape
-from trtllm_disagg.embedded.params.llm_args import CacheTransceiverConfig, LlmArgs
-from trtllm_disagg.embedded.params.supported_args import scope_of
+from trtllm_disagg.embedded.params.llm_args import CacheTransceiverConfig
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
-from trtllm_disagg.embedded.tensor_parallel.group import Peer
-from trtllm_disagg.embedded.tensor_parallel.transfers import TeamTransport
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError
 from trtllm_disagg.kv_transfer.access import PeerAuthentication
-from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, StagingTransport, prompt_digest
+from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, prompt_digest
 from trtllm_disagg.kv_transfer.control import MessageHandlers
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
-from trtllm_disagg.kv_transfer.host import new_memory
 from trtllm_disagg.kv_transfer.messages import Failure, Notice, Offer, StillOffered, Watch, Withdraw
 from trtllm_disagg.kv_transfer.peers import Peers
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender
 from trtllm_disagg.kv_transfer.push import KvPusher, OfferBook
 from trtllm_disagg.kv_transfer.push_receiver import PushReceiver
-from trtllm_disagg.kv_transfer.transports import create_transport, is_needed
 
 log = logging.getLogger(__name__)
 
@@ -225,38 +214,3 @@ class TwoSidedConnector(KvConnector):
 def timeouts_of(config: CacheTransceiverConfig) -> KvTimeouts:
     milliseconds = config.kv_transfer_timeout_ms
     return KvTimeouts() if milliseconds is None else KvTimeouts(transfer=milliseconds / 1000)
-
-
-def create_connector(
-    args: LlmArgs,
-    layout: KvLayout,
-    pool: PoolShape,
-    wake: Callable[[], None],
-    peers: Seq[Peer] = (),
-    *,
-    transport: StagingTransport | None = None,
-    timeouts: KvTimeouts | None = None,
-) -> tuple[KvConnector, torch.Tensor]:
-    """The connector and the pool, which must live in memory that the transport can serve.
-
-    `peers` are the other ranks, with pools of their own. `transport` and `timeouts` instead of those of `args`.
-    """
-    config = args.cache_transceiver_config
-    if config is None or config.backend is None:
-        return KvConnector(), new_memory(pool.shape, pool.dtype, pool.device)
-    scope = scope_of(args)
-    chosen = transport or create_transport(
-        config.backend, scope, needs_cma=is_needed(scope, pool.device.type), on_gpu=pool.device.type == "cuda"
-    )
-    team = TeamTransport(chosen, peers)
-    kv = team.allocate(pool.shape, pool.dtype, pool.device)
-    connector = TwoSidedConnector(
-        team,
-        layout,
-        pool.num_blocks,
-        authentication=scope.authentication(),
-        timeouts=timeouts or timeouts_of(config),
-        takes_offers=args.tensor_parallel_size == 1,
-        wake=wake,
-    )
-    return connector, kv

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trtllm_disagg.embedded.connector.two_sided import create_connector
+from trtllm_disagg.embedded.connector.connector import KvConnector
+from trtllm_disagg.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
 from trtllm_disagg.embedded.core.engine_core import EngineCore, NoGuides
 from trtllm_disagg.embedded.core.precompile import warm_up
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.ipc.messages import Ready
 from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
-from trtllm_disagg.embedded.kv_cache.memory import KvPool, LocalKvMemory
+from trtllm_disagg.embedded.kv_cache.pool import KvPool, LocalKvMemory
 from trtllm_disagg.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.embedded.model.model_loader import load_model
 from trtllm_disagg.embedded.model.rows import TILE, Sampled
 from trtllm_disagg.embedded.model.sampler import prompt_logprobs, sample
-from trtllm_disagg.embedded.model.sizing import choose_device, kv_layout, new_pool, num_kv_blocks
+from trtllm_disagg.embedded.model.sizing import PoolShape, choose_device, kv_layout, new_pool, num_kv_blocks
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.model_shape import ModelShape, max_seq_len, read_shape
+from trtllm_disagg.embedded.params.supported_args import scope_of
 from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.embedded.scheduler.statistics import IterationStats
-from trtllm_disagg.embedded.tensor_parallel.group import use_cpus
+from trtllm_disagg.embedded.tensor_parallel.group import Peer, use_cpus
 from trtllm_disagg.embedded.tensor_parallel.team import Runner, SingleRank, Team, open_team
-from trtllm_disagg.kv_transfer.base import KvTimeouts, StagingTransport
+from trtllm_disagg.embedded.tensor_parallel.transfers import TeamTransport
+from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, StagingTransport
+from trtllm_disagg.kv_transfer.host import new_memory
+from trtllm_disagg.kv_transfer.transports import create_transport, is_needed
 from trtllm_disagg.processes.activity import LOADING, Reporter
 
 if TYPE_CHECKING:
@@ -108,7 +114,7 @@ def build_core(
     team.shard(model)
     wanted = new_pool(shape, num_blocks, size, device, team.size)
     layout = kv_layout(shape, size)
-    connector, kv = create_connector(
+    connector, kv = _create_connector(
         args, layout, wanted, wake, team.peers, transport=transport, timeouts=timeouts
     )
     scheduler = create_scheduler(args, blocks, team.memory(LocalKvMemory(kv)), TILE)
@@ -153,3 +159,38 @@ def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
 
     tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
     return Guides(tokenizer, shape.config.vocab_size, shape.end_ids)
+
+
+def _create_connector(
+    args: LlmArgs,
+    layout: KvLayout,
+    pool: PoolShape,
+    wake: Callable[[], None],
+    peers: Seq[Peer] = (),
+    *,
+    transport: StagingTransport | None = None,
+    timeouts: KvTimeouts | None = None,
+) -> tuple[KvConnector, torch.Tensor]:
+    """The connector and the pool, which must live in memory that the transport can serve.
+
+    `peers` are the other ranks, with pools of their own. `transport` and `timeouts` instead of those of `args`.
+    """
+    config = args.cache_transceiver_config
+    if config is None or config.backend is None:
+        return KvConnector(), new_memory(pool.shape, pool.dtype, pool.device)
+    scope = scope_of(args)
+    chosen = transport or create_transport(
+        config.backend, scope, needs_cma=is_needed(scope, pool.device.type), on_gpu=pool.device.type == "cuda"
+    )
+    team = TeamTransport(chosen, peers)
+    kv = team.allocate(pool.shape, pool.dtype, pool.device)
+    connector = TwoSidedConnector(
+        team,
+        layout,
+        pool.num_blocks,
+        authentication=scope.authentication(),
+        timeouts=timeouts or timeouts_of(config),
+        takes_offers=args.tensor_parallel_size == 1,
+        wake=wake,
+    )
+    return connector, kv

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
 from trtllm_disagg.embedded.ipc.messages import SamplingSpec
-from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.embedded.model.model_loader import load_model
 from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig

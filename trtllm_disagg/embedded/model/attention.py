@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.rows import TILE, ForwardRow
 
 if TYPE_CHECKING:

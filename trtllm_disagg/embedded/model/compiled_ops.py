@@ -28,7 +28,7 @@ from trtllm_disagg.embedded.cpu_kernels.decode_step import (
 )
 from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
-from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.attention import LayerAttention, StepLayout
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.model.linear import MOST_ROWS, PackedLinear, Panels

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
-from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.attention import StepLayout
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.model.model_loader import ForwardKind

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.attention import StepLayout
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.processes.activity import Reporter

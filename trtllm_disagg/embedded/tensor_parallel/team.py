@@ -25,11 +25,10 @@ from trtllm_disagg.embedded.kv_cache.memory import (
     Drop,
     KvCommand,
     KvMemory,
-    KvPool,
-    LocalKvMemory,
     Restore,
     Save,
 )
+from trtllm_disagg.embedded.kv_cache.pool import KvPool, LocalKvMemory
 from trtllm_disagg.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.embedded.model.model_loader import load_model
 from trtllm_disagg.embedded.model.rows import ForwardRow

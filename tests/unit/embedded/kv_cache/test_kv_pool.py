@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.kv_cache.pool import KvPool
 
 BLOCKS, LAYERS, SLOTS, HEADS, DIM = 5, 3, 4, 2, 8
 

@@ -10,7 +10,7 @@ import torch
 
 from trtllm_disagg.embedded.cpu_kernels import attention_kernels as attend_kernels
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
-from trtllm_disagg.embedded.kv_cache.memory import KvPool
+from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.attention import capped_attention
 
 HEADS, KV_HEADS, DIM, KEYS, SIZE = 6, 2, 16, 45, 15
