@@ -16,7 +16,7 @@ from typing import TextIO
 import yaml
 
 from trtllm_disagg.bench.machine import describe_machine
-from trtllm_disagg.bench.strategies.aiperf import AIPerf
+from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
 from trtllm_disagg.bench.strategies.measuring import (
     AnswerSeconds,
     Elsewhere,
@@ -227,14 +227,26 @@ class Runner:
                 told = ", ".join(dict.fromkeys(point.workload for point in points))
                 progress.what = f"{key[0]}: {len(points)} points, {told}"
                 results = await self._measure(schedule, target, versions)
-            for result in results:
-                self.directory.save(result)
+            self._save(results)
             progress.done += len(results)
             saved = {result.point for result in results}
             points = [point for point in points if point not in saved]
             progress.sending = max(0.0, progress.sending - schedule.seconds)
             progress.took.append(max(0.0, time.monotonic() - begun - schedule.seconds))
         progress.starts -= 1
+
+    def _save(self, results: Sequence[PointResult]) -> None:
+        """Raises LoadFailedError where a point has errors only: its deployment is gone, and the run may go on later."""
+        dead = [each for each in results if each.requests and not each.answered]
+        for result in results:
+            if result not in dead:
+                self.directory.save(result)
+        if dead:
+            point, errors = dead[0].point, {str(request.error) for request in dead[0].requests}
+            raise LoadFailedError(
+                f"{point.arm}: none of {len(dead[0].requests)} requests at {point.rate:g} requests/s was answered "
+                f"({', '.join(sorted(errors))[:200]}); with the deployment back, the same command goes on"
+            )
 
     async def _measure(
         self, schedule: Schedule, target: Target, versions: Mapping[str, str]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from trtllm_disagg.bench.strategies import add_arguments, settle, starting
-from trtllm_disagg.bench.strategies.aiperf import AIPerf
+from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
 from trtllm_disagg.bench.strategies.estimate import Worker, rates
 from trtllm_disagg.bench.strategies.measuring import Elsewhere, Schedule
 from trtllm_disagg.bench.strategies.planning import scale_for, sensitivities
@@ -21,6 +21,7 @@ from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
     Point,
     PointResult,
+    RequestRecord,
     RunDirectory,
     Sensitivity,
     Software,
@@ -278,6 +279,36 @@ async def test_points_that_met_each_other_are_measured_again_in_a_new_deployment
     monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
     await runner.run()
     assert [(number, len(points)) for number, points in runs] == [(1, 7), (2, 4), (3, 2), (4, 1)]
+    assert not runner.groups()
+
+
+async def test_a_point_with_errors_only_ends_the_run_is_not_kept_and_is_measured_by_the_next(
+    model: Path, configs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = prepared(model, configs, "--quick", "--arms", "2 agg", "--workloads", "chat")
+    is_dead = [False, False, True]
+
+    @asynccontextmanager
+    async def serving(targets: Deployments, key: Key) -> AsyncIterator[Elsewhere]:
+        yield Elsewhere("http://there", "m")
+
+    async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
+        def of(point: Point, dead: bool) -> PointResult:
+            error = "connection refused" if dead else None
+            return PointResult(point, (RequestRecord(0.0, 8, 8, 1.0, error=error),) * 14, 1.0)
+
+        points = [stretch.point for stretch in schedule.stretches]
+        return [of(*each) for each in zip(points, is_dead or [False] * len(points), strict=False)]
+
+    monkeypatch.setattr(Deployments, "serving", serving)
+    monkeypatch.setattr(Runner, "_measure", measure)
+    monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
+    with pytest.raises(LoadFailedError, match=r"2 agg: none of 14 requests .*\(connection refused\)"):
+        await runner.run()
+    ((_, left),) = runner.groups()
+    assert len(left) == 5
+    is_dead.clear()
+    await runner.run()
     assert not runner.groups()
 
 
