@@ -1,6 +1,7 @@
-"""Makes docs/pictures/: screens of real runs, as a terminal of 100 columns shows them. Needs requirements/release.txt.
+"""Makes docs/pictures/: screens of real runs, as a terminal of 100 columns shows them, and the trace of a request.
+Needs requirements/release.txt.
 
-python -m tools.pictures [demo up doctor]
+python -m tools.pictures [demo up doctor trace]
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ import pyte
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
+
+from trtllm_disagg.demo import QUESTION
+from trtllm_disagg.demo.both_orders import stream_chat
+from trtllm_disagg.demo_model.recipe import DEFAULT_DIRECTORY
+from trtllm_disagg.deployment import DeploymentConfig, deployment_in_background
+from trtllm_disagg.deployment.up_command import engine_configs_in
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
@@ -120,7 +127,30 @@ def picture(name: str) -> str:
     return _FONT_FACE.sub("", svg)
 
 
+def trace() -> str:
+    """Of a request through prefill_first, drawn by the command itself."""
+    with tempfile.TemporaryDirectory() as directory:
+        order, run_dir, file = "prefill_first", Path(directory) / "run", Path(directory) / "trace.svg"
+        config = DeploymentConfig(
+            strategy=order,
+            model=str(ROOT / DEFAULT_DIRECTORY),
+            served_model_name="demo",
+            run_dir=run_dir,
+            http_port=0,
+            engine="embedded",
+            engine_configs=engine_configs_in(ROOT / "engine_configs" / "demo", order),
+        )
+        with deployment_in_background(config) as deployment:
+            # The first request also connects the two engines.
+            for question in ("Hello", QUESTION):
+                stream_chat(deployment.base_url, config.served_model_name, question, max_tokens=40)
+        # Both workers have ended, so all spans are written.
+        chosen = ("trace", "--run-dir", run_dir, "--last", "1", "--html", file)
+        subprocess.run([sys.executable, "-P", "-m", "trtllm_disagg", *chosen], check=True)
+        return file.read_text(encoding="utf-8")
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or SHOTS:
-        (FOLDER / f"{name}.svg").write_text(picture(name), encoding="utf-8")
+    for name in sys.argv[1:] or (*SHOTS, "trace"):
+        (FOLDER / f"{name}.svg").write_text(trace() if name == "trace" else picture(name), encoding="utf-8")

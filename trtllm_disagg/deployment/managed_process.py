@@ -143,8 +143,12 @@ class ManagedProcess:
         """
         assert self._process is not None
         ended = asyncio.ensure_future(self._process.wait())
-        while not (await asyncio.wait((ended,), timeout=self._look_seconds))[0]:
-            await self._keep_log_short()
+        try:
+            while not (await asyncio.wait((ended,), timeout=self._look_seconds))[0]:
+                await self._keep_log_short()
+        finally:
+            # Done already, unless it is this wait that ends early.
+            ended.cancel()
         self.returncode = ended.result()
         self._ended_at = time.monotonic()
         self._become("exited")
