@@ -1,7 +1,7 @@
 """The runs that the page which-strategy is made of: model-GPU pairs and workloads, by `bench strategies --quick`.
 
-Each run is a command that can be given by hand and goes on where it was cut off. By its plan it takes ten minutes at
-most. Where answers are long, or first tokens fast, the modelled clock runs too fast for a conclusion on TTFT itself,
+Each run is a command that can be given by hand and goes on where it was cut off. By their plans they take 6 to 25
+minutes. Where answers are long, or first tokens fast, the modelled clock runs too fast for a conclusion on TTFT itself,
 and slow enough for one on answers in time (docs/decisions/0028-software-in-a-conclusion.md).
 """
 
@@ -109,9 +109,15 @@ RUNS = (
     Run(_235B, "bursts", 2, requests=96),
     Run(_32B, "bursts", 2, requests=144),
     *(
-        Run(pair, workload, 2, requests=requests)
+        Run(pair, workload, scale, requests=requests)
         for workload in ("trace", "agentic")
-        for pair, requests in ((_8B, 150), (_120B, 80), (_70B, 170), (_235B, 150), (_32B, 96))
+        for pair, scale, requests in (
+            (_8B, 3, 150),
+            (_120B, 3, 80),
+            (_70B, 2, 170),
+            (_235B, 2.5, 150),
+            (_32B, 2, 96),
+        )
     ),
     Run(_8B, "chat", 4, requests=320),
     Run(_120B, "chat", 2, requests=64),
