@@ -137,10 +137,12 @@ def waterfall(trace: Trace, columns: int) -> Iterator[Text]:
         line.append(f" {duration(node.milliseconds):>10}")
         shown = node.worker
         yield line
-    yield from map(Text, conclusions(trace))
+    for conclusion in conclusions(trace):
+        yield from map(Text, _wrapped(conclusion, columns))
     for node in trace.nodes:
         for note in _notes(node):
-            yield Text(f"{node.worker} {node.span.name}: {note}", "dim")
+            said = _wrapped(f"{node.worker} {node.span.name}: {note}", columns)
+            yield from (Text(line, "dim") for line in said)
 
 
 def headline(trace: Trace) -> str:
@@ -167,9 +169,9 @@ def conclusions(trace: Trace) -> Iterator[str]:
         yield f"no token for {duration(gap.milliseconds)} at {gap.worker}, after its first {gap.after_tokens}"
 
 
-def _wrapped(text: str, columns: int) -> Iterator[Text]:
+def _wrapped(text: str, columns: int) -> list[str]:
     """A terminal would break it within a word."""
-    return map(Text, textwrap.wrap(text, columns))
+    return textwrap.wrap(text, max(columns, _LEAST_BAR), break_on_hyphens=False)
 
 
 def _notes(node: Node) -> Iterator[str]:

@@ -78,8 +78,11 @@ def test_a_request_is_drawn_as_a_waterfall_in_eighty_columns(
     bars = [line.count("█") + line.count("▏") for line in rows]
     assert bars[0] == max(bars)
     assert bars[5] > max(bars[6], bars[1])
+    assert all(len(line) <= COLUMNS for line in lines)
     assert lines[9].startswith("most of it: decode-0 kv_transfer 440.0 ms (88%)")
-    assert lines[10:] == [
+    # Broken between words: "...5.0 ms" and then "(1%)".
+    assert lines[10].endswith("%)")
+    assert lines[11:] == [
         "decode-0 kv_transfer: 48 KiB, 0.004 GB/s",
         "decode-0 decode_steps: failed: EngineError: <lost>",
     ]
