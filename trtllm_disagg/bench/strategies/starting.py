@@ -92,10 +92,14 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError.bad_value("--band", args.band, "a share from 0 to less than 1")
     if args.time_scale is not None and not 0.1 <= args.time_scale <= 1000:
         raise ConfigError.bad_value("--time-scale", args.time_scale, "a number from 0.1 to 1000")
-    for key, text, kind in (("--rates", args.rates, float), ("--workers", args.workers, int)):
+    for key, text, kind, least, most in (
+        ("--rates", args.rates, float, 0.001, 100_000),
+        ("--workers", args.workers, int, 1, 1000),
+    ):
         for number in text.split(",") if text else ():
-            if not _is_above_zero(number, kind):
-                raise ConfigError.bad_value(key, number, "numbers above 0 with commas between them")
+            if not _is_between(number, kind, least, most):
+                allowed = f"numbers from {least:g} to {most:g} with commas between them"
+                raise ConfigError.bad_value(key, number, allowed)
         numbers = [kind(number) for number in text.split(",")] if text else []
         if len(set(numbers)) < len(numbers):
             raise ConfigError.bad_value(key, text, "each number once")
@@ -114,9 +118,9 @@ def check(args: argparse.Namespace) -> None:
         )
 
 
-def _is_above_zero(text: str, kind: type[float] | type[int]) -> bool:
+def _is_between(text: str, kind: type[float] | type[int], least: float, most: float) -> bool:
     try:
-        return 0 < kind(text) < math.inf
+        return least <= kind(text) <= most
     except ValueError:
         return False
 

@@ -387,6 +387,7 @@ def test_without_the_tables_it_is_said_how_to_get_them(
         (("--workers", "two"), "--workers: 'two'"),
         (("--rates", "0"), "--rates: '0'"),
         (("--rates", "nan"), "--rates: 'nan'"),
+        (("--rates", "1e300"), "--rates: '1e300'.*from 0.001 to 100000"),
         (("--rates", "1,1.0"), "--rates: '1,1.0'"),
         (("--workers", "2,2"), "--workers: '2,2'"),
         (("--override-engine-args", '{"modelled": {"prefill_factor": 0}}'), "modelled.prefill_factor: 0"),
