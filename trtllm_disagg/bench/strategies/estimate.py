@@ -17,6 +17,8 @@ from trtllm_disagg.modelled.step_times import Chunk
 SWEEP = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.1)
 #: No arm is to be able to take more than the last one, and each is to be good for something at the first one.
 QUICK_SWEEP = (0.4, 0.75, 1.1)
+#: Of `capacity`: where prompts share their beginnings and lengths vary, an arm had all answers in time above it.
+_MOST_ERROR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,11 @@ def capacity(arm: Arm, shape: Shape, workers: dict[str, Worker]) -> float:
 
 
 def rates(capacities: dict[str, float], sweep: tuple[float, ...]) -> dict[str, tuple[float, ...]]:
-    """Of each arm: the same numbers for all, each up to the first one above what it should be able to do."""
+    """Of each arm: the same numbers for all, each up to the first one that is surely above what it is able to do."""
     most = max(capacities.values())
     common = [float(f"{share * most:.2g}") for share in sweep]
     # The lists are sorted, so those that an arm should manage come first.
     return {
-        arm: tuple(common[: sum(rate <= capable for rate in common) + 1])
+        arm: tuple(common[: sum(rate <= _MOST_ERROR * capable for rate in common) + 1])
         for arm, capable in capacities.items()
     }
