@@ -218,10 +218,10 @@ def crowded(swap_tokens: int, **args: Any) -> dict[str, Any]:
 def run_and_see_who_is_paused(core: Core, ids: list[int]) -> set[str]:
     kinds = set()
     while not all(core.answers[request_id, 0].done for request_id in ids):
-        core.wait()
-        if core.engine.connector.num_active:
+        if core.engine.scheduler.receiving:
             # However slow the machine, what may run together does: KV comes before the next token.
             core.woken.wait(_ARRIVAL_SECONDS)
+        core.wait()
         core.step()
         kinds |= {s.request_type for s in core.engine.scheduler.paused}
     assert not any(core.answers[request_id, 0].error for request_id in ids)
