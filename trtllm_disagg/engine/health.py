@@ -32,7 +32,7 @@ _LOOKS = 10
 class Stall:
     """Requests run, and nothing comes of any of them. Looked at from time to time.
 
-    How long a step may take is known to no one in general, so this looks at all requests together: one token of one of
+    How long a step may take depends on model, batch and GPU, so this looks at all requests at once: a token of one of
     them, or the end of one, is a sign of life.
     """
 
