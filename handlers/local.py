@@ -287,7 +287,7 @@ class LocalPrefill:
         if self._drain is None:
             result.abort()
         elif not (handoff.is_asked_for and context.is_stopped()):
-            # A decode worker whose client has left fetches before it stops; to fetch twice is an error of its engine.
+            # A decode worker that loses its client fetches before it stops; to fetch twice is an error of its engine.
             self._drain(request.with_handoff(handoff))
 
     def _let_go(self, request: GenerateRequest, result: Any, guard: AbortGuard) -> None:

@@ -52,7 +52,7 @@ class Run:
     pair: Pair
     workload: str
     #: So that what our own software adds to a first token, 20 ms on two calm cores, is a small part of the SLO's limit.
-    #: For rag, whose prompts take longer, a small part of TTFT itself.
+    #: For rag, with its longer prompts, a small part of TTFT itself.
     time_scale: float
     requests: int = 14
 

@@ -1,4 +1,4 @@
-"""A worker process whose TensorRT-LLM engine dies: it says so and ends, although the engine never does."""
+"""When its TensorRT-LLM engine dies, a worker process says so and ends, although the engine never does."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _WAIT = """
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 signal.sigwait([signal.SIGTERM])
 """
-#: With mpich, whose ranks the embedded engine joins as it does under srun --mpi=pmi2.
+#: With mpich: the embedded engine joins its ranks as it does under srun --mpi=pmi2.
 _RUN = f"""
 end = next(index for index, word in enumerate(argv) if not word.startswith("--"))
 options = dict(word[2:].partition("=")[::2] for word in argv[:end])

@@ -14,7 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.durations import file_of
 
-#: Files whose tests use the fixture `fleet`: each deployment of it is started once.
+#: Files with tests that use the fixture `fleet`: each deployment of it is started once.
 FLEET = (
     "tests/integration/test_bad_input.py",
     "tests/integration/test_cancel.py",
@@ -25,7 +25,7 @@ FLEET = (
     "tests/parity/test_matrix.py",
     "tests/parity/test_ways.py",
 )
-#: Folders whose files share engines, or look for what mpich leaves in /dev/shm.
+#: Folders with files that share engines, or that look for what mpich leaves in /dev/shm.
 _TOGETHER = ("tests/conformance/", "tests/unit/embedded/tensor_parallel/")
 
 

@@ -59,7 +59,7 @@ class Facts(NamedTuple):
 
 
 class Rule(Protocol):
-    """A frozen dataclass whose fields all have a default. Rules that have a field in common share its value."""
+    """A frozen dataclass in which every field has a default. Rules that have a field in common share its value."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 

@@ -214,7 +214,7 @@ DIFFERENCES: Mapping[str, str] = {
     "--endpoint": "both roles of a pair have a place for frontends and one for each other",
     "--discovery-backend": "file, unless ETCD_ENDPOINTS is set: one machine needs no etcd",
     "--event-plane": "zmq is named; Dynamo takes it when none is",
-    "--load-format": "the formats that TensorRT-LLM has for text; without gms, whose memory service is not set up",
+    "--load-format": "the formats that TensorRT-LLM has for text; without gms: its memory service is not set up",
     "--disaggregation-mode": "without encode, which is for images; prefill_and_decode is another name of agg",
     "--dyn-tool-call-parser": "checked against Dynamo's list when the worker starts",
     "--dyn-reasoning-parser": "checked against Dynamo's list when the worker starts",

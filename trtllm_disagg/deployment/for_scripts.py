@@ -80,7 +80,7 @@ def require_room(workers: Mapping[str, Sequence[str]], environ: Mapping[str, str
 
 
 def _workers_of(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Of workers whose arguments are right; what is wrong with the others they say themselves."""
+    """Of workers with valid arguments; the others report their own errors."""
     found: dict[str, list[str]] = {}
     for is_end, words in groupby(arguments, lambda word: word == "--"):
         with suppress(argparse.ArgumentError, ConfigError):

@@ -51,7 +51,7 @@ class Gpus:
     needs: Mapping[str, GpuNeeds] = field(default_factory=dict)
 
     def environment(self, role: str, taken: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str]:
-        """Of one more worker beside those whose roles and environments are `taken`. Raises ConfigError when it finds
+        """The GPUs of one more worker; `taken`: roles and environments of the others. Raises ConfigError when it finds
         no room.
         """
         if role not in self.needs:

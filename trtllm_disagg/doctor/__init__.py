@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--trtllm-version",
         metavar="VERSION",
-        help=f"whose rules hold (default: the installed one, else {NEWEST_KNOWN})",
+        help=f"version with the rules to apply (default: the installed one, else {NEWEST_KNOWN})",
     )
     add("--strategy", choices=disaggregated(), default="decode_first", help="default: %(default)s")
     add(

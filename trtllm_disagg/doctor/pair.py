@@ -31,7 +31,7 @@ from trtllm_disagg.worker.model_facts import ModelFacts, read_model_facts
 from trtllm_disagg.worker.pairing import Description, Fingerprint
 
 ENGINE = ENGINES["tensorrt_llm"].name
-#: Of a worker whose flags name none.
+#: Of a worker without a flag that names one.
 ANY_MODEL = "org/model"
 _TRANSCEIVER = "cache_transceiver_config"
 _BACKEND = "backend"
@@ -57,7 +57,7 @@ def settings_of(
         if config.role is not role:
             raise ConfigError.bad_value("--disaggregation-mode", config.role.value, role.value)
         if config.engine not in ("auto", ENGINE):
-            raise ConfigError.bad_value("--engine", config.engine, f"{ENGINE}, whose rules doctor knows")
+            raise ConfigError.bad_value("--engine", config.engine, f"{ENGINE}: doctor knows its rules")
     except (argparse.ArgumentError, ConfigError) as error:
         raise ConfigError(f"--{role.value}-flags: {error}") from error
     return replace(config, engine=ENGINE)

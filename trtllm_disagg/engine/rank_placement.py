@@ -30,7 +30,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class RankOfRouter(Placement):
-    """The rank whose cache the router has chosen, and no other one."""
+    """The rank that the router has chosen for its cache, and no other one."""
 
     num_ranks: int
     scheduling_params: Callable[..., Any]

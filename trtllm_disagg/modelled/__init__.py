@@ -45,7 +45,7 @@ class LLM(EmbeddedLLM):
             log.info("these settings have no effect on the modelled engine: %s", ", ".join(ignored))
         if not (Path(args.model) / "config.json").is_file():
             raise ConfigError.bad_value("model", str(args.model), "a directory with a config.json")
-        # Its ranks are one to those who ask: the requests' shares are the core's to know.
+        # To a caller its ranks are one engine: only the core knows which share of a request each has.
         self._has_attention_dp = args.enable_attention_dp
         return args.model_copy(update={"enable_attention_dp": False})
 

@@ -29,7 +29,7 @@ class LinkCost(msgspec.Struct, frozen=True):
     seconds_per_block: float
     #: Of a transfer, once.
     latency: float
-    #: Two engines whose clocks run at different speeds cannot share a link.
+    #: Two engines with clocks of different speeds cannot share a link.
     time_scale: float
 
 

@@ -16,7 +16,7 @@ class Chunk(NamedTuple):
     """A part of a prompt."""
 
     tokens: int
-    #: Of the prompt, whose KV is there already.
+    #: Tokens of the prompt with KV that is there already.
     before: int
 
 

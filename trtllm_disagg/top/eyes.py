@@ -33,7 +33,7 @@ _HTTP_OK = 200
 _WARNING = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} (?:WARNING|ERROR) \S+: (.+)$")
 _MOST_LOG_BYTES = 64 * 1024
 
-#: Field of Load -> the metric; the labels tell ranks, endpoints and reasons apart, whose sum it is.
+#: Field of Load -> the metric; the labels tell ranks, endpoints and reasons apart; the value is their sum.
 _OF_WORKER = {
     "batch": "trtllm_disagg_requests_active",
     "queued": "trtllm_disagg_queued_requests",

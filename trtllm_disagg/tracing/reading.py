@@ -169,7 +169,7 @@ class Trace:
 
     @cached_property
     def longest_gap(self) -> Gap | None:
-        """Between two tokens. A worker whose tokens come from another one has that one's gaps too: then the other's."""
+        """Between two tokens. A worker that relays another one's tokens has that one's gaps too: then the other's."""
         gaps = [gap for node in self.nodes if (gap := _gap(node)) is not None]
         longest = max((gap.milliseconds for gap in gaps), default=0.0)
         # Parents are before what they call.

@@ -88,7 +88,7 @@ def _print(traces: Sequence[Trace], *, is_comparison: bool) -> None:
 
 
 def as_json(trace: Trace) -> dict[str, Any]:
-    """Milliseconds; `longest` is whose time it was, as `reading.Trace.blame` divides it."""
+    """Milliseconds; `longest` is the part that took most time, as `reading.Trace.blame` divides it."""
     return {
         "trace_id": trace.trace_id,
         "request_ids": trace.request_ids,

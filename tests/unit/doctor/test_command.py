@@ -188,7 +188,7 @@ def test_strategies_that_differ_are_an_error(
         ("--max-seq-lem 5", "--prefill-flags: unknown flag --max-seq-lem; did you mean --max-seq-len?"),
         ("--max-seq-len many", "--prefill-flags: --max-seq-len: 'many' is not allowed"),
         ("--disaggregation-mode decode", "'decode' is not allowed; expected prefill"),
-        ("--engine embedded", "expected tensorrt_llm, whose rules doctor knows"),
+        ("--engine embedded", "expected tensorrt_llm: doctor knows its rules"),
         ("--extra-engine-args other.yaml", "give one of them"),
         ("--override-engine-args {", "--override-engine-args is not JSON"),
     ],

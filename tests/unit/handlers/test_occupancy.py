@@ -103,7 +103,7 @@ def test_prompt_and_answer_must_fit_into_the_token_budget(limit: int, remote: bo
 
 
 class Slow:
-    """A way to answer whose chunks come when the test says so."""
+    """A Generate that yields its chunks when the test says so."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()

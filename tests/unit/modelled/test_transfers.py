@@ -1,4 +1,4 @@
-"""KV between modelled engines: what a transfer takes, who waits for whom, and that every block comes back."""
+"""KV between modelled engines: what a transfer takes, what waits for it, and that every block comes back."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_one_model_in_two_precisions_is_a_pair() -> None:
         pytest.param(FP8 | {"facts": ModelFacts("bfloat16", "bfloat16", "fp8")}, id="no shape known"),
         pytest.param(FP4 | {"weights": "changed"}, id="one precision, two checkpoints"),
         pytest.param(FP8 | {"args": FP8_KV}, id="KV of another dtype"),
-        pytest.param(FP8 | {"prefill_dispatch": "queue"}, id="a queue, whose workers are of one kind"),
+        pytest.param(FP8 | {"prefill_dispatch": "queue"}, id="a queue has workers of one kind"),
     ],
 )
 def test_two_checkpoints_that_differ_in_more_than_precision_are_no_pair(decode: dict[str, Any]) -> None:

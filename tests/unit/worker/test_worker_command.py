@@ -47,7 +47,7 @@ def test_a_bug_is_still_told() -> None:
     assert done.returncode == 3
 
 
-#: A worker whose engine is lost, with a thread of it that never ends, as those of MPI.
+#: A worker that has lost its engine, with a thread of it that never ends, as those of MPI.
 LOST = """
 import argparse, threading
 from unittest.mock import patch

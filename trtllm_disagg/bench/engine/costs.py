@@ -25,7 +25,7 @@ from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager, KvEventL
 _BATCH = 8
 _PASSES = 3
 _BLOCK_COSTS = ("lookup", "allocation")
-#: Stages of a request whose blocks are named, looked up (also one that fits in part), had, and released.
+#: Stages of a request: its blocks are named, looked up (also one that fits in part), had, and released.
 _STAGES = ("keys", "match", "match_start", "acquire", "allocate", "commit", "release")
 _REQUEST_BLOCKS = 64
 _KNOWN_BLOCKS = _REQUEST_BLOCKS // 2

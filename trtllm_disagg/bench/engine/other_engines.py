@@ -33,8 +33,8 @@ class Arrivals:
         self._times[count] = time.perf_counter()
 
     def steps(self, steps: int) -> list[float]:
-        """Seconds of the last `steps` steps; a step ends when the last row's token is out. Steps whose tokens arrived
-        together took equally long.
+        """Seconds of the last `steps` steps; a step ends when the last row's token is out. Of steps with tokens that
+        arrived together each took equally long.
         """
         seconds: list[float] = []
         for before, count in itertools.pairwise(sorted(self._times)):

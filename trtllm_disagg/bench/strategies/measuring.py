@@ -220,8 +220,8 @@ class Measured:
     def results(
         self, target: Target, arms: Mapping[str, Arm], versions: Mapping[str, str], machine: str
     ) -> list[PointResult]:
-        """Of the points whose requests met neither those of a point before nor other step times; the others are to be
-        measured again.
+        """Of the points with requests that met neither those of a point before nor other step times; the others are to
+        be measured again.
         `arms` by name.
         """
         results, busy_until = [], 0

@@ -165,7 +165,7 @@ class KernelCache(NullCache):  # type: ignore[misc]
 
 @contextmanager
 def _without_blas() -> Iterator[None]:
-    """numba looks for the BLAS in SciPy, whose import is a tenth of an engine's start. No kernel calls it."""
+    """numba looks for the BLAS in SciPy; importing that is a tenth of an engine's start. No kernel calls it."""
     if _BLAS in sys.modules:
         yield
         return
