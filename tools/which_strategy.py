@@ -1,29 +1,28 @@
-"""Makes the page which-strategy of the reference, and its pictures, of runs of `bench strategies`.
+"""Makes the pages which-strategy of the reference, and their pictures, of runs of `bench strategies`.
 
     python -m tools.which_strategy RUN_DIRECTORY ... [--slo ttft=500,tpot=30]
     python -m tools.which_strategy --measure DIR --model .cache/demo-model [--minutes 50]
 
-Every number and every sentence about an arm comes from the runs; a page of no run cannot be made. With --measure the
-runs are made first (tools/which_strategy_runs.py), those that are missing in DIR or were cut off.
+Every number and every sentence about an arm comes from the runs. What they concluded is kept beside the pages, so that
+a run can be added, or made again, without the others. With --measure the runs are made first
+(tools/which_strategy_runs.py), those that are missing in DIR or were cut off.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tools.which_strategy_kept import KeptRun, KeptSweep, KeptVerdict, keep, kept_in
 from tools.which_strategy_runs import RUNS, add_arguments, measure
-from trtllm_disagg.bench.strategies.charts import charts_of
-from trtllm_disagg.bench.strategies.records import RunDirectory
-from trtllm_disagg.bench.strategies.report import Report, WorkloadReport, report_of
-from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, LABELS, Slo
-from trtllm_disagg.strategies import STRATEGIES
+from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NAME = "which-strategy"
-#: Of each workload, the pictures that are shown; the whole report has more.
-_SHOWN = ("goodput", "pareto", "parts")
+#: By which an arm can be best, in the order of a sweep's verdicts.
+MEASURES = ("Most answers in time", "Speed for a user and work of a GPU", "First token", "Time per token")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,21 +41,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         options.runs += sorted(plan.parent for plan in options.measure.glob("*/plan.json"))
     listed = {run.name: Slo.parse(run.pair.slo) for run in RUNS}
-    reports = [
-        report_of(RunDirectory(path), options.slo or listed.get(path.resolve().name, DEFAULT_SLO))
-        for path in options.runs
-        if _has_points(path)
-    ]
-    if not reports:
+    kept = options.out / NAME
+    for path in filter(_has_points, options.runs):
+        keep(path, options.slo or listed.get(path.resolve().name, DEFAULT_SLO), kept)
+    runs = list(kept_in(kept))
+    if not runs:
         parser.error("no run with a measured point")
-    pictures = options.out / NAME
-    pictures.mkdir(parents=True, exist_ok=True)
-    for old in pictures.glob("*.png"):
-        old.unlink()
-    page = "\n".join(_page(reports, pictures))
-    (options.out / f"{NAME}.md").write_text(page + "\n", encoding="utf-8")
-    link_from(options.out / "index.md")
+    write_pages(runs, options.out)
     print(options.out / f"{NAME}.md")
+
+
+def _has_points(run: Path) -> bool:
+    return any((run / "points").glob("*.json"))
+
+
+def write_pages(runs: Sequence[KeptRun], out: Path) -> None:
+    """One of all runs, and one of each subject."""
+    (out / f"{NAME}.md").write_text("\n".join(_page(runs)) + "\n", encoding="utf-8")
+    link_from(out / "index.md")
+    for subject in _subjects(runs):
+        page = "\n".join(_subject_page(subject, [run for run in runs if run.subject == subject]))
+        (out / NAME / _file(subject)).write_text(page + "\n", encoding="utf-8")
 
 
 def link_from(index: Path) -> None:
@@ -69,83 +74,89 @@ def link_from(index: Path) -> None:
         index.write_text(text.replace("| [licences]", f"{line}| [licences]"), encoding="utf-8")
 
 
-def _has_points(run: Path) -> bool:
-    return any((run / "points").glob("*.json"))
-
-
-def _page(reports: Sequence[Report], pictures: Path) -> Iterator[str]:
-    runs = sum(len(report.results) for report in reports)
+def _page(runs: Sequence[KeptRun]) -> Iterator[str]:
     yield "<!-- Made by tools/which_strategy.py; do not edit. -->"
     yield "# Which strategy?\n"
-    made_of = f"{_count(runs, 'measured point')} of {_count(len(reports), 'run')}"
+    made_of = f"{_count(sum(run.points for run in runs), 'measured point')} of {_count(len(runs), 'run')}"
     yield f"What `trtllm-disagg bench strategies` said in {made_of}:"
-    yield "the arm that answers most requests a second in time, on the same number of GPUs."
-    if any(report.plan.is_modelled for report in reports):
+    yield "which layout of the same number of GPUs is best, by four measures. The first one is what to run by."
+    if any(run.is_modelled for run in runs):
         yield "The GPUs are modelled ([how](../how-to/simulate-gpus.md)): these lines compare orders, and say nothing"
         yield "absolute about a GPU."
     yield "How a conclusion is reached, and when it is refused: [reports](../how-to/choose-by-measuring.md)."
+    yield "**Bold** is decided; with a question mark one of these is best, and which one is not decided."
+    for place, heading in enumerate(MEASURES):
+        yield f"\n## {heading}\n"
+        yield from _matrix(runs, place)
+
+
+def _matrix(runs: Sequence[KeptRun], place: int) -> Iterator[str]:
+    """Of one measure: a row a subject, a column a workload."""
+    workloads = list(dict.fromkeys(sweep.workload for run in runs for sweep in run.sweeps))
+    judged = [sweep.verdicts[place] for run in runs for sweep in run.sweeps]
+    decided = [verdict for verdict in judged if verdict.winner]
+    separate = sum(verdict.is_disaggregated for verdict in decided)
+    yield f"Decided in {len(decided)} of {len(judged)}: separate workers are best in {separate} of these.\n"
+    yield f"| served | {' | '.join(workloads)} |"
+    yield f"|---|{'---|' * len(workloads)}"
+    for subject in _subjects(runs):
+        mine = [sweep for run in runs if run.subject == subject for sweep in run.sweeps]
+        cells = (_cell([each for each in mine if each.workload == name], place) for name in workloads)
+        yield f"| [{subject}]({NAME}/{_file(subject)}) | {' | '.join(cells)} |"
+
+
+def _cell(sweeps: Sequence[KeptSweep], place: int) -> str:
+    return "; ".join(_choice(sweep.verdicts[place]) for sweep in sweeps) or "not measured"
+
+
+def _choice(verdict: KeptVerdict) -> str:
+    if verdict.winner:
+        return f"**{verdict.winner}**"
+    return f"{' or '.join(verdict.candidates)}?" if verdict.candidates else "not decided"
+
+
+def _subject_page(subject: str, runs: Sequence[KeptRun]) -> Iterator[str]:
+    yield "<!-- Made by tools/which_strategy.py; do not edit. -->"
+    yield f"# {subject}\n"
+    yield f"Of [which strategy?](../{NAME}.md)\n"
+    yield "| traffic | in time | run | because, or why it is not decided |"
+    yield "|---|---|---|---|"
+    for run in runs:
+        for sweep in run.sweeps:
+            yield f"| {sweep.name} | {run.slo} | {_choice(sweep.verdicts[0])} | {sweep.because} |"
+    for run in runs:
+        yield from _run_section(run)
+
+
+def _run_section(run: KeptRun) -> Iterator[str]:
+    for sweep in run.sweeps:
+        yield f"\n## {sweep.name}\n"
+        yield from _sweep_section(sweep)
+    yield f"    {run.command}\n"
+    measured = "once" if run.repetitions == 1 else f"up to {run.repetitions} times"
+    yield f"{_count(run.points, 'point')}, each measured {measured}, {' / '.join(run.machines)}."
+    if run.software:
+        most = ", ".join(f"{share:.1%} of {label}" for label, share in run.software.items())
+        barred = "[what that bars](../../decisions/0028-software-in-a-conclusion.md)"
+        yield f"Our own software took at most {most} ({barred})."
+
+
+def _sweep_section(sweep: KeptSweep) -> Iterator[str]:
+    yield f"{sweep.advice}\n"
+    for verdict in sweep.verdicts[1:]:
+        told = f"{verdict.winner} is best" if verdict.winner else f"not decided ({verdict.why_not})"
+        yield f"- {verdict.measure}: {told}."
     yield ""
-    yield "| served | traffic | in time | run | because, or why it is not decided |"
-    yield "|---|---|---|---|---|"
-    for report in reports:
-        for workload in report.workloads:
-            told = (report.plan.subject, workload.sweep.name, str(report.slo), _run(workload), _why(workload))
-            yield f"| {' | '.join(told)} |"
-    yield "\n## Where disaggregation loses\n"
-    yield from _losses(reports)
-    subject = ""
-    for number, report in enumerate(reports, 1):
-        if report.plan.subject != subject:
-            subject = report.plan.subject
-            yield f"\n## {subject}\n"
-        yield from _run_section(report, number, pictures)
+    for picture in sweep.pictures:
+        yield f"![{picture.text}]({picture.file})\n"
 
 
-def _run(workload: WorkloadReport) -> str:
-    winner = workload.advice.verdict.winner
-    return f"**{winner}**" if winner else "not decided"
+def _subjects(runs: Sequence[KeptRun]) -> list[str]:
+    return sorted({run.subject for run in runs})
 
 
-def _why(workload: WorkloadReport) -> str:
-    return workload.advice.because if workload.advice.verdict.winner else workload.advice.verdict.why_not
-
-
-def _losses(reports: Sequence[Report]) -> Iterator[str]:
-    """By any measure: an arm with one kind of worker is best, and that is decided."""
-    lost = [
-        f"- {report.plan.subject}, {workload.sweep.name}: {verdict.winner} is best by {verdict.measure.label}."
-        for report in reports
-        for workload in report.workloads
-        for verdict in workload.verdicts
-        if verdict.winner and not _is_disaggregated(workload, verdict.winner)
-    ]
-    yield from lost or ["In none of these runs is that decided, by any of the measures."]
-
-
-def _is_disaggregated(workload: WorkloadReport, arm: str) -> bool:
-    (strategy,) = (each.strategy for each in workload.sweep.arms if each.name == arm)
-    return STRATEGIES[strategy].is_disaggregated
-
-
-def _run_section(report: Report, number: int, pictures: Path) -> Iterator[str]:
-    yield f"    {report.plan.command}\n"
-    most = ", ".join(f"{share:.1%} of {LABELS[name]}" for name, share in report.most_software.items())
-    measured = "once" if report.repetitions == 1 else f"up to {report.repetitions} times"
-    yield f"{_count(len(report.results), 'point')}, each measured {measured}, {' / '.join(report.machines)}."
-    if most:
-        yield f"Our own software took at most {most} ([what that bars](../decisions/0028-software-in-a-conclusion.md))."
-    for workload in report.workloads:
-        yield f"\n### {workload.sweep.name}\n"
-        yield f"{workload.advice.paragraph}\n"
-        for verdict in workload.others:
-            told = f"{verdict.winner} is best" if verdict.winner else f"not decided ({verdict.why_not})"
-            yield f"- {verdict.measure.label}: {told}."
-        yield ""
-        for chart in charts_of(workload.sweep, report.slo):
-            if chart.name.endswith(_SHOWN):
-                file = pictures / f"{number}-{chart.name}.png"
-                chart.render(file)
-                yield f"![{chart.title}. {chart.caption}]({NAME}/{file.name})\n"
+def _file(subject: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", subject.lower()) + ".md"
 
 
 def _count(number: int, what: str) -> str:

@@ -103,7 +103,7 @@ RUNS = (
     Run(_32B, "rag", 1.25),
     # At the highest rate, as many as come while two answers are made, or in five times what a first token may take:
     # fewer never fill the GPUs.
-    Run(_8B, "bursts", 3, requests=160),
+    Run(_8B, "bursts", 4.5, requests=160),
     Run(_120B, "bursts", 2, requests=32),
     Run(_70B, "bursts", 2, requests=144),
     Run(_235B, "bursts", 2, requests=96),
@@ -119,7 +119,7 @@ RUNS = (
             (_32B, 2, 96),
         )
     ),
-    Run(_8B, "chat", 4, requests=320),
+    Run(_8B, "chat", 6, requests=320),
     Run(_120B, "chat", 2, requests=64),
     Run(_70B, "chat", 2, requests=300),
     Run(_235B, "chat", 2, requests=128),

@@ -1,0 +1,133 @@
+"""What the page which-strategy keeps of a run: what its report concluded, and pictures. Points are megabytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from trtllm_disagg.bench.strategies.charts import Chart, charts_of
+from trtllm_disagg.bench.strategies.records import RunDirectory
+from trtllm_disagg.bench.strategies.report import Report, WorkloadReport, report_of
+from trtllm_disagg.bench.strategies.slo import LABELS, Slo
+from trtllm_disagg.bench.strategies.verdict import Verdict
+from trtllm_disagg.strategies import STRATEGIES
+
+#: Of each workload, the pictures that are shown; the whole report has more.
+_SHOWN = ("goodput", "pareto", "parts")
+#: A drawing has few, and is a third of its size with them.
+_COLORS = 64
+
+
+@dataclass(frozen=True)
+class KeptVerdict:
+    measure: str
+    winner: str | None
+    #: Empty where there is a winner.
+    why_not: str
+    #: Arms that may be the best one; empty where that is any of them.
+    candidates: tuple[str, ...]
+    #: Whether the winner has prefill and decode in separate workers.
+    is_disaggregated: bool
+
+
+@dataclass(frozen=True)
+class KeptPicture:
+    file: str
+    text: str
+
+
+@dataclass(frozen=True)
+class KeptSweep:
+    """A workload on a number of GPUs."""
+
+    workload: str
+    name: str
+    advice: str
+    because: str
+    #: By the SLO first.
+    verdicts: tuple[KeptVerdict, ...]
+    pictures: tuple[KeptPicture, ...]
+
+
+@dataclass(frozen=True)
+class KeptRun:
+    subject: str
+    slo: str
+    command: str
+    points: int
+    repetitions: int
+    machines: tuple[str, ...]
+    #: The highest share of our own software in each time.
+    software: dict[str, float]
+    is_modelled: bool
+    sweeps: tuple[KeptSweep, ...]
+
+
+def keep(run: Path, slo: Slo, folder: Path) -> None:
+    """Writes its record and pictures, in place of those of a run of the same name. Raises ConfigError for a directory
+    without a measured point.
+    """
+    name = run.resolve().name
+    report = report_of(RunDirectory(run), slo)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(f"{name}.*.png"):
+        old.unlink()
+    kept = msgspec.json.encode(_kept(report, name, folder), order="deterministic")
+    (folder / f"{name}.json").write_bytes(msgspec.json.format(kept, indent=1) + b"\n")
+
+
+def kept_in(folder: Path) -> Iterator[KeptRun]:
+    """By their files' names."""
+    for file in sorted(folder.glob("*.json")):
+        yield msgspec.json.decode(file.read_bytes(), type=KeptRun)
+
+
+def _kept(report: Report, name: str, folder: Path) -> KeptRun:
+    return KeptRun(
+        report.plan.subject,
+        str(report.slo),
+        report.plan.command,
+        len(report.results),
+        report.repetitions,
+        tuple(report.machines),
+        {LABELS[quantity]: round(share, 4) for quantity, share in report.most_software.items()},
+        report.plan.is_modelled,
+        tuple(_sweep(each, report.slo, name, folder) for each in report.workloads),
+    )
+
+
+def _sweep(each: WorkloadReport, slo: Slo, name: str, folder: Path) -> KeptSweep:
+    charts = [chart for chart in charts_of(each.sweep, slo) if chart.name.endswith(_SHOWN)]
+    return KeptSweep(
+        each.sweep.workload.name,
+        each.sweep.name,
+        each.advice.paragraph,
+        each.advice.because if each.advice.verdict.winner else each.advice.verdict.why_not,
+        tuple(_verdict(verdict, each) for verdict in each.verdicts),
+        tuple(_picture(chart, folder / f"{name}.{chart.name}.png") for chart in charts),
+    )
+
+
+def _verdict(verdict: Verdict, each: WorkloadReport) -> KeptVerdict:
+    strategy = {arm.name: arm.strategy for arm in each.sweep.arms}
+    candidates = (verdict.best, *(lead.other for lead in verdict.doubtful)) if verdict.beaten else ()
+    return KeptVerdict(
+        verdict.measure.label,
+        verdict.winner,
+        verdict.why_not,
+        candidates,
+        verdict.winner is not None and STRATEGIES[strategy[verdict.winner]].is_disaggregated,
+    )
+
+
+def _picture(chart: Chart, file: Path) -> KeptPicture:
+    from PIL import Image
+
+    chart.render(file)
+    with Image.open(file) as drawn:
+        small = drawn.convert("RGB").quantize(_COLORS)
+    small.save(file, optimize=True)
+    return KeptPicture(file.name, f"{chart.title}. {chart.caption}")
