@@ -11,6 +11,7 @@ from trtllm_disagg.doctor.pair import DEFAULT_BLOCK_SIZE, Pair, Side
 from trtllm_disagg.engine.trtllm_version import (
     NEWEST_KNOWN,
     OLDEST_SERVED,
+    PYTHON_TRANSCEIVER_BY_DEFAULT,
     TRANSFERS_END_BY_DEFAULT,
 )
 from trtllm_disagg.strategies import STRATEGIES
@@ -156,17 +157,62 @@ def _buffer_of(side: Side) -> int | None:
     return transceiver.max_tokens_in_buffer if transceiver else None
 
 
+_BUFFER_KEY = "cache_transceiver_config.max_tokens_in_buffer"
+#: The C++ transceiver makes a buffer for KV that has no room in its own, which only these two can send from
+#: (batch_manager/baseTransBuffer.cpp; executor/cache_transmission/agent_utils/connection.cpp).
+_TAKES_ANY_MEMORY = ("UCX", "MPI")
+
+
+def _is_cpp(side: Side, pair: Pair) -> bool:
+    """For certain: where `auto` is no default of an older version."""
+    has_python = pair.deployment.trtllm_version >= PYTHON_TRANSCEIVER_BY_DEFAULT
+    return side.fingerprint.transceiver_runtime != "PYTHON" and not (has_python and _is_auto(side))
+
+
+def _is_auto(side: Side) -> bool:
+    return side.fingerprint.transceiver_runtime == "auto"
+
+
+def _is_too_small(side: Side, longest: int | None) -> bool:
+    """To the Python transceiver 0 is no limit."""
+    buffer = _buffer_of(side)
+    if buffer is None:
+        return False
+    if buffer == 0:
+        return side.fingerprint.transceiver_runtime != "PYTHON"
+    return longest is not None and buffer < longest
+
+
 def _buffer(pair: Pair) -> Problem | None:
     longest = pair.longest_prompt
-    buffers = [(side, buffer) for side in pair.sides if (buffer := _buffer_of(side))]
-    small = [side.role.value for side, buffer in buffers if longest is not None and buffer < longest]
-    if small:
-        return _error(f"{' and '.join(small)}: cache_transceiver_config.max_tokens_in_buffer: {longest}")
-    if len(buffers) < 2:
+    if broken := [
+        s for s in pair.sides if _is_cpp(s, pair) and (_buffer_of(s) or 0) % s.fingerprint.block_size
+    ]:
+        return _error(f"{_roles(broken)}: {_BUFFER_KEY}: a multiple of tokens_per_block, or no engine starts")
+    small = [side for side in pair.sides if _is_too_small(side, longest)]
+    failing = [side for side in small if side.fingerprint.transceiver not in _TAKES_ANY_MEMORY]
+    enough = f"{_BUFFER_KEY}: {longest or 'at least the longest prompt'}"
+    if losing := [side for side in failing if _is_cpp(side, pair)]:
+        return _error(f"{_roles(losing)}: {enough}")
+    if unsure := [side for side in failing if _is_auto(side)]:
         return _note(
-            "give both sides max_tokens_in_buffer of at least the longest prompt, as TensorRT-LLM's guide says"
+            f"{_roles(unsure)}: {enough}, or transceiver_runtime: PYTHON: where auto takes the C++ one, longer "
+            "prompts fail"
+        )
+    if small:
+        return _note(
+            f"{_roles(small)}: {enough}: longer prompts come through, with less beside them or slower"
+        )
+    if any(_buffer_of(side) is None for side in pair.sides):
+        return _note(
+            "give both sides max_tokens_in_buffer of at least the longest prompt, as TensorRT-LLM's guide says; the "
+            "C++ transceiver has room for 512 MB otherwise (TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE)"
         )
     return None
+
+
+def _roles(sides: list[Side]) -> str:
+    return " and ".join(side.role.value for side in sides)
 
 
 def _timeout_of(side: Side) -> str:
@@ -415,7 +461,8 @@ RULES = (
     ),
     Rule(
         "max_tokens_in_buffer",
-        "under load, transfers of longer prompts run out of buffers, and both workers wait until they are restarted",
+        "the C++ transceiver moves KV through a buffer of this size, and longer prompts fail on NIXL; the Python one "
+        "moves no more than this at once",
         _buffer_of,
         _of_transceivers(_buffer),
     ),

@@ -53,6 +53,8 @@ OLDEST_SERVED = TrtllmVersion.parse("1.3.0rc22")
 OLDEST_TAKEN = TrtllmVersion.parse("1.3.0rc5")
 #: `kv_transfer_timeout_ms` is 60 s by default, where 1.2 had none.
 TRANSFERS_END_BY_DEFAULT = TrtllmVersion.parse("1.3.0rc22")
+#: From here on, at the latest, transceiver_runtime "auto" is the Python transceiver where it can serve (PR 18248).
+PYTHON_TRANSCEIVER_BY_DEFAULT = NEWEST_KNOWN
 
 
 def require_taken(module: Any) -> None:

@@ -29,6 +29,7 @@ PREFILL: dict[str, Any] = {
 }
 DECODE = PREFILL | {"disable_overlap_scheduler": False, "max_batch_size": 128}
 
+ON_CPP = {"cache_transceiver_config.transceiver_runtime": "CPP"}
 #: No key at all, where None is a value.
 GONE = object()
 
@@ -132,8 +133,35 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     (
         "max_tokens_in_buffer",
         "error",
-        "prefill: cache_transceiver_config.max_tokens_in_buffer: 16384",
+        "prefill and decode: cache_transceiver_config.max_tokens_in_buffer: 16384",
+        {side: ON_CPP | {f"{TRANSCEIVER}.max_tokens_in_buffer": 4096} for side in ("prefill", "decode")},
+    ),
+    (
+        "max_tokens_in_buffer",
+        "error",
+        "a multiple of tokens_per_block",
+        {side: ON_CPP | {f"{TRANSCEIVER}.max_tokens_in_buffer": 16400} for side in ("prefill", "decode")},
+    ),
+    (
+        "max_tokens_in_buffer",
+        "error",
+        "prefill and decode: cache_transceiver_config.max_tokens_in_buffer: 16384",
+        {side: ON_CPP | {f"{TRANSCEIVER}.max_tokens_in_buffer": 0} for side in ("prefill", "decode")},
+    ),
+    (
+        "max_tokens_in_buffer",
+        "note",
+        "longer prompts come through",
         {"prefill": {f"{TRANSCEIVER}.max_tokens_in_buffer": 4096}},
+    ),
+    (
+        "max_tokens_in_buffer",
+        "note",
+        "longer prompts come through",
+        {
+            side: ON_CPP | {f"{TRANSCEIVER}.max_tokens_in_buffer": 4096, f"{TRANSCEIVER}.backend": "UCX"}
+            for side in ("prefill", "decode")
+        },
     ),
     (
         "max_tokens_in_buffer",
@@ -290,6 +318,20 @@ def test_older_tensorrt_llm_asks_for_more() -> None:
         "kv_transfer_timeout_ms": "error",
         "overlap scheduler": "error",
     }
+
+
+BOTH_ON_AUTO = {f"{TRANSCEIVER}.transceiver_runtime": "auto", f"{TRANSCEIVER}.max_tokens_in_buffer": 4096}
+
+
+@pytest.mark.parametrize(("version", "verdict"), [("1.3.0rc29", "note"), ("1.3.0rc22", "error")])
+def test_a_small_buffer_is_an_error_where_auto_is_the_cpp_transceiver(version: str, verdict: str) -> None:
+    rows = diagnosed(BOTH_ON_AUTO, BOTH_ON_AUTO, version=version)
+    assert findings(rows)["max_tokens_in_buffer"] == verdict
+
+
+def test_no_bound_of_the_python_transceiver_is_fine() -> None:
+    no_bound = {f"{TRANSCEIVER}.max_tokens_in_buffer": 0}
+    assert findings(diagnosed(no_bound, no_bound)) == {}
 
 
 def test_a_file_without_a_word_gets_what_the_worker_sets() -> None:
