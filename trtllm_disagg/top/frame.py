@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from rich.table import Table
@@ -18,6 +18,8 @@ _STYLES = {**COLOURS, DEAD: "bold red", SILENT: "bold red", "listed": "green"}
 _ABSENT = "-"
 #: A terminal over SSH.
 _WIDTH = 80
+#: Between two columns, and the least of `doing` that is worth its place.
+GAP, _LEAST_DOING = 2, 10
 
 Cell = str | Text
 
@@ -68,11 +70,32 @@ COLUMNS: tuple[Column, ...] = (
     _count("breakers_open"),
     Column("doing", lambda p, h: _doing(p), lambda p, h: _doing(p), is_number=False),
 )
+_DOING = COLUMNS[-1]
 
 LEGEND = (
     "batch: requests in the engine; queue: those without a first token; KV: blocks in use; held: handoffs that wait "
     "for decode; in/s, out/s: prompt and generated tokens; open: workers that the circuit breaker leaves alone"
 )
+
+
+def columns_that_fit(
+    columns: Iterable[Column], processes: Iterable[Process], history: History, width: int
+) -> Iterator[tuple[Column, list[Text]]]:
+    """With their cells; from the left, as many as are whole in a terminal so wide. Only `doing` is cut, which may be
+    any length: half a number would be another one.
+    """
+    rows = list(processes)
+    for column in columns:
+        cells = [Text.assemble(column.cell(process, history)) for process in rows]
+        taken = max(len(column.heading), *(cell.cell_len for cell in cells), 0)
+        if column is _DOING and _LEAST_DOING <= width < taken:
+            for cell in cells:
+                cell.truncate(width, overflow="ellipsis")
+            taken = width
+        if taken > width:
+            return
+        yield column, cells
+        width -= taken + GAP
 
 
 def headline(seen: Snapshot) -> Text:
@@ -98,11 +121,12 @@ def print_frame(seen: Snapshot, console: Console | None = None) -> None:
     history.add(seen)
     table = Table(box=None, pad_edge=False)
     # A single look knows no rates.
-    shown = [column for column in COLUMNS if not column.heading.endswith("/s")]
-    for column in shown:
+    known = (column for column in COLUMNS if not column.heading.endswith("/s"))
+    shown = list(columns_that_fit(known, seen.processes, history, console.width))
+    for column, _ in shown:
         table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=True)
-    for process in seen.processes:
-        table.add_row(*(column.cell(process, history) for column in shown))
+    for row in zip(*(cells for _, cells in shown), strict=True):
+        table.add_row(*row)
     console.print(headline(seen))
     console.print(latencies(history))
     console.print(table)

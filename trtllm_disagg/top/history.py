@@ -57,7 +57,9 @@ class History:
         return len(self.looks) > 1 and all(before <= after for before, after in pairs)
 
     def rate(self, process: Process, name: str) -> float | None:
-        """Of a running total of its load, a second; None where two looks have not seen it."""
+        """Of a running total of its load, a second; None where two looks have not seen it, or the last one did not."""
+        if getattr(process.load, name) is None:
+            return None
         values = [
             (look.at, value)
             for look in self.looks

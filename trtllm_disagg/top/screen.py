@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any, ClassVar
 
+from rich.console import JustifyMethod
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -15,7 +16,7 @@ from textual.widgets import DataTable, Footer, RichLog, Static
 
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.top.eyes import Eyes
-from trtllm_disagg.top.frame import COLUMNS, LEGEND, headline, latencies
+from trtllm_disagg.top.frame import COLUMNS, GAP, LEGEND, columns_that_fit, headline, latencies
 from trtllm_disagg.top.history import Event, History
 
 _HELP = f"s sorts by the next column, r turns the order round, p pauses, q quits. {LEGEND}."
@@ -99,22 +100,25 @@ class Top(App[None]):
         self.query_one("#headline", Static).update(line)
         self.query_one("#latencies", Static).update(latencies(self._history))
         table: DataTable[Any] = self.query_one("#processes", DataTable)
-        table.clear(columns=True)
-        for place, column in enumerate(COLUMNS):
-            mark = (" ^" if self._is_reversed else " v") if place == self._sorted_by else ""
-            table.add_column(Text(column.heading + mark, justify="right" if column.is_number else "left"))
         processes = list(seen.processes)
-        if self._sorted_by is not None:
-            order = COLUMNS[self._sorted_by].order
+        marked = None if self._sorted_by is None else COLUMNS[self._sorted_by]
+        if marked is not None:
+            order = marked.order
             processes.sort(key=lambda process: order(process, self._history), reverse=self._is_reversed)
-        for process in processes:
-            cells = (column.cell(process, self._history) for column in COLUMNS)
-            table.add_row(
-                *(
-                    Text(cell, justify="right") if column.is_number and isinstance(cell, str) else cell
-                    for column, cell in zip(COLUMNS, cells, strict=True)
-                )
-            )
+        mark = " ^" if self._is_reversed else " v"
+        taken = GAP + table.scrollbar_size_vertical + (len(mark) if marked else 0)
+        shown = list(columns_that_fit(COLUMNS, processes, self._history, self.size.width - taken))
+        table.clear(columns=True)
+        for column, cells in shown:
+            justify: JustifyMethod = "right" if column.is_number else "left"
+            table.add_column(Text(column.heading + (mark if column is marked else ""), justify=justify))
+            for cell in cells:
+                cell.justify = justify
+        for row in zip(*(cells for _, cells in shown), strict=True):
+            table.add_row(*row)
+
+    def on_resize(self) -> None:
+        self._show()
 
     def action_interrupt(self) -> None:
         self.exit(return_code=ExitCode.INTERRUPTED)

@@ -101,6 +101,54 @@ async def test_the_screen_fits_80_columns_and_shows_workers_rates_and_events() -
             assert shown in picture
 
 
+#: One worker is full, one says much of its start, one does not answer.
+LARGE = replace(
+    FIRST,
+    processes=(
+        FIRST.processes[0],
+        worker("prefill-10", batch=128, queued=1234, kv_blocks=1000, handoffs_held=321),
+        replace(
+            worker("prefill-11"), state="starting", doing="loading weights: 12 of 163 files, " + "x" * 40
+        ),
+        worker("decode-10", batch=64, kv_blocks=730, breakers_open=2),
+        replace(worker("decode-11"), state=SILENT, load=Load()),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("width", "last"), [(40, "0"), (80, "loading w…"), (132, "loading weights: 12 of 163 files, xxxx")]
+)
+async def test_columns_are_whole_or_not_there_on_a_screen_of_any_width(width: int, last: str) -> None:
+    app = Top(Looks(LARGE), 3600)
+    async with app.run_test(size=(width, 24)):
+        await app.workers.wait_for_complete()
+        table: DataTable[Any] = app.query_one("#processes", DataTable)
+        assert table.virtual_size.width <= width
+        shown = rows(app)
+        assert shown[1][:4] == ["prefill-10", "ready", "128", "1234"]
+        assert shown[2][-1].startswith(last)
+
+
+@pytest.mark.parametrize("width", [40, 80, 132])
+def test_columns_are_whole_or_not_there_in_a_frame_of_any_width(width: int) -> None:
+    out = io.StringIO()
+    frame.print_frame(LARGE, Console(out, paper=width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    (full,) = (line.split() for line in lines if line.startswith("prefill-10"))
+    assert full == ["prefill-10", "ready", "128", "1234", "100%", "321", "-"][: len(full)]
+    assert len(full) >= 4
+
+
+def test_a_worker_that_does_not_answer_has_no_rate() -> None:
+    history = History()
+    for at, seen in enumerate((FIRST, FIRST, SECOND)):
+        history.add(replace(seen, at=float(at)))
+    assert history.rate(FIRST.processes[1], "prefill_tokens") == 0
+    assert history.rate(SECOND.processes[1], "prefill_tokens") is None
+
+
 async def test_keys_sort_pause_explain_and_quit() -> None:
     looks = Looks(FIRST)
     app = Top(looks, 3600)
