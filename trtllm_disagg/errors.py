@@ -22,6 +22,7 @@ from Dynamo's exceptions), `status` the HTTP status that the client sees.
 
 from __future__ import annotations
 
+import re
 from reprlib import Repr
 from typing import ClassVar
 
@@ -38,11 +39,26 @@ def _shown(value: object) -> str:
     return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 3] + "..."
 
 
+#: What a terminal obeys, or takes for the end of a line. Tabs and newlines are not among them.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+#: The start of a further line, where a log could have a line of its own.
+_LINE = re.compile(r"\n(?!  )")
+
+
+def _harmless(text: str) -> str:
+    """A client may have written a part of it: no terminal obeys it, and no log has a line that starts with it."""
+    shown = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _LINE.sub("\n  ", shown)
+
+
 class DisaggError(Exception):
     category: ClassVar[str] = "Internal"
     status: ClassVar[int] = 500
     #: The instance of the other stage that failed, where it is known.
     peer: int | None = None
+
+    def __str__(self) -> str:
+        return _harmless(super().__str__())
 
 
 class ConfigError(DisaggError):

@@ -210,7 +210,7 @@ async def test_describe_is_answered() -> None:
         (ValueError("InvalidRequest: ValueError: bad"), InvalidRequestError, "bad"),
         (ValueError("Internal: RuntimeError: boom"), EngineError, "boom"),
         (ValueError("Internal: boom: why"), EngineError, "boom: why"),
-        (ValueError("Internal: KeyError: 'x'\nline 2"), EngineError, "'x'\nline 2"),
+        (ValueError("Internal: KeyError: 'x'\nline 2"), EngineError, "'x'\n  line 2"),
         (ValueError("Unavailable: engine is gone"), PeerUnavailableError, "engine is gone"),
         (
             ValueError("Unavailable: Stream ended before generation completed"),
