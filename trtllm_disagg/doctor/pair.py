@@ -109,7 +109,15 @@ class Side:
 
     @property
     def num_gpus(self) -> int:
-        return self.args.tensor_parallel_size * self.args.pipeline_parallel_size
+        args = self.args
+        return args.tensor_parallel_size * args.pipeline_parallel_size * args.context_parallel_size
+
+    @property
+    def revision(self) -> str | None:
+        """Of a model on the hub."""
+        if Path(self.model or "").expanduser().is_dir():
+            return None
+        return self.config.revision or self.given.get("revision")
 
     @property
     def described(self) -> Description:

@@ -129,6 +129,8 @@ def _of_transceivers(check: Check) -> Check:
 def _backend(pair: Pair) -> Problem | None:
     if problem := _equal("transceiver", "the same cache_transceiver_config.backend on both sides")(pair):
         return problem
+    if pair.prefill.fingerprint.transceiver == "MPI":
+        return _error("cache_transceiver_config.backend: NIXL or UCX on both sides")
     given = {
         side.args.cache_transceiver_config.backend
         for side in pair.sides
@@ -329,6 +331,8 @@ def _length_served(side: Side) -> int | None:
 
 def _model(pair: Pair) -> Problem | None:
     sides = pair.prefill.described, pair.decode.described
+    if pair.prefill.model == pair.decode.model and pair.prefill.revision != pair.decode.revision:
+        return _error("the same revision on both sides")
     if None in (sides[0]["weights"], sides[1]["weights"]) or BY_KEY["weights"].fits(*sides):
         return None
     if "" in (sides[0]["layout"], sides[1]["layout"]):
@@ -347,7 +351,8 @@ def _ranks_of(side: Side) -> str:
     args = side.args
     expert = f" EP{args.moe_expert_parallel_size}" if (args.moe_expert_parallel_size or 0) > 1 else ""
     dp = " attention DP" if args.enable_attention_dp else ""
-    return f"TP{args.tensor_parallel_size} PP{args.pipeline_parallel_size}{expert}{dp}"
+    context = f" CP{args.context_parallel_size}" if args.context_parallel_size != 1 else ""
+    return f"TP{args.tensor_parallel_size} PP{args.pipeline_parallel_size}{context}{expert}{dp}"
 
 
 def _ranks(pair: Pair) -> Problem | None:
@@ -449,7 +454,7 @@ RULES = (
     ),
     Rule(
         "backend",
-        "each side speaks the protocol of its own backend only",
+        "each side speaks the protocol of its own backend only, and MPI needs both workers in one MPI job",
         lambda side: side.fingerprint.transceiver,
         _of_transceivers(_backend),
     ),

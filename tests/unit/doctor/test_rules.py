@@ -78,6 +78,7 @@ def test_the_pair_is_fine() -> None:
 
 
 TRANSCEIVER = "cache_transceiver_config"
+ROLES = ("prefill", "decode")
 #: Rule, its verdict, what to write instead, and what breaks it.
 BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     (
@@ -105,6 +106,15 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
         {
             "prefill": {f"{TRANSCEIVER}.transceiver_runtime": "CPP", f"{TRANSCEIVER}.backend": "UCX"},
             "decode": {f"{TRANSCEIVER}.transceiver_runtime": "CPP"},
+        },
+    ),
+    (
+        "backend",
+        "error",
+        "NIXL or UCX on both sides",
+        {
+            side: {f"{TRANSCEIVER}.transceiver_runtime": "CPP", f"{TRANSCEIVER}.backend": "MPI"}
+            for side in ROLES
         },
     ),
     ("backend", "note", "name the backend", {"decode": {f"{TRANSCEIVER}.backend": "DEFAULT"}}),
@@ -252,6 +262,12 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ("max_seq_len", "error", "decode: max_seq_len: 16384", {"decode": {"max_seq_len": 8192}}),
     ("max_seq_len", "note", "above 16384 tokens", {"decode": {"max_seq_len": 32768}}),
     ("model", "note", "two names", {"prefill": {"model": "org/m-FP4"}, "decode": {"model": "org/m-FP8"}}),
+    (
+        "model",
+        "error",
+        "the same revision",
+        {side: {"model": "org/m", "revision": commit} for side, commit in zip(ROLES, "ab", strict=True)},
+    ),
     ("tokenizer", "error", "the same tokenizer", {"prefill": {"tokenizer": "org/other"}}),
     ("parallelism", "note", "pipeline stages", {"decode": {"pipeline_parallel_size": 2}}),
     ("parallelism", "error", "context_parallel_size: 1", {"decode": {"context_parallel_size": 2}}),
@@ -261,6 +277,12 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
         "error",
         "decode: 2 GPUs for TP2 PP1",
         {"gpus": ("0", "1"), "decode": {"tensor_parallel_size": 2}},
+    ),
+    (
+        "GPUs",
+        "error",
+        "prefill: 2 GPUs for TP1 PP1 CP2",
+        {"gpus": ("0", "1"), "prefill": {"context_parallel_size": 2}},
     ),
     (
         "GPUs",
