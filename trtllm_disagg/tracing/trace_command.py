@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.html is not None:
         if args.html.suffix == ".svg" and len(chosen) > 1:
             raise ConfigError.bad_value("--html", str(args.html), "a name in .html for more than one request")
-        args.html.write_text(picture(chosen[0]) if args.html.suffix == ".svg" else page(chosen))
+        args.html.write_text(
+            picture(chosen[0]) if args.html.suffix == ".svg" else page(chosen), encoding="utf-8"
+        )
     elif args.json:
         print(json.dumps([as_json(trace) for trace in chosen], indent=1))
     else:

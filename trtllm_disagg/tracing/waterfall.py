@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 from rich.text import Text
 
 from trtllm_disagg.tracing.reading import Node, Trace
+from trtllm_disagg.tracing.spans import Value
 
 _LEAST_BAR, _MOST_BAR = 10, 80
 _MOST_BLAMED = 3
@@ -57,9 +58,15 @@ class _Picture:
         ends = (_NAMES + _INDENT * node.depth + _LETTER * len(node.span.name) for node in trace.nodes)
         self._left = max(ends) + 12
         self._width = self._left + _BARS + _RIGHT
-        self._conclusions = list(conclusions(trace))
+        columns = int((self._width - 16) / _LETTER)
+        self._lines_below = [
+            (line, kind)
+            for kind, told in (("", conclusions(trace)), ("quiet", remarks(trace)))
+            for each in told
+            for line in _wrapped(each, columns)
+        ]
         self._bars_end = _TOP + _ROW * len(trace.nodes)
-        self._height = self._bars_end + _BOTTOM + _ROW * (len(self._conclusions) - 1)
+        self._height = self._bars_end + _BOTTOM + _ROW * (len(self._lines_below) - 1)
 
     def lines(self) -> Iterator[str]:
         size = f'width="{self._width:.0f}" height="{self._height}" viewBox="0 0 {self._width:.0f} {self._height}"'
@@ -68,8 +75,8 @@ class _Picture:
         yield _text(8, 18, headline(self._trace), "head")
         yield from self._grid()
         yield from self._rows()
-        for place, line in enumerate(self._conclusions):
-            yield _text(8, self._bars_end + _BOTTOM - 12 + place * _ROW, line, "")
+        for place, (line, kind) in enumerate(self._lines_below):
+            yield _text(8, self._bars_end + _BOTTOM - 12 + place * _ROW, line, kind)
         yield "</svg>"
 
     def _x(self, milliseconds: float) -> float:
@@ -137,12 +144,14 @@ def waterfall(trace: Trace, columns: int) -> Iterator[Text]:
         line.append(f" {duration(node.milliseconds):>10}")
         shown = node.worker
         yield line
+    yield from _said(trace, columns)
+
+
+def _said(trace: Trace, columns: int) -> Iterator[Text]:
     for conclusion in conclusions(trace):
         yield from map(Text, _wrapped(conclusion, columns))
-    for node in trace.nodes:
-        for note in _notes(node):
-            said = _wrapped(f"{node.worker} {node.span.name}: {note}", columns)
-            yield from (Text(line, "dim") for line in said)
+    for remark in remarks(trace):
+        yield from (Text(line, "dim") for line in _wrapped(remark, columns))
 
 
 def headline(trace: Trace) -> str:
@@ -174,10 +183,21 @@ def _wrapped(text: str, columns: int) -> list[str]:
     return textwrap.wrap(text, max(columns, _LEAST_BAR), break_on_hyphens=False)
 
 
-def _notes(node: Node) -> Iterator[str]:
-    """What is worth a line of its own: failures, KV that moved, steps down the ladder."""
+def remarks(trace: Trace) -> Iterator[str]:
+    """What is worth a line of its own: failures, KV that moved, steps down the ladder, and that its client left."""
+    errors: list[str | None] = []
+    for node in trace.nodes:
+        del errors[node.depth :]
+        # What a span fails with is what each span around it fails with.
+        is_told = node.span.error in errors[-1:]
+        errors.append(node.span.error)
+        for note in _notes(node, is_told=is_told):
+            yield f"{node.worker} {node.span.name}: {note}"
+
+
+def _notes(node: Node, *, is_told: bool) -> Iterator[str]:
     told: Mapping[str, object] = node.span.attributes
-    if node.span.error is not None:
+    if node.span.error is not None and not is_told:
         yield f"failed: {node.span.error}"
     if "kv_transfer.bytes" in told:
         num_bytes, rate = (float(str(told[f"kv_transfer.{name}"])) for name in ("bytes", "gb_per_second"))
@@ -188,8 +208,12 @@ def _notes(node: Node) -> Iterator[str]:
         yield f"to {told.get('to')}, because {told['because']}"
     for event in node.span.events:
         if event.name != "first_token":
-            said = ", ".join(f"{name} {value}" for name, value in event.attributes.items())
+            said = ", ".join(f"{name} {_words(value)}" for name, value in event.attributes.items())
             yield f"{event.name} {said}".rstrip()
+
+
+def _words(value: Value) -> str:
+    return " ".join(value) if isinstance(value, list | tuple) else str(value)
 
 
 def _label(node: Node) -> str:
@@ -228,8 +252,9 @@ def side_by_side(traces: Sequence[Trace], columns: int) -> Iterator[Text]:
             line.append(f" {'' if node is None else duration(node.milliseconds):>10} ")
         line.append(f"{_difference(pair):+9.1f}")
         yield line
-    for trace in traces:
-        yield from map(Text, conclusions(trace))
+    for which, trace in zip(("first", "second"), traces, strict=True):
+        yield Text(f"the {which} request", "bold")
+        yield from _said(trace, columns)
 
 
 _Pair = tuple[Node | None, Node | None]

@@ -139,6 +139,50 @@ def test_two_requests_stand_side_by_side_with_what_took_longer(
     assert "440.0 ms" in rows["kv_transfer"]
 
 
+@pytest.fixture
+def cancelled(tmp_path: Path) -> Path:
+    """One request: its KV did not come, which all spans around it failed with, and then its client left."""
+    (tmp_path / "traces").mkdir()
+    of_prefill, of_decode = spans_of(0, 0)
+    for span in (of_prefill[2], of_prefill[3], of_decode[0]):
+        span.error = "KvTransferError: lost"
+    of_prefill[0].events.append(Event("breaker_open", of_prefill[1].end, {"instances": ["1a", "2b"]}))
+    of_prefill[0].events.append(Event("cancelled", of_prefill[0].end, {"tokens": 1}))
+    for worker, spans in (("prefill-0", of_prefill), ("decode-0", of_decode)):
+        write(tmp_path / "traces" / f"{worker}.jsonl", spans)
+    return tmp_path
+
+
+def test_what_failed_is_said_once_and_below_a_picture_too(
+    cancelled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = shown(capsys, "--run-dir", cancelled)
+    told = lines[lines.index("prefill-0 request: breaker_open instances 1a 2b") :]
+    assert told == [
+        "prefill-0 request: breaker_open instances 1a 2b",
+        "prefill-0 request: cancelled tokens 1",
+        "prefill-0 remote_decode: failed: KvTransferError: lost",
+        "decode-0 kv_transfer: 48 KiB, 0.004 GB/s",
+        "decode-0 decode_steps: failed: EngineError: <lost>",
+    ]
+    picture = cancelled / "one.svg"
+    assert shown(capsys, "--run-dir", cancelled, "--html", picture) == []
+    texts = [each.text for each in ET.parse(picture).getroot().iter() if each.tag.endswith("text")]
+    assert texts[-len(told) :] == told
+
+
+def test_a_comparison_says_of_each_request_what_failed_in_the_width_of_the_terminal(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = shown(capsys, "--compare", "id-0", "id-1", "--run-dir", run_dir)
+    assert max(map(len, lines)) <= COLUMNS
+    second = lines.index("the second request")
+    assert lines.index("the first request") < second
+    failed = "decode-0 decode_steps: failed: EngineError: <lost>"
+    assert failed in lines[:second]
+    assert failed in lines[second:]
+
+
 def test_scripts_get_every_span_and_whose_time_it_was(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
