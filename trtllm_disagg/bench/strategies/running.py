@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -150,26 +150,34 @@ class Progress:
     total: int
     out: TextIO = sys.stderr
     done: int = 0
-    #: Wall seconds that are still to be spent on sending, and of starts: how many are left, and what each took.
-    sending: float = 0.0
-    starts: int = 0
+    #: Wall seconds of sending, of each batch that has not begun.
+    sending: list[float] = field(default_factory=list)
+    #: What each batch took beside sending: starts, pauses and the last answers.
     took: list[float] = field(default_factory=list)
     what: str = ""
-    _since: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    #: By the clock, of the batch that has begun.
+    _sent_at: float = 0.0
 
-    def begin(self, what: str) -> None:
-        self.what, self._since = what, time.monotonic()
+    def begin(self, what: str, sending: float) -> None:
+        self.what, self._sent_at = what, self.clock() + sending
+
+    def end(self, measured: int) -> None:
+        """Of the batch that has begun. What it could not measure is a batch of its own."""
+        self.done += measured
+        self.took.append(max(0.0, self.clock() - self._sent_at))
+        self._sent_at = 0.0
 
     def left(self) -> float:
-        start = sum(self.took) / len(self.took) if self.took else _GUESSED_START
-        return max(0.0, self.sending + self.starts * start - (time.monotonic() - self._since))
+        """A batch that takes longer than planned takes nothing from the others."""
+        beside = sum(self.took) / len(self.took) if self.took else _GUESSED_START
+        now = max(0.0, self._sent_at + beside - self.clock()) if self._sent_at else 0.0
+        return now + sum(self.sending) + len(self.sending) * beside
 
     def say(self) -> None:
         minutes, seconds = divmod(round(self.left()), 60)
-        print(
-            f"[{self.done}/{self.total} points] {self.what}: about {minutes} min {seconds:02d} s left",
-            file=self.out,
-        )
+        left = f"about {minutes} min {seconds:02d} s left" if minutes or seconds else "longer than planned"
+        print(f"[{self.done}/{self.total} points] {self.what}: {left}", file=self.out)
 
     async def keep_saying(self) -> None:
         while True:
@@ -199,9 +207,7 @@ class Runner:
         groups = self.groups()
         count = len(self.plan.points)
         progress = Progress(count, done=count - sum(len(points) for _, points in groups))
-        progress.starts = len(groups)
-        progress.sending = sum(self._schedule(points).seconds for _, points in groups)
-        progress.begin("")
+        progress.sending = [self._schedule(points).seconds for _, points in groups]
         return progress
 
     async def run(self) -> None:
@@ -210,6 +216,7 @@ class Runner:
         versions = versions_here() | {"aiperf": await asyncio.to_thread(self.aiperf.version)}
         try:
             for key, points in groups:
+                del progress.sending[0]
                 await self._batch(key, points, versions, progress)
         finally:
             saying.cancel()
@@ -217,23 +224,20 @@ class Runner:
     async def _batch(
         self, key: Key, points: list[Point], versions: Mapping[str, str], progress: Progress
     ) -> None:
-        attempt = 0
+        attempt, again = 1, ""
         while points:
-            # Points met each other: longer pauses, and empty caches, since their prompts are the same again.
-            attempt += 1
-            progress.begin(f"{key[0]}: starting")
-            begun, schedule = time.monotonic(), self._schedule(points, attempt)
+            schedule = self._schedule(points, attempt)
+            progress.begin(f"{key[0]}: starting{again}", schedule.seconds)
             async with self.targets.serving(key) as target:
                 told = ", ".join(dict.fromkeys(point.workload for point in points))
-                progress.what = f"{key[0]}: {len(points)} points, {told}"
+                progress.what = f"{key[0]}: {len(points)} points, {told}{again}"
                 results = await self._measure(schedule, target, versions)
             self._save(results)
-            progress.done += len(results)
+            progress.end(len(results))
             saved = {result.point for result in results}
             points = [point for point in points if point not in saved]
-            progress.sending = max(0.0, progress.sending - schedule.seconds)
-            progress.took.append(max(0.0, time.monotonic() - begun - schedule.seconds))
-        progress.starts -= 1
+            # Points met each other: longer pauses, and empty caches, since their prompts are the same again.
+            attempt, again = attempt + 1, ", again with longer pauses"
 
     def _save(self, results: Sequence[PointResult]) -> None:
         """Raises LoadFailedError where a point has errors only: its deployment is gone, and the run may go on later."""

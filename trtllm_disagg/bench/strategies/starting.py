@@ -258,7 +258,7 @@ async def measure_all(
             )
         progress = runner.progress()
         minutes = math.ceil(progress.left() / 60)
-        todo = f"{progress.total - progress.done} points in {progress.starts} deployments"
+        todo = f"{progress.total - progress.done} points in {len(progress.sending)} deployments"
         say(f"{todo}: about {minutes} min{_busy(args, minutes, software)}")
         await runner.run()
 

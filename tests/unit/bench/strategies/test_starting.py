@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,7 +27,7 @@ from trtllm_disagg.bench.strategies.records import (
     Sensitivity,
     Software,
 )
-from trtllm_disagg.bench.strategies.running import Deployments, Key, Runner, batches
+from trtllm_disagg.bench.strategies.running import Deployments, Key, Progress, Runner, batches
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN
@@ -164,6 +165,23 @@ def test_a_quick_run_is_expected_to_end_within_ten_minutes(model: Path, configs:
         file.write_text(yaml.safe_dump(content))
     runner = prepared(model, configs, "--quick", "--time-scale", "3")
     assert runner.progress().left() < 600
+
+
+def test_a_batch_that_takes_longer_or_is_repeated_leaves_the_time_of_the_others_as_it_was() -> None:
+    now, out = 1000.0, io.StringIO()
+    progress = Progress(3, out, sending=[200.0], took=[10.0], clock=lambda: now)
+    progress.begin("2 agg: 2 points", 100.0)
+    assert progress.left() == 10 + 100 + 10 + 200
+    now += 500
+    assert progress.left() == 10 + 200
+    progress.end(measured=1)
+    assert progress.took == [10.0, 400.0]
+    progress.begin("2 agg: 1 points, again", 150.0)
+    assert progress.left() == 150 + 205 + 205 + 200
+    progress.sending.clear()
+    now += 1000
+    progress.say()
+    assert out.getvalue() == "[1/3 points] 2 agg: 1 points, again: longer than planned\n"
 
 
 def test_more_of_our_own_software_slows_the_clock_until_its_share_is_small() -> None:
