@@ -115,8 +115,8 @@ Decider = Callable[[GenerateRequest], Decision]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What a worker knows when it decides: of its own engine, of the other stage, and of what it serves alone."""
+class FactSources:
+    """Where the facts of a decision come from: this engine, the other stage, and what this worker serves alone."""
 
     role: Role
     cached: CachedPrefixes
@@ -142,25 +142,25 @@ class Known:
         )
 
 
-def create_decider(name: str, known: Known, thresholds: Live[Thresholds]) -> Decider:
+def create_decider(name: str, sources: FactSources, thresholds: Live[Thresholds]) -> Decider:
     """The rule of that name in `DECIDERS`; the request trace has what a decision is based on."""
     if name == ALWAYS:  # nothing is looked up for it
         return lambda request: Decision(True, ALWAYS)
 
     def decide(request: GenerateRequest) -> Decision:
-        facts = known.facts(request)
+        facts = sources.facts(request)
         request.trace.facts |= facts.told()
         return thresholds.value.rule(DECIDERS[name]).decide(facts)
 
     return decide
 
 
-def create_auto_decider(name: str, known: Known, thresholds: Live[Thresholds]) -> Decider:
+def create_auto_decider(name: str, sources: FactSources, thresholds: Live[Thresholds]) -> Decider:
     """`auto` has a rule of its own, and that of occupancy where the worker has it: both stages when both say so."""
-    by_length = create_decider("length_and_queue", known, thresholds)
+    by_length = create_decider("length_and_queue", sources, thresholds)
     if name != DECODE_OCCUPANCY:
         return by_length
-    by_occupancy = create_decider(name, known, thresholds)
+    by_occupancy = create_decider(name, sources, thresholds)
 
     def decide(request: GenerateRequest) -> Decision:
         decision = by_length(request)

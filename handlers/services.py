@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol
 
 from trtllm_disagg.config.thresholds import Live, Thresholds, read_policy_file
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
@@ -20,7 +21,7 @@ from trtllm_disagg.handlers.concurrent import LocalPush, bare_push
 from trtllm_disagg.handlers.decide import (
     Auto,
     CachedPrefixes,
-    Known,
+    FactSources,
     QueueDepth,
     conditional,
     create_auto_decider,
@@ -54,7 +55,7 @@ _WATCH_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a worker knows and may be told while it runs."""
+    """What a worker decides by: settings that a command or the policy file may change, and what it observes."""
 
     strategy: Live[str]
     thresholds: Live[Thresholds]
@@ -64,12 +65,19 @@ class Policy:
     sinks: list[RequestSink] = field(default_factory=list)
     queued: Queued = field(default_factory=Queued)
     occupancy: OwnOccupancy = field(default_factory=OwnOccupancy)
+    #: Of the other stage's instances.
+    other_occupancy: Occupancies = field(default_factory=Occupancies)
 
     @classmethod
-    def of(cls, config: WorkerConfig, block_size: int) -> Policy:
-        """Raises ConfigError when the policy file is wrong."""
-        breaker = CircuitBreaker(config.breaker_failures, config.breaker_seconds)
-        policy = cls(Live(config.strategy), Live(Thresholds.of(config)), CachedPrefixes(block_size), breaker)
+    def of(cls, config: WorkerConfig, block_size: int, other_occupancy: Occupancies | None = None) -> Policy:
+        """`block_size` in tokens. Raises ConfigError when the policy file is wrong."""
+        policy = cls(
+            Live(config.strategy),
+            Live(Thresholds.of(config)),
+            CachedPrefixes(block_size),
+            CircuitBreaker(config.breaker_failures, config.breaker_seconds),
+            other_occupancy=other_occupancy or Occupancies(),
+        )
         if config.policy_file is not None:
             policy.set_thresholds(read_policy_file(Path(config.policy_file)), config.policy_file)
         return policy
@@ -131,25 +139,50 @@ class Parts:
         return self.style is ScheduleStyle.GENERATION_FIRST
 
 
+class SharedQueue(QueueDepth, Protocol):
+    """The prefill queue, as a request path uses it (`prefill_queue.PrefillQueue`)."""
+
+    @property
+    def client(self) -> StageClient | None:
+        """The way to whichever prefill worker has room; None where there is no queue."""
+        ...
+
+
 def build_generate(
     config: WorkerConfig,
     engine: Engine,
     stage: StageClient,
     policy: Policy | None = None,
-    prefills: StageClient | None = None,
-    waiting: QueueDepth | None = None,
-    occupancies: Occupancies | None = None,
+    queue: SharedQueue | None = None,
     instance_id: int | None = None,
 ) -> Generate:
     """How this worker, the instance `instance_id`, answers a request. `stage` is the way to the workers of the other
-    role, and `occupancies` how full those are; with a prefill queue `prefills` is that to whichever prefill worker has
-    room, and `waiting` how many have waited for one.
+    role.
     """
-    policy = policy or Policy.of(config, config.kv_block_size)
-    generate = _built(
-        config, engine, stage, policy, prefills, waiting, occupancies or Occupancies(), instance_id
-    )
-    return generate if config.role is Role.AGG else _splittable(generate, config)
+    if config.role is Role.AGG:
+        return resume_migrated(_in_one_way("agg", config, engine, stage), _replays_of(engine))
+    if spec_of(config.strategy).is_worker_side:
+        policy = policy or Policy.of(config, config.kv_block_size)
+        generate = _worker_side(config, engine, stage, policy, queue, instance_id)
+    else:
+        # Not resumed: under router, Dynamo's migration link is from the prefill worker to the decode worker.
+        generate = _in_one_way(config.strategy, config, engine, stage)
+    return _splittable(generate, config)
+
+
+def _replays_of(engine: Engine) -> Replays:
+    return always if engine.is_exact else replay_if_needed
+
+
+def _in_one_way(name: str, config: WorkerConfig, engine: Engine, stage: StageClient) -> Generate:
+    """The strategy of that name for every request: no worker calls another, so there is nothing to choose."""
+    whole = build_strategy(name, Parts(config.role, engine, stage))
+
+    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        request.trace.chose(name, "default")
+        return whole(request, context)
+
+    return finish_if_budget_exhausted(generate)
 
 
 def _splittable(generate: Generate, config: WorkerConfig) -> Generate:
@@ -165,25 +198,22 @@ def _splittable(generate: Generate, config: WorkerConfig) -> Generate:
     return answer
 
 
-def _built(
+def _worker_side(
     config: WorkerConfig,
     engine: Engine,
     stage: StageClient,
     policy: Policy,
-    prefills: StageClient | None,
-    waiting: QueueDepth | None,
-    occupancies: Occupancies,
+    queue: SharedQueue | None,
     instance_id: int | None,
 ) -> Generate:
-    replays = always if engine.is_exact else replay_if_needed
-    name = "agg" if config.role is Role.AGG else config.strategy
-    if not spec_of(name).is_worker_side:
-        whole = _named(name, build_strategy(name, Parts(config.role, engine, stage)))
-        # Under router, Dynamo's link is from the prefill worker to the decode worker.
-        whole = finish_if_budget_exhausted(whole)
-        return resume_migrated(whole, replays) if config.role is Role.AGG else whole
+    """A worker that calls, or is called by, workers of the other role."""
     timeouts = stream_timeouts_of(config)
     watched = CircuitBreakerClient(stage, policy.breaker, timeouts)
+    through_queue: StageClient | None = None
+    waiting: QueueDepth = watched
+    if queue is not None and queue.client is not None:
+        consumed = _require_consumers(config, queue.client, stage)
+        through_queue, waiting = CircuitBreakerClient(consumed, policy.breaker, timeouts), queue
     parts = Parts(
         config.role,
         engine,
@@ -192,13 +222,13 @@ def _built(
         config.prefill_timeout,
         config.first_decode_token_timeout,
         choose_protocol(config.handoff_protocol),
-        prefills
-        and CircuitBreakerClient(_require_consumers(config, prefills, stage), policy.breaker, timeouts),
+        through_queue,
         instance_id,
     )
-    known = Known(config.role, policy.cached, waiting or watched, policy.occupancy, occupancies)
-    chosen = _strategy_router(config, parts, watched, known, policy, replays)
-    return resume_migrated(finish_if_budget_exhausted(served(parts, chosen)), replays)
+    sources = FactSources(config.role, policy.cached, waiting, policy.occupancy, policy.other_occupancy)
+    replays = _replays_of(engine)
+    whole = _strategy_router(config, parts, watched, sources, policy, replays)
+    return resume_migrated(finish_if_budget_exhausted(served(parts, whole)), replays)
 
 
 def _require_consumers(config: WorkerConfig, queue: StageClient, workers: StageClient) -> StageClient:
@@ -211,57 +241,54 @@ def _strategy_router(
     config: WorkerConfig,
     parts: Parts,
     stage: CircuitBreakerClient,
-    known: Known,
+    sources: FactSources,
     policy: Policy,
     replays: Replays,
 ) -> StrategyRouter:
+    """`local`, each order of the two phases and `auto`, as ways to answer. Behind each order are its fallback steps;
+    before the deployment's own one is the decider, which may keep a request on this worker.
+    """
     local = LocalBoth(parts.engine)
-    kept = known.kept.counting(local)
-    instead = within_fallback_budget(local, policy.thresholds)
+    kept = sources.kept.counting(local)
     own = [order.name for order in orders() if order.entry_role == parts.role]
     others = [order.name for order in orders() if order.entry_role != parts.role]
-    across = {name: relayed(stage, name) for name in others}
-
-    def falling_back(whole: Generate) -> Generate:
-        steps = [FallbackStep("other_instance", whole)] * config.max_tries
-        if config.on_missing_stage == "local":
-            steps = [*steps, FallbackStep("local", instead, "local")]
-        steps += [
-            FallbackStep("other_stage", across[others[0]], others[0], without_engine=True)
-        ] * config.max_tries
-        return with_fallback(steps, replays)
-
-    ways: dict[str, Generate] = {
-        "local": kept,
-        **{name: falling_back(build_strategy(name, parts)) for name in own},
-        **{name: falling_back(across[name]) for name in others},
-    }
-    decider = create_decider(config.prefill_decider, known, policy.thresholds)
-    deployed = {name: conditional(decider, kept, ways[name]) for name in (*own, *others)}
+    relays = {name: relayed(stage, name) for name in others}
+    steps_after = partial(
+        _fallback_steps,
+        config,
+        local=within_fallback_budget(local, policy.thresholds),
+        relay=FallbackStep("other_stage", relays[others[0]], others[0], without_engine=True),
+    )
+    first_steps = {name: build_strategy(name, parts) for name in own} | relays
+    ways = {name: with_fallback(steps_after(first), replays) for name, first in first_steps.items()}
+    decider = create_decider(config.prefill_decider, sources, policy.thresholds)
+    deployed = {name: conditional(decider, kept, way) for name, way in ways.items()}
+    ways["local"] = kept
     auto = Auto(
-        create_auto_decider(config.prefill_decider, known, policy.thresholds),
+        create_auto_decider(config.prefill_decider, sources, policy.thresholds),
         ways,
         (own[0], others[0]),
         stage.num_healthy,
         config.max_batch_size,
     )
-    ways["auto"] = auto
-    return StrategyRouter(ways, deployed | {"auto": auto}, policy.strategy, stage.check)
+    return StrategyRouter(ways | {"auto": auto}, deployed | {"auto": auto}, policy.strategy, stage.check)
+
+
+def _fallback_steps(
+    config: WorkerConfig, first: Generate, *, local: Generate, relay: FallbackStep
+) -> list[FallbackStep]:
+    """`first`, again on other instances; then this worker alone, if it may. `relay` is for a request that has lost this
+    worker's engine.
+    """
+    steps = [FallbackStep("other_instance", first)] * config.max_tries
+    if config.on_missing_stage == "local":
+        steps.append(FallbackStep("local", local, "local"))
+    return steps + [relay] * config.max_tries
 
 
 def build_strategy(name: str, parts: Parts) -> Generate:
     """How a worker of that strategy's entry role answers a whole request."""
-    return cast(Generate, spec_of(name).load_builder()(parts))
-
-
-def _named(name: str, whole: Generate) -> Generate:
-    """Where there is no choice."""
-
-    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        request.trace.chose(name, "default")
-        return whole(request, context)
-
-    return generate
+    return spec_of(name).load_builder()(parts)
 
 
 def served(parts: Parts, whole: Generate) -> Generate:

@@ -78,6 +78,17 @@ class Pulling:
         await self.puller.drained()
 
 
+@dataclass(frozen=True)
+class QueuedPrefills:
+    """What a request path sees of a queue."""
+
+    client: QueueClient
+    watch: DepthWatch
+
+    def depth(self) -> int:
+        return self.watch.depth()
+
+
 @dataclass
 class Queueing:
     """One queue. What it makes, it closes."""
@@ -110,7 +121,7 @@ class Queueing:
         engine = recording_engine()
         role = Role(spec_of(self.strategy).entry_role or "decode")
         config = worker_config(self.namespace, role, self.strategy)
-        generate = build_generate(config, engine, stage or NoWorkers(), prefills=client, waiting=watch)
+        generate = build_generate(config, engine, stage or NoWorkers(), queue=QueuedPrefills(client, watch))
         self.pushers.append(Pushing(client, watch, broker, generate, engine.llm, listening))
         return self.pushers[-1]
 

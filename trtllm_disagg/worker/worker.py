@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from trtllm_disagg.keys import AdminKey
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.processes.activity import DRAINING, SERVING, Reporter, reporter_of
 from trtllm_disagg.tracing.tracer import Tracer, tracer_of
+from trtllm_disagg.types import Generate
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, read_model_facts
 from trtllm_disagg.worker.pairing import (
     Fingerprint,
@@ -86,29 +88,18 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
     async with aclosing(await open_prefill_queue(config, kind_of(me))) as queue:
         require_system_port(os.environ)
         runtime = Runtime(config, advertised)
-        verifier = _verifier(config, runtime.instance_id)
-        tracer = tracer_of(os.environ, _part(config), f"{runtime.instance_id:x}")
         own_endpoint_ids = {config.endpoint_id, config.peer_endpoint_id}
         names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
-        checks = StartupChecks(config, names, runtime)
-        await checks.before_loading()
-        log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
-        reporter.tell("starting the engine")
-        began = time.monotonic()
-        engine = await asyncio.to_thread(
-            Engine.open, api, engine_args, runtime.instance_id % 1021, _affinity(config)
+        worker = _Worker(
+            config,
+            runtime,
+            queue,
+            StartupChecks(config, names, runtime),
+            _verifier(config, runtime.instance_id),
+            reporter,
+            tracer_of(os.environ, _part(config), f"{runtime.instance_id:x}"),
         )
-        load_seconds = time.monotonic() - began
-        try:
-            for missing in engine.capabilities.missing():
-                log.info("the engine cannot %s", missing)
-            me = with_engine(me, _capacity(config, engine)[0], engine.ctx_info_endpoint, engine.ctx_dp_rank)
-            await _serve(config, me, engine, runtime, queue, checks, verifier, reporter, tracer, load_seconds)
-        finally:
-            await asyncio.to_thread(tracer.close)
-            has_ended = await close(engine, _health_times(config))
-        if not has_ended:
-            raise EngineLostError("the engine does not end")
+        await worker.run(api, engine_args, me)
 
 
 def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
@@ -130,63 +121,109 @@ def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelI
     return identity, describe_worker(config, fingerprint, identity)
 
 
-async def _serve(
-    config: WorkerConfig,
-    me: dict[str, Any],
-    engine: Engine,
-    runtime: Runtime,
-    queue: PrefillQueue,
-    checks: StartupChecks,
-    verifier: Verifier,
-    reporter: Reporter,
-    tracer: Tracer,
-    load_seconds: float,
-) -> None:
-    block_size, num_blocks = _capacity(config, engine)
-    reporter.tell("looking for the other stage")
-    drain = WorkerDrain()
-    leaving = Leaving(runtime, drain, engine, queue, config.drain_seconds)
-    leaving.leave_on_signals()
-    if not await checks.before_listing(me):
-        return
-    stage: StageClient = NoStage()
-    occupancies = Occupancies()
-    if config.partner_endpoint_id is not None:
-        others = await _other_stage(config, config.partner_endpoint_id, runtime, block_size)
-        stage = CompatibilityFilter(others, partial(require_callable, me))
-        if config.reads_occupancy:
-            occupancies = StageOccupancy(await runtime.stage(config.partner_endpoint_id))
-    policy = Policy.of(config, block_size)
-    model = ServedModel(
-        block_size,
-        num_blocks,
-        config.max_batch_size,
-        config.max_num_tokens,
-        engine.max_seq_len,
-        engine.num_ranks,
-    )
-    registration = Registration(runtime, model, tells_peers=config.tells_peers)
-    state = StageState(config, me, policy, stage, registration, verifier)
-    waiting = queue if queue.client is not None else None
-    answers = build_generate(
-        config, engine, stage, policy, queue.client, waiting, occupancies, runtime.instance_id
-    )
-    generate = with_request_log(answers, _part(config), policy.sinks, drain, tracer)
-    generate = state.counting(generate)
-    generate = Admission(policy.thresholds, policy.queued).admitting(generate)
-    generate = beside_requests(answers, generate)
-    publishers = await create_publishers(
-        config, runtime.front, runtime.peer, engine, model, policy, load_seconds
-    )
-    for publisher in publishers:
-        await publisher.start()
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """All of a worker but its engine, which is loaded when everything else is known to be right."""
 
-    async def register() -> None:
-        reporter.tell("registering")
-        await checks.before_registering(me)
+    config: WorkerConfig
+    runtime: Runtime
+    queue: PrefillQueue
+    checks: StartupChecks
+    verifier: Verifier
+    reporter: Reporter
+    tracer: Tracer
+    drain: WorkerDrain = field(default_factory=WorkerDrain)
+
+    async def run(self, api: LlmApi, engine_args: dict[str, Any], me: dict[str, Any]) -> None:
+        """Load the engine, serve, and close it. `me`: this worker's description, for workers of the other role."""
+        config = self.config
+        await self.checks.before_loading()
+        log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
+        self.reporter.tell("starting the engine")
+        began = time.monotonic()
+        machine_id = self.runtime.instance_id % 1021
+        engine = await asyncio.to_thread(Engine.open, api, engine_args, machine_id, _affinity(config))
+        load_seconds = time.monotonic() - began
+        try:
+            for missing in engine.capabilities.missing():
+                log.info("the engine cannot %s", missing)
+            me = with_engine(me, _capacity(config, engine)[0], engine.ctx_info_endpoint, engine.ctx_dp_rank)
+            await self._serve(engine, me, load_seconds)
+        finally:
+            await asyncio.to_thread(self.tracer.close)
+            has_ended = await close(engine, _health_times(config))
+        if not has_ended:
+            raise EngineLostError("the engine does not end")
+
+    async def _serve(self, engine: Engine, me: dict[str, Any], load_seconds: float) -> None:
+        config, runtime = self.config, self.runtime
+        self.reporter.tell("looking for the other stage")
+        leaving = Leaving(runtime, self.drain, engine, self.queue, config.drain_seconds)
+        leaving.leave_on_signals()
+        if not await self.checks.before_listing(me):
+            return
+        model = _served_model(config, engine)
+        stage, occupancies = await self._other_stage(me, model.block_size)
+        policy = Policy.of(config, model.block_size, occupancies)
+        registration = Registration(runtime, model, tells_peers=config.tells_peers)
+        state = StageState(config, me, policy, stage, registration, self.verifier)
+        generate = self._request_path(engine, stage, policy, state)
+        publishers = await create_publishers(
+            config, runtime.front, runtime.peer, engine, model, policy, load_seconds
+        )
+        for publisher in publishers:
+            await publisher.start()
+        try:
+            async with (
+                _leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds),
+                _watching(config, policy, state) as watchers,
+            ):
+                serving = runtime.serve(
+                    generate,
+                    lambda: state.describe() | self.checks.described(),
+                    state.handle_command,
+                    engine.longest_prompt,
+                    engine.probe,
+                )
+                await _serve_and(self._register(me, state, generate, watchers), serving, runtime)
+        finally:
+            for publisher in publishers:
+                await publisher.stop()
+
+    async def _other_stage(self, me: dict[str, Any], block_size: int) -> tuple[StageClient, Occupancies]:
+        """The way to the workers of the other role that this one fits together with, and how full those are."""
+        config, endpoint_id = self.config, self.config.partner_endpoint_id
+        if endpoint_id is None:
+            return NoStage(), Occupancies()
+        selected = await _selected_stage(config, endpoint_id, self.runtime, block_size)
+        stage = CompatibilityFilter(selected, partial(require_callable, me))
+        if not config.reads_occupancy:
+            return stage, Occupancies()
+        return stage, StageOccupancy(await self.runtime.stage(endpoint_id))
+
+    def _request_path(
+        self, engine: Engine, stage: StageClient, policy: Policy, state: StageState
+    ) -> Generate:
+        """How this worker answers; what is applied last, a request meets first."""
+        answers = build_generate(self.config, engine, stage, policy, self.queue, self.runtime.instance_id)
+        generate = with_request_log(answers, _part(self.config), policy.sinks, self.drain, self.tracer)
+        generate = state.counting(generate)
+        generate = Admission(policy.thresholds, policy.queued).admitting(generate)
+        return beside_requests(answers, generate)
+
+    async def _register(
+        self,
+        me: dict[str, Any],
+        state: StageState,
+        generate: Generate,
+        watchers: list[asyncio.Task[None]],
+    ) -> None:
+        config, runtime = self.config, self.runtime
+        self.reporter.tell("registering")
+        await self.checks.before_registering(me)
         await state.apply()
-        await queue.start(generate, runtime.instance_id, runtime.front)
-        watchers.append(asyncio.create_task(_tell_load(reporter, drain), name="load"))
+        await self.queue.start(generate, runtime.instance_id, runtime.front)
+        watchers.append(asyncio.create_task(_tell_load(self.reporter, self.drain), name="load"))
         log.info(
             "worker ready: %s at %s, instance %x; discovery: %s",
             _part(config),
@@ -195,25 +232,20 @@ async def _serve(
             config.discovery_backend,
         )
 
-    try:
-        async with (
-            _leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds),
-            _watching(config, policy, state) as watchers,
-        ):
-            serving = runtime.serve(
-                generate,
-                lambda: state.describe() | checks.described(),
-                state.handle_command,
-                engine.longest_prompt,
-                engine.probe,
-            )
-            await _serve_and(register(), serving, runtime)
-    finally:
-        for publisher in publishers:
-            await publisher.stop()
+
+def _served_model(config: WorkerConfig, engine: Engine) -> ServedModel:
+    block_size, num_blocks = _capacity(config, engine)
+    return ServedModel(
+        block_size,
+        num_blocks,
+        config.max_batch_size,
+        config.max_num_tokens,
+        engine.max_seq_len,
+        engine.num_ranks,
+    )
 
 
-async def _other_stage(
+async def _selected_stage(
     config: WorkerConfig, endpoint_id: str, runtime: Runtime, block_size: int
 ) -> StageClient:
     in_flight = InFlight()

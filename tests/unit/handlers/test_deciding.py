@@ -15,7 +15,7 @@ from tests.support.recording_pair import make_pair
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, Known, create_decider
+from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, FactSources, create_decider
 from trtllm_disagg.handlers.services import Policy, watch_policy_file
 from trtllm_disagg.types import GenerateRequest
 
@@ -37,7 +37,7 @@ def thresholds(**values: Any) -> Thresholds:
 
 
 def decider(name: str, depth: int = 0, cached: CachedPrefixes | None = None, **values: Any) -> Decider:
-    known = Known(Role.DECODE, cached or CachedPrefixes(BLOCK), Queue(depth))
+    known = FactSources(Role.DECODE, cached or CachedPrefixes(BLOCK), Queue(depth))
     return create_decider(name, known, Live(thresholds(**values)))
 
 
@@ -147,7 +147,7 @@ def policy(**settings: Any) -> Policy:
 def test_a_change_is_seen_by_the_next_decision_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     live = policy()
-    rule = create_decider("length", Known(Role.DECODE, live.cached, Queue()), live.thresholds)
+    rule = create_decider("length", FactSources(Role.DECODE, live.cached, Queue()), live.thresholds)
     assert not rule(prompt(500)).remote
     changes = live.set_thresholds({"max_local_prefill_length": 499}, "policy.yaml")
     assert changes == ["max_local_prefill_length: 1000 -> 499"]

@@ -17,7 +17,7 @@ from trtllm_disagg.config.deciders import Occupancy
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, OverloadedError, PeerUnavailableError
-from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, Known, conditional, create_decider
+from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, FactSources, conditional, create_decider
 from trtllm_disagg.handlers.occupancy import (
     Occupancies,
     OwnOccupancy,
@@ -68,7 +68,7 @@ def decider(
     **values: Any,
 ) -> Decider:
     told = Told(None if decode is None else Occupancy(decode, age=0.1))
-    known = Known(role, CachedPrefixes(4), NoQueue(), used(own), told, kept or RunningAlone())
+    known = FactSources(role, CachedPrefixes(4), NoQueue(), used(own), told, kept or RunningAlone())
     return create_decider(NAME, known, live(**values))
 
 
@@ -161,7 +161,8 @@ def worker(
         publish_metrics=True,
         **settings,
     )
-    return build_generate(config, recording_engine(), stage, occupancies=Told(told))
+    policy = Policy.of(config, config.kv_block_size, Told(told))
+    return build_generate(config, recording_engine(), stage, policy)
 
 
 @pytest.mark.parametrize(
