@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
+from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.types import RequestContext
 
 _running: set[asyncio.Task[None]] = set()
@@ -36,7 +37,7 @@ class AbortGuard:
     and crashed on that (Dynamo #7489). Such an abort waits for `may_abort`, which is at the first output.
     """
 
-    def __init__(self, result: Any, *, deferred: bool) -> None:
+    def __init__(self, result: RequestOutput, *, deferred: bool) -> None:
         self._result = result
         self._allowed = not deferred
         self._wanted = False
@@ -58,7 +59,7 @@ class AbortGuard:
     @property
     def is_over(self) -> bool:
         """There is nothing to abort."""
-        return self._has_failed or bool(self._result.finished)
+        return self._has_failed or self._result.finished
 
     @property
     def is_waiting(self) -> bool:
@@ -72,7 +73,7 @@ class AbortGuard:
 
 @contextlib.asynccontextmanager
 async def abort_when_stopped(
-    result: Any, context: RequestContext, *, deferred: bool = False
+    result: RequestOutput, context: RequestContext, *, deferred: bool = False
 ) -> AsyncIterator[AbortGuard]:
     """A context that is stopped aborts the result; so does leaving the body before the result is done."""
     guard = AbortGuard(result, deferred=deferred)
@@ -81,7 +82,7 @@ async def abort_when_stopped(
 
 
 @contextlib.asynccontextmanager
-async def guarded(guard: AbortGuard, result: Any, context: RequestContext) -> AsyncIterator[None]:
+async def guarded(guard: AbortGuard, result: RequestOutput, context: RequestContext) -> AsyncIterator[None]:
     """The same by a guard that its caller has."""
 
     async def watch() -> None:
@@ -99,7 +100,7 @@ async def guarded(guard: AbortGuard, result: Any, context: RequestContext) -> As
                 in_background(_read_on(result, guard))
 
 
-async def _read_on(result: Any, guard: AbortGuard) -> None:
+async def _read_on(result: RequestOutput, guard: AbortGuard) -> None:
     """No client waits for this result any more, but its KV is still on the way."""
     try:
         async for _ in result:

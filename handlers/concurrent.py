@@ -18,7 +18,8 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
 )
 from trtllm_disagg.handlers.engine_spans import record_engine
-from trtllm_disagg.handlers.local import OutputCursor, finished
+from trtllm_disagg.handlers.local import finished
+from trtllm_disagg.handlers.outputs import OutputCursor
 from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance, dispatched, selected
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handlers.trace import record_cache_hit

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
 from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.kv_transfer.handle import split_endpoint
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
@@ -41,7 +41,7 @@ class Spanned(PerRequestStream[TokenChunk]):
         self._span.end()
 
 
-def record_engine(engine: Engine, request: GenerateRequest, result: Any) -> None:
+def record_engine(engine: Engine, request: GenerateRequest, result: RequestOutput) -> None:
     """The times that the engine tells of a finished RequestOutput, below the request's span, which is around all of it:
     waiting, KV on its way, computing. An engine that measures nothing adds nothing.
     """
@@ -89,7 +89,7 @@ def record_engine(engine: Engine, request: GenerateRequest, result: Any) -> None
         span.note({"gen_ai.latency.time_in_model_decode": last - first})
 
 
-def _record_prompt(span: Span, begin: float, end: float, result: Any, time_scale: float) -> None:
+def _record_prompt(span: Span, begin: float, end: float, result: RequestOutput, time_scale: float) -> None:
     """Of several steps the last one has a span of its own. Only from it on may KV be complete."""
     breakdown = getattr(result, "time_breakdown_metrics", None) or {}
     chunks = breakdown.get("ctx_chunk_metrics") or []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 
 import msgspec
 
 from trtllm_disagg.engine.capabilities import RELEASES_HANDOFFS
 from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -21,10 +21,10 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard, abort_when_stopped, guarded, in_background
 from trtllm_disagg.handlers.engine_spans import record_engine, spanned
+from trtllm_disagg.handlers.outputs import ChoicesCursor, OutputCursor, newest_states
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handlers.trace import record_cache_hit, record_transfer
 from trtllm_disagg.types import (
-    PROMPT_LOGPROBS,
     DecodePhase,
     GenerateRequest,
     Handoff,
@@ -32,170 +32,8 @@ from trtllm_disagg.types import (
     PrefillResult,
     RequestContext,
     TokenChunk,
-    Usage,
 )
 from trtllm_disagg.wire.bodies import encode_disaggregated_params, names_a_sender
-
-
-class OutputCursor:
-    """RequestOutput of the LLM API (cumulative) -> TokenChunks (what is new), for one choice."""
-
-    def __init__(
-        self,
-        num_prompt: int,
-        *,
-        skip: int = 0,
-        cached_tokens: int | None = None,
-        was_fetched: bool = False,
-        choice: int = 0,
-    ) -> None:
-        """`skip` tokens have reached the client already; `cached_tokens` wins over this engine's count, which of KV
-        that `was_fetched` has all of it. `choice` is a place in the result's `outputs`.
-        """
-        self._num_prompt = num_prompt
-        self._position = skip
-        self._cached_tokens = cached_tokens
-        self._was_fetched = was_fetched
-        self._choice = choice
-        self._has_ended = False
-
-    def advance(self, result: Any) -> Sequence[TokenChunk]:
-        """What came since the last call, one chunk or none. Raises StageTimeoutError."""
-        output = result.outputs[self._choice]
-        tokens = output.token_ids[self._position :]
-        if self._has_ended or not (tokens or output.finish_reason):
-            return ()
-        log_probs, top_logprobs = None, None
-        if output.logprobs:
-            log_probs, top_logprobs = _logprobs(output, self._position, tokens)
-        self._position += len(tokens)
-        chunk = TokenChunk(list(tokens), output.index, log_probs, top_logprobs)
-        return (chunk,) if output.finish_reason is None else (self._end(chunk, result, output),)
-
-    def _end(self, chunk: TokenChunk, result: Any, output: Any) -> TokenChunk:
-        if output.finish_reason == "timeout":  # Dynamo's frontend has no such end
-            raise StageTimeoutError("the engine ran out of time for this request")
-        self._has_ended = True
-        cached, told = self._cached(result, output)
-        if (of_prompt := _prompt_logprobs(output)) is not None:
-            told[PROMPT_LOGPROBS] = of_prompt
-        # What the other choices have so far; the last one to end has all.
-        num_made = sum(len(each.token_ids) for each in result.outputs)
-        return msgspec.structs.replace(
-            chunk,
-            finish_reason=output.finish_reason,
-            stop_reason=output.stop_reason,
-            completion_usage=Usage.of(self._num_prompt, num_made, cached),
-            engine_data=told or None,
-        )
-
-    def _cached(self, result: Any, output: Any) -> tuple[int, dict[str, Any]]:
-        """Tokens of the prompt that no engine had to compute, and what to tell of the engine's own count."""
-        if self._cached_tokens is not None:
-            return self._cached_tokens, {}
-        counted = min(result.cached_tokens or 0, self._num_prompt)
-        measured = getattr(output.request_perf_metrics, "kv_cache_metrics", None)
-        if not self._was_fetched or measured is None:
-            return counted, {}
-        total = measured.num_reused_blocks + measured.num_missed_blocks
-        own = self._num_prompt * measured.num_reused_blocks // total if total else 0
-        return min(own, max(self._num_prompt - 1, 0)), {
-            "cached_tokens_engine_reported": result.cached_tokens or 0
-        }
-
-
-class ChoicesCursor:
-    """The same for a request with several choices: a chunk for each that has grown."""
-
-    def __init__(self, num_prompt: int, num_choices: int) -> None:
-        self._cursors = [OutputCursor(num_prompt, choice=choice) for choice in range(num_choices)]
-
-    def advance(self, result: Any) -> Sequence[TokenChunk]:
-        return [chunk for cursor in self._cursors for chunk in cursor.advance(result)]
-
-
-def _logprobs(
-    output: Any, position: int, tokens: list[int]
-) -> tuple[list[float] | None, list[list[dict[str, Any]]] | None]:
-    """None when one is missing: a shorter list would be read as the logprobs of other tokens."""
-    entries = output.logprobs[position : position + len(tokens)]
-    if not tokens or len(entries) < len(tokens):
-        return None, None
-    if isinstance(entries[0], float):  # TensorRT-LLM, when the request asks for no alternatives
-        return list(entries), None
-    if not all(entries):
-        return None, None
-    # Some TensorRT-LLM leaves out the token that it has drawn; Dynamo's worker takes the likeliest one's instead.
-    chosen = [
-        (entry.get(token) or next(iter(entry.values()))).logprob
-        for token, entry in zip(tokens, entries, strict=True)
-    ]
-    top = [
-        [
-            {"rank": lp.rank or 0, "token_id": token, "token": None, "logprob": lp.logprob}
-            for token, lp in entry.items()
-        ]
-        for entry in entries
-    ]
-    return chosen, top
-
-
-def _prompt_logprobs(output: Any) -> list[dict[str, dict[str, Any]] | None] | None:
-    """As Dynamo's frontend reads them; None when the engine has computed none."""
-    if not output.prompt_logprobs:
-        return None
-    return [
-        entry
-        and {
-            str(token): {"logprob": lp.logprob} | ({} if lp.rank is None else {"rank": lp.rank})
-            for token, lp in entry.items()
-        }
-        for entry in output.prompt_logprobs
-    ]
-
-
-#: Inside, the task, which reads the result, is cancelled when what it waits for is gone.
-AwaitedBy = Callable[[asyncio.Future[Any], Any], AbstractContextManager[None]]
-
-
-def _as_long_as_it_takes(reading: asyncio.Future[Any], result: Any) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-async def newest_states(
-    result: Any, on_output: Callable[[], None], awaited_by: AwaitedBy = _as_long_as_it_takes
-) -> AsyncGenerator[Any, None]:
-    """Reads an engine's output as fast as it comes, however slow the way to the client is: `result` (a RequestOutput,
-    cumulative) when it has grown: once for all that came while the caller was busy. What
-    comes alone never waits. Raises what iterating the result raises, behind the last state, and CancelledError when
-    `awaited_by` has ended it.
-
-    `on_output` is called for each output of the engine, also while the caller is busy.
-    """
-    news = asyncio.Event()
-
-    async def read() -> None:
-        try:
-            async for _ in result:
-                on_output()
-                news.set()
-        finally:
-            news.set()
-
-    reader = asyncio.create_task(read(), name="read-ahead")
-    try:
-        with awaited_by(reader, result):
-            has_ended = False
-            while not has_ended:
-                await news.wait()
-                news.clear()
-                has_ended = reader.done()
-                yield result
-        await reader
-    finally:
-        reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await reader
 
 
 class LocalPrefill:
@@ -249,7 +87,7 @@ class LocalPrefill:
             chunk = msgspec.structs.replace(chunk, finish_reason="length")
         return Handoff(chunk, None)
 
-    def _first(self, request: GenerateRequest, result: Any) -> TokenChunk:
+    def _first(self, request: GenerateRequest, result: RequestOutput) -> TokenChunk:
         chunks = OutputCursor(len(request.token_ids)).advance(result)
         if not chunks or chunks[0].finish_reason == "cancelled":
             raise EngineError("the engine ended the prefill without a token")
@@ -257,7 +95,7 @@ class LocalPrefill:
         record_engine(self._engine, request, result)
         return chunks[0]
 
-    def _handoff(self, request: GenerateRequest, context: RequestContext, result: Any) -> Handoff:
+    def _handoff(self, request: GenerateRequest, context: RequestContext, result: RequestOutput) -> Handoff:
         try:
             chunk = self._first(request, result)
             if chunk.finish_reason not in _ENDS_OF_EVERY_PREFILL:
@@ -273,7 +111,7 @@ class LocalPrefill:
         handoff.on_release(lambda: self._release(request, context, result, handoff))
         return handoff
 
-    def _result(self, chunk: TokenChunk, result: Any) -> PrefillResult:
+    def _result(self, chunk: TokenChunk, result: RequestOutput) -> PrefillResult:
         params = result.outputs[0].disaggregated_params
         encoded = encode_disaggregated_params(params) if params is not None else {}
         if not names_a_sender(encoded):
@@ -282,7 +120,7 @@ class LocalPrefill:
         return PrefillResult(encoded, usage.prompt_tokens_details if usage is not None else None)
 
     def _release(
-        self, request: GenerateRequest, context: RequestContext, result: Any, handoff: Handoff
+        self, request: GenerateRequest, context: RequestContext, result: RequestOutput, handoff: Handoff
     ) -> None:
         if self._drain is None:
             result.abort()
@@ -290,7 +128,7 @@ class LocalPrefill:
             # A decode worker that loses its client fetches before it stops; to fetch twice is an error of its engine.
             self._drain(request.with_handoff(handoff))
 
-    def _let_go(self, request: GenerateRequest, result: Any, guard: AbortGuard) -> None:
+    def _let_go(self, request: GenerateRequest, result: RequestOutput, guard: AbortGuard) -> None:
         """Of a prefill that has ended, and that no answer speaks of."""
         if self._drain is None:
             guard.abort()
@@ -301,7 +139,7 @@ class LocalPrefill:
 
 
 async def finished(
-    engine: Engine, result: Any, context: RequestContext, guard: AbortGuard | None = None
+    engine: Engine, result: RequestOutput, context: RequestContext, guard: AbortGuard | None = None
 ) -> None:
     """Wait for the end of a request; a client that leaves ends it, by `guard`."""
     guard = guard or AbortGuard(result, deferred=False)
@@ -329,7 +167,7 @@ class LocalDecode:
     def _run(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
-        def start() -> Any:
+        def start() -> RequestOutput:
             result = self._engine.start_decode(request)
             handoff.taken()
             return result
@@ -343,7 +181,7 @@ class LocalDecode:
             was_fetched=True,
         )
 
-        def finished(result: Any) -> None:
+        def finished(result: RequestOutput) -> None:
             record_transfer(request.trace, result)
             record_engine(self._engine, request, result)
 
@@ -375,7 +213,7 @@ class LocalBoth:
         return spanned("generate", request, lambda within: self._run(within, context))
 
     def _run(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        def finished(result: Any) -> None:
+        def finished(result: RequestOutput) -> None:
             record_cache_hit(request, result)
             record_engine(self._engine, request, result)
 
@@ -386,10 +224,10 @@ class LocalBoth:
 
 async def _stream(
     engine: Engine,
-    start: Callable[[], Any],
+    start: Callable[[], RequestOutput],
     cursor: OutputCursor | ChoicesCursor,
     context: RequestContext,
-    finished: Callable[[Any], None] = lambda result: None,
+    finished: Callable[[RequestOutput], None] = lambda result: None,
     *,
     deferred_abort: bool = False,
 ) -> AsyncGenerator[TokenChunk, None]:

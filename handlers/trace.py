@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.handlers.drain import WorkerDrain
 from trtllm_disagg.tracing.spans import Attributes, RequestClock
 from trtllm_disagg.tracing.trace_file import LONGEST_GAP, LONGEST_GAP_AFTER, SCOPE
@@ -35,7 +36,7 @@ KV_CACHE_HIT = "kv_cache_hit"
 PREFIX = "journal "
 
 
-def record_transfer(trace: RequestTrace, result: Any) -> None:
+def record_transfer(trace: RequestTrace, result: RequestOutput) -> None:
     """How long the request's KV was on its way here, and how much of it came. `result` is a finished RequestOutput."""
     timing = _record_times(trace, result)
     if timing is None:
@@ -46,11 +47,11 @@ def record_transfer(trace: RequestTrace, result: Any) -> None:
         trace.facts[KV_TRANSFER_BYTES] = timing.kv_cache_size
 
 
-def record_cache_hit(request: GenerateRequest, result: Any) -> None:
+def record_cache_hit(request: GenerateRequest, result: RequestOutput) -> None:
     """What the engine found of the prompt in its cache. `result` is the RequestOutput of a prefill that ran here."""
     _record_times(request.trace, result)
     if result.cached_tokens is not None:
-        reused = int(result.cached_tokens)
+        reused = result.cached_tokens
         request.trace.cache_hit = {"prompt_tokens": len(request.token_ids), "reused_tokens": reused}
 
 
@@ -65,7 +66,7 @@ ENGINE_TIMES = (
 )
 
 
-def _record_times(trace: RequestTrace, result: Any) -> Any:
+def _record_times(trace: RequestTrace, result: RequestOutput) -> Any:
     """The engine's timing metrics of a request; None where it is not measured."""
     trace.measured = result.metrics_dict
     measured = result.outputs[0].request_perf_metrics

@@ -23,7 +23,7 @@ from trtllm_disagg.engine.capabilities import (
     Capabilities,
     HandoffsHeld,
 )
-from trtllm_disagg.engine.llm_api import LlmApi, translate
+from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, translate
 from trtllm_disagg.engine.rank_placement import Affinity, Placement, RankOfConversation, RankOfRouter
 from trtllm_disagg.errors import (
     ConfigError,
@@ -92,7 +92,7 @@ class Engine:
         #: Why there is no engine any more.
         self.death: str | None = None
         #: What waits for the engine, and the RequestOutput that it reads.
-        self._waiting: dict[asyncio.Future[Any], Any] = {}
+        self._waiting: dict[asyncio.Future[Any], RequestOutput] = {}
         #: Requests that the engine has ended, well or not.
         self.num_ended = 0
 
@@ -128,11 +128,11 @@ class Engine:
 
     def start_both(
         self, request: GenerateRequest, *, streaming: bool = True, max_tokens: int | None = None
-    ) -> Any:
+    ) -> RequestOutput:
         self._require_fits_a_step(request)
         return self._start(request, None, streaming=streaming, max_tokens=max_tokens)
 
-    def start_prefill(self, request: GenerateRequest) -> Any:
+    def start_prefill(self, request: GenerateRequest) -> RequestOutput:
         self._require_fits_a_step(request)
         met = request.rendezvous
         params = self.api.disaggregated_params(
@@ -162,7 +162,7 @@ class Engine:
         rank: int | None = (getattr(self.llm, "disaggregated_params", None) or {}).get("ctx_dp_rank")
         return rank
 
-    def start_decode(self, request: GenerateRequest, max_tokens: int | None = None) -> Any:
+    def start_decode(self, request: GenerateRequest, max_tokens: int | None = None) -> RequestOutput:
         """The prefill result, or the rendezvous, says where the KV is. Raises HandoffRefusedError if it is
         unreadable.
         """
@@ -221,7 +221,7 @@ class Engine:
             waiting.cancel()
 
     @contextlib.contextmanager
-    def awaited_by(self, waiting: asyncio.Future[Any], result: Any) -> Iterator[None]:
+    def awaited_by(self, waiting: asyncio.Future[Any], result: RequestOutput) -> Iterator[None]:
         """Inside, `waiting`, which reads `result`, is cancelled when the engine dies: TensorRT-LLM's results may wait
         for ever then.
         """
@@ -242,7 +242,7 @@ class Engine:
             for waiting, result in self._waiting.items()
         }
 
-    async def finished(self, result: Any) -> None:
+    async def finished(self, result: RequestOutput) -> None:
         """Wait for the end of a request. Raises what its iteration raises, WorkerLeavingError when the engine dies."""
         waiting = asyncio.ensure_future(result.aresult())
         try:
@@ -305,7 +305,7 @@ class Engine:
 
     def _start(
         self, request: GenerateRequest, params: Any, *, streaming: bool, max_tokens: int | None = None
-    ) -> Any:
+    ) -> RequestOutput:
         """Raise InvalidRequestError when the engine refuses the request, EngineError when it fails,
         WorkerLeavingError when it is dead or closed.
         """
@@ -326,7 +326,8 @@ class Engine:
         keywords |= {name: value for name, value in optional.items() if value is not None}
         keywords |= self._placement.keywords(request)
         try:
-            return self.llm.generate_async(**keywords)
+            result: RequestOutput = self.llm.generate_async(**keywords)
+            return result
         except self.request_error as error:
             # Before the engine has it, only the request can be wrong.
             refused = WorkerLeavingError if self.fatal_error is not None else InvalidRequestError

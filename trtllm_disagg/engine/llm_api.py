@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.engine.trtllm_version import require_taken
@@ -58,6 +58,70 @@ def translate(error: Exception, is_request_error: bool = True) -> DisaggError:
     text = message.lower()
     kind = next((kind for words, kind in _BY_WORDS if is_request_error and words in text), EngineError)
     return kind(message)
+
+
+class CompletionOutput(Protocol):
+    """TensorRT-LLM's, as far as it is read here: one choice of a request, with all that it has so far."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def logprobs(self) -> list[Any] | None:
+        """For each token a float, or its alternatives by token id."""
+        ...
+
+    @property
+    def prompt_logprobs(self) -> list[Any] | None:
+        """For each token of the prompt its alternatives by token id."""
+        ...
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None until the choice has ended."""
+        ...
+
+    @property
+    def stop_reason(self) -> int | str | None: ...
+
+    @property
+    def disaggregated_params(self) -> Any:
+        """Of a finished context_only request: the handle on its KV."""
+        ...
+
+    @property
+    def request_perf_metrics(self) -> Any:
+        """None where requests are not measured."""
+        ...
+
+
+class RequestOutput(Protocol):
+    """TensorRT-LLM's, as far as it is read here: one request. Iterating yields the same object when it has grown."""
+
+    @property
+    def outputs(self) -> Sequence[CompletionOutput]: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that were in the engine's prefix cache; None where the engine does not tell."""
+        ...
+
+    @property
+    def metrics_dict(self) -> Mapping[Any, Any]: ...
+
+    def abort(self) -> None: ...
+
+    def aresult(self) -> Awaitable[Any]:
+        """Waits for the end of the request. Raises what the engine fails it with."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.handling import request
-from trtllm_disagg.handlers.local import OutputCursor, newest_states
+from trtllm_disagg.handlers.outputs import OutputCursor, newest_states
 from trtllm_disagg.testing.recording import LLM, RequestError, SamplingParams, Script
 from trtllm_disagg.types import TokenChunk
 
@@ -81,7 +81,7 @@ async def test_a_token_that_is_alone_does_not_wait() -> None:
         for length in range(1, 6):
             gate.release()
             state = await asyncio.wait_for(anext(states), 5)
-            assert state.outputs[0].length == length
+            assert len(state.outputs[0].token_ids) == length
         for _ in range(7):
             gate.release()
 
@@ -93,7 +93,7 @@ async def test_an_error_comes_behind_the_tokens_before_it() -> None:
     async def read_all() -> None:
         async with aclosing(newest_states(result, ignore)) as states:
             async for state in states:
-                lengths.append(state.outputs[0].length)
+                lengths.append(len(state.outputs[0].token_ids))
 
     with pytest.raises(RequestError, match="boom"):
         await read_all()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtllm_disagg.errors import StageTimeoutError
-from trtllm_disagg.handlers.local import OutputCursor
+from trtllm_disagg.handlers.outputs import OutputCursor
 from trtllm_disagg.testing.recording import CompletionOutput, Logprob
 from trtllm_disagg.types import PromptTokensDetails, TokenChunk, Usage
 

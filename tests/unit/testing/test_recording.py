@@ -60,11 +60,11 @@ async def test_both_orders_give_the_tokens_of_one_engine(tokens_per_step: int) -
 async def test_a_late_reader_finds_all_that_is_due() -> None:
     opened = engine(step_seconds=0.01)
     result = opened.start_both(request(100))
-    await anext(result)
-    first = result.outputs[0].length
+    await anext(aiter(result))
+    first = len(result.outputs[0].token_ids)
     await asyncio.sleep(0.05)
-    await anext(result)
-    assert result.outputs[0].length >= first + 4
+    await anext(aiter(result))
+    assert len(result.outputs[0].token_ids) >= first + 4
     result.abort()
     await result.aresult()
     assert result.outputs[0].finish_reason == "cancelled"
