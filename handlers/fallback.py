@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -21,8 +20,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.streams import PerRequestStream
-from trtllm_disagg.tracing.spans import NO_SPAN
+from trtllm_disagg.tracing.spans import NO_SPAN, Span
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk, Usage
 
 log = logging.getLogger(__name__)
@@ -195,180 +193,81 @@ def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_ne
     """
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        request = with_seed(request) if replays(request) else request
-        delivered: list[int] = []
-        is_over = is_alone = has_no_engine = False
-        error: DisaggError | None = None
-        attempt = NO_SPAN
-        for place, step in enumerate(steps):
-            if step.without_engine is not has_no_engine:
+        progress = _Progress(with_seed(request) if replays(request) else request)
+        for step in steps:
+            if not progress.can_try(step):
                 continue
-            if is_alone and step.to == steps[place - 1].to:
-                continue  # it would find no other one either
-            if error is not None:
-                log.warning(
-                    "request %s: %s after %d tokens: %s", context.id(), step.to, len(delivered), error
-                )
-                request.trace.fell_back(step.to, error)
-                request.trace.strategy = step.strategy or request.trace.strategy
-                if has_ended(request, delivered):
-                    yield end_chunk(request, delivered)
+            span = NO_SPAN
+            if progress.error is not None:
+                span = progress.fall_back(step, context)
+                if has_ended(progress.request, progress.delivered):
+                    yield end_chunk(progress.request, progress.delivered)
                     return
-                attempt = request.span.child("fallback", {"to": step.to, "because": str(error)})
-            rest = remainder_of(request, delivered, replays)
-            asked = rest.request.within(attempt)
+            rest = remainder_of(progress.request, progress.delivered, replays)
             try:
-                with attempt:
-                    async with aclosing(step.generate(asked, context)) as chunks:
+                with span:
+                    async with aclosing(step.generate(rest.request.within(span), context)) as chunks:
                         async for chunk in chunks:
                             new = rest.new(chunk)
                             if new is not None:
-                                delivered += new.token_ids
-                                is_over = new.finish_reason is not None
+                                progress.delivered += new.token_ids
+                                progress.is_over = new.finish_reason is not None
                                 yield new
                 return
-            except DisaggError as failed:
-                if is_over:
-                    log.info("request %s: failed after its end: %s", context.id(), failed)
+            except DisaggError as error:
+                if progress.is_over:
+                    log.info("request %s: failed after its end: %s", context.id(), error)
                     return
-                if context.is_stopped() or not _may_go_on(failed):
+                if context.is_stopped() or not _may_go_on(error):
                     raise
-                if error is None or not isinstance(failed, NoInstanceError):
-                    error = failed
-                is_alone = isinstance(failed, NoInstanceError)
-                has_no_engine = has_no_engine or isinstance(failed, WorkerLeavingError)
-                if failed.peer is not None:
-                    request = request.avoiding(failed.peer)
-        if error is not None:
-            raise error
+                progress.failed(step, error)
+        if progress.error is not None:
+            raise progress.error
 
     return generate
+
+
+class _Progress:
+    """Of one request through the steps: what its client has, and what has failed."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        #: Avoids the instances that have failed.
+        self.request = request
+        self.delivered: list[int] = []
+        self.is_over = False
+        #: What the request fails with when no step is left.
+        self.error: DisaggError | None = None
+        #: The step that has found no instance, if that was the last one.
+        self._without_instance: FallbackStep | None = None
+        self._has_lost_engine = False
+
+    def can_try(self, step: FallbackStep) -> bool:
+        """False for a step that would find no instance either, or that is for requests of the other kind."""
+        finds_none = self._without_instance is not None and self._without_instance.to == step.to
+        return step.without_engine is self._has_lost_engine and not finds_none
+
+    def failed(self, step: FallbackStep, error: DisaggError) -> None:
+        finds_none = isinstance(error, NoInstanceError)
+        if (
+            self.error is None or not finds_none
+        ):  # why the instance before failed says more than that it was the last
+            self.error = error
+        self._without_instance = step if finds_none else None
+        self._has_lost_engine = self._has_lost_engine or isinstance(error, WorkerLeavingError)
+        if error.peer is not None:
+            self.request = self.request.avoiding(error.peer)
+
+    def fall_back(self, step: FallbackStep, context: RequestContext) -> Span:
+        """Record that `step` goes on; the span is around what it does."""
+        assert self.error is not None, "the first step is no fallback"
+        request, error = self.request, self.error
+        log.warning("request %s: %s after %d tokens: %s", context.id(), step.to, len(self.delivered), error)
+        request.trace.fell_back(step.to, error)
+        request.trace.strategy = step.strategy or request.trace.strategy
+        return request.span.child("fallback", {"to": step.to, "because": str(error)})
 
 
 def _may_go_on(error: DisaggError) -> bool:
     if isinstance(error, EngineError):  # of another worker's engine
         return error.peer is not None
     return isinstance(error, (PeerUnavailableError, StageTimeoutError, OverloadedError, WorkerLeavingError))
-
-
-def finish_if_budget_exhausted(generate: Generate) -> Generate:
-    """Answers a request for the end of an answer only: a worker died when it had given the last token and not yet
-    said so, and the frontend migrates the request with `max_tokens` 0.
-    """
-
-    def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        if has_ended(request, []):
-            request.trace.chose("local", "nothing_left")
-            return _end(request, [])
-        return generate(request, context)
-
-    return answer
-
-
-async def _end(request: GenerateRequest, delivered: list[int]) -> AsyncGenerator[TokenChunk, None]:
-    yield end_chunk(request, delivered)
-
-
-#: Tells our links from those of a tracing library.
-_MARK = "7472746c6c6d6467"
-_HEX = re.compile(r"[0-9a-f]{16}")
-_LINK = "migration_link"
-
-
-class Start(NamedTuple):
-    """How a request began, as its answer says it to the worker that goes on with it after a migration.
-
-    Dynamo appends the tokens that the client has to the prompt and takes them from `max_tokens`. That forgets which of
-    them were generated: penalties begin anew, usage counts them as prompt, and where prefill's sums differ from
-    decode's another token may come. Dynamo does not say where the prompt ends, but it returns to the next worker what
-    the last one has put into `worker_trace_link`, as `migration_link` (decision 22). So each answer says there how
-    long its prompt is, and which seed it was given.
-    """
-
-    num_prompt: int
-    #: That it was given because it had none; 0 when it had one.
-    seed: int
-
-    def as_link(self) -> dict[str, str]:
-        """As W3C ids look: 32 and 16 hexadecimal digits."""
-        return {"trace_id": f"{_MARK}{self.seed:016x}", "span_id": f"{self.num_prompt:016x}"}
-
-    @classmethod
-    def read(cls, link: Any) -> Start | None:
-        """None for what is no link of ours."""
-        if not isinstance(link, dict):
-            return None
-        trace_id, span_id = str(link.get("trace_id")), str(link.get("span_id"))
-        seed = trace_id.removeprefix(_MARK)
-        if not (trace_id.startswith(_MARK) and _HEX.fullmatch(seed) and _HEX.fullmatch(span_id)):
-            return None
-        return cls(int(span_id, 16), int(seed, 16))
-
-
-def resume_migrated(generate: Generate, replays: Replays) -> Generate:
-    """`generate`, for requests from frontends; what was migrated is given once more, without what the client has.
-
-    `replays` says of which requests; the others go on as Dynamo has them.
-    """
-
-    def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        start = Start.read(request.raw.get(_LINK))
-        asked, delivered = _as_it_began(request, start) if start is not None else (request, [])
-        # Which tokens of several choices the client has is said by none.
-        if request.phase_request is not None or request.num_choices > 1 or not replays(asked):
-            return generate(request, context)
-        if delivered and has_ended(asked, delivered):
-            asked.trace.chose("local", "nothing_left")
-            return _end(asked, delivered)
-        had_a_seed = asked.sampling.seed is not None and (start is None or not start.seed)
-        asked = with_seed(asked)
-        seed = 0 if had_a_seed else asked.sampling.seed or 0
-        rest = remainder_of(asked, delivered, replays)
-        chunks = generate(rest.request, context)
-        if delivered:
-            chunks = _new_ones(rest, chunks)
-        return _Linked(Start(len(asked.token_ids), seed).as_link(), chunks)
-
-    return answer
-
-
-async def _new_ones(
-    rest: Remainder, chunks: AsyncGenerator[TokenChunk, None]
-) -> AsyncGenerator[TokenChunk, None]:
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            new = rest.new(chunk)
-            if new is not None:
-                yield new
-
-
-class _Linked(PerRequestStream[TokenChunk]):
-    """The first chunk has the link: in each chunk it would cost 0.1 kB a token."""
-
-    def __init__(self, link: dict[str, str], chunks: AsyncGenerator[TokenChunk, None]) -> None:
-        self._link = link
-        self._rest = chunks
-
-    async def _first(self) -> TokenChunk:
-        assert self._rest is not None
-        return msgspec.structs.replace(await anext(self._rest), worker_trace_link=self._link)
-
-
-def _as_it_began(request: GenerateRequest, start: Start) -> tuple[GenerateRequest, list[int]]:
-    """The request before it was migrated, and the tokens that the client has."""
-    tokens = request.token_ids
-    if not 0 < start.num_prompt <= len(tokens):
-        return request, []
-    prompt, delivered = tokens[: start.num_prompt], tokens[start.num_prompt :]
-    stop, sampling = request.stop, request.sampling
-    raw = {key: value for key, value in request.raw.items() if key != _LINK} | {"token_ids": prompt}
-    if stop.max_tokens is not None:
-        limit = {"max_tokens": stop.max_tokens + len(delivered)}
-        stop = msgspec.structs.replace(stop, **limit)
-        raw["stop_conditions"] = dict(raw.get("stop_conditions") or {}) | limit
-    if start.seed and sampling.seed is None:
-        sampling = msgspec.structs.replace(sampling, seed=start.seed)
-        raw["sampling_options"] = dict(raw.get("sampling_options") or {}) | {"seed": start.seed}
-    return msgspec.structs.replace(
-        request, raw=raw, token_ids=prompt, stop=stop, sampling=sampling
-    ), delivered

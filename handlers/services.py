@@ -27,16 +27,9 @@ from trtllm_disagg.handlers.decide import (
     create_auto_decider,
     create_decider,
 )
-from trtllm_disagg.handlers.fallback import (
-    FallbackStep,
-    Replays,
-    always,
-    finish_if_budget_exhausted,
-    replay_if_needed,
-    resume_migrated,
-    with_fallback,
-)
+from trtllm_disagg.handlers.fallback import FallbackStep, Replays, always, replay_if_needed, with_fallback
 from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.migration import finish_if_budget_exhausted, resume_migrated
 from trtllm_disagg.handlers.occupancy import Occupancies, OwnOccupancy, within_fallback_budget
 from trtllm_disagg.handlers.recall import Recalls, recallable
 from trtllm_disagg.handlers.remote import RemoteDrain, StageClient

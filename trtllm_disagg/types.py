@@ -287,7 +287,7 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     disaggregated_params: dict[str, Any] | None = None
     engine_data: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    #: Dynamo gives it to the worker that goes on with this answer when this one dies (`handlers/fallback.py`).
+    #: Dynamo gives it to the worker that goes on with this answer when this one dies (`handlers/migration.py`).
     worker_trace_link: dict[str, str] | None = None
 
     @property

@@ -227,7 +227,7 @@ def _require_servable(request: GenerateRequest) -> None:
     if request.sampling.use_beam_search:
         raise InvalidRequestError("use_beam_search=true: KV transfer carries one beam; expected false")
     require_guides(request.sampling.guided_decoding or {})
-    # 0 comes from no client, but from a frontend that lost its worker behind the last token (handlers/fallback.py).
+    # 0 comes from no client, but from a frontend that lost its worker behind the last token (handlers/migration.py).
     if request.stop.max_tokens is not None and request.stop.max_tokens < 0:
         raise InvalidRequestError(f"max_tokens={request.stop.max_tokens} is not allowed; expected at least 1")
 

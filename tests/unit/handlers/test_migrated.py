@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.handling import PROMPT, collect, raw_request, request, tokens_of
 from trtllm_disagg.errors import EngineError
-from trtllm_disagg.handlers.fallback import Start, always, replay_if_needed, resume_migrated
+from trtllm_disagg.handlers.fallback import always, replay_if_needed
+from trtllm_disagg.handlers.migration import MigrationLink, resume_migrated
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
 from trtllm_disagg.wire.bodies import decode_request
 
@@ -102,7 +103,7 @@ async def test_two_halves_of_different_answers_are_not_glued_together() -> None:
 async def test_an_engine_that_is_not_exact_goes_on_as_dynamo_has_it_where_that_is_right() -> None:
     raw = raw_request(6, sampling_options={"seed": 7})
     worker = Worker()
-    delivered = [TokenChunk([1, 2], worker_trace_link=Start(len(PROMPT), 0).as_link())]
+    delivered = [TokenChunk([1, 2], worker_trace_link=MigrationLink(len(PROMPT), 0).encode())]
     asked = migrated(raw, delivered)
     await collect(resume_migrated(worker, replay_if_needed), asked)
     assert worker.asked == [asked]
@@ -115,9 +116,9 @@ async def test_an_engine_that_is_not_exact_goes_on_as_dynamo_has_it_where_that_i
         "text",
         {},
         {"trace_id": "a" * 32, "span_id": "b" * 16},
-        Start(3, 0).as_link() | {"span_id": "-00000000000003f"},
-        Start(0, 0).as_link(),
-        Start(2**63, 0).as_link(),
+        MigrationLink(3, 0).encode() | {"span_id": "-00000000000003f"},
+        MigrationLink(0, 0).encode(),
+        MigrationLink(2**63, 0).encode(),
         {"trace_id": 5, "span_id": None},
     ],
 )

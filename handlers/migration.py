@@ -1,0 +1,137 @@
+"""Migration: when a worker dies, Dynamo's frontend sends its requests, with the tokens so far, to another one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import NamedTuple
+
+import msgspec
+
+from trtllm_disagg.handlers.fallback import Remainder, Replays, end_chunk, has_ended, remainder_of, with_seed
+from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+
+def finish_if_budget_exhausted(generate: Generate) -> Generate:
+    """Answers a request for the end of an answer only: a worker died when it had given the last token and not yet
+    said so, and the frontend migrates the request with `max_tokens` 0.
+    """
+
+    def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        if has_ended(request, []):
+            request.trace.chose("local", "nothing_left")
+            return _end(request, [])
+        return generate(request, context)
+
+    return answer
+
+
+async def _end(request: GenerateRequest, delivered: list[int]) -> AsyncGenerator[TokenChunk, None]:
+    yield end_chunk(request, delivered)
+
+
+#: Starts our trace ids: a tracing library's are to be told from them.
+_MARK = "7472746c6c6d6467"
+_HEX = re.compile(r"[0-9a-f]{16}")
+_LINK = "migration_link"
+
+
+class MigrationLink(NamedTuple):
+    """How a request began, as its answer says it to the worker that goes on with it after a migration.
+
+    Dynamo appends the tokens that the client has to the prompt and takes them from `max_tokens`. That forgets which of
+    them were generated: penalties begin anew, usage counts them as prompt, and where prefill's sums differ from
+    decode's another token may come. Dynamo does not say where the prompt ends, but it returns to the next worker what
+    the last one has put into `worker_trace_link`, as `migration_link` (decision 22). So each answer says there how
+    long its prompt is, and which seed it was given.
+    """
+
+    num_prompt: int
+    #: Drawn by the first worker for a request without one; 0 when the request had one.
+    seed: int
+
+    def encode(self) -> dict[str, str]:
+        """As W3C ids look: 32 and 16 hexadecimal digits."""
+        return {"trace_id": f"{_MARK}{self.seed:016x}", "span_id": f"{self.num_prompt:016x}"}
+
+    @classmethod
+    def read(cls, link: object) -> MigrationLink | None:
+        """None for what is no link of ours."""
+        if not isinstance(link, dict):
+            return None
+        trace_id, span_id = str(link.get("trace_id")), str(link.get("span_id"))
+        seed = trace_id.removeprefix(_MARK)
+        if not (trace_id.startswith(_MARK) and _HEX.fullmatch(seed) and _HEX.fullmatch(span_id)):
+            return None
+        return cls(int(span_id, 16), int(seed, 16))
+
+
+def resume_migrated(generate: Generate, replays: Replays) -> Generate:
+    """`generate`, for requests from frontends; what was migrated is given once more, without what the client has.
+
+    `replays` says of which requests; the others go on as Dynamo has them.
+    """
+
+    def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        link = MigrationLink.read(request.raw.get(_LINK))
+        asked, delivered = _as_it_began(request, link) if link is not None else (request, [])
+        # Which tokens of several choices the client has is said by none.
+        if request.phase_request is not None or request.num_choices > 1 or not replays(asked):
+            return generate(request, context)
+        if delivered and has_ended(asked, delivered):
+            asked.trace.chose("local", "nothing_left")
+            return _end(asked, delivered)
+        had_a_seed = asked.sampling.seed is not None and (link is None or not link.seed)
+        asked = with_seed(asked)
+        seed = 0 if had_a_seed else asked.sampling.seed or 0
+        rest = remainder_of(asked, delivered, replays)
+        chunks = generate(rest.request, context)
+        if delivered:
+            chunks = _new_ones(rest, chunks)
+        return _Linked(MigrationLink(len(asked.token_ids), seed).encode(), chunks)
+
+    return answer
+
+
+async def _new_ones(
+    rest: Remainder, chunks: AsyncGenerator[TokenChunk, None]
+) -> AsyncGenerator[TokenChunk, None]:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            new = rest.new(chunk)
+            if new is not None:
+                yield new
+
+
+class _Linked(PerRequestStream[TokenChunk]):
+    """The first chunk has the link: in each chunk it would cost 0.1 kB a token."""
+
+    def __init__(self, link: dict[str, str], chunks: AsyncGenerator[TokenChunk, None]) -> None:
+        self._link = link
+        self._rest = chunks
+
+    async def _first(self) -> TokenChunk:
+        assert self._rest is not None
+        return msgspec.structs.replace(await anext(self._rest), worker_trace_link=self._link)
+
+
+def _as_it_began(request: GenerateRequest, link: MigrationLink) -> tuple[GenerateRequest, list[int]]:
+    """The request before it was migrated, and the tokens that the client has."""
+    tokens = request.token_ids
+    if not 0 < link.num_prompt <= len(tokens):
+        return request, []
+    prompt, delivered = tokens[: link.num_prompt], tokens[link.num_prompt :]
+    stop, sampling = request.stop, request.sampling
+    raw = {key: value for key, value in request.raw.items() if key != _LINK} | {"token_ids": prompt}
+    if stop.max_tokens is not None:
+        limit = {"max_tokens": stop.max_tokens + len(delivered)}
+        stop = msgspec.structs.replace(stop, **limit)
+        raw["stop_conditions"] = dict(raw.get("stop_conditions") or {}) | limit
+    if link.seed and sampling.seed is None:
+        sampling = msgspec.structs.replace(sampling, seed=link.seed)
+        raw["sampling_options"] = dict(raw.get("sampling_options") or {}) | {"seed": link.seed}
+    return msgspec.structs.replace(
+        request, raw=raw, token_ids=prompt, stop=stop, sampling=sampling
+    ), delivered
