@@ -150,6 +150,12 @@ def allow_open_files() -> None:
 
 
 def doubts(needs: Needs, limits: Limits) -> Iterator[Doubt]:
+    """What these needs may find too little of, in the order in which a deployment meets it."""
+    for look in (_inotify, _open_files, _ptrace, _shared_memory, _locked_memory):
+        yield from look(needs, limits)
+
+
+def _inotify(needs: Needs, limits: Limits) -> Iterator[Doubt]:
     free = limits.free_inotify_instances
     if free is not None and free < needs.inotify_instances:
         most = "unknown" if limits.max_inotify_instances is None else str(limits.max_inotify_instances)
@@ -160,6 +166,9 @@ def doubts(needs: Needs, limits: Limits) -> Iterator[Doubt]:
             f"{INOTIFY_KEY} is {most}, of which this user's processes leave {free}; "
             f"{needs.inotify_instances} are needed. Stop another deployment, or: sudo sysctl {INOTIFY_KEY}={enough}",
         )
+
+
+def _open_files(needs: Needs, limits: Limits) -> Iterator[Doubt]:
     files = limits.max_open_files
     if files is not None and files < needs.open_files:
         yield Doubt(
@@ -176,6 +185,9 @@ def doubts(needs: Needs, limits: Limits) -> Iterator[Doubt]:
             f"the hard limit of open files (ulimit -Hn) is {files}: enough for some "
             f"{files - needs.open_files} connections",
         )
+
+
+def _ptrace(needs: Needs, limits: Limits) -> Iterator[Doubt]:
     if limits.ptrace_scope and not limits.is_root:
         yield Doubt(
             PTRACE_SCOPE,
@@ -183,14 +195,21 @@ def doubts(needs: Needs, limits: Limits) -> Iterator[Doubt]:
             f"kernel.yama.ptrace_scope is {limits.ptrace_scope}: processes may not read each other's memory, so the "
             "embedded engine moves KV through shared memory. For NIXL: sudo sysctl kernel.yama.ptrace_scope=0",
         )
-    if limits.free_shared_memory is not None and limits.free_shared_memory < needs.shared_memory:
+
+
+def _shared_memory(needs: Needs, limits: Limits) -> Iterator[Doubt]:
+    free = limits.free_shared_memory
+    if free is not None and free < needs.shared_memory:
         yield Doubt(
             str(DIRECTORY),
             False,
-            f"{DIRECTORY} has {in_mib(limits.free_shared_memory)} free, and NIXL between {needs.peers} workers needs "
+            f"{DIRECTORY} has {in_mib(free)} free, and NIXL between {needs.peers} workers needs "
             f"{in_mib(needs.shared_memory)}; some or all would move KV through shared memory without a name, or be "
             f"refused where NIXL is set: {how_to_get(needs.shared_memory)}",
         )
+
+
+def _locked_memory(needs: Needs, limits: Limits) -> Iterator[Doubt]:
     if needs.peers and limits.max_locked_memory is not None:
         yield Doubt(
             LOCKED_MEMORY,

@@ -281,35 +281,39 @@ class GenerationResult:
         self.cached_tokens = delivery.cached_tokens
         self.decoding_iter += delivery.num_steps
         if delivery.handoff is not None:
-            output.disaggregated_params = self.disaggregated_params = DisaggregatedParams(
-                request_type="context_only",
-                first_gen_tokens=delivery.handoff.first_gen_tokens,
-                first_gen_log_probs=list(output.logprobs) or None,
-                ctx_request_id=self._ctx_request_id(delivery.handoff),
-                disagg_request_id=self._disagg_request_id,
-                # Empty when decode has it all (GENERATION_FIRST).
-                opaque_state=delivery.handoff.opaque_state or None,
-                ctx_info_endpoint=delivery.handoff.ctx_info_endpoint or None,
-            )
+            self._hand_off(output, delivery.handoff)
         if delivery.finish_reason is not None:
-            output.finish_reason, output.stop_reason = delivery.finish_reason, delivery.stop_reason
-            self._unfinished -= 1
-            self.finished = self._unfinished == 0
-            if delivery.measured is not None:
-                output.request_perf_metrics = request_perf_metrics(delivery.measured)
-                self.time_breakdown_metrics = time_breakdown(delivery.measured)
-                self.metrics_dict = metrics_dict(
-                    delivery.measured,
-                    delivery.finish_reason,
-                    output.length,
-                    only_choice=len(self.outputs) == 1,
-                )
+            self._end(output, delivery)
         if self._texts:
             text = self._texts[delivery.index]
             if output.finish_reason is not None:
                 output.text = text.whole(output.token_ids)
             elif self._streaming:
                 output.text = text.update(output.token_ids)
+
+    def _hand_off(self, output: CompletionOutput, handoff: MadeHandoff) -> None:
+        output.disaggregated_params = self.disaggregated_params = DisaggregatedParams(
+            request_type="context_only",
+            first_gen_tokens=handoff.first_gen_tokens,
+            first_gen_log_probs=list(output.logprobs) or None,
+            ctx_request_id=self._ctx_request_id(handoff),
+            disagg_request_id=self._disagg_request_id,
+            # Empty when decode has it all (GENERATION_FIRST).
+            opaque_state=handoff.opaque_state or None,
+            ctx_info_endpoint=handoff.ctx_info_endpoint or None,
+        )
+
+    def _end(self, output: CompletionOutput, last: TokenOutput) -> None:
+        output.finish_reason, output.stop_reason = last.finish_reason, last.stop_reason
+        self._unfinished -= 1
+        self.finished = self._unfinished == 0
+        if last.measured is None or last.finish_reason is None:
+            return
+        output.request_perf_metrics = request_perf_metrics(last.measured)
+        self.time_breakdown_metrics = time_breakdown(last.measured)
+        self.metrics_dict = metrics_dict(
+            last.measured, last.finish_reason, output.length, only_choice=len(self.outputs) == 1
+        )
 
     def _ctx_request_id(self, handoff: MadeHandoff) -> int:
         """Both phases go by the caller's id, when there is one."""

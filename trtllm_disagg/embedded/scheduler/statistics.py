@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -66,6 +66,23 @@ def _transfer(sequence: Sequence) -> dict[str, Any] | None:
     return {"kvCacheTransferMS": seconds * 1000, "kvCacheSize": measured.transfer_bytes}
 
 
+class Batch(NamedTuple):
+    """The rows of a step, counted: prefill chunks are context, the others generation."""
+
+    rows: Seq[Row]
+    num_context: int
+    num_context_tokens: int
+
+    @classmethod
+    def of(cls, rows: Seq[Row]) -> Batch:
+        context = [row.num_tokens for row in rows if row.in_prefill]
+        return cls(rows, len(context), sum(context))
+
+    @property
+    def num_generation(self) -> int:
+        return len(self.rows) - self.num_context
+
+
 class IterationStats:
     def __init__(self, args: LlmArgs, gpu_bytes: Callable[[], int] = int) -> None:
         """`gpu_bytes`: GPU memory that is taken."""
@@ -114,76 +131,84 @@ class IterationStats:
         """One dict for a step that ran, or that changed what is held; none when statistics are off. `handoffs`: how
         many are held, and when the oldest one was made.
         """
-        paused = scheduler.paused
-        held = (scheduler.num_active, len(paused), len(scheduler.waiting), blocks.num_used, handoffs)
+        paused, waiting = len(scheduler.paused), len(scheduler.waiting)
+        held = (scheduler.num_active, paused, waiting, blocks.num_used, handoffs)
         if not (self._enabled or self._prints) or (not rows and held == self._held):
             return []
         self._held = held
-        context = [r for r in rows if r.in_prefill]
-        context_tokens = sum(r.num_tokens for r in context)
         self._iteration += 1
+        batch = Batch.of(rows)
         if self._prints:
-            log.info(
-                "iter = %d, num_scheduled_requests: %d, states = {num_ctx_requests: %d, num_ctx_tokens: %d, "
-                "num_generation_tokens: %d}, active: %d, queued: %d, used KV blocks: %d of %d, step: %.2f ms",
-                *(self._iteration, len(rows), len(context), context_tokens, len(rows) - len(context)),
-                *(scheduler.num_active, len(scheduler.waiting), blocks.num_used, blocks.num_blocks),
-                seconds * 1000,
-            )
+            self._print(batch, scheduler, blocks, seconds)
         if not self._enabled:
             return []
-        self._totals.update(prefillTokens=context_tokens, decodeTokens=len(rows) - len(context))
-        reused, missed = blocks.reused_blocks, blocks.missed_blocks
+        self._totals.update(prefillTokens=batch.num_context_tokens, decodeTokens=batch.num_generation)
         counts, before = replace(scheduler.counts), self._counts
         self._counts = counts
-        queued_prompts = [s.num_prompt for s in scheduler.waiting if not s.is_generation_only]
-        queued_handoffs = [s.num_prompt for s in scheduler.waiting if s.is_generation_only]
-        return [
-            {
-                "timestamp": time.strftime("%m-%d-%Y %H:%M:%S"),
-                "iter": self._iteration,
-                "iterLatencyMS": seconds * 1000,
-                "newActiveRequestsQueueLatencyMS": (counts.queued_seconds - before.queued_seconds) * 1000,
-                "numNewActiveRequests": counts.admitted - before.admitted,
-                "numActiveRequests": scheduler.num_active,
-                "numQueuedRequests": len(scheduler.waiting),
-                "numCompletedRequests": counts.finished - before.finished,
-                "maxNumActiveRequests": self._max_batch_size,
-                **self._sizes,
-                "gpuMemUsage": self._gpu_bytes(),
-                "cpuMemUsage": self._process.memory_info().rss,
-                "pinnedMemUsage": 0,
-                "kvCacheStats": {
-                    "maxNumBlocks": blocks.num_blocks,
-                    "freeNumBlocks": blocks.num_available,
-                    "usedNumBlocks": blocks.num_used,
-                    "tokensPerBlock": blocks.tokens_per_block,
-                    "allocTotalBlocks": blocks.allocated_blocks,
-                    "allocNewBlocks": blocks.allocated_blocks,
-                    "reusedBlocks": reused,
-                    "missedBlocks": missed,
-                    "cacheHitRate": reused / (reused + missed) if reused + missed else 0.0,
-                },
-                "inflightBatchingStats": {
-                    "numScheduledRequests": len(rows),
-                    "numContextRequests": len(context),
-                    "numGenRequests": len(rows) - len(context),
-                    "numPausedRequests": len(paused),
-                    "numCtxTokens": context_tokens,
-                    "microBatchId": 0,
-                    "avgNumDecodedTokensPerIter": 1.0,
-                    "numCtxKvTokens": sum(r.sequence.num_computed for r in context),
-                    "numGenKvTokens": sum(r.sequence.num_computed for r in rows if not r.in_prefill),
-                    "numQueuedContextRequests": len(queued_prompts),
-                    "numQueuedCtxTokens": sum(queued_prompts),
-                    "numQueuedGenRequests": len(queued_handoffs),
-                    "numQueuedGenKvTokens": sum(queued_handoffs),
-                    "numPausedKvTokens": sum(len(s.tokens) for s in paused),
-                },
-                **({"requestStats": request_stats(rows, scheduler)} if self._tells_requests else {}),
-                # Ours: finished prefills with KV that waits for a decode, and running totals.
-                "numHandoffsHeld": handoffs[0],
-                "oldestHandoffAt": handoffs[1],
-                "totals": dict(self._totals),
-            }
-        ]
+        stats = {
+            "timestamp": time.strftime("%m-%d-%Y %H:%M:%S"),
+            "iter": self._iteration,
+            "iterLatencyMS": seconds * 1000,
+            "newActiveRequestsQueueLatencyMS": (counts.queued_seconds - before.queued_seconds) * 1000,
+            "numNewActiveRequests": counts.admitted - before.admitted,
+            "numActiveRequests": scheduler.num_active,
+            "numQueuedRequests": len(scheduler.waiting),
+            "numCompletedRequests": counts.finished - before.finished,
+            "maxNumActiveRequests": self._max_batch_size,
+            **self._sizes,
+            "gpuMemUsage": self._gpu_bytes(),
+            "cpuMemUsage": self._process.memory_info().rss,
+            "pinnedMemUsage": 0,
+            "kvCacheStats": _kv_cache(blocks),
+            "inflightBatchingStats": _batching(batch, scheduler),
+            # Ours: finished prefills with KV that waits for a decode, and running totals.
+            "numHandoffsHeld": handoffs[0],
+            "oldestHandoffAt": handoffs[1],
+            "totals": dict(self._totals),
+        }
+        return [stats | {"requestStats": request_stats(rows, scheduler)} if self._tells_requests else stats]
+
+    def _print(self, batch: Batch, scheduler: Scheduler, blocks: BlockManager, seconds: float) -> None:
+        log.info(
+            "iter = %d, num_scheduled_requests: %d, states = {num_ctx_requests: %d, num_ctx_tokens: %d, "
+            "num_generation_tokens: %d}, active: %d, queued: %d, used KV blocks: %d of %d, step: %.2f ms",
+            *(self._iteration, len(batch.rows), batch.num_context),
+            *(batch.num_context_tokens, batch.num_generation, scheduler.num_active, len(scheduler.waiting)),
+            *(blocks.num_used, blocks.num_blocks, seconds * 1000),
+        )
+
+
+def _kv_cache(blocks: BlockManager) -> dict[str, Any]:
+    reused, missed = blocks.reused_blocks, blocks.missed_blocks
+    return {
+        "maxNumBlocks": blocks.num_blocks,
+        "freeNumBlocks": blocks.num_available,
+        "usedNumBlocks": blocks.num_used,
+        "tokensPerBlock": blocks.tokens_per_block,
+        "allocTotalBlocks": blocks.allocated_blocks,
+        "allocNewBlocks": blocks.allocated_blocks,
+        "reusedBlocks": reused,
+        "missedBlocks": missed,
+        "cacheHitRate": reused / (reused + missed) if reused + missed else 0.0,
+    }
+
+
+def _batching(batch: Batch, scheduler: Scheduler) -> dict[str, Any]:
+    queued_prompts = [s.num_prompt for s in scheduler.waiting if not s.is_generation_only]
+    queued_handoffs = [s.num_prompt for s in scheduler.waiting if s.is_generation_only]
+    return {
+        "numScheduledRequests": len(batch.rows),
+        "numContextRequests": batch.num_context,
+        "numGenRequests": batch.num_generation,
+        "numPausedRequests": len(scheduler.paused),
+        "numCtxTokens": batch.num_context_tokens,
+        "microBatchId": 0,
+        "avgNumDecodedTokensPerIter": 1.0,
+        "numCtxKvTokens": sum(row.sequence.num_computed for row in batch.rows if row.in_prefill),
+        "numGenKvTokens": sum(row.sequence.num_computed for row in batch.rows if not row.in_prefill),
+        "numQueuedContextRequests": len(queued_prompts),
+        "numQueuedCtxTokens": sum(queued_prompts),
+        "numQueuedGenRequests": len(queued_handoffs),
+        "numQueuedGenKvTokens": sum(queued_handoffs),
+        "numPausedKvTokens": sum(len(s.tokens) for s in scheduler.paused),
+    }
