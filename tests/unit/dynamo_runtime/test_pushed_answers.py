@@ -13,7 +13,8 @@ from dynamo.llm import exceptions as dynamo_errors
 
 from tests.support.handling import raw_request, until
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.dynamo_runtime.handler import BUFFERED, WAITING, as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.pushed_answers import BUFFERED, WAITING
 from trtllm_disagg.errors import OverloadedError
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 

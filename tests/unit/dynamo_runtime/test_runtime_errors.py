@@ -26,7 +26,7 @@ from trtllm_disagg.dynamo_runtime import (
     refuse_control,
     to_dynamo,
 )
-from trtllm_disagg.dynamo_runtime.handler import pushed
+from trtllm_disagg.dynamo_runtime.pushed_answers import pushed
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
