@@ -15,8 +15,8 @@ from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, environment_of, this
 _EVERY = (
     "tests/unit/embedded/model/test_bfloat16.py",
     "tests/unit/embedded/model/test_experts.py",
-    "tests/unit/embedded/model/test_exactness.py::test_batched",
-    "tests/unit/embedded/model/test_exactness.py::test_disaggregated",
+    "tests/unit/embedded/model/test_exactness.py::test_logits_in_a_batch_have_the_bits_of_solo_requests",
+    "tests/unit/embedded/model/test_exactness.py::test_logits_after_a_handoff_have_the_bits_of_solo_requests",
 )
 #: Where kernels are compiled. What test_families has without kernels is the same at every level.
 _COMPILED = (

@@ -54,7 +54,7 @@ async def test_without_streaming_there_is_one_update(llm: Any, answer: list[int]
     assert updates == [answer]
 
 
-async def test_several_choices(llm: Any) -> None:
+async def test_each_of_several_choices_grows_to_its_full_length(llm: Any) -> None:
     params = sampling(**(SAMPLED | {"n": 3, "best_of": 3, "logprobs": 0}))
     lengths: dict[int, int] = {}
     async for update in llm.generate_async(PROMPT, params, streaming=True):
@@ -87,7 +87,7 @@ def test_generate_takes_parameters_for_all_or_for_each(llm: Any) -> None:
     assert llm.generate(PROMPT, params[1]).outputs[0].length == 5
 
 
-async def test_text(llm: Any) -> None:
+async def test_text_differences_join_to_the_text(llm: Any) -> None:
     result = llm.generate_async(PROMPT, sampling(), streaming=True)
     text = "".join([update.outputs[0].text_diff async for update in result])
     assert text == result.outputs[0].text
@@ -117,7 +117,7 @@ async def test_a_stop_token_is_named_and_returned_only_on_request(
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
 
 
-async def test_a_stop_string(llm: Any, answer: list[int]) -> None:
+async def test_a_stop_string_ends_the_answer_where_it_begins(llm: Any, answer: list[int]) -> None:
     """It is matched as tokens, so it must be one that is tokenized back to them."""
     tokenizer = llm.tokenizer
     candidates = [(i, tokenizer.decode(answer[i : i + 2])) for i in range(4, 14)]

@@ -43,7 +43,7 @@ def args(**values: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "field"), [(name, field) for name, fields in FIELDS.items() for field in fields]
 )
-def test_a_field(name: str, field: str) -> None:
+def test_a_nested_configuration_has_the_field(name: str, field: str) -> None:
     assert field in find(name).model_fields
 
 

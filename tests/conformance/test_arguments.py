@@ -247,7 +247,7 @@ def test_a_bad_value_is_refused(name: str, values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", [None, "DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"])
-def test_transports(backend: str | None) -> None:
+def test_each_backend_of_the_transceiver_is_taken(backend: str | None) -> None:
     assert find("CacheTransceiverConfig")(backend=backend).backend == backend
 
 
@@ -268,7 +268,7 @@ def test_the_python_transceiver_needs_nixl() -> None:
         ("ContextChunkingPolicy", {"FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS", "FORCE_CHUNK"}),
     ],
 )
-def test_policies(name: str, members: set[str]) -> None:
+def test_each_enum_has_the_policies(name: str, members: set[str]) -> None:
     assert set(find(name).__members__) >= members
 
 

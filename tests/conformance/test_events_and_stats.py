@@ -201,7 +201,7 @@ async def test_every_iteration_tells_everything(llm: Any) -> None:
     assert iterations == sorted(set(iterations))
 
 
-async def test_statistics_add_up(llm: Any) -> None:
+async def test_statistics_of_one_request_add_up_to_its_tokens(llm: Any) -> None:
     prompt = [247, *PROMPT]
     stats = await stats_of(llm, prompt, max_tokens=6)
     inflight = [stat["inflightBatchingStats"] for stat in stats]
@@ -216,7 +216,7 @@ async def test_statistics_add_up(llm: Any) -> None:
         assert stat["maxBatchSizeStatic"] == MAX_BATCH_SIZE
 
 
-def test_capacity(llm: Any) -> None:
+def test_the_capacity_has_room_for_the_longest_sequence(llm: Any) -> None:
     capacity = llm.get_kv_cache_capacity()
     assert capacity["tokensPerBlock"] == TOKENS_PER_BLOCK
     assert capacity["maxNumBlocks"] * TOKENS_PER_BLOCK >= MAX_SEQ_LEN

@@ -55,7 +55,7 @@ async def tokens_of(result: Any) -> list[int]:
 # -- shape
 
 
-def test_the_signature() -> None:
+def test_generate_async_has_the_parameters_and_defaults() -> None:
     parameters = inspect.signature(find("LLM").generate_async).parameters
     assert list(parameters)[:2] == ["self", "inputs"]
     assert {name: parameters[name].default for name in PARAMETERS} == PARAMETERS
@@ -94,7 +94,7 @@ async def test_what_a_result_has(llm: Any) -> None:
     assert result.disaggregated_params is None
 
 
-async def test_request_ids_differ(llm: Any) -> None:
+async def test_requests_of_one_engine_have_different_ids(llm: Any) -> None:
     results = [llm.generate_async(PROMPT, sampling(max_tokens=1)) for _ in range(4)]
     for result in results:
         await result

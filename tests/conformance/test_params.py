@@ -130,7 +130,7 @@ def test_dataclasses_replace_gives_an_independent_copy() -> None:
         dataclasses.replace(first, no_such_field=1)
 
 
-def test_logprob() -> None:
+def test_a_logprob_takes_its_fields_by_place_and_by_name() -> None:
     assert find("Logprob")(-0.5, 3) == find("Logprob")(logprob=-0.5, rank=3)
 
 
@@ -162,7 +162,7 @@ def test_an_unknown_request_type_is_refused() -> None:
         find("DisaggregatedParams")(request_type="prefill")
 
 
-def test_schedule_styles() -> None:
+def test_schedule_styles_have_tensorrt_llms_numbers() -> None:
     style = find("DisaggScheduleStyle")
     assert (style.CONTEXT_FIRST, style.GENERATION_FIRST) == (0, 1)
 
@@ -219,10 +219,10 @@ def test_the_process_is_optional() -> None:
 
 
 @pytest.mark.parametrize("parts", [(-1, 0), (256, 0), (0, -1), (0, 64)])
-def test_global_id_ranges(parts: tuple[int, int]) -> None:
+def test_a_part_of_an_id_out_of_range_is_refused(parts: tuple[int, int]) -> None:
     with pytest.raises(ValueError):
         new_id(*parts)
 
 
-def test_the_default_priority() -> None:
+def test_a_request_without_priority_has_one_half() -> None:
     assert find("DEFAULT_REQUEST_PRIORITY") == 0.5

@@ -151,7 +151,7 @@ def test_every_script_is_launched_here() -> None:
     assert scripts - of_ranks == {"agg.sh", "decode.sh", "disagg.sh", "frontend.sh", "lib.sh", "prefill.sh"}
 
 
-def test_frontend_and_agg(launch: Launch, answers: Answers) -> None:
+def test_frontend_and_agg_scripts_serve_and_end_cleanly(launch: Launch, answers: Answers) -> None:
     launch.start("frontend.sh")
     launch.start("agg.sh", DYN_SYSTEM_PORT=launch.next_port())
     launch.wait_until_listed()
@@ -178,7 +178,9 @@ def test_prefill_and_decode_each_on_its_own(launch: Launch, answers: Answers) ->
 
 
 @pytest.mark.parametrize("strategy", WORKER_SIDE)
-def test_disagg(launch: Launch, answers: Answers, strategy: str) -> None:
+def test_the_disagg_script_says_that_it_is_ready_and_serves(
+    launch: Launch, answers: Answers, strategy: str
+) -> None:
     ports = {name: launch.next_port() for name in ("PREFILL_SYSTEM_PORT", "DECODE_SYSTEM_PORT")}
     launch.start("disagg.sh", strategy, **ports)
     ready = f"ready http://{LOOPBACK}:{launch.http_port} model={MODEL_NAME} strategy={strategy}"

@@ -120,7 +120,7 @@ def test_a_salt_reaches_both_stages(pair: Served) -> None:
     assert saved() == 2 * once
 
 
-def test_pins_are_kept(pair: Served) -> None:
+def test_a_pinned_request_goes_to_the_pinned_instance(pair: Served) -> None:
     for worker in pair.second_stage:
         number = worker.instance_id
         for headers, nvext in [

@@ -29,7 +29,7 @@ ROWS = [pytest.param(case, api, id=f"{case}-{api}") for case in CASES for api in
 @both_ways
 @pytest.mark.parametrize(("case", "api"), ROWS)
 @every_strategy
-def test_same_answer(
+def test_every_strategy_answers_as_one_engine_does(
     strategy: str, case: Case, api: Api, stream: bool, oracle: Oracle, examination: Examination
 ) -> None:
     questions = case.questions(oracle, api, stream)

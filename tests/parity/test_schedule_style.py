@@ -57,7 +57,9 @@ def way(deployment: Served, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize(("name", "api", "stream"), CHOSEN)
-def test_same_answer(name: str, api: Api, stream: bool, deployment: Served, way: str, oracle: Oracle) -> None:
+def test_generation_first_answers_as_one_engine_does(
+    name: str, api: Api, stream: bool, deployment: Served, way: str, oracle: Oracle
+) -> None:
     questions = CASE[name].questions(oracle, api, stream, f"style-{way}-")
 
     answers = [ask(deployment.openai, question) for question in questions]

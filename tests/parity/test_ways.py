@@ -33,7 +33,7 @@ def asking(question: Question, *annotations: str) -> Question:
 @pytest.mark.parametrize(("name", "api", "stream"), CHOSEN)
 @pytest.mark.parametrize("way", WAYS)
 @every_order
-def test_same_answer(
+def test_a_request_that_asks_for_a_way_is_answered_as_by_one_engine(
     strategy: str, way: str, name: str, api: Api, stream: bool, deployed: Served, oracle: Oracle
 ) -> None:
     (question,) = CASE[name].questions(oracle, api, stream, f"way-{way}-{strategy}-")

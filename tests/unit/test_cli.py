@@ -79,7 +79,7 @@ def test_every_command_shows_its_flags_and_an_example_that_it_takes(
 # -- no command
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_the_packages_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("--version") == 0
     assert capsys.readouterr().out == f"{trtllm_disagg.__version__}\n"
 
@@ -106,7 +106,9 @@ def test_nothing_at_all_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None
         ("xyzzy", "one of worker"),
     ],
 )
-def test_an_unknown_command(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_refused_with_the_likeliest_ones(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert status_of(word) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"error: command: {word!r} is not allowed; expected one of worker, ")

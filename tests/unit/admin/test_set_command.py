@@ -68,7 +68,7 @@ async def test_bounds_of_the_queue_are_for_every_worker() -> None:
     assert fake.told == {10: Set(values), 11: Set(values)}
 
 
-async def test_one_is_told() -> None:
+async def test_with_an_instance_only_that_worker_is_told() -> None:
     fake = FakeDeployment()
     await run_set(fake, 11)
     assert list(fake.told) == [11]

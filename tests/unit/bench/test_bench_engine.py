@@ -169,7 +169,7 @@ def scaling_of(growth: float) -> Section:
     return costs.scaling_section("30M float32", dict.fromkeys(curves, Curve({1: 1.0, 2: growth})))
 
 
-def test_growth_is_judged() -> None:
+def test_costs_that_grow_too_fast_miss_their_targets() -> None:
     assert all(figure.ok for figure in figures_of([scaling_of(1.1)]) if figure.target)
     missed = [figure.figure for figure in figures_of([scaling_of(5.0)]) if figure.missed]
     assert len(missed) == 5
@@ -180,7 +180,7 @@ def overheads_of(**more: float) -> Overheads:
     return Overheads(SIZES["30M"], "float32", 32, **(values | more))
 
 
-def test_shares_and_memory() -> None:
+def test_overheads_have_share_weights_and_allowed_memory() -> None:
     assert overheads_of().share == pytest.approx(20.0)
     assert overheads_of().weights == 4 * SIZES["30M"].parameters
     assert overheads_of().allowed == 1.25 * 4 * SIZES["30M"].parameters + 1e8 + 4e8

@@ -73,7 +73,7 @@ def test_an_address_of_nats_that_is_none(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["nats://h", "nats://[::1]:4222", "tls://u:p@h:1,nats://b"])
-def test_addresses_of_nats(url: str) -> None:
+def test_every_form_of_a_nats_address_is_taken(url: str) -> None:
     assert built("--nats-server", url).nats_server == url
 
 

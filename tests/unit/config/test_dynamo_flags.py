@@ -146,7 +146,7 @@ def test_variables_have_dynamos_names(upstream: dict[str, Upstream]) -> None:
     assert [name for name in shared if upstream[name].variable not in OURS[name].variables] == []
 
 
-def test_switches_are_switches(upstream: dict[str, Upstream]) -> None:
+def test_what_is_a_switch_upstream_is_one_here(upstream: dict[str, Upstream]) -> None:
     switches = {name for name, flag in upstream.items() if flag.is_switch}
     ours = {
         name for name, flag in OURS.items() if isinstance(SETTINGS[flag.field].default, bool)

@@ -296,7 +296,7 @@ def test_the_text_is_prose_about_python() -> None:
         ),
     ],
 )
-def test_unwrap(paragraph: str, expected: str) -> None:
+def test_lines_of_a_paragraph_are_unwrapped(paragraph: str, expected: str) -> None:
     assert corpus.unwrap(paragraph) == expected
 
 

@@ -195,7 +195,7 @@ async def test_a_handler_that_is_cancelled_by_its_worker_hands_the_request_back(
         await answering
 
 
-async def test_describe_is_answered() -> None:
+async def test_a_question_for_the_description_reaches_no_engine() -> None:
     handler = as_dynamo_handler(failing(EngineError("not asked")), lambda: {"role": "decode"})
     question = {"trtllm_disagg.describe": True}
     assert [answer async for answer in handler(question, context=FakeContext())] == [{"role": "decode"}]
@@ -269,7 +269,7 @@ async def served(generate: Generate, role: Role = Role.DECODE) -> AsyncIterator[
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL], ids=["asked for each answer", "pushes"])
 @pytest.mark.parametrize("chunks_before", [0, 1])
-async def test_every_error_crosses(chunks_before: int, role: Role) -> None:
+async def test_every_error_crosses_the_request_plane_as_itself(chunks_before: int, role: Role) -> None:
     current: list[Exception] = []
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:

@@ -81,7 +81,9 @@ def test_no_limit_of_top_k_is_zero() -> None:
         ({"stop_token_ids_visible": []}, {"ignore_eos": False}),
     ],
 )
-def test_stop_conditions(stop_conditions: dict[str, Any], fields: dict[str, Any]) -> None:
+def test_stop_conditions_become_sampling_params(
+    stop_conditions: dict[str, Any], fields: dict[str, Any]
+) -> None:
     params = sampling_of(stop_conditions=stop_conditions)
     assert {name: getattr(params, name) for name in fields} == fields
 
@@ -96,7 +98,9 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
     ("options", "logprobs"),
     [({}, None), ({"logprobs": 0}, 1), ({"logprobs": 3}, 3)],
 )
-def test_logprobs(options: dict[str, int], logprobs: int | None) -> None:
+def test_logprobs_of_a_request_become_those_of_sampling_params(
+    options: dict[str, int], logprobs: int | None
+) -> None:
     params = sampling_of(output_options=options)
     assert params.logprobs == logprobs
 
@@ -113,7 +117,7 @@ def test_logprobs(options: dict[str, int], logprobs: int | None) -> None:
         ({"choice": ["yes", "n.o"]}, {"regex": r"(yes|n\.o)"}),
     ],
 )
-def test_guided_decoding(guided: dict[str, Any], params: dict[str, Any]) -> None:
+def test_a_guide_becomes_guided_decoding_params(guided: dict[str, Any], params: dict[str, Any]) -> None:
     assert sampling_of(sampling_options={"guided_decoding": guided}).guided_decoding == GuidedDecodingParams(
         **params
     )
@@ -198,7 +202,7 @@ def test_handoff_ids_differ_between_workers() -> None:
 # -- health, load, size
 
 
-def test_health() -> None:
+def test_an_engine_is_healthy_unless_it_says_otherwise() -> None:
     engine = recording_engine()
     for healthy in (True, False):
         engine.llm.is_healthy = healthy

@@ -606,7 +606,7 @@ async def test_media_are_refused_by_name(keys: dict[str, Any], named: str) -> No
         {"extra_args": {"messages": "nonsense"}},
     ],
 )
-async def test_text_is_not(keys: dict[str, Any]) -> None:
+async def test_a_request_with_text_only_is_not_refused(keys: dict[str, Any]) -> None:
     assert request(**keys).token_ids == PROMPT
 
 

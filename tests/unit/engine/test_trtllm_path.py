@@ -169,7 +169,7 @@ def test_decode_overlaps_and_agg_has_no_transceiver(model: str) -> None:
 # -- generate_async(...)
 
 
-async def test_an_aggregated_request() -> None:
+async def test_an_aggregated_request_is_one_call_with_upstreams_arguments() -> None:
     engine = opened(Role.AGG)
     generate = build_generate(worker(Role.AGG)[0], engine, RecordingStageClient())
     assert tokens_of(await collect(generate, request(max_tokens=3))) == expected_tokens(3)
@@ -235,7 +235,7 @@ async def test_handoff_ids_are_made_for_this_worker() -> None:
     result.abort()
 
 
-async def test_the_python_transceiver() -> None:
+async def test_a_handoff_of_the_python_transceiver_reaches_decode() -> None:
     """TensorRT-LLM's default with NIXL: no opaque_state, an endpoint instead."""
     override = json.dumps({"cache_transceiver_config": {"transceiver_runtime": "PYTHON"}})
     prefill = opened(Role.PREFILL, override_engine_args=override)

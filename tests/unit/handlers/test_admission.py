@@ -97,7 +97,7 @@ async def test_prompt_tokens_are_bounded_but_one_prompt_may_be_of_any_length() -
     await worker.refusal(1)
 
 
-async def test_zero_bounds_nothing() -> None:
+async def test_bounds_of_zero_refuse_no_request() -> None:
     worker = AdmittingWorker(max_queued_requests=0, max_queued_tokens=0)
     for _ in range(400):
         await worker.start(1000)

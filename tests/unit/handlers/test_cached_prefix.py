@@ -29,7 +29,9 @@ _STEPS = st.lists(
 
 
 @given(_STEPS, st.lists(st.integers(0, 1), max_size=9), st.sampled_from([None, "s"]))
-def test_any_events(steps: list[tuple[str, int, int, str | None]], tail: list[int], salt: str | None) -> None:
+def test_after_any_events_the_index_knows_what_a_model_of_the_cache_knows(
+    steps: list[tuple[str, int, int, str | None]], tail: list[int], salt: str | None
+) -> None:
     index = CachedPrefix(BLOCK)
     model: dict[int, _Place] = {}
     counter = 0

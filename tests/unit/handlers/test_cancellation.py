@@ -92,7 +92,7 @@ async def test_a_finished_result_is_not_aborted() -> None:
     assert result.aborts == []
 
 
-async def test_leaving_early_aborts() -> None:
+async def test_a_block_that_is_left_early_aborts_the_result() -> None:
     result = start()
     async with abort_when_stopped(result, FakeContext()):
         await anext(result)

@@ -190,7 +190,7 @@ async def test_closed_while_decode_runs(order: str, chunks_read: int) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("chunks_read", [0, 1, 2, 4])
-async def test_the_client_leaves(strategy: str, chunks_read: int) -> None:
+async def test_a_client_that_leaves_ends_both_phases(strategy: str, chunks_read: int) -> None:
     pair = bare_pair(strategy)
     context = FakeContext()
     chunks = pair.generate(request(max_tokens=50), context)
@@ -229,7 +229,9 @@ async def test_a_cancelled_task_leaves_nothing(order: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("error_at", [0, 1, 3])
-async def test_decodes_engine_fails(order: str, error_at: int) -> None:
+async def test_a_failure_of_decodes_engine_comes_behind_the_tokens_before_it(
+    order: str, error_at: int
+) -> None:
     pair = bare_pair(order)
     pair.decode.scripts.append(Script(error=RequestError("boom"), error_at=error_at))
     got: list[TokenChunk] = []
@@ -240,7 +242,7 @@ async def test_decodes_engine_fails(order: str, error_at: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_prefills_engine_fails(strategy: str) -> None:
+async def test_a_failure_of_prefills_engine_calls_no_decode(strategy: str) -> None:
     pair = bare_pair(strategy)
     pair.prefill.scripts.append(Script(error=RequestError("boom")))
     with pytest.raises(EngineError, match="boom"):

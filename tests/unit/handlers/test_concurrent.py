@@ -62,7 +62,9 @@ async def test_the_answer_is_that_of_one_worker(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_many_at_once(engines: dict[Role, Engine], order: str) -> None:
+async def test_many_requests_at_once_get_one_answer_and_leave_both_sides_idle(
+    engines: dict[Role, Engine], order: str
+) -> None:
     """More than either side takes at a time."""
     generate, client = pair(engines, order)
     answers = await asyncio.gather(*(collect(generate, asked(4)) for _ in range(24)))

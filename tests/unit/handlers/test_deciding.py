@@ -57,20 +57,20 @@ def holding(count: int, salt: str | None = None) -> CachedPrefixes:
 
 @pytest.mark.parametrize(("length", "remote"), [(99, False), (100, False), (101, True)])
 @pytest.mark.parametrize("name", ["length", "length_and_queue"])
-def test_length(name: str, length: int, remote: bool) -> None:
+def test_a_prompt_above_the_length_is_remote(name: str, length: int, remote: bool) -> None:
     decision = decider(name, max_local_prefill_length=100)(prompt(length))
     assert decision == (remote, "long" if remote else "short")
 
 
 @pytest.mark.parametrize(("depth", "remote"), [(1, True), (2, False), (3, False)])
-def test_queue(depth: int, remote: bool) -> None:
+def test_a_long_prompt_stays_when_the_queue_is_full(depth: int, remote: bool) -> None:
     rule = decider("length_and_queue", depth, max_local_prefill_length=10, max_prefill_queue_size=2)
     assert rule(prompt(11)) == (remote, "long" if remote else "queue_full")
     assert rule(prompt(10)) == (False, "short")
 
 
 @pytest.mark.parametrize(("length", "remote"), [(7, False), (8, True), (9, True)])
-def test_non_cached_tokens(length: int, remote: bool) -> None:
+def test_so_many_uncached_tokens_are_remote(length: int, remote: bool) -> None:
     assert decider("non_cached_tokens", non_cached_tokens=8)(prompt(length)).remote is remote
 
 
@@ -79,13 +79,13 @@ def test_non_cached_tokens_zero_is_never() -> None:
 
 
 @pytest.mark.parametrize(("uncached", "reason"), [(39, "cached"), (40, "long"), (41, "long")])
-def test_isl_bounding_length(uncached: int, reason: str) -> None:
+def test_isl_bounding_sends_what_is_long(uncached: int, reason: str) -> None:
     rule = decider("isl_bounding", cached=holding(1000), eff_isl_threshold=40)
     assert rule(prompt(1000 + uncached)).reason == reason
 
 
 @pytest.mark.parametrize(("cached", "reason"), [(48, "cached"), (44, "low_hit_ratio"), (52, "cached")])
-def test_isl_bounding_ratio(cached: int, reason: str) -> None:
+def test_isl_bounding_sends_what_is_little_cached(cached: int, reason: str) -> None:
     """A hundred tokens, of which 48, 44 and 52 are there: 0.52, 0.56 and 0.48 are to compute."""
     rule = decider("isl_bounding", cached=holding(cached), eff_isl_ratio_threshold=0.53)
     assert rule(prompt(100)).reason == reason
@@ -98,7 +98,7 @@ def test_isl_bounding_at_the_ratio_goes_remote(percent: int) -> None:
     assert rule(prompt(100)).reason == "low_hit_ratio"
 
 
-def test_always() -> None:
+def test_always_sends_the_shortest_prompt() -> None:
     assert decider("always")(prompt(1)) == (True, "always")
 
 

@@ -298,7 +298,7 @@ async def test_kv_that_does_not_arrive_is_computed_here(order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_fail_means_fail(order: str) -> None:
+async def test_without_fallback_the_failure_of_the_only_try_is_final(order: str) -> None:
     pair = make_pair(order, on_missing_stage="fail", max_tries=1)
     pair.client.serve_by(way([], 0))
     with pytest.raises(PeerUnavailableError):

@@ -99,7 +99,7 @@ async def test_never_one_that_is_gone_or_has_failed(ids: set[int], avoid: frozen
 
 
 @pytest.mark.parametrize("selector", [RoundRobin(), LeastLoaded(InFlight()), BestCached(unable, InFlight())])
-async def test_equals_take_turns(selector: Selector) -> None:
+async def test_instances_with_equal_load_take_turns(selector: Selector) -> None:
     chosen = Counter([await selector.choose(request(), [3, 1, 2]) for _ in range(9)])
     assert chosen == {1: 3, 2: 3, 3: 3}
 

@@ -281,7 +281,7 @@ async def test_the_two_phases_of_a_generation_first_request_meet() -> None:
 
 
 @BOTH
-async def test_a_dead_engine(edges: HardEdges) -> None:
+async def test_a_dead_engine_hangs_its_requests_and_refuses_new_ones(edges: HardEdges) -> None:
     llm = make(edges)
     running = llm.generate_async(PROMPT, streaming=True)
     await anext(running)

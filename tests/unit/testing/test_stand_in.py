@@ -173,7 +173,7 @@ async def test_the_first_logprobs_come_from_prefill() -> None:
     assert [len(entry) for entry in whole.outputs[0].logprobs] == [2, 2]
 
 
-async def test_choices_take_turns() -> None:
+async def test_choices_of_one_request_grow_by_turns() -> None:
     result = make().generate_async(PROMPT, SamplingParams(n=2, max_tokens=2), streaming=True)
     lengths = [tuple(output.length for output in partial.outputs) async for partial in result]
     assert lengths == [(1, 0), (1, 1), (2, 1), (2, 2)]

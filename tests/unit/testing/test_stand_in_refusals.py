@@ -59,7 +59,7 @@ def test_after_shutdown_nothing_is_taken() -> None:
         llm.generate_async(PROMPT)
 
 
-def test_parameters_check_themselves() -> None:
+def test_parameters_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(ValueError, match="Unknown request type"):
         DisaggregatedParams(request_type="both")
     with pytest.raises(ValueError, match="best_of"):
@@ -136,7 +136,7 @@ async def test_the_python_transceiver_names_an_endpoint() -> None:
         await llm.generate_async(PROMPT, disaggregated_params=handoff).aresult()
 
 
-def test_health() -> None:
+def test_an_engine_that_is_shut_down_is_not_healthy() -> None:
     llm = make()
     assert llm._check_health()
     llm.shutdown()

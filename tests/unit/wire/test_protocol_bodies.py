@@ -111,7 +111,7 @@ def answer(protocol: str, handoff: Handoff = HANDOFF) -> Any:
 # -- golden
 
 
-def test_dynamo() -> None:
+def test_dynamos_bodies_have_the_errand_and_the_prefill_result() -> None:
     assert body("dynamo", PREFILL, asked()) == asked() | {"errand": {"stage": "prefill"}}
     assert answer("dynamo") == FIRST | {"disaggregated_params": PARAMS}
     handed_over = {"disaggregated_params": PARAMS, "prompt_tokens_details": {"cached_tokens": 2}}
@@ -121,7 +121,7 @@ def test_dynamo() -> None:
     }
 
 
-def test_two_phase_prefill() -> None:
+def test_a_two_phase_prefill_asks_for_one_token_and_remote_decode() -> None:
     assert body("two_phase", PREFILL, asked()) == {
         "model": "m",
         "token_ids": [11, 12, 13],
@@ -152,7 +152,7 @@ def test_two_phase_keeps_no_kv_for_an_answer_of_one_token() -> None:
     assert not decode_request(sent).decode_follows
 
 
-def test_two_phase_answer() -> None:
+def test_a_two_phase_answer_has_kv_transfer_params() -> None:
     assert answer("two_phase") == FIRST | {"kv_transfer_params": HANDED_OVER}
 
 
@@ -175,7 +175,7 @@ def test_two_phase_of_an_engine_with_an_opaque_handle() -> None:
     assert result_of(decode_chunk(answer("two_phase", handoff))) == handoff.result
 
 
-def test_bootstrap() -> None:
+def test_bootstrap_bodies_name_host_port_and_room() -> None:
     for errand in (PREFILL, DECODE):
         assert body("bootstrap", errand, asked(), rendezvous=ROOM) == asked() | {
             "errand": {"stage": errand.stage},

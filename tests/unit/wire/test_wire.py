@@ -224,7 +224,7 @@ def test_a_handoff_crosses_whole(api: Any, data: st.DataObject) -> None:
     assert decoded == given_params
 
 
-def test_upstreams_wire_form() -> None:
+def test_disaggregated_params_are_written_as_upstream_writes_them() -> None:
     encoded = encode_disaggregated_params(
         recording.DisaggregatedParams(
             request_type="context_only",

@@ -122,7 +122,9 @@ def test_a_setting_that_no_machine_can_honour(
     assert words in said
 
 
-def test_a_broken_checkpoint(tmp_path: Path, model: str, refusal: Refusal) -> None:
+def test_a_broken_checkpoint_is_refused_before_the_engine_starts(
+    tmp_path: Path, model: str, refusal: Refusal
+) -> None:
     """All that can be wrong with one: test_model_refusals.py."""
     broken = Path(shutil.copytree(model, tmp_path / "model"))
     with (broken / "model.safetensors").open("r+b") as weights:

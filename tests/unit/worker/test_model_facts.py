@@ -72,7 +72,7 @@ def model(folder: Path, config: dict[str, Any], modelopt: dict[str, Any] | None 
         ),
     ],
 )
-def test_what_auto_becomes(
+def test_auto_becomes_the_checkpoints_dtype(
     tmp_path: Path, config: Any, modelopt: Any, dtype: str, kv_dtype: str, precision: str
 ) -> None:
     facts = model(tmp_path, CONFIG | config, modelopt)

@@ -54,7 +54,9 @@ def _the_engine_never_hears_of_it(llm: LLM) -> Iterator[None]:
     ],
     ids=repr,
 )
-def test_prompts(llm: LLM, inputs: Any, error: type[Exception], reason: str) -> None:
+def test_a_prompt_that_is_none_is_refused_with_the_reason(
+    llm: LLM, inputs: Any, error: type[Exception], reason: str
+) -> None:
     with pytest.raises(error, match=reason):
         llm.generate_async(inputs)
 

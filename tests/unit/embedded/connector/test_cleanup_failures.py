@@ -39,7 +39,9 @@ def make_duo(checkpoints: Checkpoints) -> Iterator[Callable[..., Duo]]:
         duo.close()
 
 
-def test_a_pull(make_duo: Callable[..., Duo], fake: FakeTransport) -> None:
+def test_a_failed_pull_leaks_no_block_although_cleaning_up_fails(
+    make_duo: Callable[..., Duo], fake: FakeTransport
+) -> None:
     duo = make_duo(FakeTransport(), fake)
     tokens = prompt(3 * BLOCK)
     handoff = duo.prefill.prefill(tokens)
@@ -53,7 +55,9 @@ def test_a_pull(make_duo: Callable[..., Duo], fake: FakeTransport) -> None:
     duo.assert_idle()
 
 
-def test_a_push(make_duo: Callable[..., Duo], fake: FakeTransport) -> None:
+def test_a_failed_push_leaks_no_block_although_cleaning_up_fails(
+    make_duo: Callable[..., Duo], fake: FakeTransport
+) -> None:
     """Prefill reads what decode knows before it writes the rest."""
     duo = make_duo(fake, FakeTransport())
     stem = prompt(2 * BLOCK)

@@ -73,7 +73,7 @@ def test_every_answer_fits_the_schema(core: Core) -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_answer_matches(core: Core, option: str) -> None:
+def test_every_guided_answer_matches_its_pattern(core: Core, option: str) -> None:
     params, pattern = OPTIONS[option]
     for seed in range(8):
         answer = run(core, guided(params, seed=seed))
@@ -81,7 +81,7 @@ def test_every_answer_matches(core: Core, option: str) -> None:
         assert re.fullmatch(pattern, text_of(answer.tokens))
 
 
-def test_any_json_object(core: Core) -> None:
+def test_a_json_object_guide_gives_an_object_for_every_seed(core: Core) -> None:
     # {"":1}: a random model would go on for ever inside of a string.
     allowed = tuple(t for t in range(258) if t not in tokens_of('{}":1') and t != EOS)
     params = GuidedDecodingParams(json_object=True)

@@ -32,7 +32,7 @@ PROMPTS = [
 #: Mixtral is Mistral's attention and Qwen3's experts.
 EXACT_FAMILIES = [family for family in FAMILIES if family != "mixtral"]
 #: One of each kind: the lean forward, with a window, transformers' modules. The others share these; their chunks and
-#: their reuse are in test_disaggregated.
+#: their reuse are in test_logits_after_a_handoff_have_the_bits_of_solo_requests.
 thorough = pytest.mark.parametrize(
     "way", [("llama", "auto"), ("mistral", "auto"), ("gemma2", "auto")], indirect=True, ids="-".join
 )
@@ -119,7 +119,9 @@ def assert_same_bits(rows: Logits, expected: Logits) -> None:
     assert not different, f"(prompt, position) with other bits: {different}"
 
 
-def test_batched(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
+def test_logits_in_a_batch_have_the_bits_of_solo_requests(
+    make_core: MakeCore, recorder: Recorder, solo: Logits
+) -> None:
     core = make_core()
     core.run(*(core.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
     assert_same_bits(recorder.take(), solo)
@@ -137,7 +139,9 @@ def test_batched_in_another_order_after_others(make_core: MakeCore, recorder: Re
 
 @thorough
 @pytest.mark.parametrize("max_num_tokens", [32, 70, 128])
-def test_chunked(make_core: MakeCore, recorder: Recorder, solo: Logits, max_num_tokens: int) -> None:
+def test_logits_of_chunked_prompts_have_the_bits_of_solo_requests(
+    make_core: MakeCore, recorder: Recorder, solo: Logits, max_num_tokens: int
+) -> None:
     core = make_core(max_num_tokens=max_num_tokens, enable_chunked_prefill=True)
     core.run(*(core.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
     assert_same_bits(recorder.take(), solo)
@@ -153,7 +157,9 @@ def test_chunked(make_core: MakeCore, recorder: Recorder, solo: Logits, max_num_
     indirect=["way"],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, tokens_per_block: int) -> None:
+def test_logits_on_a_reused_prefix_have_the_bits_of_solo_requests(
+    make_core: MakeCore, recorder: Recorder, solo: Logits, tokens_per_block: int
+) -> None:
     """Block sizes below a tile: a reused prefix ends in the middle of one."""
     core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": tokens_per_block})
     core.generate(STEM, 1)
@@ -165,7 +171,9 @@ def test_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, tokens_pe
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copied", "taken over"])
 @thorough
-def test_partly_reused(make_core: MakeCore, recorder: Recorder, solo: Logits, copied: bool) -> None:
+def test_logits_on_a_partly_reused_block_have_the_bits_of_solo_requests(
+    make_core: MakeCore, recorder: Recorder, solo: Logits, copied: bool
+) -> None:
     """The stem ends in the middle of a block, and of a tile."""
     core = make_core(
         kv_cache_config={"max_tokens": 1024, "tokens_per_block": 64, "copy_on_partial_reuse": copied}
@@ -195,7 +203,9 @@ def only(rows: Logits, *prompts: int) -> Logits:
 
 @pytest.mark.parametrize("policy", ["EQUAL_PROGRESS", "FORCE_CHUNK"])
 @thorough
-def test_chunked_by_turns(make_core: MakeCore, recorder: Recorder, solo: Logits, policy: str) -> None:
+def test_logits_of_chunks_by_turns_have_the_bits_of_solo_requests(
+    make_core: MakeCore, recorder: Recorder, solo: Logits, policy: str
+) -> None:
     core = make_core(
         max_num_tokens=100,
         enable_chunked_prefill=True,
@@ -230,7 +240,9 @@ def run_and_see_who_is_paused(core: Core, ids: list[int]) -> set[str]:
 
 @pytest.mark.parametrize("swap_tokens", [0, 160], ids=["recomputed", "put aside"])
 @thorough
-def test_preempted(make_core: MakeCore, recorder: Recorder, solo: Logits, swap_tokens: int) -> None:
+def test_logits_after_preemption_have_the_bits_of_solo_requests(
+    make_core: MakeCore, recorder: Recorder, solo: Logits, swap_tokens: int
+) -> None:
     core = make_core(**crowded(swap_tokens))
     ids = [core.add([7 + i, 8, 9], 45) for i in range(4)]
     kinds = run_and_see_who_is_paused(core, ids + [core.add(prompt, NEW_TOKENS) for prompt in PROMPTS])
@@ -239,7 +251,9 @@ def test_preempted(make_core: MakeCore, recorder: Recorder, solo: Logits, swap_t
 
 
 @thorough
-def test_in_scattered_blocks(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
+def test_logits_in_scattered_blocks_have_the_bits_of_solo_requests(
+    make_core: MakeCore, recorder: Recorder, solo: Logits
+) -> None:
     """A sequence with scattered blocks is gathered, not viewed."""
     core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": 16})
     blocks = core.engine.blocks
@@ -253,7 +267,7 @@ def test_in_scattered_blocks(make_core: MakeCore, recorder: Recorder, solo: Logi
 
 @pytest.mark.parametrize("swap_tokens", [0, 160], ids=["recomputed", "put aside"])
 @thorough
-def test_disaggregated_and_preempted(
+def test_logits_after_a_handoff_and_preemption_have_the_bits_of_solo_requests(
     make_core: MakeCore, recorder: Recorder, solo: Logits, swap_tokens: int
 ) -> None:
     """Without room to put it aside, decode computes for itself what prefill had sent."""
@@ -269,7 +283,9 @@ def test_disaggregated_and_preempted(
 
 
 @pytest.mark.parametrize("backend", ["SHARED_MEMORY", "NIXL"])
-def test_disaggregated(make_core: MakeCore, recorder: Recorder, solo: Logits, backend: str) -> None:
+def test_logits_after_a_handoff_have_the_bits_of_solo_requests(
+    make_core: MakeCore, recorder: Recorder, solo: Logits, backend: str
+) -> None:
     transfer = {"cache_transceiver_config": {"backend": backend}}
     prefill = make_core(max_num_tokens=64, enable_chunked_prefill=True, **transfer)
     decode = make_core(**transfer)

@@ -180,7 +180,7 @@ def test_weights_that_are_no_plain_floats(make_model: MakeModel, dtype: torch.dt
     assert re.search(rf"{QUERY} is of dtype \w+; expected one of F32, BF16, F16, F64", refusal(model))
 
 
-def test_packed_weights(make_model: MakeModel) -> None:
+def test_a_model_with_packed_weights_is_refused_as_quantised(make_model: MakeModel) -> None:
     model = make_model()
     weights = load_file(model / "model.safetensors")
     save(model, {name.replace("proj.weight", "proj.qweight"): weight for name, weight in weights.items()})

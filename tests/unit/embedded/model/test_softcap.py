@@ -37,7 +37,7 @@ def expected(
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_many_queries(masked: bool) -> None:
+def test_capped_attention_of_many_queries_is_that_of_the_formula(masked: bool) -> None:
     query, key, value = inputs(9)
     hidden = torch.arange(KEYS)[None] > torch.arange(36, 45)[:, None]
     mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf) if masked else None
