@@ -116,6 +116,9 @@ class LocalPrefill:
         encoded = encode_disaggregated_params(params) if params is not None else {}
         if not names_a_sender(encoded):
             raise EngineError("the engine finished the prefill without disaggregated_params")
+        # TensorRT-LLM tells the id that it was given under this name alone, and its decode may look for the other one.
+        if (told := encoded.get("ctx_request_id")) is not None:
+            encoded.setdefault("disagg_request_id", told)
         usage = chunk.completion_usage
         return PrefillResult(encoded, usage.prompt_tokens_details if usage is not None else None)
 

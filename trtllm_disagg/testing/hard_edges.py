@@ -69,6 +69,9 @@ class HardEdges:
     changes_sampling_params: bool = False
     #: Under attention DP the receiver has to be told the sender's rank (_torch/disaggregation/native/transfer.py).
     needs_ctx_dp_rank: bool = False
+    #: The answer to a prefill tells its id as ctx_request_id alone (executor/result.py), and the Python transceiver
+    #: finds KV by disagg_request_id (_torch/disaggregation/base/transfer.py `get_unique_rid`).
+    tells_ctx_request_id_alone: bool = False
     #: `_check_health` of a dead engine raises (executor/proxy.py hands on what the background threads met).
     raises_when_unhealthy: bool = False
 

@@ -298,13 +298,18 @@ class RequestOutput:
         """One token of one choice a step."""
         self._check()
         if self.request_type == "generation_only" and not self.is_aborted and self._meeting is None:
-            self._place.kv.take(_sender_of(self._given), self.prompt_token_ids)
+            self._place.kv.take(self._sender(), self.prompt_token_ids)
             self.cached_tokens = len(self.prompt_token_ids)
         for position in itertools.count():
             for output in self.outputs:
                 if output.finish_reason is None:
                     self._step(output, position)
                     yield
+
+    def _sender(self) -> bytes | None:
+        place, given = self._place, self._given
+        is_found_by_id = place.edges.tells_ctx_request_id_alone and place.is_python_transceiver
+        return None if is_found_by_id and given.disagg_request_id is None else _sender_of(given)
 
     def _check(self) -> None:
         """What only the engine's process notices."""
@@ -395,7 +400,7 @@ class RequestOutput:
             first_gen_tokens=[token],
             first_gen_log_probs=list(output.logprobs) or None,
             ctx_request_id=self.request_id if given_id is None else given_id,
-            disagg_request_id=given_id,
+            disagg_request_id=None if place.edges.tells_ctx_request_id_alone else given_id,
             ctx_dp_rank=place.dp_rank,
             opaque_state=None if place.is_python_transceiver else self._held,
             ctx_info_endpoint=endpoint if place.is_python_transceiver else None,

@@ -722,3 +722,17 @@ async def test_the_stand_in_can_do_what_tensorrt_llm_can(tensorrt_llm: ModuleTyp
     assert [each.name for each in CAPABILITIES if each in opened().capabilities] == [
         "take a rank of attention DP"
     ]
+
+
+@pytest.mark.parametrize("strategy", ORDERS)
+async def test_a_decode_names_the_id_by_which_the_python_transceiver_finds_kv(
+    strategy: str, tensorrt_llm: ModuleType
+) -> None:
+    """The engine's own answer to the prefill tells it under another name."""
+    transceiver = {"backend": "NIXL", "transceiver_runtime": "PYTHON"}
+    pair = Both(strategy, cache_transceiver_config=transceiver).day_one(strategy)
+    assert tokens_of(await collect(pair.generate, request())) == expected_tokens(5)
+    assert kinds(pair.decode) == ["generation_only"]
+    (asked,), (fetched,) = (llm.calls_of("generate_async") for llm in (pair.prefill, pair.decode))
+    given, found = (call["disaggregated_params"].disagg_request_id for call in (asked, fetched))
+    assert found == given is not None

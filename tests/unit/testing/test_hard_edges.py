@@ -246,7 +246,21 @@ async def test_an_endpoint_is_a_string_and_a_list_ends_the_engine() -> None:
         llm.generate_async(PROMPT, disaggregated_params=several)
     with pytest.raises(RuntimeError, match="shutting down"):
         llm.generate_async(PROMPT)
-    await make(transceiver=PYTHON).generate_async(PROMPT, disaggregated_params=handoff).aresult()
+    named = dataclasses.replace(handoff, disagg_request_id=handoff.ctx_request_id)
+    await make(transceiver=PYTHON).generate_async(PROMPT, disaggregated_params=named).aresult()
+
+
+@BOTH
+async def test_kv_is_found_by_an_id_that_the_answer_to_the_prefill_has_not(edges: HardEdges) -> None:
+    handoff = handoff_of(await prefill(make(edges, PYTHON), disagg_request_id=1 << 41))
+    assert handoff.ctx_request_id == 1 << 41
+    assert handoff.disagg_request_id == (None if edges is PESSIMISTIC else 1 << 41)
+    fetched = make(edges, PYTHON).generate_async(PROMPT, disaggregated_params=handoff)
+    if edges is PESSIMISTIC:
+        with pytest.raises(RequestError, match=GENERATION_TRANSFER_ERROR):
+            await fetched.aresult()
+    else:
+        await fetched.aresult()
 
 
 async def test_attention_dp_needs_the_rank_of_the_context() -> None:
