@@ -35,6 +35,9 @@ _MODEL = "recording"
 _PROMPT_TOKENS = 32
 #: Of a role, in microseconds.
 _CPU = " worker CPU per token"
+#: What slows a machine slows both: so this is steadier than either.
+_BESIDE_FRONTEND = "workers' CPU by the frontend's"
+_TICK_SECONDS = 0.01
 #: How many requests are traced, and what a worker is told for that.
 _NONE, _EVERY = "none", "every"
 _SAMPLERS = {_NONE: "OTEL_TRACES_SAMPLER=always_off", "1%": "OTEL_TRACES_SAMPLE_RATIO=0.01", _EVERY: ""}
@@ -181,6 +184,7 @@ class Subject:
     def __init__(self, name: str, deployment: Deployment, connections: list[Connection]) -> None:
         self.name = name
         self._workers = {p.role: p.pid for p in deployment.processes if p.role != "frontend"}
+        (self._frontend,) = (p.pid for p in deployment.processes if p.role == "frontend")
         self._connections = connections
 
     async def measure(self, asked: Load) -> tuple[str, dict[str, float]]:
@@ -189,9 +193,9 @@ class Subject:
         short = completion_request(_MODEL, prompt, asked.alone_tokens)
         alone = await ask_all(self._connections[:1], [short] * asked.alone)
         long = completion_request(_MODEL, prompt, asked.together_tokens)
-        before = self._cpu()
+        before, of_frontend = self._cpu(), cpu_seconds(self._frontend)
         together = await ask_all(self._connections[: asked.concurrency], [long] * asked.together)
-        after = self._cpu()
+        after, of_frontend = self._cpu(), cpu_seconds(self._frontend) - of_frontend
         texts = {answer.text() for answer in together}
         num_tokens = asked.together * asked.together_tokens
         if {len(text) for text in texts} != {asked.together_tokens}:
@@ -204,6 +208,7 @@ class Subject:
             "throughput": num_tokens / wall,
             "ttft_together": _median(together, lambda a: 1000 * (a.first - a.asked)),
             "chunks": _median(together, lambda a: len(a.events())) / asked.together_tokens,
+            _BESIDE_FRONTEND: (sum(after.values()) - sum(before.values())) / (of_frontend or _TICK_SECONDS),
             **{role + _CPU: 1e6 * (after[role] - before[role]) / num_tokens for role in before},
         }
 
@@ -263,7 +268,8 @@ def _against_untraced(measured: Rounds, subject: str) -> list[Figure]:
     untraced = f"{subject.partition(',')[0]}, {_NONE} traced"
     if untraced == subject or untraced not in measured.subjects:
         return []
-    quantities = ["throughput", *(name for name in measured.values[subject] if name.endswith(_CPU))]
+    of_cpu = (name for name in measured.values[subject] if name.endswith((_CPU, _BESIDE_FRONTEND)))
+    quantities = ["throughput", *of_cpu]
     return [
         Figure(
             f"{subject}: {'tok/s' if quantity == 'throughput' else quantity.strip()} / {_NONE}",
