@@ -11,12 +11,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trtllm_disagg.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trtllm_disagg.handlers.services import Parts
     from trtllm_disagg.types import Generate
 
 WorkerRole = Literal["agg", "prefill", "decode"]
@@ -56,11 +55,11 @@ class StrategySpec:
         """Worker-side, and the same for each request."""
         return self.is_worker_side and self.builder is not None
 
-    def load_builder(self) -> Callable[[Parts], Generate]:
-        """Imported now: the table itself loads nothing."""
+    def load_builder(self) -> Callable[[Any], Generate]:
+        """Imported now: the table, which is below the handlers, loads none of them and cannot name their `Parts`."""
         assert self.builder is not None, f"{self.name} chooses among the others"
         module, _, function = self.builder.partition(":")
-        build: Callable[[Parts], Generate] = getattr(import_module(module), function)
+        build: Callable[[Any], Generate] = getattr(import_module(module), function)
         return build
 
 
