@@ -23,6 +23,8 @@ class StopConditions(msgspec.Struct, frozen=True):
     stop_token_ids: list[int] | None = None
     stop_token_ids_visible: list[int] | None = None
     stop_token_ids_hidden: list[int] | None = None
+    #: `nvext.max_thinking_tokens`.
+    max_thinking_tokens: int | None = None
 
 
 class SamplingOptions(msgspec.Struct, frozen=True):

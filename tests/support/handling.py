@@ -30,7 +30,7 @@ def raw_request(max_tokens: int | None = 5, **keys: Any) -> dict[str, Any]:
             "max_tokens": max_tokens,
             "stop": None,
             "ignore_eos": None,
-            "max_thinking_tokens": 9,
+            "max_thinking_tokens": None,
         },
         "sampling_options": {"temperature": 0.5, "top_p": None, "new_option": [1]},
         "output_options": {"logprobs": None},

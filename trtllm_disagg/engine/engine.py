@@ -364,6 +364,9 @@ class Engine:
             options["top_k"] = 0
         guided = options.pop("guided_decoding", None) or {}
         stop = request.stop
+        if stop.max_thinking_tokens is not None:
+            # Only newer versions of TensorRT-LLM have it; others refuse it by name.
+            options["thinking_token_budget"] = stop.max_thinking_tokens
         # TensorRT-LLM never returns the token that it stops at.
         ignore_eos = bool(stop.ignore_eos or stop.stop_token_ids_visible or request.output.no_stop_trim)
         stop_ids = [] if ignore_eos else [*(stop.stop_token_ids or ()), *(stop.stop_token_ids_hidden or ())]

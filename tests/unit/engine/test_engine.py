@@ -68,6 +68,8 @@ def test_no_limit_of_top_k_is_zero() -> None:
         ({"max_tokens": 3}, {"max_tokens": 3}),
         ({}, {"max_tokens": MAX_SEQ_LEN - len(PROMPT)}),
         ({"min_tokens": 2}, {"min_tokens": 2}),
+        ({"max_thinking_tokens": 9}, {"thinking_token_budget": 9}),
+        ({"max_thinking_tokens": 0}, {"thinking_token_budget": 0}),
         ({"ignore_eos": True, "stop_token_ids": [1]}, {"ignore_eos": True, "stop_token_ids": None}),
         (
             {"stop_token_ids": [1], "stop_token_ids_hidden": [2]},

@@ -121,7 +121,6 @@ _UNSERVED = (
     "return_generation_logits",
     "return_encoder_output",
     "additional_model_outputs",
-    "thinking_token_budget",
     "truncate_prompt_tokens",
 )
 
@@ -150,6 +149,10 @@ def validate_sampling_params(params: SamplingParams, vocab_size: int) -> None:
     if any(values := _unserved(params)):
         name = next(name for name, value in zip(_UNSERVED, values, strict=True) if value)
         raise NotImplementedError(f"SamplingParams.{name} is not served by the embedded engine")
+    if params.thinking_token_budget is not None:  # 0 is a budget, too
+        raise NotImplementedError(
+            "SamplingParams.thinking_token_budget (max_thinking_tokens) is not served by the embedded engine"
+        )
     if params.best_of is not None and params.best_of != params.n:
         raise NotImplementedError("SamplingParams.best_of other than n is not served by the embedded engine")
     for value, (name, low, high, allowed) in zip(_ranged(params), _RANGES, strict=True):

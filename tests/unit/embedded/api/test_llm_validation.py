@@ -103,6 +103,8 @@ def test_sampling_params_out_of_range(llm: LLM, params: dict[str, Any], reason: 
         {"logits_processor": print},
         {"no_repeat_ngram_size": 2},
         {"top_p_decay": 0.5},
+        {"thinking_token_budget": 9},
+        {"thinking_token_budget": 0},
         {"return_context_logits": True},
         {"return_generation_logits": True},
         {"truncate_prompt_tokens": 3},
