@@ -84,7 +84,7 @@ wheel: $(TOOLS)
 release: $(TOOLS)
 	@$(STEADILY) "tools for releases" $(PIP) -r requirements/release.txt
 	@rm -rf dist
-	$(BIN)/python -m tools.release dist
+	@$(STEADILY) "wheel, source distribution and SBOM" $(BIN)/python -m tools.release dist
 	$(BIN)/python -P -m twine check --strict dist/*.whl dist/*.tar.gz
 
 clean:
