@@ -286,6 +286,12 @@ def decode_disaggregated_params(result: PrefillResult, params_class: Any, logpro
     given = {key: value for key, value in result.disaggregated_params.items() if key not in _FOREIGN_KEYS}
     if not names_a_sender(given):
         raise HandoffRefusedError(f"handoff names no sender: it has neither {' nor '.join(_SENDER_KEYS)}")
+    # An engine makes bytes of the state: of a number, so many of them.
+    for name, kinds in (("opaque_state", (str, bytes)), ("first_gen_tokens", (list,))):
+        if given.get(name) is not None and not isinstance(given[name], kinds):
+            raise HandoffRefusedError(
+                f"handoff is not readable: {name} is of type {type(given[name]).__name__}"
+            )
     try:
         if isinstance(given.get("opaque_state"), str):
             given["opaque_state"] = base64.b64decode(given["opaque_state"], validate=True)
