@@ -248,9 +248,8 @@ class _Progress:
 
     def failed(self, step: FallbackStep, error: DisaggError) -> None:
         finds_none = isinstance(error, NoInstanceError)
-        if (
-            self.error is None or not finds_none
-        ):  # why the instance before failed says more than that it was the last
+        # Why the last instance failed says more than that there is no other one.
+        if self.error is None or not finds_none:
             self.error = error
         self._without_instance = step if finds_none else None
         self._has_lost_engine = self._has_lost_engine or isinstance(error, WorkerLeavingError)
