@@ -34,12 +34,21 @@ def _with_pages(nav: Any) -> Any:
     return section(nav) if nav.endswith("/") else nav
 
 
-def section(folder: str) -> list[str]:
+def section(folder: str) -> list[Any]:
     """The pages of a folder: index.md, those that it links, in its order, then the others."""
     path = ROOT / "docs" / folder
     linked = re.findall(r"\]\(([\w-]+\.md)\)", (path / "index.md").read_text(encoding="utf-8"))
     there = sorted(page.name for page in path.glob("*.md"))
-    return [folder + name for name in dict.fromkeys(["index.md", *linked, *there])]
+    return [_with_parts(folder, path / name) for name in dict.fromkeys(["index.md", *linked, *there])]
+
+
+def _with_parts(folder: str, page: Path) -> Any:
+    """With the pages of a folder that has its name, where there is one."""
+    parts = [f"{folder}{page.stem}/{part.name}" for part in sorted(page.with_suffix("").glob("*.md"))]
+    if not parts:
+        return folder + page.name
+    (title,) = re.findall(r"^# (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {title: [folder + page.name, *parts]}
 
 
 def on_files(files: Files, config: Any) -> Files:
