@@ -1,6 +1,6 @@
 """The runs that the page which-strategy is made of: model-GPU pairs and workloads, by `bench strategies --quick`.
 
-Each run is a command that can be given by hand and goes on where it was cut off. By their plans they take 6 to 25
+Each run is a command that can be given by hand and goes on where it was cut off. By their plans they take 9 to 36
 minutes. Where answers are long, or first tokens fast, the modelled clock runs too fast for a conclusion on TTFT itself,
 and slow enough for one on answers in time (docs/decisions/0028-software-in-a-conclusion.md).
 """
@@ -54,7 +54,8 @@ class Run:
     #: So that what our own software adds to a first token, 20 ms on two calm cores, is a small part of the SLO's limit.
     #: For rag, with its longer prompts, a small part of TTFT itself.
     time_scale: float
-    requests: int = 14
+    #: Of a point. Prefill, which limits rag, shows its limit with few.
+    requests: str = "auto"
 
     @property
     def name(self) -> str:
@@ -67,7 +68,7 @@ class Run:
         trace = ("--trace", str(options.measure / _TRACE)) if self.workload == "trace" else ()
         return [
             *("--quick", "--model", str(options.model), "--out", str(options.measure / self.name)),
-            *("--workloads", self.workload, *trace, "--requests", str(self.requests)),
+            *("--workloads", self.workload, *trace, "--requests", self.requests),
             *("--time-scale", f"{self.time_scale:g}", "--override-engine-args", self.pair.override),
         ]
 
@@ -96,39 +97,36 @@ _235B = Pair(
 _TRACE = "trace.jsonl"
 
 RUNS = (
-    Run(_8B, "rag", 2.75),
-    Run(_120B, "rag", 3),
-    Run(_70B, "rag", 1.25),
-    Run(_235B, "rag", 2),
-    Run(_32B, "rag", 1.25),
-    # At the highest rate, as many as come while two answers are made, or in five times what a first token may take:
-    # fewer never fill the GPUs.
-    Run(_8B, "bursts", 4.5, requests=160),
-    Run(_120B, "bursts", 2, requests=32),
-    Run(_70B, "bursts", 2, requests=144),
-    Run(_235B, "bursts", 2, requests=96),
-    Run(_32B, "bursts", 2, requests=144),
-    *(
-        Run(pair, workload, scale, requests=requests)
-        for workload in ("trace", "agentic")
-        for pair, scale, requests in (
-            (_8B, 3, 150),
-            (_120B, 3, 80),
-            (_70B, 2, 170),
-            (_235B, 2.5, 150),
-            (_32B, 2, 96),
-        )
-    ),
-    Run(_8B, "chat", 6, requests=320),
-    Run(_120B, "chat", 2, requests=64),
-    Run(_70B, "chat", 2, requests=300),
-    Run(_235B, "chat", 2, requests=128),
-    Run(_32B, "chat", 2, requests=320),
-    Run(_8B, "reasoning", 0.5, requests=128),
-    Run(_120B, "reasoning", 0.5, requests=64),
-    Run(_70B, "reasoning", 0.25, requests=300),
-    Run(_235B, "reasoning", 0.375, requests=200),
-    Run(_32B, "reasoning", 0.25, requests=150),
+    Run(_8B, "rag", 2.75, "14"),
+    Run(_120B, "rag", 3, "14"),
+    Run(_70B, "rag", 1.25, "14"),
+    Run(_235B, "rag", 2, "14"),
+    Run(_32B, "rag", 1.25, "14"),
+    Run(_8B, "bursts", 6),
+    Run(_120B, "bursts", 2),
+    Run(_70B, "bursts", 3),
+    Run(_235B, "bursts", 3),
+    Run(_32B, "bursts", 3),
+    Run(_8B, "agentic", 6),
+    Run(_120B, "agentic", 3),
+    Run(_70B, "agentic", 4),
+    Run(_235B, "agentic", 5),
+    Run(_32B, "agentic", 4),
+    Run(_8B, "trace", 6),
+    Run(_120B, "trace", 4),
+    Run(_70B, "trace", 4),
+    Run(_235B, "trace", 5),
+    Run(_32B, "trace", 4),
+    Run(_8B, "chat", 6),
+    Run(_120B, "chat", 2),
+    Run(_70B, "chat", 3),
+    Run(_235B, "chat", 3),
+    Run(_32B, "chat", 3),
+    Run(_8B, "reasoning", 0.5),
+    Run(_120B, "reasoning", 0.125),
+    Run(_70B, "reasoning", 0.25),
+    Run(_235B, "reasoning", 0.25),
+    Run(_32B, "reasoning", 0.25),
 )
 
 

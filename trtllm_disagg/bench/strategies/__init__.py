@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from trtllm_disagg.bench.strategies.records import RunDirectory
 
 _REQUESTS, _QUICK_REQUESTS = 200, 14
+#: Of `--requests`: at each rate as many as fill the GPUs, by the tables.
+_AUTO = "auto"
 _REPETITIONS = 2
 
 
@@ -65,7 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workloads", metavar="NAME,...", help="chat, rag, reasoning, agentic, bursts, trace (default: all)")
     add("--trace", type=Path, metavar="FILE", help="the workload trace: lines of a Mooncake trace")
     add("--rates", metavar="R,...", help="requests a modelled second (default: by the tables, to saturation)")
-    add("--requests", type=_count, metavar="N", help=f"of a point (default: {_REQUESTS})")
+    add(
+        "--requests",
+        type=_count_or_auto,
+        metavar="N",
+        help=f"of a point; auto: as many as fill modelled GPUs at its rate (default: {_REQUESTS})",
+    )
     add(
         "--repetitions",
         type=_count,
@@ -107,6 +114,12 @@ def settle(args: argparse.Namespace) -> None:
     if args.quick:
         args.repetitions = 1
     args.requests = args.requests or (_QUICK_REQUESTS if args.quick else _REQUESTS)
+    args.fills_gpus = args.requests == _AUTO
+    args.fewest_requests = _QUICK_REQUESTS if args.fills_gpus else args.requests
+
+
+def _count_or_auto(text: str) -> int | str:
+    return _AUTO if text == _AUTO else _count(text)
 
 
 def _count(text: str) -> int:

@@ -4,6 +4,7 @@ sweep, never for a result.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ SWEEP = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.1)
 QUICK_SWEEP = (0.4, 0.75, 1.1)
 #: Of `capacity`: where prompts share their beginnings and lengths vary, an arm had all answers in time above it.
 _MOST_ERROR = 1.5
+#: After which the number of requests at once and the time of one fit together.
+_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +56,29 @@ class Worker:
 
     def decode_seconds(self, shape: Shape) -> float:
         """Of a request in the largest batch that the pool holds: its share of the steps."""
-        context = shape.input_tokens + shape.output_tokens / 2
-        batch = max(1, min(self.max_batch, int(self.pool_tokens / (context + shape.output_tokens / 2))))
-        step = sum(self.gpus.times.parts([], batch, round(context))) / 1000
-        return step * shape.output_tokens / batch * self.factors.decode_factor
+        batch = self._largest_batch(shape)
+        return self._steps_seconds(shape, batch) / batch
 
     def isolated_seconds(self, shape: Shape) -> float:
         """A request that is alone."""
-        step = sum(self.gpus.times.parts([], 1, round(shape.input_tokens))) / 1000
-        return self.prefill_seconds(shape) + step * shape.output_tokens * self.factors.decode_factor
+        return self.prefill_seconds(shape) + self._steps_seconds(shape, 1)
+
+    def loaded_seconds(self, shape: Shape, rate: float) -> float:
+        """A request among those that are there when `rate` come a second: as many as come while one is answered."""
+        seconds, most = self.isolated_seconds(shape), self._largest_batch(shape)
+        for _ in range(_ROUNDS):
+            batch = max(1, min(most, round(rate * seconds)))
+            seconds = self.prefill_seconds(shape) + self._steps_seconds(shape, batch)
+        return seconds
+
+    def _largest_batch(self, shape: Shape) -> int:
+        return max(1, min(self.max_batch, int(self.pool_tokens / (shape.input_tokens + shape.output_tokens))))
+
+    def _steps_seconds(self, shape: Shape, batch: int) -> float:
+        """All steps of an answer, in a batch of such requests."""
+        context = shape.input_tokens + shape.output_tokens / 2
+        step = sum(self.gpus.times.parts([], batch, round(context))) / 1000
+        return step * shape.output_tokens * self.factors.decode_factor
 
     def sending_seconds(self, shape: Shape) -> float:
         """Of a prompt's KV, over the link."""
@@ -82,6 +99,15 @@ def capacity(arm: Arm, shape: Shape, workers: dict[str, Worker]) -> float:
         arm.prefill_workers / max(prefill.prefill_seconds(shape), sending),
         arm.decode_workers / max(decode.decode_seconds(shape), sending),
     )
+
+
+def requests_to_fill(arm: Arm, shape: Shape, workers: dict[str, Worker], rate: float) -> int:
+    """As many as come while two answers are made: only then as many leave as come, and a queue shows. Of a rate that
+    the arm is not able to do, as many as leave.
+    """
+    role, count = ("agg", arm.agg_workers) if arm.agg_workers else ("decode", arm.decode_workers)
+    done = min(rate, capacity(arm, shape, workers))
+    return math.ceil(2 * done * workers[role].loaded_seconds(shape, done / count))
 
 
 def rates(capacities: dict[str, float], sweep: tuple[float, ...]) -> dict[str, tuple[float, ...]]:

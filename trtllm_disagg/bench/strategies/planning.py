@@ -15,7 +15,14 @@ from typing import Any
 
 import yaml
 
-from trtllm_disagg.bench.strategies.estimate import QUICK_SWEEP, SWEEP, Worker, capacity, rates
+from trtllm_disagg.bench.strategies.estimate import (
+    QUICK_SWEEP,
+    SWEEP,
+    Worker,
+    capacity,
+    rates,
+    requests_to_fill,
+)
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
 from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
@@ -224,13 +231,19 @@ def make_plan(
                 speeds = nominal if args.quick else workers
                 most = max(capacity(each, traffic.shape, speeds) for each in equals)
                 slo = slo_of(args) if args.quick else None
+                requests = {rate: _requests(args, equals, traffic, workers, rate) for rate in sweep}
                 needed = scale_for(
-                    traffic, speeds, most, args.requests, software.get(name, ASSUMED), quick_slo=slo
+                    traffic,
+                    speeds,
+                    most,
+                    max(requests.values()),
+                    software.get(name, ASSUMED),
+                    quick_slo=slo,
                 )
                 scale = args.time_scale or needed
                 count = args.repetitions if sensitivity == NOMINAL else 1
                 points += [
-                    Point(arm.name, name, rate, repetition, sensitivity, scale)
+                    Point(arm.name, name, rate, repetition, sensitivity, scale, requests[rate])
                     for repetition in range(count)
                     for rate in sweep
                 ]
@@ -244,6 +257,20 @@ def make_plan(
         software=dict(software),
         settings=settings_of(args, engines),
     )
+
+
+def _requests(
+    args: argparse.Namespace,
+    arms: Iterable[Arm],
+    traffic: Traffic,
+    workers: dict[str, Worker],
+    rate: float,
+) -> int:
+    """The same for all arms, which are sent the same."""
+    fewest: int = args.fewest_requests
+    if not args.fills_gpus:
+        return fewest
+    return max(fewest, *(requests_to_fill(arm, traffic.shape, workers, rate) for arm in arms))
 
 
 def _shares(args: argparse.Namespace, sensitivity: Sensitivity) -> tuple[float, ...]:

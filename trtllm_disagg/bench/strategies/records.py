@@ -88,6 +88,8 @@ class Point:
     repetition: int = 0
     sensitivity: Sensitivity = NOMINAL
     time_scale: float = 1.0
+    #: That are sent; 0 in runs of before, which had the same number at each rate.
+    requests: int = 0
 
     @property
     def file_name(self) -> str:

@@ -193,7 +193,6 @@ class Runner:
     targets: Deployments | Urls
     aiperf: AIPerf
     vocabulary: int
-    requests: int
     answer_seconds: AnswerSeconds
     is_quick: bool = False
 
@@ -269,7 +268,7 @@ class Runner:
         seed = f"{point.rate:g} {point.repetition}"
         if side != NOMINAL:
             seed += f" {side.prefill_factor:g} {side.decode_factor:g}"
-        return traffic.asks(point.rate, self.requests, seed, self.vocabulary)
+        return traffic.asks(point.rate, point.requests, seed, self.vocabulary)
 
 
 def versions_here() -> dict[str, str]:

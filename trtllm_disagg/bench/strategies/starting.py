@@ -112,6 +112,10 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError.bad_value(
             "--rates", None, "rates: without the tables of a modelled engine none are known"
         )
+    if real and args.fills_gpus:
+        raise ConfigError.bad_value(
+            "--requests", args.requests, "a number: what fills GPUs is known of modelled ones"
+        )
     if real and (args.time_scale or 1) != 1:
         raise ConfigError.bad_value(
             "--time-scale", args.time_scale, "1: a real deployment's clock is the wall's"
@@ -180,7 +184,7 @@ def _real(
 ) -> Plan:
     """Nothing is modelled: rates as given, the wall's clock, no sensitivity."""
     points = tuple(
-        Point(arm.name, name, rate, repetition)
+        Point(arm.name, name, rate, repetition, requests=args.requests)
         for arm in arms
         for name in chosen
         for repetition in range(args.repetitions)
@@ -234,9 +238,7 @@ def _runner(
             for side in sensitivities(args.band)
         }
     vocabulary = vocabulary_of(args.model)
-    return Runner(
-        plan, directory, chosen, targets, aiperf, vocabulary, args.requests, seconds, is_quick=args.quick
-    )
+    return Runner(plan, directory, chosen, targets, aiperf, vocabulary, seconds, is_quick=args.quick)
 
 
 def _command() -> str:

@@ -15,7 +15,7 @@ import yaml
 
 from trtllm_disagg.bench.strategies import add_arguments, settle, starting
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
-from trtllm_disagg.bench.strategies.estimate import Worker, rates
+from trtllm_disagg.bench.strategies.estimate import Worker, capacity, rates, requests_to_fill
 from trtllm_disagg.bench.strategies.measuring import Elsewhere, Schedule
 from trtllm_disagg.bench.strategies.planning import scale_for, sensitivities
 from trtllm_disagg.bench.strategies.records import (
@@ -80,6 +80,11 @@ def prepared(model: Path, configs: Path, *flags: str) -> Runner:
     return (of_urls if args.url else of_engines)(args, AIPERF, RunDirectory(args.out))
 
 
+def workers_of(runner: Runner) -> dict[str, Worker]:
+    assert isinstance(runner.targets, Deployments)
+    return runner.targets.engines.workers()
+
+
 def test_all_arms_get_the_same_rates_prompts_and_arrivals(model: Path, configs: Path) -> None:
     runner = prepared(model, configs, "--workers", "2", "--workloads", "chat", "--band", "0")
     by_arm: dict[str, set[float]] = {}
@@ -109,6 +114,39 @@ def test_a_sweep_ends_with_one_rate_that_is_surely_above_what_the_arm_is_able_to
     assert chosen == {"fast": (3.0, 6.0, 9.0, 11.0), "slow": (3.0, 6.0)}
     # 4 by the tables may be 5 in truth, and 6 seem exhausting to a short run.
     assert rates({"fast": 10.0, "slow": 4.0}, (0.3, 0.6, 0.9, 1.1))["slow"] == (3.0, 6.0, 9.0)
+
+
+def test_by_itself_a_point_has_as_many_requests_as_come_while_two_answers_are_made(
+    model: Path, configs: Path
+) -> None:
+    runner = prepared(model, configs, "--quick", "--workloads", "chat", "--requests", "auto")
+    sent: dict[tuple[float, Sensitivity], set[int]] = {}
+    for point in runner.plan.points:
+        assert len(runner.asks(point)) == point.requests
+        sent.setdefault((point.rate, point.sensitivity), set()).add(point.requests)
+    assert all(len(counts) == 1 for counts in sent.values()), "arms are sent the same"
+    (worker, *_) = workers_of(runner).values()
+    shape = runner.traffics["chat"].shape
+    rates_of = sorted(rate for rate, side in sent if side == NOMINAL)
+    for rate in rates_of:
+        (requests,) = sent[rate, NOMINAL]
+        assert requests >= max(14, 2 * rate * worker.isolated_seconds(shape))
+    assert max(sent[rates_of[-1], NOMINAL]) > max(sent[rates_of[0], NOMINAL])
+
+
+def test_requests_at_once_and_the_time_of_one_fit_together(model: Path, configs: Path) -> None:
+    runner = prepared(model, configs, "--quick")
+    workers = workers_of(runner)
+    worker, shape = workers["agg"], runner.traffics["rag"].shape
+    assert worker.loaded_seconds(shape, 1e-6) == worker.isolated_seconds(shape)
+    step = worker.decode_seconds(shape)
+    for rate in (0.1 / step, 0.3 / step):
+        seconds = worker.loaded_seconds(shape, rate)
+        assert worker.isolated_seconds(shape) <= seconds <= worker.loaded_seconds(shape, 1.5 * rate)
+    agg, pair = (runner.plan.arm(name) for name in ("2 agg", "1P1D decode_first"))
+    most = capacity(pair, shape, workers)
+    assert requests_to_fill(pair, shape, workers, 9 * most) == requests_to_fill(pair, shape, workers, most)
+    assert requests_to_fill(agg, shape, workers, most) < requests_to_fill(agg, shape, workers, 1.2 * most)
 
 
 def test_a_deployment_serves_all_points_of_its_arm_sensitivity_and_speed(model: Path, configs: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_run_of_the_list_is_a_command_that_plans_its_pair_and_workload(
     parser = argparse.ArgumentParser()
     add_bench_arguments(parser)
     args = parser.parse_args(argv[argv.index("strategies") + 1 :])
-    assert (args.quick, args.workloads, args.requests, args.time_scale) == (True, "bursts", 144, 2)
+    assert (args.quick, args.workloads, args.requests, args.time_scale) == (True, "bursts", "auto", 3)
     override = json.loads(args.override_engine_args)
     assert override["modelled"] == {"model": "llama-3.1-70b-fp8", "system": "h200_sxm"}
     assert override["tensor_parallel_size"] == 2
