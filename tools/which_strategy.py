@@ -75,8 +75,8 @@ def link_from(index: Path) -> None:
 
 
 def _page(runs: Sequence[KeptRun]) -> Iterator[str]:
-    yield "<!-- Made by tools/which_strategy.py; do not edit. -->"
     yield "# Which strategy?\n"
+    yield "<!-- Made by tools/which_strategy.py; do not edit. -->\n"
     made_of = f"{_count(sum(run.points for run in runs), 'measured point')} of {_count(len(runs), 'run')}"
     yield f"What `trtllm-disagg bench strategies` said in {made_of}:"
     yield "which layout of the same number of GPUs is best, by four measures. The first one is what to run by."
@@ -85,6 +85,7 @@ def _page(runs: Sequence[KeptRun]) -> Iterator[str]:
         yield "absolute about a GPU."
     yield "How a conclusion is reached, and when it is refused: [reports](../how-to/choose-by-measuring.md)."
     yield "**Bold** is decided; with a question mark one of these is best, and which one is not decided."
+    yield "`2 agg` are two workers that do both, `1P1D` is a prefill and a decode worker in the order behind it."
     for place, heading in enumerate(MEASURES):
         yield f"\n## {heading}\n"
         yield from _matrix(runs, place)
@@ -116,8 +117,8 @@ def _choice(verdict: KeptVerdict) -> str:
 
 
 def _subject_page(subject: str, runs: Sequence[KeptRun]) -> Iterator[str]:
-    yield "<!-- Made by tools/which_strategy.py; do not edit. -->"
     yield f"# {subject}\n"
+    yield "<!-- Made by tools/which_strategy.py; do not edit. -->\n"
     yield f"Of [which strategy?](../{NAME}.md)\n"
     yield "| traffic | in time | run | because, or why it is not decided |"
     yield "|---|---|---|---|"
