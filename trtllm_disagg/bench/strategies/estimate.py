@@ -22,6 +22,8 @@ QUICK_SWEEP = (0.4, 0.75, 1.1)
 _MOST_ERROR = 1.5
 #: After which the number of requests at once and the time of one fit together.
 _ROUNDS = 8
+#: Of `loaded_seconds`: answers took up to 1.3 times as long, waiting for prefills of others among it.
+_MOST_DELAY = 1.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +104,12 @@ def capacity(arm: Arm, shape: Shape, workers: dict[str, Worker]) -> float:
 
 
 def requests_to_fill(arm: Arm, shape: Shape, workers: dict[str, Worker], rate: float) -> int:
-    """As many as come while two answers are made: only then as many leave as come, and a queue shows. Of a rate that
-    the arm is not able to do, as many as leave.
+    """As many as come while two answers are made, and some more: only then as many leave as come, and a queue shows. Of
+    a rate that the arm is not able to do, as many as leave.
     """
     role, count = ("agg", arm.agg_workers) if arm.agg_workers else ("decode", arm.decode_workers)
     done = min(rate, capacity(arm, shape, workers))
-    return math.ceil(2 * done * workers[role].loaded_seconds(shape, done / count))
+    return math.ceil(2 * _MOST_DELAY * done * workers[role].loaded_seconds(shape, done / count))
 
 
 def rates(capacities: dict[str, float], sweep: tuple[float, ...]) -> dict[str, tuple[float, ...]]:
