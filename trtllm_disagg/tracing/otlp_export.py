@@ -10,23 +10,16 @@ from importlib import import_module
 from threading import Thread
 from typing import Any
 
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event as OtelEvent
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tracing.spans import Event, SpanData, Value
 from trtllm_disagg.tracing.trace_file import SCOPE
-
-try:
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import Event as OtelEvent
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-    from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
-except ModuleNotFoundError as error:
-    raise ConfigError.bad_value(
-        "OTEL_EXPORT_ENABLED",
-        "true",
-        f"false, or with `pip install 'trtllm-disagg[otel]'` ({error.name} is missing)",
-    ) from None
 
 _PROTOCOLS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
@@ -43,7 +36,7 @@ class OtlpExport:
     """A receiver of spans."""
 
     def __init__(self, environ: Mapping[str, str], resource: Mapping[str, Value]) -> None:
-        """Raises ConfigError for a protocol that is none."""
+        """Raises ConfigError for a protocol that is none, ModuleNotFoundError where that of it is not installed."""
         self._resource = Resource.create(
             {"service.name": environ.get("OTEL_SERVICE_NAME") or "dynamo", **resource}
         )

@@ -4,6 +4,7 @@ requests are traced, by OpenTelemetry's own variables and Dynamo's, read as Dyna
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -17,9 +18,12 @@ from trtllm_disagg.tracing.spans import (
     Span,
     SpanData,
     TraceParent,
+    Value,
     trace_id_of,
 )
 from trtllm_disagg.tracing.trace_file import TraceFile
+
+log = logging.getLogger(__name__)
 
 #: `up` names a worker's file in it.
 FILE_VARIABLE = "TRTLLM_DISAGG_TRACE_FILE"
@@ -126,16 +130,28 @@ class NoTracer(Tracer):
 
 
 def tracer_of(environ: Mapping[str, str], worker: str, instance: str) -> Tracer:
-    """Raises ConfigError when export is asked for and the library for it is not installed, or a variable of it has a
-    value that means nothing. `worker` says what this one does, `instance` which it is.
+    """Raises ConfigError when a variable of export or sampling has a value that means nothing. `worker` says what this
+    one does, `instance` which it is.
     """
-    receivers: list[Receiver] = []
     resource = {"trtllm_disagg.worker": worker, "service.instance.id": instance}
+    receivers: list[Receiver] = []
     if environ.get(EXPORT_VARIABLE, "").lower() in _TRUE:
-        from trtllm_disagg.tracing.otlp_export import OtlpExport
-
-        receivers.append(OtlpExport(environ, resource))
+        receivers += _export(environ, resource)
     if path := environ.get(FILE_VARIABLE):
         service = environ.get("OTEL_SERVICE_NAME") or "dynamo"
         receivers.append(TraceFile(Path(path), resource | {"service.name": service}))
     return Tracer(receivers, sampler_of(environ)) if receivers else NoTracer()
+
+
+def _export(environ: Mapping[str, str], resource: Mapping[str, Value]) -> list[Receiver]:
+    """Empty where the library is not installed: Dynamo's runtime exports its own spans without it, and scripts for
+    Dynamo's worker, which has no others, set the variable for those.
+    """
+    try:
+        from trtllm_disagg.tracing.otlp_export import OtlpExport
+
+        return [OtlpExport(environ, resource)]
+    except ModuleNotFoundError as error:
+        install = "pip install 'trtllm-disagg[otel]'"
+        log.warning("%s: no spans of this worker (%s; %s)", EXPORT_VARIABLE, error, install)
+        return []

@@ -86,13 +86,17 @@ def test_nothing_is_recorded_unless_a_variable_asks_for_it(tmp_path: Path) -> No
     assert to_file.begin("request", "r", None, None).is_recording
 
 
-def test_export_without_its_library_is_an_error_that_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("absent", ["sdk.resources", "exporter.otlp.proto.grpc.trace_exporter"])
+def test_without_the_library_of_export_a_worker_warns_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, absent: str
 ) -> None:
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
-    with pytest.raises(ConfigError, match=r"OTEL_EXPORT_ENABLED.*pip install 'trtllm-disagg\[otel\]'"):
-        tracer_of({"OTEL_EXPORT_ENABLED": "true"}, "agg", "1")
+    monkeypatch.setitem(sys.modules, f"opentelemetry.{absent}", None)
+    assert isinstance(tracer_of({"OTEL_EXPORT_ENABLED": "true"}, "agg", "1"), NoTracer)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "OTEL_EXPORT_ENABLED" in record.message
+    assert "pip install 'trtllm-disagg[otel]'" in record.message
 
 
 def test_a_protocol_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
