@@ -21,8 +21,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from trtllm_disagg import __version__
-from trtllm_disagg.config.thresholds import read_yaml
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
+from trtllm_disagg.config.yaml_file import read_yaml
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.transports import embedded_only_backends

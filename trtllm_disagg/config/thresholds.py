@@ -10,19 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from trtllm_disagg.config.deciders import Rule
 from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, WorkerConfig, check_value
+from trtllm_disagg.config.yaml_file import read_yaml
 from trtllm_disagg.errors import ConfigError
-
-
-def read_yaml(path: Path) -> Any:
-    """Raises OSError when it cannot be read, and ValueError for whatever is wrong with what it says."""
-    import yaml
-
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, RecursionError) as error:
-        # A date that is none is a ValueError already, and so are bytes that are no text.
-        raise ValueError(str(error)) from error
-
 
 log = logging.getLogger(__name__)
 

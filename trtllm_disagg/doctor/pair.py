@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -21,8 +21,8 @@ from trtllm_disagg.config.args import (
     with_dotted_flags,
 )
 from trtllm_disagg.config.engine_args import nearest_key, with_flags
-from trtllm_disagg.config.thresholds import read_yaml
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.config.yaml_file import read_yaml
 from trtllm_disagg.embedded.params.llm_args import TENSORRT_LLM_BACKENDS, LlmArgs
 from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion
@@ -200,12 +200,12 @@ def side_of(
     )
     config = replace(config, extra_engine_args=source)
     given, overruled = with_flags(from_file, config)
-    args, bad_keys = _validated(given)
+    args, bad_keys, readable = _validated(given)
     named = None if config.model == ANY_MODEL else config.model
-    own_model = named or given.get("model") or model
+    own_model = named or readable.get("model") or model
     facts = read_model_facts(own_model or "")
     block_size = args.kv_cache_config.tokens_per_block
-    told = dict(given) | {_TRANSCEIVER: _transceiver(args, given)}
+    told = readable | {_TRANSCEIVER: _transceiver(args, given)}
     fingerprint = Fingerprint.of(
         ENGINE, told, block_size, facts, str(deployment.trtllm_version), deployment.environ
     )
@@ -221,18 +221,44 @@ def _transceiver(args: LlmArgs, given: Mapping[str, Any]) -> dict[str, Any] | No
     return None if _TRANSCEIVER in given else {_BACKEND: "DEFAULT"}
 
 
-def _validated(given: Mapping[str, Any]) -> tuple[LlmArgs, tuple[BadKey, ...]]:
-    """The arguments without what TensorRT-LLM would refuse, and that."""
-    left: dict[str, Any] = {"model": "any", **_copied(given)}
-    found = list(_upper_backend(left))
+def _validated(given: Mapping[str, Any]) -> tuple[LlmArgs, tuple[BadKey, ...], dict[str, Any]]:
+    """The arguments without what TensorRT-LLM would refuse, that, and `given` without what is of a wrong type."""
+    readable = _copied(given)
+    found = [*_wrong_types(readable)]
+    left = _copied(readable)
+    found += _upper_backend(left)
     while True:
         try:
-            return LlmArgs.model_validate(left), tuple(found)
+            return LlmArgs.model_validate({"model": "any"} | left), tuple(found), readable
         except ValidationError as errors:
-            for error in errors.errors(include_url=False, include_context=False):
-                bad = _removed(left, [str(part) for part in error["loc"]], error)
+            refused = errors.errors(include_url=False, include_context=False)
+            if not any(error["loc"] and str(error["loc"][0]) in left for error in refused):
+                # Of the whole: nothing of it can be looked at further.
+                left, readable = {}, {}
+                found.append(_bad_key([], refused[0]))
+            for error in refused:
+                path = _take_out(left, [str(part) for part in error["loc"]])
+                if not path:  # went with another error
+                    continue
+                bad = _bad_key(path, error)
+                if error["type"] != "extra_forbidden":
+                    _take_out(readable, path)
                 if bad.key not in _arguments_of_tensorrt_llm():
                     found.append(bad)
+
+
+def _wrong_types(readable: dict[str, Any]) -> Iterator[BadKey]:
+    """Takes out of `readable` what doctor looks at, and `LlmArgs` does not, where it is of a wrong type."""
+    kinds: dict[str, tuple[type, str]] = {
+        "model": (str, "a path or a name"),
+        "revision": (str, "a text"),
+        "speculative_config": (dict, "keys with values"),
+    }
+    for key, (kind, allowed) in kinds.items():
+        value = readable.get(key)
+        if value is not None and not isinstance(value, kind):
+            del readable[key]
+            yield BadKey(key, value, allowed)
 
 
 @cache
@@ -259,26 +285,24 @@ def _upper_backend(left: dict[str, Any]) -> list[BadKey]:
     return [BadKey(f"{_TRANSCEIVER}.{_BACKEND}", backend, allowed)]
 
 
-def _removed(left: dict[str, Any], location: list[str], error: Mapping[str, Any]) -> BadKey:
-    """Take the part that is wrong out of `left`, and say what is wrong with it."""
-    path, owner = [], left
+def _take_out(content: dict[str, Any], location: Sequence[str]) -> list[str]:
+    """Takes out the part that is wrong. The path to it, empty where it is not there."""
+    path, owner = [], content
     for part in location:
         if not isinstance(owner, dict) or part not in owner:
             break
         path.append(part)
-        content = owner[part]
-        if not isinstance(content, dict):
-            break
-        owner = content
-    key = ".".join(path)
-    owner = left
-    for part in path[:-1]:
         owner = owner[part]
     if path:
+        owner = content
+        for part in path[:-1]:
+            owner = owner[part]
         owner.pop(path[-1])
-    else:  # of the file as a whole: nothing of it can be looked at further
-        left.clear()
-        left["model"] = "any"
+    return path
+
+
+def _bad_key(path: list[str], error: Mapping[str, Any]) -> BadKey:
+    key = ".".join(path)
     if error["type"] == "extra_forbidden":
         return BadKey(key, error["input"], nearest_key(path))
     allowed = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")

@@ -57,7 +57,7 @@ def read_model_facts(model: str | Path) -> ModelFacts:
     if not config:
         return UNKNOWN_MODEL
     # A model that also sees or hears has its language model inside.
-    text = config | (config.get("text_config") or {})
+    text = {**config, **_mapping(config.get("text_config"))}
     precision, kv_precision = _quantization(config, _read(directory / "hf_quant_config.json"))
     dtype = str(text.get("torch_dtype") or text.get("dtype") or _AUTO)
     return ModelFacts(dtype, kv_precision or dtype, precision, _layout(text, directory), _max_positions(text))

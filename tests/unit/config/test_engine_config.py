@@ -144,6 +144,17 @@ def test_an_empty_file_is_no_file(tmp_path: Path) -> None:
         ({"sampler_type": "TRTLLMSampler"}, ["sampler_type", "TRTLLMSampler"]),
         ([1], ["engine.yaml", "list"]),
         ("a: [", ["engine.yaml", "not YAML", "line 1"]),
+        ("max_seq_len: 4" + " " * 1_000_000, ["engine.yaml", "more than 1000000 bytes long"]),
+        ("a: !!timestamp noon", ["engine.yaml", "a !!timestamp that is none"]),
+        ("max_seq_len: 4\nmax_seq_len: 8", ["engine.yaml", "max_seq_len is there twice, in lines 1 and 2"]),
+        (
+            "kv_cache_config: {\n  max_tokens: 4,\n  max_tokens: 4}",
+            ["max_tokens is there twice", "lines 2 and 3"],
+        ),
+        ("kv_cache_config: &a\n  more: *a", ["engine.yaml", "line 1 contains itself"]),
+        ("a: [\n&a [*a]]", ["engine.yaml", "line 2 contains itself"]),
+        ("a: " + "[" * 300 + "]" * 300, ["engine.yaml", "nested more than 50 levels deep"]),
+        ("a: " + "[" * 30_000, ["engine.yaml", "nested more than 50 levels deep"]),
         ({"backend": "tensorrt"}, ["backend", "'tensorrt'", "pytorch"]),
     ],
 )
@@ -152,6 +163,13 @@ def test_a_bad_file_is_refused_with_file_key_value_and_what_is_allowed(
 ) -> None:
     message = refusal(tmp_path, content, engine="embedded")
     assert [part for part in parts if part not in message] == []
+
+
+def test_many_aliases_of_one_part_are_read_in_no_time(tmp_path: Path) -> None:
+    lines = ["a0: &a0 {x: 1}"] + [f"a{n}: &a{n} {{b: *a{n - 1}, c: *a{n - 1}}}" for n in range(1, 60)]
+    message = refusal(tmp_path, "\n".join(lines))
+    assert "nested more than 50 levels deep" in message
+    build(tmp_path, "\n".join(lines[:45]))
 
 
 def test_a_bad_override_names_its_flag(tmp_path: Path) -> None:

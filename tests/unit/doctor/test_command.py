@@ -85,6 +85,37 @@ def test_json_has_every_row(pair: tuple[Path, Path], capsys: pytest.CaptureFixtu
     }
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("kv_cache_config", 7, "a valid dictionary"),
+        ("kv_cache_config", ["max_tokens"], "a valid dictionary"),
+        ("cache_transceiver_config", "NIXL", "a valid dictionary"),
+        ("speculative_config", "eagle", "keys with values"),
+        ("speculative_config", [1], "keys with values"),
+        ("model", 3, "a path or a name"),
+        ("model", ["org/model"], "a path or a name"),
+        ("revision", {"main": 1}, "a text"),
+        ("max_seq_len", "long", "a valid integer"),
+        ("dtype", ["float16"], "a valid string"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_one_error_with_key_and_value(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], key: str, value: object, allowed: str
+) -> None:
+    pair[1].write_text(yaml.safe_dump(DECODE | {key: value}))
+    assert status_of(*pair) == 1
+    assert f"error keys: decode: {key}: {value!r}: expected {allowed}" in capsys.readouterr().out
+
+
+def test_a_key_that_is_there_twice_ends_with_2(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair[1].write_text(yaml.safe_dump(DECODE) + "max_batch_size: 3\nmax_batch_size: 4\n")
+    assert status_of(*pair) == 2
+    assert "decode.yaml is not YAML: max_batch_size is there twice, in lines" in capsys.readouterr().err
+
+
 def test_the_model_directory_says_what_auto_is(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
