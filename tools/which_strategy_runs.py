@@ -68,7 +68,7 @@ class Run:
         trace = ("--trace", str(options.measure / _TRACE)) if self.workload == "trace" else ()
         return [
             *("--quick", "--model", str(options.model), "--out", str(options.measure / self.name)),
-            *("--workloads", self.workload, *trace, "--requests", self.requests),
+            *("--workloads", self.workload, *trace, "--requests", self.requests, "--slo", self.pair.slo),
             *("--time-scale", f"{self.time_scale:g}", "--override-engine-args", self.pair.override),
         ]
 

@@ -28,6 +28,17 @@ class StepParts(NamedTuple):
     prefill_attention: float = 0.0
     decode_attention: float = 0.0
 
+    def seconds(self, prompt_tokens: int, num_decode: int, factors: Factors) -> float:
+        """What is shared is slowed by what most of it is for."""
+        tokens = prompt_tokens + num_decode
+        weight = (prompt_tokens * factors.prefill + num_decode * factors.decode) / tokens
+        milliseconds = (
+            self.shared * weight
+            + self.prefill_attention * factors.prefill
+            + self.decode_attention * factors.decode
+        )
+        return milliseconds / 1000
+
 
 class StepTimes(Protocol):
     def parts(self, chunks: Sequence[Chunk], num_decode: int, context: int) -> StepParts:
@@ -77,13 +88,4 @@ class StepPricer:
         contexts = [row.num_computed for row in rows if not row.in_prefill]
         num_decode = len(contexts)
         parts = self.times.parts(chunks, num_decode, round(sum(contexts) / num_decode) if contexts else 0)
-        prompt_tokens = sum(chunk.tokens for chunk in chunks)
-        weight = (prompt_tokens * factors.prefill + num_decode * factors.decode) / (
-            prompt_tokens + num_decode
-        )
-        milliseconds = (
-            parts.shared * weight
-            + parts.prefill_attention * factors.prefill
-            + parts.decode_attention * factors.decode
-        )
-        return milliseconds / 1000
+        return parts.seconds(sum(chunk.tokens for chunk in chunks), num_decode, factors)

@@ -1,10 +1,11 @@
-"""What an arm should be able to do, by the same tables that the modelled engines run on: for choosing the rates of a
-sweep, never for a result.
+"""What a request takes at a worker, by the same tables that the modelled engines run on: for planning a run, never for
+a result.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +13,13 @@ from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Sensitivity
 from trtllm_disagg.bench.strategies.workloads import Shape
 from trtllm_disagg.modelled.build import Gpus, num_kv_blocks, open_gpus
 from trtllm_disagg.modelled.config import ModelledArgs
+from trtllm_disagg.modelled.factors import Factors
 from trtllm_disagg.modelled.step_times import Chunk
 
-#: Of the best arm's estimated rate.
-SWEEP = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.1)
-#: No arm is to be able to take more than the last one, and each is to be good for something at the first one.
-QUICK_SWEEP = (0.4, 0.75, 1.1)
-#: Of `capacity`: where prompts share their beginnings and lengths vary, an arm had all answers in time above it.
-_MOST_ERROR = 1.5
 #: After which the number of requests at once and the time of one fit together.
 _ROUNDS = 8
 #: Of `loaded_seconds`: answers took up to 1.3 times as long, waiting for prefills of others among it.
-_MOST_DELAY = 1.4
+_MOST_DELAY = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +48,9 @@ class Worker:
         done, seconds = min(round(shape.cached_tokens), prompt - 1), 0.0
         while (left := prompt - done) > 0:
             chunk = min(left, self.max_step_tokens)
-            seconds += sum(self.gpus.times.parts([Chunk(chunk, done)], 0, 0)) / 1000
+            seconds += self.step_seconds([Chunk(chunk, done)], 0, 0)
             done += chunk
-        return seconds * self.factors.prefill_factor
+        return seconds
 
     def decode_seconds(self, shape: Shape) -> float:
         """Of a request in the largest batch that the pool holds: its share of the steps."""
@@ -79,8 +75,12 @@ class Worker:
     def _steps_seconds(self, shape: Shape, batch: int) -> float:
         """All steps of an answer, in a batch of such requests."""
         context = shape.input_tokens + shape.output_tokens / 2
-        step = sum(self.gpus.times.parts([], batch, round(context))) / 1000
-        return step * shape.output_tokens * self.factors.decode_factor
+        return self.step_seconds((), batch, round(context)) * shape.output_tokens
+
+    def step_seconds(self, chunks: Sequence[Chunk], num_decode: int, context: int) -> float:
+        parts = self.gpus.times.parts(chunks, num_decode, context)
+        factors = Factors(self.factors.prefill_factor, self.factors.decode_factor)
+        return parts.seconds(sum(chunk.tokens for chunk in chunks), num_decode, factors)
 
     def sending_seconds(self, shape: Shape) -> float:
         """Of a prompt's KV, over the link."""
@@ -91,7 +91,7 @@ class Worker:
 
 
 def capacity(arm: Arm, shape: Shape, workers: dict[str, Worker]) -> float:
-    """Requests a second. `workers` by role."""
+    """Requests a second, roughly: each alone in its prefill. `workers` by role."""
     if arm.agg_workers:
         worker = workers["agg"]
         return arm.agg_workers / (worker.prefill_seconds(shape) + worker.decode_seconds(shape))
@@ -104,20 +104,6 @@ def capacity(arm: Arm, shape: Shape, workers: dict[str, Worker]) -> float:
 
 
 def requests_to_fill(arm: Arm, shape: Shape, workers: dict[str, Worker], rate: float) -> int:
-    """As many as come while two answers are made, and some more: only then as many leave as come, and a queue shows. Of
-    a rate that the arm is not able to do, as many as leave.
-    """
+    """As many as come while two answers are made, and some more: only then as many leave as come, and a queue shows."""
     role, count = ("agg", arm.agg_workers) if arm.agg_workers else ("decode", arm.decode_workers)
-    done = min(rate, capacity(arm, shape, workers))
-    return math.ceil(2 * _MOST_DELAY * done * workers[role].loaded_seconds(shape, done / count))
-
-
-def rates(capacities: dict[str, float], sweep: tuple[float, ...]) -> dict[str, tuple[float, ...]]:
-    """Of each arm: the same numbers for all, each up to the first one that is surely above what it is able to do."""
-    most = max(capacities.values())
-    common = [float(f"{share * most:.2g}") for share in sweep]
-    # The lists are sorted, so those that an arm should manage come first.
-    return {
-        arm: tuple(common[: sum(rate <= _MOST_ERROR * capable for rate in common) + 1])
-        for arm, capable in capacities.items()
-    }
+    return math.ceil(2 * _MOST_DELAY * rate * workers[role].loaded_seconds(shape, rate / count))

@@ -25,7 +25,8 @@ Place = tuple[float, float]
 class Goodput:
     """Of the requests that keep the whole SLO."""
 
-    #: Of all requests that came, 0 to 1.
+    #: Of all requests that came, 0 to 1; of a full arm no more than were done while others came, or a short run would
+    #: give it what it has not done yet.
     share: float
     requests_s: float
     tokens_s_gpu: float
@@ -115,10 +116,12 @@ class Measured:
         if not self.result.requests:
             return Goodput(0.0, 0.0, 0.0)
         good = self._in_time(slo, self.times)
-        tokens = float(self.output_tokens[good].sum())
+        in_time = float(good.mean())
+        share = min(in_time, self.result.done_share)
+        tokens = float(self.output_tokens[good].sum()) * (share / in_time if in_time else 1.0)
         return Goodput(
-            share=float(good.mean()),
-            requests_s=np.count_nonzero(good) / self.arrivals_s,
+            share=share,
+            requests_s=share * self.result.point.rate,
             tokens_s_gpu=tokens / self.arrivals_s / self.gpus,
         )
 

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Protocol
 
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, Seen, Send, read_export
 from trtllm_disagg.bench.strategies.records import Arm, Point, PointResult, RequestRecord, Sensitivity
+from trtllm_disagg.bench.strategies.saturation import done_share
 from trtllm_disagg.bench.strategies.spent import Lateness, RequestLogs, lateness_of, software_share
 from trtllm_disagg.bench.strategies.workloads import Ask
 from trtllm_disagg.deployment import Deployment
@@ -26,9 +26,6 @@ _WARM_UP_REQUESTS, _WARM_UP_SECONDS = 4, 8.0
 _PAUSE_SHARE, _PAUSE_ANSWERS, _PAUSE_SECONDS = 0.3, 1.5, 2.0
 _REQUEST_SECONDS = 3600.0
 _LOOK_SECONDS, _FIRST_LOOK_SECONDS = 2.0, 0.2
-#: Saturated: of the requests that came in the second half, so many have ended by its end; and these took longer and
-#: longer: the last quarter so many times what the second one took.
-_ENDED_SHARE, _GROWTH = 0.9, 1.5
 
 #: Modelled, of a lonely request, by workload and step times.
 AnswerSeconds = Mapping[tuple[str, Sensitivity], float]
@@ -238,6 +235,7 @@ class Measured:
                     self._record(ask, seen[i], begin, scale) for i, ask in enumerate(stretch.asks)
                 )
                 share = software_share(requests, arms[stretch.point.arm], self.late_ms(begin, end))
+                done = done_share([r.arrival_s for r in requests], [r.latency_ms / 1000 for r in requests])
                 hits = [(r.cached_tokens, r.input_tokens) for r in requests if r.cached_tokens is not None]
                 results.append(
                     PointResult(
@@ -246,7 +244,8 @@ class Measured:
                         duration_s=(end - begin) / 1e9 / scale,
                         software=share,
                         kv_hit_rate=sum(hit for hit, _ in hits) / sum(of for _, of in hits) if hits else None,
-                        is_saturated=is_saturated(requests),
+                        is_saturated=done < 1 or any(request.error for request in requests),
+                        done_share=done,
                         commands={**target.commands, "load": self.command},
                         versions=versions,
                         machine=machine,
@@ -288,24 +287,6 @@ class Measured:
         return max(
             (now.since(before[-1].get(name, Lateness())) for name, now in after[0].items()), default=0.0
         )
-
-
-def is_saturated(requests: Sequence[RequestRecord]) -> bool:
-    """More comes than is done: requests were refused; or in the second half of the arrivals fewer ended than came, and
-    each took longer than those before it.
-    """
-    if any(request.error for request in requests):
-        return True
-    count = len(requests)
-    if count < 8:
-        return False
-    last = requests[-1].arrival_s
-    middle = requests[count // 2].arrival_s
-    ends = [request.arrival_s + request.latency_ms / 1000 for request in requests]
-    ended = sum(middle < end <= last for end in ends)
-    second, fourth = requests[count // 4 : count // 2], requests[-(count // 4) :]
-    growth = median(r.latency_ms for r in fourth) / max(median(r.latency_ms for r in second), 1e-9)
-    return ended < _ENDED_SHARE * (count - count // 2) and growth > _GROWTH
 
 
 async def measure(schedule: Schedule, target: Target, aiperf: AIPerf, directory: Path) -> Measured:

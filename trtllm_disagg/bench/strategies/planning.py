@@ -15,14 +15,9 @@ from typing import Any
 
 import yaml
 
-from trtllm_disagg.bench.strategies.estimate import (
-    QUICK_SWEEP,
-    SWEEP,
-    Worker,
-    capacity,
-    rates,
-    requests_to_fill,
-)
+from trtllm_disagg.bench.strategies import rates
+from trtllm_disagg.bench.strategies.estimate import Worker, capacity, requests_to_fill
+from trtllm_disagg.bench.strategies.foreseen import goodput_share, knee
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
 from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
@@ -215,38 +210,25 @@ def make_plan(
     """Of modelled engines. Raises ConfigError, also for what no table covers."""
     arms = arms_for(args, engines.gpus_per_worker)
     nominal = engines.workers()
-    points = []
+    groups = {gpus: [arm for arm in arms if arm.gpus == gpus] for gpus in dict.fromkeys(a.gpus for a in arms)}
+    points: list[Point] = []
     # Rates of its own for each: with faster steps those of the tables would exhaust no arm, and prove nothing.
-    of_sides = {
-        sensitivity: {role: replace(worker, factors=sensitivity) for role, worker in nominal.items()}
-        for sensitivity in sensitivities(args.band)
-    }
-    for sensitivity, workers in of_sides.items():
-        for arm in arms:
-            for name, traffic in chosen.items():
-                equals = [each for each in arms if each.gpus == arm.gpus]
-                able = {each.name: capacity(each, traffic.shape, workers) for each in equals}
-                sweep = given_rates(args) or rates(able, _shares(args, sensitivity))[arm.name]
-                # A quick run has one speed: its rates are such that requests wait for prefill, which makes TTFT long.
-                speeds = nominal if args.quick else workers
-                most = max(capacity(each, traffic.shape, speeds) for each in equals)
-                slo = slo_of(args) if args.quick else None
-                requests = {rate: _requests(args, equals, traffic, workers, rate) for rate in sweep}
-                needed = scale_for(
-                    traffic,
-                    speeds,
-                    most,
-                    max(requests.values()),
-                    software.get(name, ASSUMED),
-                    quick_slo=slo,
-                )
-                scale = args.time_scale or needed
-                count = args.repetitions if sensitivity == NOMINAL else 1
-                points += [
-                    Point(arm.name, name, rate, repetition, sensitivity, scale, requests[rate])
-                    for repetition in range(count)
-                    for rate in sweep
-                ]
+    for sensitivity in sensitivities(args.band):
+        workers = {role: replace(worker, factors=sensitivity) for role, worker in nominal.items()}
+        plans = {
+            (gpus, name): _PointPlan.of(args, equals, traffic, nominal, workers, software.get(name, ASSUMED))
+            for gpus, equals in groups.items()
+            for name, traffic in chosen.items()
+        }
+        count = args.repetitions if sensitivity == NOMINAL else 1
+        points += [
+            Point(arm.name, name, rate, repetition, sensitivity, plan.time_scale, plan.requests[rate])
+            for arm in arms
+            for name in chosen
+            for plan in (plans[arm.gpus, name],)
+            for repetition in range(count)
+            for rate in plan.rates[arm.name]
+        ]
     return Plan(
         subject=engines.subject(),
         arms=arms,
@@ -259,6 +241,62 @@ def make_plan(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _PointPlan:
+    """Of arms with as many GPUs, under one workload and one sensitivity."""
+
+    #: By arm.
+    rates: Mapping[str, tuple[float, ...]]
+    #: By rate: the same for all arms, which are sent the same.
+    requests: Mapping[float, int]
+    time_scale: float
+
+    @classmethod
+    def of(
+        cls,
+        args: argparse.Namespace,
+        arms: Sequence[Arm],
+        traffic: Traffic,
+        nominal: dict[str, Worker],
+        workers: dict[str, Worker],
+        software: Software,
+    ) -> _PointPlan:
+        """`workers`: `nominal` under the sensitivity."""
+        own_rates = _rates(args, arms, traffic, workers)
+        every = sorted({rate for of_arm in own_rates.values() for rate in of_arm})
+        requests = {rate: _requests(args, arms, traffic, workers, rate) for rate in every}
+        # A quick run has one speed: its rates are such that requests wait for prefill, which makes TTFT long.
+        speeds, slo = (nominal, slo_of(args)) if args.quick else (workers, None)
+        most = max(capacity(arm, traffic.shape, speeds) for arm in arms)
+        scale = args.time_scale or scale_for(
+            traffic, speeds, most, max(requests.values()), software, quick_slo=slo
+        )
+        return cls(own_rates, requests, scale)
+
+
+def _rates(
+    args: argparse.Namespace, arms: Sequence[Arm], traffic: Traffic, workers: dict[str, Worker]
+) -> dict[str, tuple[float, ...]]:
+    """Of each arm: the same numbers for all, each up to the first one that is surely above what it is able to do."""
+    if given := given_rates(args):
+        return {arm.name: given for arm in arms}
+    knees = {arm.name: _knee(args, arm, arms, traffic, workers) for arm in arms}
+    is_nominal = next(iter(workers.values())).factors == NOMINAL
+    choose_rates = rates.sweep if not args.quick else rates.quick_sweep if is_nominal else rates.deciding
+    common = choose_rates(knees)
+    return {arm: rates.up_to_the_first_above(own, common) for arm, own in knees.items()}
+
+
+def _knee(
+    args: argparse.Namespace, arm: Arm, arms: Sequence[Arm], traffic: Traffic, workers: dict[str, Worker]
+) -> float:
+    def share_at(rate: float) -> float:
+        asks = traffic.lengths(rate, _requests(args, arms, traffic, workers, rate))
+        return goodput_share(arm, traffic.shape, workers, asks, slo_of(args))
+
+    return knee(capacity(arm, traffic.shape, workers), share_at)
+
+
 def _requests(
     args: argparse.Namespace,
     arms: Iterable[Arm],
@@ -266,17 +304,10 @@ def _requests(
     workers: dict[str, Worker],
     rate: float,
 ) -> int:
-    """The same for all arms, which are sent the same."""
     fewest: int = args.fewest_requests
     if not args.fills_gpus:
         return fewest
     return max(fewest, *(requests_to_fill(arm, traffic.shape, workers, rate) for arm in arms))
-
-
-def _shares(args: argparse.Namespace, sensitivity: Sensitivity) -> tuple[float, ...]:
-    if not args.quick:
-        return SWEEP
-    return QUICK_SWEEP if sensitivity == NOMINAL else QUICK_SWEEP[-1:]
 
 
 def slo_of(args: argparse.Namespace) -> Slo:

@@ -174,6 +174,8 @@ class PointResult:
     kv_hit_rate: float | None = None
     #: The arm was asked for more than it can do: it ended a good deal after the arrivals did, or refused requests.
     is_saturated: bool = False
+    #: Of the requests that came while it was full: as many as ended in that time. 1 where it was not full.
+    done_share: float = 1.0
     #: What was started, exactly, by what it is: "frontend", "prefill-0", ..., "load".
     commands: Mapping[str, str] = field(default_factory=dict)
     #: Of packages, by their names.

@@ -49,6 +49,13 @@ class Tokens:
         return tuple(self._random.choices(self._ids, k=count))
 
 
+class AnyTokens(Tokens):
+    """Where only the lengths matter: made in no time."""
+
+    def some(self, count: int) -> tuple[int, ...]:
+        return (0,) * count
+
+
 #: Makes requests without end: (rate, tokens, random numbers).
 Source = Callable[[float, Tokens, random.Random], Iterator[Ask]]
 
@@ -69,7 +76,15 @@ class Traffic:
         """
         # By name: the prompts of one workload do not depend on which others run.
         numbers = random.Random(f"{self.record.name} {seed}")
-        stream = self.source(rate, Tokens(vocabulary, numbers), numbers)
+        return self._first(rate, count, Tokens(vocabulary, numbers), numbers)
+
+    def lengths(self, rate: float, count: int) -> tuple[Ask, ...]:
+        """As `asks`, of one seed, with prompts that are nothing but long."""
+        numbers = random.Random(self.record.name)
+        return self._first(rate, count, AnyTokens(1, numbers), numbers)
+
+    def _first(self, rate: float, count: int, tokens: Tokens, numbers: random.Random) -> tuple[Ask, ...]:
+        stream = self.source(rate, tokens, numbers)
         *asks, beyond = islice(stream, count + 1)
         if len(asks) < count:  # the end of a trace, which has the rate by itself
             return (*asks, beyond)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trtllm_disagg.bench.strategies.aiperf import Seen
-from trtllm_disagg.bench.strategies.measuring import Elsewhere, Measured, Schedule, Switching, is_saturated
-from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Point, RequestRecord, Sensitivity
+from trtllm_disagg.bench.strategies.measuring import Elsewhere, Measured, Schedule, Switching
+from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Point, Sensitivity
 from trtllm_disagg.bench.strategies.spent import Lateness
 from trtllm_disagg.bench.strategies.workloads import Ask
 
@@ -132,19 +132,6 @@ def test_the_latest_worker_counts_and_only_in_the_time_of_the_point() -> None:
     ]
     measured = Measured(SCHEDULE, {}, None, looks, "load", IN_FORCE)
     assert measured.late_ms(100 * 10**9, 150 * 10**9) == pytest.approx(10.0)
-
-
-def steady(latencies: list[float]) -> list[RequestRecord]:
-    return [RequestRecord(float(i), 1, 10, latency * 1000) for i, latency in enumerate(latencies)]
-
-
-def test_an_arm_that_falls_behind_is_saturated_and_a_steady_one_is_not() -> None:
-    assert not is_saturated(steady([3.0] * 40))
-    assert not is_saturated(steady([3.0 + (i % 5) for i in range(40)]))
-    assert is_saturated(steady([1.0 + i for i in range(40)]))
-    refused = steady([3.0] * 40)
-    refused[20] = replace(refused[20], error="529: full")
-    assert is_saturated(refused)
 
 
 def test_logs_elsewhere_are_not_read(tmp_path: Path) -> None:

@@ -1,0 +1,211 @@
+"""What an arm does by the tables that the modelled engines run on, without any software: an event simulation, for
+choosing the rates of a sweep, never for a result.
+
+Steps between two events are taken at once, so an answer of 4096 tokens costs no more than one of 16.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+
+from trtllm_disagg.bench.strategies.estimate import Worker
+from trtllm_disagg.bench.strategies.records import Arm
+from trtllm_disagg.bench.strategies.saturation import done_share
+from trtllm_disagg.bench.strategies.slo import Quantity, Slo
+from trtllm_disagg.bench.strategies.workloads import Ask, Shape
+from trtllm_disagg.modelled.step_times import Chunk
+
+#: Of the requests of a point, in time.
+ENOUGH_IN_TIME = 0.9
+#: Of the first guess: how far the search goes, where an arm keeps the objective at no rate, or, with few requests, at
+#: any.
+_LOWEST, _HIGHEST = 1 / 16, 16
+#: Halvings of the last doubling: a rate to 5 %.
+_HALVINGS = 4
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request at one worker."""
+
+    #: When it may begin, in seconds.
+    ready: float
+    #: KV that it has in the end.
+    tokens: int
+    #: Of the prompt, to be computed here, after `before` that a cache has.
+    prefill: int
+    before: int
+    #: Steps of decode here.
+    steps: int
+    #: When its prefill, and all of it, was done.
+    first: float = 0.0
+    end: float = 0.0
+
+
+@dataclass
+class _Server:
+    """A worker that takes its jobs in the order in which they come, as many as its batch and its pool hold."""
+
+    worker: Worker
+    now: float = 0.0
+    steps_done: int = 0
+    held_tokens: int = 0
+    #: Before the new token, of all that decode.
+    context: int = 0
+    prefilling: list[_Job] = field(default_factory=list)
+    #: By the step at which each ends.
+    decoding: list[tuple[int, int, _Job]] = field(default_factory=list)
+
+    def serve(self, jobs: Iterable[_Job]) -> None:
+        waiting = deque(sorted(jobs, key=lambda job: job.ready))
+        while waiting or self._batch:
+            if not self._batch:
+                self.now = max(self.now, waiting[0].ready)
+            while waiting and waiting[0].ready <= self.now and self._has_place_for(waiting[0]):
+                self._admit(waiting.popleft())
+            if self.prefilling:
+                self._step_with_prompts()
+            elif self.decoding:
+                self._steps_until(waiting[0].ready if waiting else math.inf)
+            self._end_decodes()
+
+    @property
+    def _batch(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    def _has_place_for(self, job: _Job) -> bool:
+        fits = self.held_tokens + job.tokens <= self.worker.pool_tokens
+        return not self._batch or (self._batch < self.worker.max_batch and fits)
+
+    def _admit(self, job: _Job) -> None:
+        self.held_tokens += job.tokens
+        if job.prefill:
+            self.prefilling.append(job)
+        else:
+            self._decode(job)
+
+    def _decode(self, job: _Job) -> None:
+        heapq.heappush(self.decoding, (self.steps_done + job.steps, id(job), job))
+        self.context += job.tokens - job.steps
+
+    def _step_with_prompts(self) -> None:
+        room, chunks, ended = self.worker.max_step_tokens - len(self.decoding), [], []
+        for job in self.prefilling:
+            tokens = min(job.prefill, room)
+            if tokens <= 0:
+                break
+            chunks.append(Chunk(tokens, job.before))
+            room -= tokens
+            job.prefill, job.before = job.prefill - tokens, job.before + tokens
+            if not job.prefill:
+                ended.append(job)
+        self._take(1, chunks)
+        for job in ended:
+            self.prefilling.remove(job)
+            job.first = self.now
+            self._decode(job)
+
+    def _steps_until(self, next_arrival: float) -> None:
+        """All that are alike."""
+        steps = self.decoding[0][0] - self.steps_done
+        # One that is there already has no place until another one ends.
+        if self.now < next_arrival < math.inf and self._batch < self.worker.max_batch:
+            seconds = self.worker.step_seconds((), len(self.decoding), self._mean_context)
+            steps = min(steps, math.ceil((next_arrival - self.now) / seconds))
+        self._take(steps, ())
+
+    @property
+    def _mean_context(self) -> int:
+        return round(self.context / len(self.decoding)) if self.decoding else 0
+
+    def _take(self, steps: int, chunks: Sequence[Chunk]) -> None:
+        count = len(self.decoding)
+        seconds = self.worker.step_seconds(chunks, count, self._mean_context + steps // 2)
+        self.now += steps * seconds
+        self.steps_done += steps
+        self.context += steps * count
+
+    def _end_decodes(self) -> None:
+        while self.decoding and self.decoding[0][0] <= self.steps_done:
+            _, _, job = heapq.heappop(self.decoding)
+            job.end = self.now
+            self.held_tokens -= job.tokens
+            self.context -= job.tokens
+
+
+def _serve(worker: Worker, count: int, jobs: Sequence[_Job]) -> None:
+    """By turns: the router gives each of so many workers as much as another."""
+    for number in range(count):
+        _Server(worker).serve(jobs[number::count])
+
+
+def goodput_share(arm: Arm, shape: Shape, workers: dict[str, Worker], asks: Sequence[Ask], slo: Slo) -> float:
+    """Of the rate of `asks`: answers in time, a second. A prompt has its mean share in a cache."""
+    cached = shape.cached_tokens / shape.input_tokens
+    jobs = []
+    for ask in asks:
+        before = min(round(cached * len(ask.prompt)), len(ask.prompt) - 1)
+        tokens, steps = len(ask.prompt) + ask.output_tokens, ask.output_tokens - 1
+        jobs.append(_Job(ask.arrival, tokens, len(ask.prompt) - before, before, steps))
+    if arm.agg_workers:
+        _serve(workers["agg"], arm.agg_workers, jobs)
+    else:
+        _serve_in_two_stages(arm, workers, asks, jobs)
+    firsts = [job.first - ask.arrival for ask, job in zip(asks, jobs, strict=True)]
+    latencies = [job.end - ask.arrival for ask, job in zip(asks, jobs, strict=True)]
+    gaps = [
+        (latency - first) / max(1, ask.output_tokens - 1)
+        for ask, first, latency in zip(asks, firsts, latencies, strict=True)
+    ]
+    times: dict[Quantity, list[float]] = {"ttft": firsts, "tpot": gaps, "latency": latencies}
+    limits = [(times[name], limit / 1000) for name, limit in slo.limits.items()]
+    in_time = mean(all(own[i] <= limit for own, limit in limits) for i in range(len(asks)))
+    return min(in_time, done_share([ask.arrival for ask in asks], latencies))
+
+
+def _serve_in_two_stages(
+    arm: Arm, workers: dict[str, Worker], asks: Sequence[Ask], jobs: Sequence[_Job]
+) -> None:
+    """`jobs` get the times of both. Links take one transfer after the other."""
+    shadows = [
+        _Job(job.ready, len(ask.prompt), job.prefill, job.before, 0)
+        for ask, job in zip(asks, jobs, strict=True)
+    ]
+    _serve(workers["prefill"], arm.prefill_workers, shadows)
+    free = [0.0] * arm.prefill_workers
+    for number in sorted(range(len(jobs)), key=lambda number: shadows[number].first):
+        job, link = jobs[number], number % arm.prefill_workers
+        moving = workers["prefill"].sending_seconds(Shape(len(asks[number].prompt), 0))
+        job.first = shadows[number].first
+        job.ready = free[link] = max(free[link], job.first) + moving
+        job.prefill = 0
+    _serve(workers["decode"], arm.decode_workers, jobs)
+
+
+def knee(first_guess: float, share_at: Callable[[float], float]) -> float:
+    """The highest rate of which nearly all answers are in time, within 5 %. The search begins at `first_guess` and stays
+    in its reach. `share_at`: `goodput_share` by rate.
+    """
+    low = high = first_guess
+    if share_at(first_guess) >= ENOUGH_IN_TIME:
+        while share_at(high := 2 * low) >= ENOUGH_IN_TIME:
+            low = high
+            if low >= _HIGHEST * first_guess:
+                return low
+    else:
+        while share_at(low := high / 2) < ENOUGH_IN_TIME:
+            high = low
+            if low <= _LOWEST * first_guess:
+                return low
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        if share_at(middle) >= ENOUGH_IN_TIME:
+            low = middle
+        else:
+            high = middle
+    return low
