@@ -27,7 +27,7 @@ from trtllm_disagg.bench.strategies.records import RunDirectory
 from trtllm_disagg.bench.strategies.starting import of_engines
 
 #: Tokens that reach the client at once, so that two cores carry the answers of a fast clock. No token is made later.
-_STREAM_INTERVAL = 16
+_STREAM_INTERVAL = 64
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ RUNS = (
     Run(_70B, "chat", 3),
     Run(_235B, "chat", 3),
     Run(_32B, "chat", 3),
-    Run(_8B, "reasoning", 0.5),
-    Run(_120B, "reasoning", 0.25),
-    Run(_70B, "reasoning", 0.25),
-    Run(_235B, "reasoning", 0.25),
-    Run(_32B, "reasoning", 0.25),
+    Run(_8B, "reasoning", 1),
+    Run(_120B, "reasoning", 0.5),
+    Run(_70B, "reasoning", 0.5),
+    Run(_235B, "reasoning", 0.5),
+    Run(_32B, "reasoning", 0.5),
 )
 
 

@@ -144,8 +144,16 @@ def _serve(worker: Worker, count: int, jobs: Sequence[_Job]) -> None:
         _Server(worker).serve(jobs[number::count])
 
 
-def goodput_share(arm: Arm, shape: Shape, workers: dict[str, Worker], asks: Sequence[Ask], slo: Slo) -> float:
-    """Of the rate of `asks`: answers in time, a second. A prompt has its mean share in a cache."""
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    #: Of the rate: answers in time, a second.
+    goodput_share: float
+    #: From the last arrival until the last answer.
+    drain_s: float
+
+
+def foresee(arm: Arm, shape: Shape, workers: dict[str, Worker], asks: Sequence[Ask], slo: Slo) -> Foreseen:
+    """Of each prompt, the mean share is in a cache."""
     cached = shape.cached_tokens / shape.input_tokens
     jobs = []
     for ask in asks:
@@ -165,7 +173,8 @@ def goodput_share(arm: Arm, shape: Shape, workers: dict[str, Worker], asks: Sequ
     times: dict[Quantity, list[float]] = {"ttft": firsts, "tpot": gaps, "latency": latencies}
     limits = [(times[name], limit / 1000) for name, limit in slo.limits.items()]
     in_time = mean(all(own[i] <= limit for own, limit in limits) for i in range(len(asks)))
-    return min(in_time, done_share([ask.arrival for ask in asks], latencies))
+    share = min(in_time, done_share([ask.arrival for ask in asks], latencies))
+    return Foreseen(share, max(job.end for job in jobs) - asks[-1].arrival)
 
 
 def _serve_in_two_stages(
@@ -188,8 +197,8 @@ def _serve_in_two_stages(
 
 
 def knee(first_guess: float, share_at: Callable[[float], float]) -> float:
-    """The highest rate of which nearly all answers are in time, within 5 %. The search begins at `first_guess` and stays
-    in its reach. `share_at`: `goodput_share` by rate.
+    """The highest rate of which nearly all answers are in time, within 5 %. The search begins at `first_guess` and
+    stays in its reach. `share_at`: `Foreseen.goodput_share` by rate.
     """
     low = high = first_guess
     if share_at(first_guess) >= ENOUGH_IN_TIME:

@@ -22,14 +22,10 @@ from trtllm_disagg.modelled.factors import Factors
 
 #: Before the first point: engines meet, kernels of the request plane warm up.
 _WARM_UP_REQUESTS, _WARM_UP_SECONDS = 4, 8.0
-#: Between two points: a share of the point's own time, so many answers of its kind, and a moment.
-_PAUSE_SHARE, _PAUSE_ANSWERS, _PAUSE_SECONDS = 0.3, 1.5, 2.0
+#: Between two points: a share of the point's own time, somewhat more than it drains by its plan, and a moment.
+_PAUSE_SHARE, _PAUSE_DRAINS, _PAUSE_SECONDS = 0.15, 1.25, 2.0
 _REQUEST_SECONDS = 3600.0
 _LOOK_SECONDS, _FIRST_LOOK_SECONDS = 2.0, 0.2
-
-#: Modelled, of a lonely request, by workload and step times.
-AnswerSeconds = Mapping[tuple[str, Sensitivity], float]
-
 
 #: Before a point's first request: engines read the factors when they begin after a rest.
 _AHEAD_SECONDS = 2.0
@@ -88,7 +84,6 @@ class Schedule:
     def of(
         cls,
         points: Sequence[tuple[Point, tuple[Ask, ...]]],
-        answer_seconds: AnswerSeconds,
         patience: float = 1.0,
     ) -> Schedule:
         """`patience`: all pauses so many times as long."""
@@ -96,9 +91,8 @@ class Schedule:
         for point, asks in points:
             end = now + asks[-1].arrival * point.time_scale
             stretches.append(Stretch(point, asks, now, end))
-            answer = answer_seconds[point.workload, point.sensitivity]
-            answers = _PAUSE_ANSWERS * answer * point.time_scale
-            now = end + patience * (_PAUSE_SHARE * (end - now) + answers + _PAUSE_SECONDS)
+            drain = _PAUSE_DRAINS * point.drain_s * point.time_scale
+            now = end + patience * (_PAUSE_SHARE * (end - now) + drain + _PAUSE_SECONDS)
         return cls(tuple(stretches))
 
     @property

@@ -17,7 +17,7 @@ import yaml
 
 from trtllm_disagg.bench.strategies import rates
 from trtllm_disagg.bench.strategies.estimate import Worker, capacity, requests_to_fill
-from trtllm_disagg.bench.strategies.foreseen import goodput_share, knee
+from trtllm_disagg.bench.strategies.foreseen import Foreseen, foresee, knee
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
 from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
@@ -222,7 +222,7 @@ def make_plan(
         }
         count = args.repetitions if sensitivity == NOMINAL else 1
         points += [
-            Point(arm.name, name, rate, repetition, sensitivity, plan.time_scale, plan.requests[rate])
+            plan.point(Point(arm.name, name, rate, repetition, sensitivity))
             for arm in arms
             for name in chosen
             for plan in (plans[arm.gpus, name],)
@@ -250,6 +250,12 @@ class _PointPlan:
     #: By rate: the same for all arms, which are sent the same.
     requests: Mapping[float, int]
     time_scale: float
+    #: Seconds, by arm and rate.
+    drains: Mapping[tuple[str, float], float]
+
+    def point(self, point: Point) -> Point:
+        requests, drain = self.requests[point.rate], self.drains[point.arm, point.rate]
+        return replace(point, time_scale=self.time_scale, requests=requests, drain_s=drain)
 
     @classmethod
     def of(
@@ -271,7 +277,12 @@ class _PointPlan:
         scale = args.time_scale or scale_for(
             traffic, speeds, most, max(requests.values()), software, quick_slo=slo
         )
-        return cls(own_rates, requests, scale)
+        drains = {
+            (arm.name, rate): _foresee(args, arm, arms, traffic, workers, rate).drain_s
+            for arm in arms
+            for rate in own_rates[arm.name]
+        }
+        return cls(own_rates, requests, scale, drains)
 
 
 def _rates(
@@ -291,10 +302,21 @@ def _knee(
     args: argparse.Namespace, arm: Arm, arms: Sequence[Arm], traffic: Traffic, workers: dict[str, Worker]
 ) -> float:
     def share_at(rate: float) -> float:
-        asks = traffic.lengths(rate, _requests(args, arms, traffic, workers, rate))
-        return goodput_share(arm, traffic.shape, workers, asks, slo_of(args))
+        return _foresee(args, arm, arms, traffic, workers, rate).goodput_share
 
     return knee(capacity(arm, traffic.shape, workers), share_at)
+
+
+def _foresee(
+    args: argparse.Namespace,
+    arm: Arm,
+    arms: Sequence[Arm],
+    traffic: Traffic,
+    workers: dict[str, Worker],
+    rate: float,
+) -> Foreseen:
+    asks = traffic.lengths(rate, _requests(args, arms, traffic, workers, rate))
+    return foresee(arm, traffic.shape, workers, asks, slo_of(args))
 
 
 def _requests(

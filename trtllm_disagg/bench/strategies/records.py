@@ -90,6 +90,8 @@ class Point:
     time_scale: float = 1.0
     #: That are sent; 0 in runs of before, which had the same number at each rate.
     requests: int = 0
+    #: From the last arrival until the last answer, as planned; 0 in runs of before.
+    drain_s: float = 0.0
 
     @property
     def file_name(self) -> str:

@@ -18,7 +18,6 @@ import yaml
 from trtllm_disagg.bench.machine import describe_machine
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
 from trtllm_disagg.bench.strategies.measuring import (
-    AnswerSeconds,
     Elsewhere,
     Here,
     Schedule,
@@ -193,7 +192,6 @@ class Runner:
     targets: Deployments | Urls
     aiperf: AIPerf
     vocabulary: int
-    answer_seconds: AnswerSeconds
     is_quick: bool = False
 
     def groups(self) -> list[tuple[Key, list[Point]]]:
@@ -260,7 +258,7 @@ class Runner:
         return measured.results(target, arms, versions, describe_machine())
 
     def _schedule(self, points: Sequence[Point], patience: float = 1.0) -> Schedule:
-        return Schedule.of([(point, self.asks(point)) for point in points], self.answer_seconds, patience)
+        return Schedule.of([(point, self.asks(point)) for point in points], patience)
 
     def asks(self, point: Point) -> tuple[Ask, ...]:
         """The same for all arms. Other prompts at each rate and side: none is in a cache from before."""

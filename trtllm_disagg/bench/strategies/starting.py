@@ -7,7 +7,6 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from statistics import mean
 from types import MappingProxyType
 from urllib.parse import urlsplit
@@ -21,7 +20,6 @@ from trtllm_disagg.bench.strategies.planning import (
     arms_for,
     given_rates,
     make_plan,
-    sensitivities,
     settings_of,
     traffics,
     vocabulary_of,
@@ -36,8 +34,8 @@ from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.strategies import spec_of
 
-#: Of a real deployment, where nothing is known of it: wall seconds of an answer, for the pause between two points.
-_REAL_ANSWER_SECONDS = 10.0
+#: Of a real deployment, where nothing is known of it: wall seconds.
+_REAL_DRAIN_SECONDS = 15.0
 _LONGEST_AT_URL = 1 << 17
 _QUICK_MINUTES = 10
 
@@ -184,7 +182,7 @@ def _real(
 ) -> Plan:
     """Nothing is modelled: rates as given, the wall's clock, no sensitivity."""
     points = tuple(
-        Point(arm.name, name, rate, repetition, requests=args.requests)
+        Point(arm.name, name, rate, repetition, requests=args.requests, drain_s=_REAL_DRAIN_SECONDS)
         for arm in arms
         for name in chosen
         for repetition in range(args.repetitions)
@@ -229,16 +227,8 @@ def _runner(
     targets: Deployments | Urls,
     aiperf: AIPerf,
 ) -> Runner:
-    seconds = dict.fromkeys(((name, NOMINAL) for name in chosen), _REAL_ANSWER_SECONDS)
-    if isinstance(targets, Deployments) and targets.engines.is_modelled:
-        workers = targets.engines.workers().values()
-        seconds = {
-            (name, side): max(replace(w, factors=side).isolated_seconds(traffic.shape) for w in workers)
-            for name, traffic in chosen.items()
-            for side in sensitivities(args.band)
-        }
     vocabulary = vocabulary_of(args.model)
-    return Runner(plan, directory, chosen, targets, aiperf, vocabulary, seconds, is_quick=args.quick)
+    return Runner(plan, directory, chosen, targets, aiperf, vocabulary, is_quick=args.quick)
 
 
 def _command() -> str:

@@ -15,13 +15,11 @@ from trtllm_disagg.bench.strategies.spent import Lateness
 from trtllm_disagg.bench.strategies.workloads import Ask
 
 SCALE = 4.0
-LOW, HIGH = Point("2 agg", "chat", 1.0, time_scale=SCALE), Point("2 agg", "chat", 2.0, time_scale=SCALE)
+LOW, HIGH = (Point("2 agg", "chat", rate, time_scale=SCALE, drain_s=1.0) for rate in (1.0, 2.0))
 ASKS = tuple(Ask(arrival, (300,) * 80, 10, str(arrival)) for arrival in (0.0, 1.0, 2.0))
 IN_FORCE = [(0, NOMINAL)]
 ARMS = {"2 agg": Arm("2 agg", "agg", agg_workers=2)}
-SLOWER = Sensitivity(1.0, 1.5)
-ANSWERS = {("chat", NOMINAL): 1.0, ("chat", SLOWER): 1.5}
-SCHEDULE = Schedule.of([(LOW, ASKS), (HIGH, ASKS)], ANSWERS)
+SCHEDULE = Schedule.of([(LOW, ASKS), (HIGH, ASKS)])
 
 
 def seen(name: str, begin: float, seconds: float) -> Seen:
@@ -55,7 +53,7 @@ def results_of(answers: dict[str, Seen]) -> dict[Point, object]:
 
 def test_arrivals_are_stretched_by_the_time_scale_and_points_are_apart() -> None:
     low, high = SCHEDULE.stretches
-    assert low.end - low.begin == high.end - high.begin == 2 * SCALE
+    assert [low.end - low.begin, high.end - high.begin] == pytest.approx([2 * SCALE] * 2)
     assert high.begin - low.end > 1.0 * SCALE
     sent = {send.name: send.at for send in SCHEDULE.sends()}
     assert sent["0-1"] - sent["0-0"] == SCALE
@@ -106,14 +104,13 @@ async def test_step_times_are_set_before_the_first_request_and_a_second_before_o
     assert [sensitivity for _, sensitivity in switching.done] == said
 
 
-def test_pauses_follow_slower_step_times_and_patience() -> None:
-    def pause(sensitivity: Sensitivity, patience: float = 1.0) -> float:
-        points = [(replace(LOW, sensitivity=sensitivity), ASKS), (HIGH, ASKS)]
-        first, second = Schedule.of(points, ANSWERS, patience).stretches
+def test_pauses_follow_drains_and_patience() -> None:
+    def pause(drain: float, patience: float = 1.0) -> float:
+        first, second = Schedule.of([(replace(LOW, drain_s=drain), ASKS), (HIGH, ASKS)], patience).stretches
         return second.begin - first.end
 
-    assert pause(SLOWER) == pause(NOMINAL) + 0.5 * 1.5 * SCALE
-    assert pause(NOMINAL, 2.0) == 2 * pause(NOMINAL)
+    assert pause(2.0) == pause(0.0) + 1.25 * 2.0 * SCALE
+    assert pause(1.0, 2.0) == 2 * pause(1.0)
 
 
 def test_a_request_that_was_not_sent_is_an_error_of_its_own() -> None:

@@ -178,8 +178,7 @@ def test_the_expected_wall_time_is_the_sum_of_starts_arrivals_and_pauses(model: 
     expected, end = 8.0, 0.0
     for number, point in enumerate(points):
         if number:
-            answer = runner.answer_seconds["rag", points[number - 1].sensitivity]
-            expected += 0.3 * end + 1.5 * answer * 2 + 2.0
+            expected += 0.15 * end + 1.25 * points[number - 1].drain_s * 2 + 2.0
         end = runner.asks(point)[-1].arrival * 2
         expected += end
     assert runner.progress().left() == pytest.approx(60.0 + expected, abs=0.1)
