@@ -134,6 +134,23 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     add_dynamo_arguments(parser)
 
 
+def parse_worker_flags(
+    words: Sequence[str], environ: Mapping[str, str], *, ignores_unknown: bool = False
+) -> WorkerConfig:
+    """As a worker that is started with `words` will read them. `ignores_unknown`: what it does not know is its own to
+    refuse. Raises ConfigError.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    add_worker_arguments(parser)
+    try:
+        namespace, unknown = parser.parse_known_args(with_dotted_flags(words))
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
+    if not ignores_unknown:
+        refuse_unknown_arguments(parser, unknown)
+    return config_from_namespace(namespace, environ)
+
+
 def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, str]) -> WorkerConfig:
     """Fill up what the command line left open; other attributes of the namespace are ignored."""
     refuse_ignored_variables(environ)

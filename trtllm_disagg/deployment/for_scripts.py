@@ -16,7 +16,6 @@ nodes where one would do.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections import defaultdict
@@ -43,7 +42,7 @@ _PER_NODE, _OF_ROLE = "GPUS_PER_NODE", f"ROLE_{VARIABLE}"
 
 
 def describe_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Raises ConfigError or ArgumentError for what the worker would refuse."""
+    """Raises ConfigError for what the worker would refuse."""
     config = read_worker(arguments, environ)
     engine = ENGINES[config.engine]
     on_gpus = "yes" if engine.is_tensorrt_llm else "no"
@@ -69,13 +68,13 @@ def require_room(workers: Mapping[str, Sequence[str]], environ: Mapping[str, str
             shares[device][role] = need.fraction
     for device, of_roles in shares.items():
         if sum(of_roles.values()) > 1 + 1e-9:
-            told = " and ".join(f"{fraction:g} for {role}" for role, fraction in of_roles.items())
+            fractions = " and ".join(f"{fraction:g} for {role}" for role, fraction in of_roles.items())
             names = " and ".join(ROLE_VARIABLES[role] for role in of_roles)
             raise ConfigError.bad_value(
                 names,
                 device,
                 "GPUs of their own, or kv_cache_config.free_gpu_memory_fraction that add up to at most 1 on one that "
-                f"they share; they are {told}",
+                f"they share; they are {fractions}",
             )
 
 
@@ -83,7 +82,7 @@ def _workers_of(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Of workers with valid arguments; the others report their own errors."""
     found: dict[str, list[str]] = {}
     for is_end, words in groupby(arguments, lambda word: word == "--"):
-        with suppress(argparse.ArgumentError, ConfigError):
+        with suppress(ConfigError):
             if not is_end:
                 config = read_worker(command := list(words), os.environ)
                 build_engine_args(config)
@@ -192,5 +191,5 @@ def main(arguments: Sequence[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (ConfigError, argparse.ArgumentError) as error:
+    except ConfigError as error:
         sys.exit(f"{ERROR_PREFIX}{error}")

@@ -6,7 +6,6 @@ scaled without a device in common. A GPU is shared only where the workers' share
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace, with_dotted_flags
+from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.engines import ENGINES, resolve_engine
 from trtllm_disagg.errors import ConfigError
@@ -129,16 +128,13 @@ def _worker_configs(
 ) -> Iterator[tuple[str, WorkerConfig]]:
     """An argument that is wrong is the worker's to refuse, in its own words."""
     for role, arguments in workers.items():
-        with suppress(argparse.ArgumentError, ConfigError):
+        with suppress(ConfigError):
             yield role, read_worker(arguments, environ)
 
 
 def read_worker(arguments: Sequence[str], environ: Mapping[str, str]) -> WorkerConfig:
-    """As the worker will read them. Raises ConfigError or ArgumentError."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
-    add_worker_arguments(parser)
-    namespace, _ = parser.parse_known_args(with_dotted_flags(arguments))
-    config = config_from_namespace(namespace, environ)
+    """With the engine that it will have. Raises ConfigError."""
+    config = parse_worker_flags(arguments, environ, ignores_unknown=True)
     return replace(config, engine=resolve_engine(config.engine))
 
 

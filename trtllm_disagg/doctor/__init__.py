@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle
+from trtllm_disagg.deployment.gpus import ROLE_VARIABLES, parse_gpus
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion, installed_version
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
@@ -21,15 +22,14 @@ from trtllm_disagg.strategies import disaggregated
 if TYPE_CHECKING:
     from trtllm_disagg.doctor.pair import Deployment, Side
 
-#: As Dynamo's launch scripts name them.
-_GPU_VARIABLES = {Role.PREFILL: "PREFILL_CUDA_VISIBLE_DEVICES", Role.DECODE: "DECODE_CUDA_VISIBLE_DEVICES"}
+_ROLES = (Role.PREFILL, Role.DECODE)
 #: KV events come within a tenth of a second on an idle worker.
 _EVENT_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    for role in (Role.PREFILL, Role.DECODE):
+    for role in _ROLES:
         add(
             role.value,
             type=Path,
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: %(default)s",
     )
     add("--kv-block-size", type=int, metavar="N", help="of the router (default: as the files say)")
-    for role, variable in _GPU_VARIABLES.items():
+    for role in _ROLES:
         add(
             f"--{role}-flags",
             type=shlex.split,
@@ -67,7 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="'...'",
             help=f"the {role} worker's flags, or its whole command line: with its file, or instead of one",
         )
-        add(f"--{role}-gpus", metavar="0,1", help=f"GPUs of the {role} worker (default: {variable})")
+        add(
+            f"--{role}-gpus",
+            metavar="0,1",
+            help=f"GPUs of the {role} worker (default: {ROLE_VARIABLES[role]})",
+        )
     add(
         "--timeout",
         type=float,
@@ -88,7 +92,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         if files:
             raise ConfigError.bad_value("--url", args.url, "either a URL or two files")
         return _of_deployment(args)
-    if len(files) < len(_GPU_VARIABLES) and (files or not (args.prefill_flags and args.decode_flags)):
+    if len(files) < len(_ROLES) and (files or not (args.prefill_flags and args.decode_flags)):
         raise ConfigError(
             "doctor needs the YAML files of a prefill and a decode worker, or --prefill-flags and --decode-flags, "
             "or --url"
@@ -131,7 +135,7 @@ def _of_files(args: argparse.Namespace) -> ExitCode:
         args.kv_block_size,
         dict(os.environ),
     )
-    prefill, decode = (_side(args, role, deployment) for role in _GPU_VARIABLES)
+    prefill, decode = (_side(args, role, deployment) for role in _ROLES)
     asked_for = prefill.config
     deployment = replace(
         deployment, strategy=asked_for.strategy, schedule_style=asked_for.schedule_style.value
@@ -169,8 +173,8 @@ def _version(given: str | None) -> TrtllmVersion:
 
 
 def _gpus(args: argparse.Namespace, role: Role) -> tuple[str, ...]:
-    given = getattr(args, f"{role}_gpus") or os.environ.get(_GPU_VARIABLES[role], "")
-    names = tuple(name.strip() for name in given.split(",") if name.strip())
-    if len(set(names)) != len(names):
-        raise ConfigError.bad_value(f"--{role}-gpus", given, "each GPU once")
-    return names
+    key, given = f"--{role}-gpus", getattr(args, f"{role}_gpus")
+    if not given:
+        key = ROLE_VARIABLES[role]
+        given = os.environ.get(key)
+    return parse_gpus(key, given) if given else ()

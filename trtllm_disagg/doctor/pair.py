@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trtllm_disagg.config.args import (
-    add_worker_arguments,
-    config_from_namespace,
-    refuse_unknown_arguments,
-    with_dotted_flags,
-)
+from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.config.engine_args import nearest_key, with_flags
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.config.yaml_file import read_yaml
@@ -45,20 +39,16 @@ def settings_of(
     """`words`: flags, or a whole command line, of a worker on TensorRT-LLM; no variables. What it leaves open is as the
     other arguments say. Raises ConfigError, naming doctor's flag and the worker's.
     """
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
-    add_worker_arguments(parser)
     usual = ["--model", ANY_MODEL, "--disaggregation-mode", role.value, "--disaggregation-strategy", strategy]
     usual += ["--schedule-style", schedule_style]
     flags = list(dropwhile(lambda word: not word.startswith("--"), words))
     try:
-        namespace, unknown = parser.parse_known_args([*usual, *with_dotted_flags(flags)])
-        refuse_unknown_arguments(parser, unknown)
-        config = config_from_namespace(namespace, {})
+        config = parse_worker_flags([*usual, *flags], {})
         if config.role is not role:
             raise ConfigError.bad_value("--disaggregation-mode", config.role.value, role.value)
         if config.engine not in ("auto", ENGINE):
             raise ConfigError.bad_value("--engine", config.engine, f"{ENGINE}: doctor knows its rules")
-    except (argparse.ArgumentError, ConfigError) as error:
+    except ConfigError as error:
         raise ConfigError(f"--{role.value}-flags: {error}") from error
     return replace(config, engine=ENGINE)
 
@@ -205,9 +195,9 @@ def side_of(
     own_model = named or readable.get("model") or model
     facts = read_model_facts(own_model or "")
     block_size = args.kv_cache_config.tokens_per_block
-    told = readable | {_TRANSCEIVER: _transceiver(args, given)}
+    of_worker = readable | {_TRANSCEIVER: _transceiver(args, given)}
     fingerprint = Fingerprint.of(
-        ENGINE, told, block_size, facts, str(deployment.trtllm_version), deployment.environ
+        ENGINE, of_worker, block_size, facts, str(deployment.trtllm_version), deployment.environ
     )
     return Side(
         role, source, given, args, bad_keys, own_model, facts, fingerprint, config, tuple(overruled), gpus

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from trtllm_disagg.config.args import (
-    add_worker_arguments,
-    config_from_namespace,
-    refuse_unknown_arguments,
-    with_dotted_flags,
-)
+from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.deployment.gpus import needs_of
 from trtllm_disagg.deployment.plan import (
@@ -134,7 +128,7 @@ def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: Role) -> Worke
     in_pod = {role: MOUNTED / ENGINE_CONFIGS / f"{role}.yaml"} if file else {}
     args = worker_flags(replace(config, engine_configs=in_pod), role, _only_in_pods(config, cluster))
     env = dict(_worker_env(cluster))
-    worker = replace(_parsed(args, env), extra_engine_args=str(file or ""), model=_ANY_MODEL)
+    worker = replace(parse_worker_flags(args, env), extra_engine_args=str(file or ""), model=_ANY_MODEL)
     build_engine_args(worker)
     num_gpus = needs_of(worker).num_gpus if worker.engine_spec.is_tensorrt_llm else 0
     nodes, gpus = _spread(num_gpus, cluster.resources.gpus_per_node, role)
@@ -179,18 +173,6 @@ def _worker_env(cluster: Cluster) -> Iterator[tuple[str, str]]:
         yield KEY_VARIABLE, str(MOUNTED / ADMIN_KEY / KEY)
     if cluster.transfer_key is not None:
         yield KEY_FILE_VARIABLE, str(MOUNTED / TRANSFER_KEY / KEY)
-
-
-def _parsed(args: tuple[str, ...], env: Mapping[str, str]) -> WorkerConfig:
-    """As the worker will read them."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
-    add_worker_arguments(parser)
-    try:
-        namespace, unknown = parser.parse_known_args(with_dotted_flags(args))
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"--worker-args: {error}") from None
-    refuse_unknown_arguments(parser, unknown)
-    return config_from_namespace(namespace, env)
 
 
 def _stop_seconds(worker: WorkerConfig) -> float:

@@ -131,7 +131,10 @@ def test_the_model_directory_says_what_auto_is(
     ("more", "told"),
     [
         (["--trtllm-version", "new"], "--trtllm-version: 'new' is not allowed"),
-        (["--decode-gpus", "1,1"], "--decode-gpus: '1,1' is not allowed; expected each GPU once"),
+        (
+            ["--decode-gpus", "1,1"],
+            "--decode-gpus: '1,1' is not allowed; expected different GPUs, as in 0,1,2,3",
+        ),
         (["--strategy", "both"], "--strategy"),
     ],
 )
