@@ -65,13 +65,13 @@ class _Chain(PerRequestStream[TokenChunk]):
 
 
 async def _ending_with(
-    told: dict[str, Any], chunks: AsyncGenerator[TokenChunk, None]
+    of_prompt: dict[str, Any], chunks: AsyncGenerator[TokenChunk, None]
 ) -> AsyncGenerator[TokenChunk, None]:
-    """`chunks`, where the last one tells this too."""
+    """`chunks`, where the last one tells `of_prompt` too."""
     async with aclosing(chunks):
         async for chunk in chunks:
             if chunk.finish_reason is not None:
-                chunk = msgspec.structs.replace(chunk, engine_data=(chunk.engine_data or {}) | told)
+                chunk = msgspec.structs.replace(chunk, engine_data=(chunk.engine_data or {}) | of_prompt)
             yield chunk
 
 
@@ -91,7 +91,7 @@ class _AfterHandoff(PerRequestStream[TokenChunk]):
         self._handoff.end()
 
 
-def bare_decode(decode: DecodePhase) -> Generate:
+def decode_service(decode: DecodePhase) -> Generate:
     """The decode phase as a service, for a first stage or Dynamo's router that brings the handoff."""
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -108,7 +108,7 @@ _OF_THE_SENDER = Handoff(TokenChunk([]), None)
 PassedOn = Callable[[GenerateRequest, Callable[[], None]], None]
 
 
-def bare_prefill(
+def prefill_service(
     prefill: PrefillPhase,
     protocol: HandoffProtocol = DYNAMO,
     passed_on: PassedOn = lambda request, take_back: None,

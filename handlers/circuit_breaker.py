@@ -6,8 +6,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Any, NamedTuple
 
 from trtllm_disagg.config.worker_config import WorkerConfig
@@ -221,24 +221,30 @@ class CircuitBreakerInstance:
         stage = str(request["errand"]["stage"])
         timeouts = self._timeouts[stage]
         further = f"further answer to {stage}"
+        with self._judged(), IdleTimer(self.instance_id) as timer:
+            async with aclosing(self._instance.call(request, context)) as answers:
+                timer.arm(f"answer to {stage}", timeouts.first)
+                with self._unanswered:
+                    first = await anext(answers, None)
+                if first is None:
+                    return
+                timer.disarm()
+                yield first
+                timer.arm(further, timeouts.next)
+                async for answer in answers:
+                    timer.disarm()
+                    yield answer
+                    timer.arm(further, timeouts.next)
+
+    @contextmanager
+    def _judged(self) -> Iterator[None]:
+        """The call inside speaks for its instance or against it; one that its reader leaves does neither."""
         try:
-            with IdleTimer(self.instance_id) as timer:
-                async with aclosing(self._instance.call(request, context)) as answers:
-                    timer.arm(f"answer to {stage}", timeouts.first)
-                    with self._unanswered:
-                        first = await anext(answers, None)
-                    if first is not None:
-                        timer.disarm()
-                        yield first
-                        timer.arm(further, timeouts.next)
-                        async for answer in answers:
-                            timer.disarm()
-                            yield answer
-                            timer.arm(further, timeouts.next)
-                self._breaker.succeeded(self.instance_id)
+            yield
         except DisaggError as error:
             if isinstance(error, _FAULTS) and not isinstance(error, QueueUnusableError):
                 self._breaker.failed(self.instance_id)
-                told = {"instance": f"{self.instance_id:x}", "because": str(error)}
-                self._span.event("breaker_failure", told)
+                failure = {"instance": f"{self.instance_id:x}", "because": str(error)}
+                self._span.event("breaker_failure", failure)
             raise
+        self._breaker.succeeded(self.instance_id)

@@ -41,7 +41,7 @@ Push = Callable[[GenerateRequest, RequestContext], Awaitable[object]]
 class PushPhase(Protocol):
     """A prefill phase that writes into a decode engine's blocks, while that engine's decode phase waits for them."""
 
-    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+    async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
         """Where decode finds the prefill engine that the push will run on."""
         ...
 
@@ -56,8 +56,8 @@ class LocalPush:
         self._endpoint = _reachable(engine.ctx_info_endpoint, "this engine")
         self._rank = engine.ctx_dp_rank
 
-    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
-        return self._protocol.meeting(self._engine.rendezvous(self._endpoint, self._rank)), self
+    async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+        return self._protocol.adapt(self._engine.rendezvous(self._endpoint, self._rank)), self
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
         with request.span.child("prefill") as span:
@@ -85,12 +85,12 @@ class RemotePush:
         self._protocol = protocol
         self._engine = engine
 
-    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+    async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
         instance = await selected(self._client, request)
         described = await instance.describe()
         endpoint = _reachable(described.get("ctx_info_endpoint"), "the prefill worker's engine")
         rendezvous = self._engine.rendezvous(endpoint, described.get("ctx_dp_rank"))
-        return self._protocol.meeting(rendezvous), partial(self._call, instance)
+        return self._protocol.adapt(rendezvous), partial(self._call, instance)
 
     async def _call(self, instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
         with dispatched(instance, request) as dispatch:
@@ -101,7 +101,7 @@ class RemotePush:
             raise PeerUnavailableError(f"the prefill worker sent {num_answers} answers instead of one")
 
 
-def bare_push(push: LocalPush) -> Generate:
+def push_service(push: LocalPush) -> Generate:
     """The phase as a service, for a decode worker that waits for it."""
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -126,12 +126,12 @@ def concurrent(prefill: PushPhase, decode: DecodePhase) -> Generate:
     """
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        return _Together(prefill, decode, request, context)
+        return _Concurrent(prefill, decode, request, context)
 
     return generate
 
 
-class _Together(PerRequestStream[TokenChunk]):
+class _Concurrent(PerRequestStream[TokenChunk]):
     def __init__(
         self, prefill: PushPhase, decode: DecodePhase, request: GenerateRequest, context: RequestContext
     ) -> None:
@@ -143,7 +143,7 @@ class _Together(PerRequestStream[TokenChunk]):
 
     async def _first(self) -> TokenChunk:
         with self._request.span.child("meet") as span:
-            rendezvous, push = await self._prefill.meet(self._request.within(span))
+            rendezvous, push = await self._prefill.open_rendezvous(self._request.within(span))
         request = self._request.with_rendezvous(rendezvous)
         self._pushing = asyncio.ensure_future(push(request, self._context))
         self._rest = self._decode(request, self._context, _NO_HANDOFF)

@@ -149,7 +149,7 @@ def create_decider(name: str, sources: FactSources, thresholds: Live[Thresholds]
 
     def decide(request: GenerateRequest) -> Decision:
         facts = sources.facts(request)
-        request.trace.facts |= facts.told()
+        request.trace.facts |= facts.as_json()
         return thresholds.value.rule(DECIDERS[name]).decide(facts)
 
     return decide

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from typing import NamedTuple
 
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.handlers.trace import ENGINE_TIMES, timing_of
 from trtllm_disagg.kv_transfer.handle import split_endpoint
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
 from trtllm_disagg.types import GenerateRequest, TokenChunk
@@ -48,45 +50,55 @@ def record_engine(engine: Engine, request: GenerateRequest, result: RequestOutpu
     span = request.span
     if not span.is_recording:
         return
-    measured = result.outputs[0].request_perf_metrics
-    timing = measured.timing_metrics if measured is not None else None
+    timing = timing_of(result)
     if timing is None:
         return
-    arrival, scheduled, first, last, sent, came = (
-        each.total_seconds() * engine.time_scale
-        for each in (
-            timing.arrival_time,
-            timing.first_scheduled_time,
-            timing.first_token_time,
-            timing.last_token_time,
-            timing.kv_cache_transfer_start,
-            timing.kv_cache_transfer_end,
-        )
-    )
-    has_come = came > sent
-    if has_come:
-        seconds, num_bytes = came - sent, timing.kv_cache_size
-        told = {
-            "kv_transfer.bytes": num_bytes,
-            "kv_transfer.gb_per_second": num_bytes / seconds / 1e9,
-            "kv_transfer.transport": engine.kv_transport,
-            "kv_transfer.link": _link(request),
-        }
-        span.measured("kv_wait", arrival, sent)
-        span.measured("kv_transfer", sent, came, told)
-        span.note({"gen_ai.latency.kv_cache_transfer_time": seconds})
-    waits_from = max(arrival, came) if has_come else arrival
-    if waits_from and scheduled:
-        span.measured("engine_queue", waits_from, scheduled)
-        span.note({"gen_ai.latency.time_in_queue": max(0.0, scheduled - waits_from)})
-    computes_from = max(scheduled, waits_from)
-    if computes_from and first > computes_from and has_come:
-        span.measured("first_decode_token", computes_from, first)
-    elif computes_from and first > computes_from:
-        _record_prompt(span, computes_from, first, result, engine.time_scale)
-    if first and last > first:
-        span.measured("decode_steps", first, last)
-        span.note({"gen_ai.latency.time_in_model_decode": last - first})
+    times = _Times(*(getattr(timing, name).total_seconds() * engine.time_scale for name in ENGINE_TIMES))
+    if times.has_fetched:
+        _record_transfer(span, times, timing.kv_cache_size, engine.kv_transport, _link(request))
+    waits_from = max(times.arrival, times.fetched) if times.has_fetched else times.arrival
+    if waits_from and times.scheduled:
+        span.measured("engine_queue", waits_from, times.scheduled)
+        span.note({"gen_ai.latency.time_in_queue": max(0.0, times.scheduled - waits_from)})
+    computes_from = max(times.scheduled, waits_from)
+    if computes_from and times.first_token > computes_from:
+        if times.has_fetched:
+            span.measured("first_decode_token", computes_from, times.first_token)
+        else:
+            _record_prompt(span, computes_from, times.first_token, result, engine.time_scale)
+    if times.first_token and times.last_token > times.first_token:
+        span.measured("decode_steps", times.first_token, times.last_token)
+        span.note({"gen_ai.latency.time_in_model_decode": times.last_token - times.first_token})
+
+
+class _Times(NamedTuple):
+    """`ENGINE_TIMES`, in seconds by one clock; 0: it has not come to that."""
+
+    arrival: float
+    scheduled: float
+    first_token: float
+    last_token: float
+    fetches: float
+    fetched: float
+
+    @property
+    def has_fetched(self) -> bool:
+        return self.fetched > self.fetches
+
+
+def _record_transfer(
+    span: Span, times: _Times, num_bytes: int, transport: str | None, link: str | None
+) -> None:
+    seconds = times.fetched - times.fetches
+    notes = {
+        "kv_transfer.bytes": num_bytes,
+        "kv_transfer.gb_per_second": num_bytes / seconds / 1e9,
+        "kv_transfer.transport": transport,
+        "kv_transfer.link": link,
+    }
+    span.measured("kv_wait", times.arrival, times.fetches)
+    span.measured("kv_transfer", times.fetches, times.fetched, notes)
+    span.note({"gen_ai.latency.kv_cache_transfer_time": seconds})
 
 
 def _record_prompt(span: Span, begin: float, end: float, result: RequestOutput, time_scale: float) -> None:
@@ -108,10 +120,10 @@ _THIS_HOST = "this host"
 def _link(request: GenerateRequest) -> str | None:
     """The host that KV came from, where the handoff says it."""
     met, handoff = request.rendezvous, request.prefill_result
-    told = met.ctx_info_endpoint if met is not None else None
+    endpoint = met.ctx_info_endpoint if met is not None else None
     if handoff is not None:
-        told = handoff.disaggregated_params.get("ctx_info_endpoint")
-    place = split_endpoint(str(told))
+        endpoint = handoff.disaggregated_params.get("ctx_info_endpoint")
+    place = split_endpoint(str(endpoint))
     if place is None:
         return None
     host, _ = place

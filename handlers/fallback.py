@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -205,14 +205,13 @@ def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_ne
                     return
             rest = remainder_of(progress.request, progress.delivered, replays)
             try:
-                with span:
-                    async with aclosing(step.generate(rest.request.within(span), context)) as chunks:
-                        async for chunk in chunks:
-                            new = rest.new(chunk)
-                            if new is not None:
-                                progress.delivered += new.token_ids
-                                progress.is_over = new.finish_reason is not None
-                                yield new
+                async with _running(step, rest.request, span, context) as chunks:
+                    async for chunk in chunks:
+                        new = rest.new(chunk)
+                        if new is not None:
+                            progress.delivered += new.token_ids
+                            progress.is_over = new.finish_reason is not None
+                            yield new
                 return
             except DisaggError as error:
                 if progress.is_over:
@@ -225,6 +224,16 @@ def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_ne
             raise progress.error
 
     return generate
+
+
+@asynccontextmanager
+async def _running(
+    step: FallbackStep, request: GenerateRequest, span: Span, context: RequestContext
+) -> AsyncIterator[AsyncGenerator[TokenChunk, None]]:
+    """Its chunks; the span is around them."""
+    with span:
+        async with aclosing(step.generate(request.within(span), context)) as chunks:
+            yield chunks
 
 
 class _Progress:

@@ -78,7 +78,7 @@ class LocalPrefill:
         return is_the_only_one and not request.decode_follows
 
     async def _whole(self, request: GenerateRequest, context: RequestContext) -> Handoff:
-        result = self._engine.start_both(request, streaming=False)
+        result = self._engine.start_agg(request, streaming=False)
         await finished(self._engine, result, context)
         if context.is_stopped():
             raise RequestCancelledError("the client left during prefill")
@@ -117,8 +117,8 @@ class LocalPrefill:
         if not names_a_sender(encoded):
             raise EngineError("the engine finished the prefill without disaggregated_params")
         # TensorRT-LLM tells the id that it was given under this name alone, and its decode may look for the other one.
-        if (told := encoded.get("ctx_request_id")) is not None:
-            encoded.setdefault("disagg_request_id", told)
+        if (context_id := encoded.get("ctx_request_id")) is not None:
+            encoded.setdefault("disagg_request_id", context_id)
         usage = chunk.completion_usage
         return PrefillResult(encoded, usage.prompt_tokens_details if usage is not None else None)
 
@@ -206,7 +206,7 @@ class LocalDecode:
         in_background(fetch())
 
 
-class LocalBoth:
+class LocalAgg:
     """context_and_generation: the whole answer here."""
 
     def __init__(self, engine: Engine) -> None:
@@ -222,7 +222,7 @@ class LocalBoth:
 
         num_prompt, num_choices = len(request.token_ids), request.num_choices
         cursor = OutputCursor(num_prompt) if num_choices == 1 else ChoicesCursor(num_prompt, num_choices)
-        return _stream(self._engine, lambda: self._engine.start_both(request), cursor, context, finished)
+        return _stream(self._engine, lambda: self._engine.start_agg(request), cursor, context, finished)
 
 
 async def _stream(

@@ -55,9 +55,9 @@ class OutputCursor:
         if output.finish_reason == "timeout":  # Dynamo's frontend has no such end
             raise StageTimeoutError("the engine ran out of time for this request")
         self._has_ended = True
-        cached, told = self._cached(result, output)
+        cached, engine_data = self._cached(result, output)
         if (of_prompt := _prompt_logprobs(output)) is not None:
-            told[PROMPT_LOGPROBS] = of_prompt
+            engine_data[PROMPT_LOGPROBS] = of_prompt
         # What the other choices have so far; the last one to end has all.
         num_made = sum(len(each.token_ids) for each in result.outputs)
         return msgspec.structs.replace(
@@ -65,7 +65,7 @@ class OutputCursor:
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             completion_usage=Usage.of(self._num_prompt, num_made, cached),
-            engine_data=told or None,
+            engine_data=engine_data or None,
         )
 
     def _cached(self, result: RequestOutput, output: CompletionOutput) -> tuple[int, dict[str, Any]]:

@@ -19,7 +19,7 @@ import msgspec
 
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError, OverloadedError
 from trtllm_disagg.handlers.cancellation import in_background
-from trtllm_disagg.handlers.chain import bare_prefill
+from trtllm_disagg.handlers.chain import prefill_service
 from trtllm_disagg.types import (
     MOST_ATTEMPTS,
     Generate,
@@ -246,7 +246,7 @@ def recallable(prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtoco
     def passed_on(request: GenerateRequest, take_back: Callable[[], None]) -> None:
         recalls.answered(_asked(request), take_back)
 
-    phase = bare_prefill(running, protocol, passed_on)
+    phase = prefill_service(running, protocol, passed_on)
 
     async def notice(said: PhaseRequest) -> AsyncGenerator[TokenChunk, None]:
         hear[said.stage](said.attempts)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -117,27 +117,36 @@ class RemotePrefill:
             return await self._run(request.within(span), context)
 
     async def _run(self, request: GenerateRequest, context: RequestContext) -> Handoff:
-        handoffs: list[Handoff] = []
         instance = await selected(self._client, request)
         if instance.instance_id != QUEUE_ID:  # the worker that takes it from there says so itself
             request.trace.facts["prefill_instance"] = f"{instance.instance_id:x}"
-        dispatch = dispatched(instance, request)
         asked = self._notices.prefill(instance)
-        taken = partial(self._notices.taken, instance, asked)
-        with ExitStack() as unless_returned:
-            raw_request = self._protocol.encode(request.within(dispatch), asked)
+        handoffs: list[Handoff] = []
+        with _released_on_error(handoffs):
             with self._notices.recalled_without(handoffs, instance, asked):
-                async with aclosing(instance.call(raw_request, context)) as answers:
-                    with dispatch:
-                        async for raw in answers:
-                            handoffs.append(self._handoff(request, decode_chunk(raw), taken))
-                            unless_returned.callback(handoffs[-1].release)
+                await self._receive(handoffs, instance, asked, request, context)
             if context.is_stopped():
                 raise RequestCancelledError("the client left during remote prefill")
             if len(handoffs) != 1:
                 raise _fault(instance, f"the prefill worker sent {len(handoffs)} answers instead of one")
-            unless_returned.pop_all()
-            return handoffs[0]
+        return handoffs[0]
+
+    async def _receive(
+        self,
+        handoffs: list[Handoff],
+        instance: StageInstance,
+        asked: PhaseRequest,
+        request: GenerateRequest,
+        context: RequestContext,
+    ) -> None:
+        """Adds each answer to `handoffs` as it comes: whatever ends the call, its caller has those to let go."""
+        taken = partial(self._notices.taken, instance, asked)
+        dispatch = dispatched(instance, request)
+        raw_request = self._protocol.encode(request.within(dispatch), asked)
+        async with aclosing(instance.call(raw_request, context)) as answers:
+            with dispatch:
+                async for raw in answers:
+                    handoffs.append(self._handoff(request, decode_chunk(raw), taken))
 
     def _handoff(self, request: GenerateRequest, chunk: TokenChunk, taken: Callable[[], None]) -> Handoff:
         result = result_of(chunk)
@@ -155,6 +164,16 @@ class RemotePrefill:
         return handoff
 
 
+@contextmanager
+def _released_on_error(handoffs: list[Handoff]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for handoff in handoffs:
+            handoff.release()
+        raise
+
+
 class RemoteDecode:
     def __init__(self, client: StageClient, protocol: HandoffProtocol = DYNAMO) -> None:
         self._client = client
@@ -163,7 +182,7 @@ class RemoteDecode:
     async def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
-        has_ended = False
+        chunk: TokenChunk | None = None
         with request.span.child("remote_decode") as span:
             request = request.within(span)
             instance = await selected(self._client, request)
@@ -179,12 +198,11 @@ class RemoteDecode:
                     handoff.taken()
                     with span.child("relay"):
                         chunk = decode_chunk(first)
-                        has_ended = chunk.finish_reason is not None
                         yield chunk
                         async for raw in answers:
                             chunk = decode_chunk(raw)
-                            has_ended = chunk.finish_reason is not None
                             yield chunk
+        has_ended = chunk is not None and chunk.finish_reason is not None
         if not has_ended and not context.is_stopped():
             raise _fault(instance, "the decode worker's answer stops without an end")
 

@@ -15,9 +15,9 @@ from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 from trtllm_disagg.handlers.admission import Queued
-from trtllm_disagg.handlers.chain import bare_decode
+from trtllm_disagg.handlers.chain import decode_service
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, stream_timeouts_of
-from trtllm_disagg.handlers.concurrent import LocalPush, bare_push
+from trtllm_disagg.handlers.concurrent import LocalPush, push_service
 from trtllm_disagg.handlers.decide import (
     Auto,
     CachedPrefixes,
@@ -28,7 +28,7 @@ from trtllm_disagg.handlers.decide import (
     create_decider,
 )
 from trtllm_disagg.handlers.fallback import FallbackStep, Replays, always, replay_if_needed, with_fallback
-from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.migration import finish_if_budget_exhausted, resume_migrated
 from trtllm_disagg.handlers.occupancy import Occupancies, OwnOccupancy, within_fallback_budget
 from trtllm_disagg.handlers.recall import Recalls, recallable
@@ -47,8 +47,8 @@ _WATCH_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """What a worker decides by: settings that a command or the policy file may change, and what it observes."""
+class LiveState:
+    """What changes while a worker serves: settings, by a command or the policy file, and what it observes."""
 
     strategy: Live[str]
     thresholds: Live[Thresholds]
@@ -62,9 +62,11 @@ class Policy:
     other_occupancy: Occupancies = field(default_factory=Occupancies)
 
     @classmethod
-    def of(cls, config: WorkerConfig, block_size: int, other_occupancy: Occupancies | None = None) -> Policy:
+    def of(
+        cls, config: WorkerConfig, block_size: int, other_occupancy: Occupancies | None = None
+    ) -> LiveState:
         """`block_size` in tokens. Raises ConfigError when the policy file is wrong."""
-        policy = cls(
+        live = cls(
             Live(config.strategy),
             Live(Thresholds.of(config)),
             CachedPrefixes(block_size),
@@ -72,8 +74,8 @@ class Policy:
             other_occupancy=other_occupancy or Occupancies(),
         )
         if config.policy_file is not None:
-            policy.set_thresholds(read_policy_file(Path(config.policy_file)), config.policy_file)
-        return policy
+            live.set_thresholds(read_policy_file(Path(config.policy_file)), config.policy_file)
+        return live
 
     def set_thresholds(self, values: Mapping[str, Any], source: str) -> list[str]:
         """The differences. Raises ConfigError, and then nothing has changed."""
@@ -86,7 +88,7 @@ class Policy:
         return differences
 
 
-async def watch_policy_file(path: Path, policy: Policy) -> None:
+async def watch_policy_file(path: Path, live: LiveState) -> None:
     """Returns never. A file that is wrong now is reported once, and the old values stay."""
     seen = _stamp(path)
     while True:
@@ -96,7 +98,7 @@ async def watch_policy_file(path: Path, policy: Policy) -> None:
             continue
         seen = stamp
         try:
-            policy.set_thresholds(read_policy_file(path), str(path))
+            live.set_thresholds(read_policy_file(path), str(path))
         except ConfigError as error:
             log.error("the old thresholds stay: %s", error)
 
@@ -110,7 +112,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class StrategyParts:
     """What a worker answers with: its own engine, and the way to the workers of the other role."""
 
     role: Role
@@ -145,7 +147,7 @@ def build_generate(
     config: WorkerConfig,
     engine: Engine,
     stage: StageClient,
-    policy: Policy | None = None,
+    live: LiveState | None = None,
     queue: SharedQueue | None = None,
     instance_id: int | None = None,
 ) -> Generate:
@@ -155,8 +157,8 @@ def build_generate(
     if config.role is Role.AGG:
         return resume_migrated(_in_one_way("agg", config, engine, stage), _replays_of(engine))
     if spec_of(config.strategy).is_worker_side:
-        policy = policy or Policy.of(config, config.kv_block_size)
-        generate = _worker_side(config, engine, stage, policy, queue, instance_id)
+        live = live or LiveState.of(config, config.kv_block_size)
+        generate = _worker_side(config, engine, stage, live, queue, instance_id)
     else:
         # Not resumed: under router, Dynamo's migration link is from the prefill worker to the decode worker.
         generate = _in_one_way(config.strategy, config, engine, stage)
@@ -169,7 +171,7 @@ def _replays_of(engine: Engine) -> Replays:
 
 def _in_one_way(name: str, config: WorkerConfig, engine: Engine, stage: StageClient) -> Generate:
     """The strategy of that name for every request: no worker calls another, so there is nothing to choose."""
-    whole = build_strategy(name, Parts(config.role, engine, stage))
+    whole = build_strategy(name, StrategyParts(config.role, engine, stage))
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         request.trace.chose(name, "default")
@@ -195,19 +197,19 @@ def _worker_side(
     config: WorkerConfig,
     engine: Engine,
     stage: StageClient,
-    policy: Policy,
+    live: LiveState,
     queue: SharedQueue | None,
     instance_id: int | None,
 ) -> Generate:
     """A worker that calls, or is called by, workers of the other role."""
     timeouts = stream_timeouts_of(config)
-    watched = CircuitBreakerClient(stage, policy.breaker, timeouts)
+    watched = CircuitBreakerClient(stage, live.breaker, timeouts)
     through_queue: StageClient | None = None
     waiting: QueueDepth = watched
     if queue is not None and queue.client is not None:
         consumed = _require_consumers(config, queue.client, stage)
-        through_queue, waiting = CircuitBreakerClient(consumed, policy.breaker, timeouts), queue
-    parts = Parts(
+        through_queue, waiting = CircuitBreakerClient(consumed, live.breaker, timeouts), queue
+    parts = StrategyParts(
         config.role,
         engine,
         watched,
@@ -218,9 +220,9 @@ def _worker_side(
         through_queue,
         instance_id,
     )
-    sources = FactSources(config.role, policy.cached, waiting, policy.occupancy, policy.other_occupancy)
+    sources = FactSources(config.role, live.cached, waiting, live.occupancy, live.other_occupancy)
     replays = _replays_of(engine)
-    whole = _strategy_router(config, parts, watched, sources, policy, replays)
+    whole = _strategy_router(config, parts, watched, sources, live, replays)
     return resume_migrated(finish_if_budget_exhausted(served(parts, whole)), replays)
 
 
@@ -232,16 +234,16 @@ def _require_consumers(config: WorkerConfig, queue: StageClient, workers: StageC
 
 def _strategy_router(
     config: WorkerConfig,
-    parts: Parts,
+    parts: StrategyParts,
     stage: CircuitBreakerClient,
     sources: FactSources,
-    policy: Policy,
+    live: LiveState,
     replays: Replays,
 ) -> StrategyRouter:
     """`local`, each order of the two phases and `auto`, as ways to answer. Behind each order are its fallback steps;
     before the deployment's own one is the decider, which may keep a request on this worker.
     """
-    local = LocalBoth(parts.engine)
+    local = LocalAgg(parts.engine)
     kept = sources.kept.counting(local)
     own = [order.name for order in orders() if order.entry_role == parts.role]
     others = [order.name for order in orders() if order.entry_role != parts.role]
@@ -249,22 +251,22 @@ def _strategy_router(
     steps_after = partial(
         _fallback_steps,
         config,
-        local=within_fallback_budget(local, policy.thresholds),
+        local=within_fallback_budget(local, live.thresholds),
         relay=FallbackStep("other_stage", relays[others[0]], others[0], without_engine=True),
     )
     first_steps = {name: build_strategy(name, parts) for name in own} | relays
     ways = {name: with_fallback(steps_after(first), replays) for name, first in first_steps.items()}
-    decider = create_decider(config.prefill_decider, sources, policy.thresholds)
+    decider = create_decider(config.prefill_decider, sources, live.thresholds)
     deployed = {name: conditional(decider, kept, way) for name, way in ways.items()}
     ways["local"] = kept
     auto = Auto(
-        create_auto_decider(config.prefill_decider, sources, policy.thresholds),
+        create_auto_decider(config.prefill_decider, sources, live.thresholds),
         ways,
         (own[0], others[0]),
         stage.num_healthy,
         config.max_batch_size,
     )
-    return StrategyRouter(ways | {"auto": auto}, deployed | {"auto": auto}, policy.strategy, stage.check)
+    return StrategyRouter(ways | {"auto": auto}, deployed | {"auto": auto}, live.strategy, stage.check)
 
 
 def _fallback_steps(
@@ -279,12 +281,12 @@ def _fallback_steps(
     return steps + [relay] * config.max_tries
 
 
-def build_strategy(name: str, parts: Parts) -> Generate:
+def build_strategy(name: str, parts: StrategyParts) -> Generate:
     """How a worker of that strategy's entry role answers a whole request."""
     return spec_of(name).load_builder()(parts)
 
 
-def served(parts: Parts, whole: Generate) -> Generate:
+def served(parts: StrategyParts, whole: Generate) -> Generate:
     """`whole`, and this role's phase for the workers of the other role."""
     own = parts.role.value
     phase = _PHASES[parts.role](parts)
@@ -300,16 +302,16 @@ def served(parts: Parts, whole: Generate) -> Generate:
     return generate
 
 
-def _prefill(parts: Parts) -> Generate:
+def _prefill(parts: StrategyParts) -> Generate:
     if parts.pushes:
-        return bare_push(LocalPush(parts.engine, parts.protocol))
+        return push_service(LocalPush(parts.engine, parts.protocol))
     drain = RemoteDrain(parts.stage, parts.protocol)
     recalls = Recalls(parts.stage.instance_ids, parts.engine.handoffs.lease_seconds)
     return recallable(LocalPrefill(parts.engine, drain), recalls, parts.protocol)
 
 
-def _decode(parts: Parts) -> Generate:
-    return bare_decode(LocalDecode(parts.engine, repeats_first_token=parts.pushes))
+def _decode(parts: StrategyParts) -> Generate:
+    return decode_service(LocalDecode(parts.engine, repeats_first_token=parts.pushes))
 
 
 _PHASES = {Role.PREFILL: _prefill, Role.DECODE: _decode}

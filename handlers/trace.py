@@ -66,11 +66,16 @@ ENGINE_TIMES = (
 )
 
 
+def timing_of(result: RequestOutput) -> Any:
+    """TensorRT-LLM's timing metrics of a request; None where it is not measured."""
+    measured = result.outputs[0].request_perf_metrics
+    return measured.timing_metrics if measured is not None else None
+
+
 def _record_times(trace: RequestTrace, result: RequestOutput) -> Any:
     """The engine's timing metrics of a request; None where it is not measured."""
     trace.measured = result.metrics_dict
-    measured = result.outputs[0].request_perf_metrics
-    timing = measured.timing_metrics if measured is not None else None
+    timing = timing_of(result)
     if timing is not None:
         times = {name: getattr(timing, name, None) for name in ENGINE_TIMES}
         trace.engine_times = {name: time.total_seconds() for name, time in times.items() if time}
@@ -212,8 +217,8 @@ class _Record:
             "second_chunk": self._times[1] / 1e9 if len(self._times) > 1 else None,
             "end": now / 1e9,
         }
-        told = {"disagg": trace, "engine": self._request.trace.engine_times}
-        log.info("%s%s", PREFIX, json.dumps(entry | {name: said for name, said in told.items() if said}))
+        parts = {"disagg": trace, "engine": self._request.trace.engine_times}
+        log.info("%s%s", PREFIX, json.dumps(entry | {name: said for name, said in parts.items() if said}))
         self._end_span(error, now, is_aborted=is_aborted)
 
     def _since_start(self, at: int) -> float:
@@ -244,7 +249,7 @@ class _Record:
 def _attributes(request: GenerateRequest, request_id: str | None) -> Attributes:
     """By the conventions for generative AI, with the names that TensorRT-LLM's own spans have; what is ours says so."""
     sampling = request.sampling
-    told: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.request.id": request_id,
         "gen_ai.request.n": sampling.n,
         "gen_ai.request.max_tokens": request.stop.max_tokens,
@@ -254,7 +259,7 @@ def _attributes(request: GenerateRequest, request_id: str | None) -> Attributes:
         "gen_ai.usage.prompt_tokens": len(request.token_ids),
     }
     ours = request.trace.to_json()
-    return told | {f"{SCOPE}.{name}": value for name, value in ours.items()}
+    return attributes | {f"{SCOPE}.{name}": value for name, value in ours.items()}
 
 
 def _with_trace(chunk: TokenChunk, trace: RequestTrace) -> TokenChunk:

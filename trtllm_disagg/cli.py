@@ -126,8 +126,8 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        told = _NOT_A_NUMBER.sub(lambda no: f"{no[2]} is not allowed; expected {_KINDS[no[1]]}", message)
-        raise ConfigError(f"{told} (`{self.prog} --help` lists the flags)")
+        complaint = _NOT_A_NUMBER.sub(lambda no: f"{no[2]} is not allowed; expected {_KINDS[no[1]]}", message)
+        raise ConfigError(f"{complaint} (`{self.prog} --help` lists the flags)")
 
 
 #: Of bars and lines, where the locale has no such characters; of others their number is shown.

@@ -32,8 +32,8 @@ class StrategySpec:
     switchable: bool
     #: A worker that is called stops after its callers, so that a request in flight still finds its next stage.
     stop_order: tuple[WorkerRole, ...]
-    #: "module:function" that makes of `handlers.services.Parts` the answer to a whole request; None where the order
-    #: of each request is chosen among the other strategies when it comes.
+    #: "module:function" that makes of `handlers.services.StrategyParts` the answer to a whole request; None where the
+    #: order of each request is chosen among the other strategies when it comes.
     builder: str | None
 
     @property
@@ -56,7 +56,7 @@ class StrategySpec:
         return self.is_worker_side and self.builder is not None
 
     def load_builder(self) -> Callable[[Any], Generate]:
-        """Imported now: the table, which is below the handlers, loads none of them and cannot name their `Parts`."""
+        """Imported now: the table, which is below the handlers, loads none of them and cannot name `StrategyParts`."""
         assert self.builder is not None, f"{self.name} chooses among the others"
         module, _, function = self.builder.partition(":")
         build: Callable[[Any], Generate] = getattr(import_module(module), function)

@@ -295,8 +295,8 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def of_prompt(self) -> dict[str, Any] | None:
         """Of `engine_data`, what only the engine that computed the prompt can tell."""
-        told = (self.engine_data or {}).get(PROMPT_LOGPROBS)
-        return None if told is None else {PROMPT_LOGPROBS: told}
+        of_prompt = (self.engine_data or {}).get(PROMPT_LOGPROBS)
+        return None if of_prompt is None else {PROMPT_LOGPROBS: of_prompt}
 
     def without_end(self) -> TokenChunk:
         """The same tokens without the end that every prefill phase has."""

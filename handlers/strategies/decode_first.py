@@ -6,11 +6,11 @@ from trtllm_disagg.handlers.local import LocalDecode, first_token_within
 from trtllm_disagg.handlers.recall import Notices
 from trtllm_disagg.handlers.remote import RemotePrefill, queued
 from trtllm_disagg.handlers.route import names_prefill
-from trtllm_disagg.handlers.services import Parts
+from trtllm_disagg.handlers.services import StrategyParts
 from trtllm_disagg.types import Generate, PrefillPhase
 
 
-def build(parts: Parts) -> Generate:
+def build(parts: StrategyParts) -> Generate:
     """On a decode worker."""
     decode = LocalDecode(parts.engine, repeats_first_token=parts.pushes)
     timed = first_token_within(parts.first_decode_token_timeout, decode)

@@ -4,11 +4,11 @@ from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.concurrent import LocalPush, concurrent
 from trtllm_disagg.handlers.local import LocalPrefill, prefill_within
 from trtllm_disagg.handlers.remote import RemoteDecode, RemoteDrain, RemotePrefill, queued
-from trtllm_disagg.handlers.services import Parts
+from trtllm_disagg.handlers.services import StrategyParts
 from trtllm_disagg.types import Generate, PrefillPhase
 
 
-def build(parts: Parts) -> Generate:
+def build(parts: StrategyParts) -> Generate:
     """On a prefill worker."""
     decode = RemoteDecode(parts.stage, parts.protocol)
     if parts.pushes:
@@ -16,7 +16,7 @@ def build(parts: Parts) -> Generate:
     return chain(_prefill(parts), decode)
 
 
-def _prefill(parts: Parts) -> PrefillPhase:
+def _prefill(parts: StrategyParts) -> PrefillPhase:
     """Here, or by the queue on whichever prefill worker has room, this one among them."""
     drain = RemoteDrain(parts.stage, parts.protocol)
     here = prefill_within(parts.prefill_timeout, LocalPrefill(parts.engine, drain))

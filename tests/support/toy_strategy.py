@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trtllm_disagg.strategies import STRATEGIES, StrategySpec
 
 if TYPE_CHECKING:
-    from trtllm_disagg.handlers.services import Parts
+    from trtllm_disagg.handlers.services import StrategyParts
     from trtllm_disagg.types import Generate
 
 TOY = StrategySpec(
@@ -20,10 +20,10 @@ TOY = StrategySpec(
 )
 
 
-def build(parts: Parts) -> Generate:
-    from trtllm_disagg.handlers.local import LocalBoth
+def build(parts: StrategyParts) -> Generate:
+    from trtllm_disagg.handlers.local import LocalAgg
 
-    return LocalBoth(parts.engine)
+    return LocalAgg(parts.engine)
 
 
 def register() -> None:

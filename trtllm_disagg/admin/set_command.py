@@ -45,16 +45,16 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     async def change(workers: Workers, up: dict[str, Any] | None) -> ExitCode:
         say = _silence if args.json else print
-        told = await set_thresholds(workers, values, instance, say, client.say)
+        changes = await set_thresholds(workers, values, instance, say, client.say)
         if args.json:
-            print(json.dumps([asdict(each) for each in told]))
-        return ExitCode.FAILED if any(each.error for each in told) else ExitCode.DONE
+            print(json.dumps([asdict(each) for each in changes]))
+        return ExitCode.FAILED if any(each.error for each in changes) else ExitCode.DONE
 
     return client.change_deployment(args, change, Set(values) if instance is None else None)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Change:
     """`changed`: each threshold with its old value and the new one; `error`: why it could not be told."""
 
     worker: str
@@ -68,39 +68,39 @@ async def set_thresholds(
     instance: int | None,
     say: Callable[[str], None],
     complain: Callable[[str], None],
-) -> list[Told]:
+) -> list[Change]:
     """Each is said as soon as it has answered.
 
     Raises ConfigError, before a worker is told anything, when none has a use for them.
     """
-    told: list[Told] = []
+    changes: list[Change] = []
     for each in _meant(await all_workers(workers), values, instance):
         try:
             answer = await workers.send(each.endpoint_id, each.instance_id, Set(dict(values)))
         except DisaggError as error:
             complain(f"error: {each}: {error}")
-            told.append(Told(str(each), error=str(error)))
+            changes.append(Change(str(each), error=str(error)))
         else:
-            told.append(Told(str(each), tuple(answer.get("changed") or ())))
-            say(f"{each}: {', '.join(told[-1].changed) or 'has these already'}")
-    return told
+            changes.append(Change(str(each), tuple(answer.get("changed") or ())))
+            say(f"{each}: {', '.join(changes[-1].changed) or 'has these already'}")
+    return changes
 
 
 def _meant(workers: Sequence[Worker], values: Values, instance: int | None) -> list[Worker]:
     for_all = set(values) <= set(ADMISSION)
-    told = [
+    takers = [
         each for each in workers if for_all or (each.is_.role != "agg" and each.is_.strategy in switchable())
     ]
-    if not told:
+    if not takers:
         there = ", ".join(f"{each} under {each.is_.strategy}" for each in workers) or "no worker"
         raise ConfigError.bad_value(
             "set", "thresholds", f"prefill or decode workers of {', '.join(switchable())}; there is: {there}"
         )
     if instance is None:
-        return told
-    chosen = [each for each in told if each.instance_id == instance]
+        return takers
+    chosen = [each for each in takers if each.instance_id == instance]
     if not chosen:
-        raise ConfigError.bad_value("--instance", f"{instance:x}", f"one of {', '.join(map(str, told))}")
+        raise ConfigError.bad_value("--instance", f"{instance:x}", f"one of {', '.join(map(str, takers))}")
     return chosen
 
 

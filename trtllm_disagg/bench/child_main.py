@@ -36,8 +36,8 @@ def serve(factory: str, calls: Iterable[bytes], answers: BinaryIO) -> None:
     """
 
     def answer(value: Any = None, error: Exception | None = None) -> None:
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        answers.write(json.dumps({"value": value, "error": told}).encode() + b"\n")
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        answers.write(json.dumps({"value": value, "error": failure}).encode() + b"\n")
         answers.flush()
 
     lines = iter(calls)

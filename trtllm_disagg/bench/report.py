@@ -134,13 +134,13 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 def add_choice(parser: argparse.ArgumentParser, flag: str, choices: Iterable[str], help: str = "") -> None:
     """One or more of them, all unless told otherwise."""
     every = list(choices)
-    told = f"{help} (default: all)".strip()
-    parser.add_argument(flag, choices=every, nargs="+", default=every, help=told)
+    text = f"{help} (default: all)".strip()
+    parser.add_argument(flag, choices=every, nargs="+", default=every, help=text)
 
 
 def add_number(parser: argparse.ArgumentParser, flag: str, default: float, help: str = "") -> None:
-    told, metavar = f"{help} (default: %(default)s)".strip(), "N" if isinstance(default, int) else "X"
-    parser.add_argument(flag, type=type(default), default=default, metavar=metavar, help=told)
+    text, metavar = f"{help} (default: %(default)s)".strip(), "N" if isinstance(default, int) else "X"
+    parser.add_argument(flag, type=type(default), default=default, metavar=metavar, help=text)
 
 
 def run_benchmark(

@@ -45,17 +45,17 @@ class Facts(NamedTuple):
     #: The mean over the other stage's workers; None when it is not known.
     other_occupancy: Occupancy | None
 
-    def told(self) -> dict[str, int | float]:
+    def as_json(self) -> dict[str, int | float]:
         """As the request's trace has them."""
-        told: dict[str, int | float] = {"uncached": self.uncached, "queue_depth": self.depth}
+        facts: dict[str, int | float] = {"uncached": self.uncached, "queue_depth": self.depth}
         if self.other_occupancy is not None:
             share, age = self.other_occupancy
-            told |= {
+            facts |= {
                 "own_occupancy": round(self.own_occupancy, 4),
                 "other_occupancy": round(share, 4),
                 "occupancy_age_ms": round(age * 1000),
             }
-        return told
+        return facts
 
 
 class Rule(Protocol):

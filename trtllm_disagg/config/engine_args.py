@@ -163,14 +163,14 @@ def with_flags(from_file: Mapping[str, Any], config: WorkerConfig) -> tuple[Args
     if not isinstance(override, Mapping):
         raise ConfigError(f"{flag_of('override_engine_args')}: expected keys with values")
     return merged_args(together, override), [
-        told for name, told in _overruled(together, config) if name != "model"
+        sentence for name, sentence in _overruled(together, config) if name != "model"
     ]
 
 
 def _tell_what_files_win(args: Args, config: WorkerConfig) -> None:
     """`args`: flags and file together. A warning for each flag that the file has overruled."""
-    for name, told in _overruled(args, config):
-        logger.warning("%s", told)
+    for name, sentence in _overruled(args, config):
+        logger.warning("%s", sentence)
         if name == "model":
             args["model"] = config.model
 

@@ -117,7 +117,7 @@ class Doubt(NamedTuple):
     about: str
     is_certain: bool
     #: With the command that helps.
-    told: str
+    sentence: str
 
 
 OPEN_FILES_LIMIT, PTRACE_SCOPE, LOCKED_MEMORY = "open files", "ptrace_scope", "locked memory"
@@ -126,9 +126,9 @@ OPEN_FILES_LIMIT, PTRACE_SCOPE, LOCKED_MEMORY = "open files", "ptrace_scope", "l
 def require(needs: Needs, limits: Limits) -> list[str]:
     """What is doubtful, one sentence each. Raises LimitError, with the command that helps, for what cannot work."""
     found = list(doubts(needs, limits))
-    if refusals := [doubt.told for doubt in found if doubt.is_certain]:
+    if refusals := [doubt.sentence for doubt in found if doubt.is_certain]:
         raise LimitError("; ".join(refusals))
-    return [doubt.told for doubt in found]
+    return [doubt.sentence for doubt in found]
 
 
 def look_at_limits(configs: Iterable[DeploymentConfig]) -> list[str]:

@@ -117,9 +117,9 @@ def to_json(pair: Pair, rows: Sequence[Row]) -> str:
 
 
 def show(pair: Pair, rows: Sequence[Row], console: Console | None = None) -> None:
-    told = [(row, (_shown(row.prefill), _shown(row.decode))) for row in rows]
+    cells = [(row, (_shown(row.prefill), _shown(row.decode))) for row in rows]
     _show(
-        told,
+        cells,
         (f"prefill {pair.prefill.source}", f"decode {pair.decode.source}"),
         f"TensorRT-LLM {pair.deployment.trtllm_version}, {pair.deployment.strategy}",
         console or Console(paper=_WIDTH),
@@ -127,8 +127,8 @@ def show(pair: Pair, rows: Sequence[Row], console: Console | None = None) -> Non
 
 
 def show_live(seen: Observed, found: Sequence[Finding], console: Console | None = None) -> None:
-    told = [(finding, (finding.value,)) for finding in found]
-    _show(told, (seen.url,), f"{seen.model} at {seen.url}", console or Console(paper=_WIDTH))
+    cells = [(finding, (finding.value,)) for finding in found]
+    _show(cells, (seen.url,), f"{seen.model} at {seen.url}", console or Console(paper=_WIDTH))
 
 
 def _show(
@@ -144,14 +144,14 @@ def _show(
         verdict = Text(row.verdict, style=_STYLES[row.verdict])
         table.add_row(Text(row.rule), verdict, *map(Text, cells))
     console.print(table)
-    for told, same in _together([row for row, _ in rows if row.verdict != FINE]):
+    for instead, same in _together([row for row, _ in rows if row.verdict != FINE]):
         names = ", ".join(row.rule for row in same)
-        console.print(Text.assemble((f"{same[0].verdict} ", _STYLES[same[0].verdict]), f"{names}: {told}"))
+        console.print(Text.assemble((f"{same[0].verdict} ", _STYLES[same[0].verdict]), f"{names}: {instead}"))
         console.print(Text(f"      because {'; '.join(row.why for row in same)}", style="dim"))
     counts = _counts([row for row, _ in rows])
     unknown = f", {counts[UNKNOWN]} {UNKNOWN}" if counts[UNKNOWN] else ""
-    told = ", ".join(_counted(counts[kind.value], kind.value) for kind in (Severity.ERROR, Severity.NOTE))
-    console.print(f"{told}{unknown}; {about}")
+    total = ", ".join(_counted(counts[kind.value], kind.value) for kind in (Severity.ERROR, Severity.NOTE))
+    console.print(f"{total}{unknown}; {about}")
 
 
 def _counted(number: int, noun: str) -> str:
@@ -160,8 +160,8 @@ def _counted(number: int, noun: str) -> str:
 
 def _together(rows: Iterable[Row | Finding]) -> Iterator[tuple[str, list[Row | Finding]]]:
     """Neighbours with one answer to them are told at once."""
-    for (told, _), same in groupby(rows, lambda row: (row.instead, row.verdict)):
-        yield told, list(same)
+    for (instead, _), same in groupby(rows, lambda row: (row.instead, row.verdict)):
+        yield instead, list(same)
 
 
 def _counts(rows: Sequence[Row | Finding]) -> Counter[str]:

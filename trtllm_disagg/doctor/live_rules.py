@@ -71,8 +71,8 @@ def _workers(seen: Observed) -> Iterator[Finding]:
         start = " and ".join(sorted(missing))
         yield Finding(rule, _ERROR, value, why, f"start a {start} worker, or look into its log")
     elif silent := _silent(seen):
-        told = f"{', '.join(map(str, silent))}: listed, and without an answer; look into the log"
-        yield Finding(rule, _ERROR, value, why, told)
+        instead = f"{', '.join(map(str, silent))}: listed, and without an answer; look into the log"
+        yield Finding(rule, _ERROR, value, why, instead)
     else:
         yield Finding(rule, FINE, value, why)
 
@@ -124,16 +124,16 @@ def _versions(seen: Observed) -> Iterator[Finding]:
     if not described:
         yield _undescribed(rule, why, seen)
         return
-    told = {_version_of(worker) for worker in described}
-    if any(UNKNOWN in version for version in told):
+    versions = {_version_of(worker) for worker in described}
+    if any(UNKNOWN in version for version in versions):
         yield Finding(
-            rule, UNKNOWN, "; ".join(sorted(told)), why, "a worker of an older trtllm-disagg is there"
+            rule, UNKNOWN, "; ".join(sorted(versions)), why, "a worker of an older trtllm-disagg is there"
         )
-    elif len(told) > 1:
+    elif len(versions) > 1:
         each = "; ".join(f"{worker}: {_version_of(worker)}" for worker in described)
         yield Finding(rule, _NOTE, each, why, "one version of everything on all workers")
     else:
-        yield Finding(rule, FINE, told.pop(), why)
+        yield Finding(rule, FINE, versions.pop(), why)
 
 
 def _version_of(worker: Worker) -> str:
@@ -306,7 +306,7 @@ def _host(seen: Observed) -> Iterator[Finding]:
     for rule, value in _values(seen, limits).items():
         doubt = found.get(rule)
         if doubt is not None:
-            yield Finding(rule, _ERROR if doubt.is_certain else _NOTE, value, _LIMITS[rule], doubt.told)
+            yield Finding(rule, _ERROR if doubt.is_certain else _NOTE, value, _LIMITS[rule], doubt.sentence)
         elif value == UNKNOWN:
             yield Finding(rule, UNKNOWN, "", _LIMITS[rule], "this system does not tell")
         else:

@@ -69,8 +69,8 @@ def _keys(pair: Pair) -> Problem | None:
 
 
 def _flags(pair: Pair) -> Problem | None:
-    told = [f"{side.role}: {sentence}" for side in pair.sides for sentence in side.overruled]
-    return _note("; ".join(told)) if told else None
+    overruled = [f"{side.role}: {sentence}" for side in pair.sides for sentence in side.overruled]
+    return _note("; ".join(overruled)) if overruled else None
 
 
 #: Flags that both workers must have in common; their engine arguments have rules of their own.

@@ -1,35 +1,29 @@
-"""The publishers of a worker: cache events, load, and what each step of the engine did (forward-pass metrics, for
-Dynamo's Planner), sent while it serves. `create_publishers` says which.
+"""The publishers of a worker: cache events (`kv_events`), load, and what each step of the engine did (forward-pass
+metrics, for Dynamo's Planner), sent while it serves. `create_publishers` says which.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
-from itertools import takewhile
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from dynamo.llm import FpmDirectPublisher, KvEventPublisher, WorkerMetricsPublisher
 
 from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.dynamo_runtime.kv_events import EventSink, EventsOfRank, KvEventForwarder, OnLoop
 from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics, EngineMetrics, expose, registry_of
-from trtllm_disagg.dynamo_runtime.polling import (
-    EVENTS_TIMEOUT,
-    STATS_TIMEOUT,
-    NullPublisher,
-    PollingPublisher,
-    Publisher,
-)
+from trtllm_disagg.dynamo_runtime.polling import STATS_TIMEOUT, NullPublisher, PollingPublisher, Publisher
 from trtllm_disagg.dynamo_runtime.request_metrics import (
     EngineRequestMetrics,
     FrontRequests,
     RequestMetrics,
 )
-from trtllm_disagg.dynamo_runtime.worker_endpoint import ServedModel
+from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.handlers.services import Policy
+from trtllm_disagg.handlers.decide import CachedPrefixes
+from trtllm_disagg.handlers.services import LiveState
 
 log = logging.getLogger(__name__)
 
@@ -144,208 +138,85 @@ class StatsForwarder(PollingPublisher):
             self._load.publish(rank, kv_used_blocks=used)
 
 
-class EventSink(Protocol):
-    """Dynamo's KvEventPublisher, as far as we use it."""
-
-    def publish_stored(
-        self,
-        token_ids: list[int],
-        num_block_tokens: list[int],
-        block_hashes: list[int],
-        parent_hash: int | None = None,
-        *,
-        cache_salt: str | None = None,
-    ) -> None: ...
-
-    def publish_removed(self, block_hashes: list[int]) -> None: ...
-
-
-class KvEventForwarder(PollingPublisher):
-    """The engine's KV cache events to the router's index: those of each rank of attention DP to that rank's sinks,
-    since each rank has a cache of its own.
-    """
-
-    def __init__(
-        self, llm: Any, ranks: Sequence[EventsOfRank], polled: Callable[[int], None] = lambda count: None
-    ) -> None:
-        """`polled` is told how many events came at once."""
-        super().__init__("kv-events")
-        self._llm = llm
-        self._ranks = ranks
-        self._polled = polled
-
-    def records(self) -> AsyncIterator[dict[str, Any]]:
-        events: AsyncIterator[dict[str, Any]] = self._llm.get_kv_cache_events_async(timeout=EVENTS_TIMEOUT)
-        return events
-
-    def publish(self, records: list[dict[str, Any]]) -> None:
-        self._polled(len(records))
-        for event in records:
-            try:
-                self._ranks[event.get("attention_dp_rank") or 0].forward(event)
-            except Exception:
-                # The router's view is wrong without it, but wronger still without those behind it.
-                log.exception("%s: an event of the engine cannot be published: %s", self._name, event)
-
-
-class EventsOfRank:
-    """Only whole blocks are published: the router cannot place a request on a part of one."""
-
-    def __init__(
-        self,
-        sinks: Sequence[EventSink],
-        block_size: int,
-        on_gap: Callable[[int], None] = lambda count: None,
-    ) -> None:
-        """`on_gap` is told how many events were lost."""
-        self._on_gap = on_gap
-        self._sinks = sinks
-        self._block_size = block_size
-        #: Blocks that the router was not told about, so that it is not told of their end either.
-        self._unknown: set[int | str] = set()
-        self._next_event_id: int | None = None
-        self._window = 0
-
-    def forward(self, event: dict[str, Any]) -> None:
-        """One event of TensorRT-LLM's format."""
-        self._note_gaps(event)
-        if not self._is_of_widest_window(event):
-            return
-        data = event["data"]
-        if data["type"] == "stored":
-            self._stored(data)
-        elif data["type"] == "removed":
-            self._removed(data)
-
-    def _stored(self, data: dict[str, Any]) -> None:
-        blocks = data["blocks"]
-        whole = list(takewhile(lambda block: len(block["tokens"]) == self._block_size, blocks))
-        # What follows a part of a block hangs on something that the router does not know.
-        self._unknown.update(block["block_hash"] for block in blocks[len(whole) :])
-        if whole:
-            parent = data["parent_hash"]
-            token_ids = [token["token_id"] for block in whole for token in block["tokens"]]
-            for sink in self._sinks:
-                sink.publish_stored(
-                    token_ids=token_ids,
-                    num_block_tokens=[self._block_size] * len(whole),
-                    block_hashes=[signed(block["block_hash"]) for block in whole],
-                    parent_hash=None if parent is None else signed(parent),
-                    cache_salt=whole[0].get("cache_salt"),
-                )
-
-    def _removed(self, data: dict[str, Any]) -> None:
-        known = [block for block in data["block_hashes"] if block not in self._unknown]
-        self._unknown.difference_update(data["block_hashes"])
-        if known:
-            for sink in self._sinks:
-                sink.publish_removed([signed(block) for block in known])
-
-    def _is_of_widest_window(self, event: dict[str, Any]) -> bool:
-        """A model with sliding windows tells of every block once per window; one of them is enough."""
-        window = event.get("window_size") or 0
-        self._window = max(self._window, window)
-        return window == self._window
-
-    def _note_gaps(self, event: dict[str, Any]) -> None:
-        event_id = event.get("event_id")
-        if event_id is None:
-            return
-        due = event_id if self._next_event_id is None else self._next_event_id
-        if event_id != due:
-            log.warning(
-                "KV event %d came where %d was due: the router's view of this cache is stale; raise "
-                "kv_cache_config.event_buffer_max_size",
-                event_id,
-                due,
-            )
-            self._on_gap(max(0, event_id - due))
-        self._next_event_id = event_id + 1
-
-
-class OnLoop:
-    """A sink that belongs to the event loop that serves requests, for a publisher in another thread."""
-
-    def __init__(self, sink: EventSink, loop: asyncio.AbstractEventLoop) -> None:
-        self._sink = sink
-        self._loop = loop
-
-    def publish_stored(self, *args: Any, **keywords: Any) -> None:
-        self._loop.call_soon_threadsafe(partial(self._sink.publish_stored, *args, **keywords))
-
-    def publish_removed(self, block_hashes: list[int]) -> None:
-        self._loop.call_soon_threadsafe(self._sink.publish_removed, block_hashes)
-
-
-def signed(block_hash: int | str) -> int:
-    """The engine's unsigned 64 bits, or the start of its SHA-256 in hexadecimal, as a signed number."""
-    number = int(block_hash[:16], 16) if isinstance(block_hash, str) else block_hash
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
 async def create_publishers(
     config: WorkerConfig,
-    endpoint: Any,
-    peer_endpoint: Any,
+    runtime: Runtime,
     engine: Engine,
     model: ServedModel,
-    policy: Policy,
+    live: LiveState,
     load_seconds: float,
 ) -> list[Publisher]:
-    """For cache events, and for statistics where the flags say so. `endpoint` is where frontends find
-    this worker, `peer_endpoint` where workers do; `load_seconds` is what the engine took to start.
-    """
-    block_size = model.block_size
-    dynamo = DynamoMetrics(config, model.num_blocks, model.num_ranks)
-    dynamo.loaded(load_seconds)
+    """For cache events, and for statistics where the flags say so. `load_seconds` is what the engine took to start."""
+    metrics = DynamoMetrics(config, model.num_blocks, model.num_ranks)
+    metrics.loaded(load_seconds)
+    events = _kv_events(config, runtime, engine, model.block_size, live.cached, metrics)
+    if not config.reads_statistics:
+        return [events]
+    sinks: list[StatsSink] = [engine.handoffs, live.occupancy]
+    if config.publish_metrics:
+        sinks += _exposed(config, runtime.front, engine, live, metrics)
+    # Where the Planner looks for this role, whichever stage it is.
+    steps = FpmDirectPublisher(runtime.peer, str(runtime.peer.connection_id()), engine.num_ranks)
+    forward_pass = ForwardPassMetrics(steps)
+    load = WorkerMetricsPublisher()
+    await load.create_endpoint(runtime.front)
+    stats = StatsForwarder(engine.llm, load, *sinks, forward_pass, num_ranks=engine.num_ranks)
+    return [events, stats, forward_pass]
+
+
+def _kv_events(
+    config: WorkerConfig,
+    runtime: Runtime,
+    engine: Engine,
+    block_size: int,
+    cached: CachedPrefixes,
+    metrics: DynamoMetrics,
+) -> Publisher:
+    """To frontends, to the workers of the other role, and to this worker's own decider, where they ask for them."""
     #: With the endpoint that owns what is published there.
-    listeners = [(endpoint, config.kv_state_endpoint)] if config.publish_kv_events else []
-    listeners += [(peer_endpoint, None)] if config.tells_peers else []
+    listeners = [(runtime.front, config.kv_state_endpoint)] if config.publish_kv_events else []
+    listeners += [(runtime.peer, None)] if config.tells_peers else []
+    if not listeners and not config.reads_kv_events:
+        return NullPublisher()
     loop = asyncio.get_running_loop()
 
     def of_rank(rank: int) -> EventsOfRank:
         sinks: list[EventSink] = [
             KvEventPublisher(
-                each,
+                endpoint,
                 kv_block_size=block_size,
                 dp_rank=rank,
                 enable_local_indexer=True,
                 kv_state_endpoint=owner,
             )
-            for each, owner in listeners
+            for endpoint, owner in listeners
         ]
-        cached = policy.cached.of_rank(rank)
+        cached_here = cached.of_rank(rank)
         if config.reads_kv_events:
-            sinks.append(OnLoop(cached, loop))
+            sinks.append(OnLoop(cached_here, loop))
 
         def forget(num_lost: int) -> None:
-            dynamo.lost_events(num_lost)
-            loop.call_soon_threadsafe(cached.clear)
+            metrics.lost_events(num_lost)
+            loop.call_soon_threadsafe(cached_here.clear)
 
         return EventsOfRank(sinks, block_size, on_gap=forget)
 
-    events: Publisher = NullPublisher()
-    if listeners or config.reads_kv_events:
-        ranks = [of_rank(rank) for rank in range(engine.num_ranks)]
-        events = KvEventForwarder(engine.llm, ranks, dynamo.polled_events)
-    if not config.reads_statistics:
-        return [events]
-    sinks: list[StatsSink] = [engine.handoffs, policy.occupancy]
-    if config.publish_metrics:
-        metrics = EngineMetrics(policy.queued, policy.breaker, engine.handoffs)
-        requests, of_engine = RequestMetrics(), EngineRequestMetrics(config.model_name)
-        for registry in (registry_of(metrics), requests.registry, of_engine.registry, dynamo.registry):
-            expose(registry, endpoint, config)
-        policy.sinks.extend((requests, of_engine, dynamo))
-        if config.may_switch:
-            at_front = FrontRequests(config, endpoint.connection_id())
-            at_front.expose(endpoint)
-            policy.sinks.append(at_front)
-        sinks += [metrics, dynamo]
-    # Where the Planner looks for this role, whichever stage it is.
-    steps = FpmDirectPublisher(peer_endpoint, str(peer_endpoint.connection_id()), engine.num_ranks)
-    forward_pass = ForwardPassMetrics(steps)
-    load = WorkerMetricsPublisher()
-    await load.create_endpoint(endpoint)
-    stats = StatsForwarder(engine.llm, load, *sinks, forward_pass, num_ranks=engine.num_ranks)
-    return [events, stats, forward_pass]
+    return KvEventForwarder(
+        engine.llm, [of_rank(rank) for rank in range(engine.num_ranks)], metrics.polled_events
+    )
+
+
+def _exposed(
+    config: WorkerConfig, endpoint: Any, engine: Engine, live: LiveState, metrics: DynamoMetrics
+) -> list[StatsSink]:
+    """All metrics are on this worker's page from now on; those that are returned are to hear of the statistics."""
+    of_engine = EngineMetrics(live.queued, live.breaker, engine.handoffs)
+    requests, engine_requests = RequestMetrics(), EngineRequestMetrics(config.model_name)
+    for registry in (registry_of(of_engine), requests.registry, engine_requests.registry, metrics.registry):
+        expose(registry, endpoint, config)
+    live.sinks.extend((requests, engine_requests, metrics))
+    if config.may_switch:
+        at_front = FrontRequests(config, endpoint.connection_id())
+        at_front.expose(endpoint)
+        live.sinks.append(at_front)
+    return [of_engine, metrics]

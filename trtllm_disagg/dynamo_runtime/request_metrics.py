@@ -194,16 +194,16 @@ class EngineRequestMetrics:
 
     def ended(self, end: RequestEnd) -> None:
         # TensorRT-LLM's keys are members of an enum, but for one.
-        told = {str(getattr(key, "value", key)): value for key, value in end.trace.measured.items()}
-        reason = told.get(_FINISHED_REASON)
+        measured = {str(getattr(key, "value", key)): value for key, value in end.trace.measured.items()}
+        reason = measured.get(_FINISHED_REASON)
         if reason is None:
             return
         self._finished(self._reasons.bound(str(reason))).inc()
         for key, histogram in self._histograms.items():
-            if told.get(key):
-                histogram.observe(told[key])
+            if measured.get(key):
+                histogram.observe(measured[key])
         for key, counter in self._tokens.items():
-            counter.inc(told.get(key) or (len(end.request.token_ids) if key == "prompt_tokens" else 0))
+            counter.inc(measured.get(key) or (len(end.request.token_ids) if key == "prompt_tokens" else 0))
 
 
 class FrontRequests:

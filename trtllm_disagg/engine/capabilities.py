@@ -180,7 +180,10 @@ def _told_length(llm: Any) -> int | None:
     """What the loaded engine says. Its configured value counts, a model's own number of positions does not: engines
     stretch it, and shorten it to what the KV cache holds.
     """
-    for told in (getattr(llm, "max_seq_len", None), getattr(getattr(llm, "args", None), "max_seq_len", None)):
-        if isinstance(told, int) and told > 0:
-            return told
+    for length in (
+        getattr(llm, "max_seq_len", None),
+        getattr(getattr(llm, "args", None), "max_seq_len", None),
+    ):
+        if isinstance(length, int) and length > 0:
+            return length
     return None

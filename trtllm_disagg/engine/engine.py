@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -24,7 +22,8 @@ from trtllm_disagg.engine.capabilities import (
     HandoffsHeld,
 )
 from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, translate
-from trtllm_disagg.engine.rank_placement import Affinity, Placement, RankOfConversation, RankOfRouter
+from trtllm_disagg.engine.rank_placement import Affinity, num_ranks_of, placement_of
+from trtllm_disagg.engine.sampling import sampling_params_of
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -32,7 +31,7 @@ from trtllm_disagg.errors import (
     InvalidRequestError,
     WorkerLeavingError,
 )
-from trtllm_disagg.types import GenerateRequest, Rendezvous, SamplingOptions
+from trtllm_disagg.types import GenerateRequest, Rendezvous
 from trtllm_disagg.wire.bodies import decode_disaggregated_params
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,6 @@ _MOST_STRETCHED = 8
 #: A failed request asks whether the engine lives; one that does not say so in this time is not alive to a client.
 _CHECK_SECONDS = 2.0
 _DEFAULT_LEASE_MS = 60_000
-_AFFINITY = "kv_cache_routing_conversation_affinity"
 _NO_AFFINITY = Affinity()
 #: As upstream's worker has it: the probes of a health check share no cached prefix with requests.
 _PROBE_SALT = "dynamo-health-check"
@@ -82,13 +80,13 @@ class Engine:
         self._measures = measures
         args = getattr(llm, "args", None)
         self.longest_step = longest_step(args)
-        self.num_ranks = _num_ranks(args)
+        self.num_ranks = num_ranks_of(args)
         #: For traces: by what KV comes and goes, and how much slower than this machine's its clock is.
         self.kv_transport = _kv_transport(llm, args)
         self.time_scale: float = getattr(llm, "time_scale", 1.0)
         if self.num_ranks > 1 and (TAKES_RANKS not in self.capabilities or api.scheduling_params is None):
             raise ConfigError.bad_value("enable_attention_dp", True, f"false with this version of {api.name}")
-        self._placement = _placement(api, self.num_ranks, affinity, args)
+        self._placement = placement_of(api, self.num_ranks, affinity, args)
         #: Why there is no engine any more.
         self.death: str | None = None
         #: What waits for the engine, and the RequestOutput that it reads.
@@ -123,10 +121,10 @@ class Engine:
     def longest_prompt(self) -> int:
         """Tokens above which no prompt needs to be looked at."""
         # An engine that does not tell may stretch a model's positions.
-        told: int | None = getattr(self.llm, "max_seq_len", None)
-        return told or _MOST_STRETCHED * max(self.max_seq_len or 0, _LONG_CONTEXT)
+        length: int | None = getattr(self.llm, "max_seq_len", None)
+        return length or _MOST_STRETCHED * max(self.max_seq_len or 0, _LONG_CONTEXT)
 
-    def start_both(
+    def start_agg(
         self, request: GenerateRequest, *, streaming: bool = True, max_tokens: int | None = None
     ) -> RequestOutput:
         self._require_fits_a_step(request)
@@ -270,7 +268,7 @@ class Engine:
         """
         salted = msgspec.structs.replace(request, cache_salt=request.cache_salt or _PROBE_SALT)
         max_tokens = None if request.stop.max_tokens else 1
-        result = self.start_both(salted, streaming=False, max_tokens=max_tokens)
+        result = self.start_agg(salted, streaming=False, max_tokens=max_tokens)
         try:
             await self.finished(result)
         except DisaggError:
@@ -314,7 +312,7 @@ class Engine:
         self._require_room(request)
         keywords: dict[str, Any] = {
             "inputs": request.token_ids,
-            "sampling_params": self.sampling_params_of(request, max_tokens),
+            "sampling_params": self._sampling_params(request, max_tokens),
             "streaming": streaming,
         }
         optional = {
@@ -354,51 +352,14 @@ class Engine:
                 "enable_chunked_prefill"
             )
 
-    def sampling_params_of(self, request: GenerateRequest, max_tokens: int | None) -> Any:
-        options = _set_options(request.sampling)
-        if options.get("n", 1) > 1:
-            # TensorRT-LLM makes so many answers, and returns `n` of them.
-            options["best_of"] = options["n"]
-        # -1 is OpenAI's way to say "no limit"; TensorRT-LLM's is 0.
-        if options.get("top_k") == -1:
-            options["top_k"] = 0
-        guided = options.pop("guided_decoding", None) or {}
-        stop = request.stop
-        if stop.max_thinking_tokens is not None:
-            # Only newer versions of TensorRT-LLM have it; others refuse it by name.
-            options["thinking_token_budget"] = stop.max_thinking_tokens
-        # TensorRT-LLM never returns the token that it stops at.
-        ignore_eos = bool(stop.ignore_eos or stop.stop_token_ids_visible or request.output.no_stop_trim)
-        stop_ids = [] if ignore_eos else [*(stop.stop_token_ids or ()), *(stop.stop_token_ids_hidden or ())]
-        # None: the engine, which knows, takes what there is.
-        room = None if self.max_seq_len is None else max(1, self.max_seq_len - len(request.token_ids))
-        try:
-            return self.api.sampling_params(
-                max_tokens=max_tokens or (room if stop.max_tokens is None else stop.max_tokens),
-                min_tokens=stop.min_tokens,
-                ignore_eos=ignore_eos,
-                stop_token_ids=stop_ids or None,
-                logprobs=None if request.output.logprobs is None else max(1, request.output.logprobs),
-                prompt_logprobs=request.output.prompt_logprobs if request.computes_prompt else None,
-                # Dynamo's frontend makes the text.
-                detokenize=False,
-                guided_decoding=self._guided(guided),
-                return_perf_metrics=self._measures or request.span.is_recording,
-                **options,
-            )
-        except (ValueError, TypeError) as error:
-            raise InvalidRequestError(str(error)) from error
-
-    def _guided(self, guided: dict[str, Any]) -> Any:
-        known = ("json", "regex", "grammar", "json_object", "structural_tag")
-        # An empty schema is one: any JSON.
-        chosen = {name: guided[name] for name in known if guided.get(name) not in (None, False, "")}
-        if guided.get("choice"):
-            # TensorRT-LLM has no choice of its own.
-            chosen.setdefault("regex", "(" + "|".join(map(re.escape, guided["choice"])) + ")")
-        if isinstance(chosen.get("structural_tag"), dict):
-            chosen["structural_tag"] = json.dumps(chosen["structural_tag"])
-        return self.api.guided_decoding_params(**chosen) if chosen else None
+    def _sampling_params(self, request: GenerateRequest, max_tokens: int | None) -> Any:
+        return sampling_params_of(
+            self.api,
+            request,
+            max_tokens,
+            self.max_seq_len,
+            measures=self._measures or request.span.is_recording,
+        )
 
 
 def _id_maker(make: Callable[..., int], machine_id: int) -> Callable[[], int]:
@@ -408,12 +369,6 @@ def _id_maker(make: Callable[..., int], machine_id: int) -> Callable[[], int]:
     return partial(make, machine_id)
 
 
-def _set_options(sampling: SamplingOptions) -> dict[str, Any]:
-    return {
-        name: value for name in sampling.__struct_fields__ if (value := getattr(sampling, name)) is not None
-    }
-
-
 def longest_step(args: Any) -> float:
     """Tokens of the longest prompt that the engine prefills in one step, where it has to."""
     if args is None or getattr(args, "enable_chunked_prefill", True):
@@ -421,35 +376,12 @@ def longest_step(args: Any) -> float:
     return getattr(args, "max_num_tokens", None) or math.inf
 
 
-def _num_ranks(args: Any) -> int:
-    """Each rank of attention DP has requests and a cache of its own."""
-    return int(args.tensor_parallel_size) if getattr(args, "enable_attention_dp", False) else 1
-
-
 def _kv_transport(llm: Any, args: Any) -> str | None:
     """TensorRT-LLM tells what it was configured with, which may be DEFAULT."""
     given = getattr(args, "cache_transceiver_config", None)
     configured = given.get("backend") if isinstance(given, dict) else getattr(given, "backend", None)
-    told: str | None = getattr(llm, "kv_transport", None) or configured
-    return told
-
-
-def _placement(api: LlmApi, num_ranks: int, affinity: Affinity, args: Any) -> Placement:
-    given = getattr(args, "attention_dp_config", None)
-    said = given.get(_AFFINITY) if isinstance(given, dict) else getattr(given, _AFFINITY, None)
-    scheduling = api.scheduling_params
-    of_router = (
-        RankOfRouter(num_ranks, scheduling) if num_ranks > 1 and scheduling is not None else Placement()
-    )
-    if not affinity.is_on and said is not True:
-        return of_router
-    if api.conversation_params is None:
-        key = "--conversation-affinity" if affinity.is_on else f"attention_dp_config.{_AFFINITY}"
-        raise ConfigError.bad_value(
-            key, True, f"false with this version of {api.name}, which has no ConversationParams"
-        )
-    first_turn = of_router if affinity.by_router else Placement()
-    return RankOfConversation(api.conversation_params, first_turn)
+    transport: str | None = getattr(llm, "kv_transport", None) or configured
+    return transport
 
 
 def _lease_seconds(args: dict[str, Any]) -> float:

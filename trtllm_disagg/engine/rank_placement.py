@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.engine.llm_api import LlmApi
+from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.types import GenerateRequest
 
 Keywords = dict[str, Any]
+
+_AFFINITY = "kv_cache_routing_conversation_affinity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +62,27 @@ class RankOfConversation(Placement):
             return {}
         params = self.conversation_params(conversation_id=request.session_id)
         return {"conversation_params": params} | self.first_turn.keywords(request)
+
+
+def num_ranks_of(args: Any) -> int:
+    """Each rank of attention DP has requests and a cache of its own."""
+    return int(args.tensor_parallel_size) if getattr(args, "enable_attention_dp", False) else 1
+
+
+def placement_of(api: LlmApi, num_ranks: int, affinity: Affinity, args: Any) -> Placement:
+    """Raises ConfigError for an `affinity` with an engine that knows no conversations."""
+    given = getattr(args, "attention_dp_config", None)
+    said = given.get(_AFFINITY) if isinstance(given, dict) else getattr(given, _AFFINITY, None)
+    scheduling = api.scheduling_params
+    of_router = (
+        RankOfRouter(num_ranks, scheduling) if num_ranks > 1 and scheduling is not None else Placement()
+    )
+    if not affinity.is_on and said is not True:
+        return of_router
+    if api.conversation_params is None:
+        key = "--conversation-affinity" if affinity.is_on else f"attention_dp_config.{_AFFINITY}"
+        raise ConfigError.bad_value(
+            key, True, f"false with this version of {api.name}, which has no ConversationParams"
+        )
+    first_turn = of_router if affinity.by_router else Placement()
+    return RankOfConversation(api.conversation_params, first_turn)

@@ -140,14 +140,14 @@ class Trace:
 
     @property
     def request_ids(self) -> list[str]:
-        return list(dict.fromkeys(str(told) for told in self._told(_REQUEST_ID)))
+        return list(dict.fromkeys(str(each) for each in self._values_of(_REQUEST_ID)))
 
     @property
     def order(self) -> str:
         """What ran, as the worker that answered the client says it."""
-        return str(next(self._told(f"{SCOPE}.strategy"), ""))
+        return str(next(self._values_of(f"{SCOPE}.strategy"), ""))
 
-    def _told(self, name: str) -> Iterator[Value]:
+    def _values_of(self, name: str) -> Iterator[Value]:
         return (node.span.attributes[name] for node in self.nodes if name in node.span.attributes)
 
     @cached_property
@@ -177,10 +177,10 @@ class Trace:
 
 
 def _gap(node: Node) -> Gap | None:
-    told = node.span.attributes
-    if LONGEST_GAP not in told:
+    attributes = node.span.attributes
+    if LONGEST_GAP not in attributes:
         return None
-    milliseconds, after = (float(str(told[name])) for name in (LONGEST_GAP, LONGEST_GAP_AFTER))
+    milliseconds, after = (float(str(attributes[name])) for name in (LONGEST_GAP, LONGEST_GAP_AFTER))
     return Gap(node.worker, milliseconds * 1000, int(after))
 
 
@@ -190,8 +190,8 @@ def read_traces(path: Path) -> list[Trace]:
     """
     traces = [trace for trace in _traces(_read(path)) if any(node.is_ours for node in trace.nodes)]
     stays = read_stays(path / _FRONTEND_LOG)
-    told = [(trace, next(filter(None, map(stays.get, trace.request_ids)), None)) for trace in traces]
-    return [trace if stay is None else _below(stay, trace) for trace, stay in told]
+    with_stays = [(trace, next(filter(None, map(stays.get, trace.request_ids)), None)) for trace in traces]
+    return [trace if stay is None else _below(stay, trace) for trace, stay in with_stays]
 
 
 def _below(stay: Stay, trace: Trace) -> Trace:

@@ -61,8 +61,8 @@ class _Picture:
         columns = int((self._width - 16) / _LETTER)
         self._lines_below = [
             (line, kind)
-            for kind, told in (("", conclusions(trace)), ("quiet", remarks(trace)))
-            for each in told
+            for kind, lines in (("", conclusions(trace)), ("quiet", remarks(trace)))
+            for each in lines
             for line in _wrapped(each, columns)
         ]
         self._bars_end = _TOP + _ROW * len(trace.nodes)
@@ -157,12 +157,12 @@ def _said(trace: Trace, columns: int) -> Iterator[Text]:
 def headline(trace: Trace) -> str:
     name = next(iter(trace.request_ids), trace.trace_id)
     first = trace.first_token_ms
-    told = [
+    facts = [
         f"{duration(trace.milliseconds)}",
         *([trace.order] if trace.order else []),
         *([f"first token after {duration(first)}"] if first is not None else []),
     ]
-    return f"request {name}: {', '.join(told)}"
+    return f"request {name}: {', '.join(facts)}"
 
 
 def conclusions(trace: Trace) -> Iterator[str]:
@@ -196,16 +196,18 @@ def remarks(trace: Trace) -> Iterator[str]:
 
 
 def _notes(node: Node, *, is_told: bool) -> Iterator[str]:
-    told: Mapping[str, object] = node.span.attributes
+    attributes: Mapping[str, object] = node.span.attributes
     if node.span.error is not None and not is_told:
         yield f"failed: {node.span.error}"
-    if "kv_transfer.bytes" in told:
-        num_bytes, rate = (float(str(told[f"kv_transfer.{name}"])) for name in ("bytes", "gb_per_second"))
-        way = (("by", told.get("kv_transfer.transport")), ("from", told.get("kv_transfer.link")))
+    if "kv_transfer.bytes" in attributes:
+        num_bytes, rate = (
+            float(str(attributes[f"kv_transfer.{name}"])) for name in ("bytes", "gb_per_second")
+        )
+        way = (("by", attributes.get("kv_transfer.transport")), ("from", attributes.get("kv_transfer.link")))
         said = "".join(f" {word} {value}" for word, value in way if value)
         yield f"{num_bytes / 1024:,.0f} KiB{said}, {rate:.3g} GB/s"
-    if "because" in told:
-        yield f"to {told.get('to')}, because {told['because']}"
+    if "because" in attributes:
+        yield f"to {attributes.get('to')}, because {attributes['because']}"
     for event in node.span.events:
         if event.name != "first_token":
             said = ", ".join(f"{name} {_words(value)}" for name, value in event.attributes.items())

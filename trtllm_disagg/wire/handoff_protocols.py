@@ -24,8 +24,8 @@ class HandoffProtocol(Protocol):
         """A prefill worker's one chunk. A final answer looks the same in all protocols."""
         ...
 
-    def meeting(self, rendezvous: Rendezvous) -> Rendezvous:
-        """The meeting in words that `encode` has. Raises ConfigError when it has none for it."""
+    def adapt(self, rendezvous: Rendezvous) -> Rendezvous:
+        """The same in words that `encode` has. Raises ConfigError when it has none for it."""
         ...
 
 
@@ -39,7 +39,7 @@ class DynamoProtocol:
     def answer(self, handoff: Handoff, num_prompt: int) -> TokenChunk:
         return handoff.as_chunk(num_prompt)
 
-    def meeting(self, rendezvous: Rendezvous) -> Rendezvous:
+    def adapt(self, rendezvous: Rendezvous) -> Rendezvous:
         return rendezvous
 
 
@@ -62,7 +62,7 @@ class BootstrapProtocol:
     def answer(self, handoff: Handoff, num_prompt: int) -> TokenChunk:
         return handoff.as_chunk(num_prompt)
 
-    def meeting(self, rendezvous: Rendezvous) -> Rendezvous:
+    def adapt(self, rendezvous: Rendezvous) -> Rendezvous:
         """At random: a sender that knows a room can write into what is offered there, so none can be guessed."""
         room = _FIRST_ROOM + secrets.randbelow(_NO_ROOM - _FIRST_ROOM)
         met = msgspec.structs.replace(rendezvous, disagg_request_id=room)
@@ -98,7 +98,7 @@ class TwoPhaseProtocol:
             chunk, disaggregated_params=None, kv_transfer_params=handing_over(handoff.result)
         )
 
-    def meeting(self, rendezvous: Rendezvous) -> Rendezvous:
+    def adapt(self, rendezvous: Rendezvous) -> Rendezvous:
         raise ConfigError.bad_value(
             "--handoff-protocol", "two_phase", "dynamo or bootstrap with --schedule-style generation_first"
         )

@@ -121,8 +121,8 @@ def _speculative(config: Mapping[str, Any] | None) -> str | None:
     if not config:
         return None
     named = {_RENAMED.get(key, key): value for key, value in config.items()}
-    told = [f"{key}={named[key]}" for key in _SPECULATIVE if key in named]
-    return " ".join(told) or "on"
+    settings = [f"{key}={named[key]}" for key in _SPECULATIVE if key in named]
+    return " ".join(settings) or "on"
 
 
 # -- the properties

@@ -13,7 +13,7 @@ from trtllm_disagg.config.thresholds import ADMISSION
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.occupancy import KV_OCCUPANCY
-from trtllm_disagg.handlers.services import Policy
+from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.strategies import spec_of, worker_side
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
@@ -43,13 +43,13 @@ class OtherStage(Protocol):
 
 
 class StageState:
-    """`policy.strategy` is the deployment's, as this worker knows it."""
+    """`live.strategy` is the deployment's, as this worker knows it."""
 
     def __init__(
         self,
         config: WorkerConfig,
         me: dict[str, Any],
-        policy: Policy,
+        live: LiveState,
         other: OtherStage,
         registration: Registration,
         verifier: Verifier,
@@ -57,7 +57,7 @@ class StageState:
         """`me`: what never changes of this worker's description; `other` is asked on workers that may switch only."""
         self._config = config
         self._me = me
-        self._policy = policy
+        self._live = live
         self._other = other
         self._registration = registration
         self._verifier = verifier
@@ -67,12 +67,12 @@ class StageState:
 
     def describe(self) -> dict[str, Any]:
         """JSON. What changes is as of now."""
-        occupancy = {KV_OCCUPANCY: self._policy.occupancy.share} if self._config.publish_metrics else {}
+        occupancy = {KV_OCCUPANCY: self._live.occupancy.share} if self._config.publish_metrics else {}
         return (
             self._me
             | occupancy
             | {
-                "strategy": self._policy.strategy.value,
+                "strategy": self._live.strategy.value,
                 "registered": self._registration.is_there,
                 "whole_requests": self._whole_requests,
                 "fixed_by": fixed_by(self._config),
@@ -82,7 +82,7 @@ class StageState:
     async def apply(self) -> None:
         """Become what the configuration says. Raises what registering raises."""
         async with self._changing:
-            if self._config.role is Role.AGG or self._is_first(self._policy.strategy.value):
+            if self._config.role is Role.AGG or self._is_first(self._live.strategy.value):
                 await self._registration.enter()
             else:
                 await self._registration.stand_by()
@@ -105,7 +105,7 @@ class StageState:
             await self._switch(command.to)
         elif isinstance(command, Set):
             self._require_use_for(command.values)
-            return {"changed": self._policy.set_thresholds(command.values, "set")}
+            return {"changed": self._live.set_thresholds(command.values, "set")}
         return self.describe()
 
     def _require_use_for(self, values: Collection[str]) -> None:
@@ -129,7 +129,7 @@ class StageState:
                 "and the other role look for a worker that was switched"
             )
         async with self._changing:
-            strategy = self._policy.strategy
+            strategy = self._live.strategy
             was = strategy.value
             # A new first stage runs the new strategy before a request can come, an old one until its last request.
             if self._is_first(to):

@@ -44,7 +44,7 @@ from trtllm_disagg.handlers.select import (
     SelectedStage,
     Selector,
 )
-from trtllm_disagg.handlers.services import Policy, build_generate, watch_policy_file
+from trtllm_disagg.handlers.services import LiveState, build_generate, watch_policy_file
 from trtllm_disagg.handlers.trace import with_request_log
 from trtllm_disagg.keys import AdminKey
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
@@ -164,19 +164,17 @@ class _Worker:
             return
         model = _served_model(config, engine)
         stage, occupancies = await self._other_stage(me, model.block_size)
-        policy = Policy.of(config, model.block_size, occupancies)
+        live = LiveState.of(config, model.block_size, occupancies)
         registration = Registration(runtime, model, tells_peers=config.tells_peers)
-        state = StageState(config, me, policy, stage, registration, self.verifier)
-        generate = self._request_path(engine, stage, policy, state)
-        publishers = await create_publishers(
-            config, runtime.front, runtime.peer, engine, model, policy, load_seconds
-        )
+        state = StageState(config, me, live, stage, registration, self.verifier)
+        generate = self._request_path(engine, stage, live, state)
+        publishers = await create_publishers(config, runtime, engine, model, live, load_seconds)
         for publisher in publishers:
             await publisher.start()
         try:
             async with (
                 _leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds),
-                _watching(config, policy, state) as watchers,
+                _watching(config, live, state) as watchers,
             ):
                 serving = runtime.serve(
                     generate,
@@ -202,13 +200,13 @@ class _Worker:
         return stage, StageOccupancy(await self.runtime.stage(endpoint_id))
 
     def _request_path(
-        self, engine: Engine, stage: StageClient, policy: Policy, state: StageState
+        self, engine: Engine, stage: StageClient, live: LiveState, state: StageState
     ) -> Generate:
         """How this worker answers; what is applied last, a request meets first."""
-        answers = build_generate(self.config, engine, stage, policy, self.queue, self.runtime.instance_id)
-        generate = with_request_log(answers, _part(self.config), policy.sinks, self.drain, self.tracer)
+        answers = build_generate(self.config, engine, stage, live, self.queue, self.runtime.instance_id)
+        generate = with_request_log(answers, _part(self.config), live.sinks, self.drain, self.tracer)
         generate = state.counting(generate)
-        generate = Admission(policy.thresholds, policy.queued).admitting(generate)
+        generate = Admission(live.thresholds, live.queued).admitting(generate)
         return beside_requests(answers, generate)
 
     async def _register(
@@ -334,12 +332,12 @@ async def _tell_load(reporter: Reporter, drain: WorkerDrain) -> None:
 
 @contextlib.asynccontextmanager
 async def _watching(
-    config: WorkerConfig, policy: Policy, state: StageState
+    config: WorkerConfig, live: LiveState, state: StageState
 ) -> AsyncIterator[list[asyncio.Task[None]]]:
     """Inside the block; the tasks in the list end with it, also those that are added."""
     watchers: list[asyncio.Task[None]] = []
     if config.policy_file is not None:
-        watching = watch_policy_file(Path(config.policy_file), policy)
+        watching = watch_policy_file(Path(config.policy_file), live)
         watchers.append(asyncio.create_task(watching, name="policy-file"))
     if config.discovery_backend == "file":
         watchers.append(asyncio.create_task(watch_for_freezes(state.renew), name="freezes"))

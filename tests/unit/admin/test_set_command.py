@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.admin.set_command import Told, set_thresholds
+from trtllm_disagg.admin.set_command import Change, set_thresholds
 from trtllm_disagg.cli import run
 from trtllm_disagg.commands import Command, DescribedInstance, Set
 from trtllm_disagg.config.thresholds import NAMES
@@ -40,7 +40,7 @@ class FakeDeployment:
 
 async def run_set(
     fake: FakeDeployment, instance: int | None = None
-) -> tuple[list[Told], list[str], list[str]]:
+) -> tuple[list[Change], list[str], list[str]]:
     said: list[str] = []
     errors: list[str] = []
     return await set_thresholds(fake, VALUES, instance, said.append, errors.append), said, errors
@@ -52,7 +52,7 @@ async def test_all_workers_are_told_and_answer_with_the_old_values() -> None:
     assert fake.told == {10: Set(VALUES), 11: Set(VALUES)}
     changed = ("max_local_prefill_length: 1000 -> 500",)
     assert (told, said) == (
-        [Told("prefill a", changed), Told("decode b", changed)],
+        [Change("prefill a", changed), Change("decode b", changed)],
         [
             "prefill a: max_local_prefill_length: 1000 -> 500",
             "decode b: max_local_prefill_length: 1000 -> 500",

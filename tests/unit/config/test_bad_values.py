@@ -14,7 +14,7 @@ from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.up_command import add_arguments, config_from
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.handlers.services import Policy
+from trtllm_disagg.handlers.services import LiveState
 
 HUGE = "99999999999999999999999"
 LONG = "x" * 5000
@@ -24,7 +24,7 @@ def built(*flags: str) -> WorkerConfig:
     """As far as a worker gets before it loads anything."""
     config = parse_worker_args(["--model", "org/model", "--engine", "embedded", *flags], {})
     config = with_engine_args(config, build_engine_args(config))
-    Policy.of(config, 16)
+    LiveState.of(config, 16)
     return config
 
 

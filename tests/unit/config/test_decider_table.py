@@ -33,7 +33,7 @@ from trtllm_disagg.config.args import add_worker_arguments
 from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.deployment.plan import DeploymentConfig, worker_spec
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.handlers.services import Policy
+from trtllm_disagg.handlers.services import LiveState
 from tests.support.recording_pair import make_pair
 
 ARGV = ["--model", "m", "--disaggregation-mode", "decode", "--prefill-decider", "toy"]
@@ -56,12 +56,12 @@ def by_policy_file():
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write("toy_divisor: 7")
         file.flush()
-        policy = Policy.of(parse_worker_args([*ARGV, "--policy-file", file.name], {}), 4)
-    assert policy.thresholds.value.values["toy_divisor"] == 7
+        live = LiveState.of(parse_worker_args([*ARGV, "--policy-file", file.name], {}), 4)
+    assert live.thresholds.value.values["toy_divisor"] == 7
 
 def by_command():
-    policy = Policy.of(parse_worker_args(ARGV, {}), 4)
-    assert policy.set_thresholds({"toy_divisor": 4}, "set") == ["toy_divisor: 2 -> 4"]
+    live = LiveState.of(parse_worker_args(ARGV, {}), 4)
+    assert live.set_thresholds({"toy_divisor": 4}, "set") == ["toy_divisor: 2 -> 4"]
     check_thresholds({"toy_divisor": 4}, "set")
     parser = argparse.ArgumentParser()
     set_command.add_arguments(parser)

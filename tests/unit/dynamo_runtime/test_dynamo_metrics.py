@@ -10,8 +10,8 @@ from tests.support.handling import collect, request
 from tests.support.stage_client import FakeContext
 from tests.unit.handlers.test_measured import CAME, decoder, prefilled
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
 from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
-from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder
 from trtllm_disagg.handlers.trace import (
     KV_TRANSFER_BYTES,
     KV_TRANSFER_MS,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.handling import until
 from tests.support.sinks import RecordingEventSink, Removed, Stored
-from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder, signed
+from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder, signed
 from trtllm_disagg.handlers.decide import CachedPrefix
 from trtllm_disagg.testing.recording import LLM
 

@@ -14,7 +14,7 @@ from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import in_background
 from trtllm_disagg.handlers.drain import WorkerDrain
-from trtllm_disagg.handlers.local import LocalBoth
+from trtllm_disagg.handlers.local import LocalAgg
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 
 
@@ -111,7 +111,7 @@ async def test_a_worker_leaves_once() -> None:
     await place.ended.wait()
     assert place.done.count("shutdown") == 1
     with pytest.raises(WorkerLeavingError, match="its engine died"):
-        await collect(drain.tracking(LocalBoth(recording_engine())), request())
+        await collect(drain.tracking(LocalAgg(recording_engine())), request())
 
 
 async def test_a_worker_that_cannot_leave_discovery_ends_all_the_same(

@@ -21,7 +21,7 @@ from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.remote import NoStage, StageClient
 from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
-from trtllm_disagg.handlers.services import Policy, build_generate
+from trtllm_disagg.handlers.services import LiveState, build_generate
 from trtllm_disagg.handlers.trace import with_request_log
 from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.wire.bodies import decode_request, encode_chunk
@@ -91,9 +91,9 @@ def stage_of(role: Role, strategy: str) -> StageClient:
 
 def served(config: WorkerConfig, engine: Any, stage: StageClient) -> Any:
     """As a worker composes it."""
-    policy = Policy.of(config, config.kv_block_size)
-    generate = with_request_log(build_generate(config, engine, stage, policy), "part", policy.sinks)
-    generate = Admission(policy.thresholds, policy.queued).admitting(generate)
+    live = LiveState.of(config, config.kv_block_size)
+    generate = with_request_log(build_generate(config, engine, stage, live), "part", live.sinks)
+    generate = Admission(live.thresholds, live.queued).admitting(generate)
     return as_dynamo_handler(generate, dict)
 
 

@@ -21,7 +21,7 @@ from trtllm_disagg.testing.recording import GuidedDecodingParams, SamplingParams
 def sampling_of(**keys: Any) -> SamplingParams:
     """What the engine is asked for."""
     engine = recording_engine()
-    engine.start_both(request(**keys))
+    engine.start_agg(request(**keys))
     (call,) = engine.llm.calls_of("generate_async")
     params: SamplingParams = call["sampling_params"]
     return params
@@ -93,7 +93,7 @@ def test_stop_conditions_become_sampling_params(
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
     engine = recording_engine(max_seq_len=len(PROMPT))
     with pytest.raises(InvalidRequestError, match="max_seq_len 3 leaves room for at most 2"):
-        engine.start_both(request(max_tokens=None))
+        engine.start_agg(request(max_tokens=None))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_empty_guided_decoding_is_none(guided: dict[str, Any]) -> None:
 )
 def test_what_the_engine_refuses_is_the_callers_fault(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
-        recording_engine().start_both(request(**keys))
+        recording_engine().start_agg(request(**keys))
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), TypeError("x"), NotImplementedError("x")])
@@ -155,7 +155,7 @@ def test_every_kind_of_refusal(error: Exception) -> None:
 
     engine.llm.generate_async = refuse
     with pytest.raises(InvalidRequestError, match="x"):
-        engine.start_both(request())
+        engine.start_agg(request())
 
 
 def test_a_closed_engine_is_not_the_callers_fault() -> None:
@@ -163,7 +163,7 @@ def test_a_closed_engine_is_not_the_callers_fault() -> None:
     engine.close()
     assert engine.llm.is_shut_down
     with pytest.raises(WorkerLeavingError, match="shutting down"):
-        engine.start_both(request())
+        engine.start_agg(request())
 
 
 def test_decode_needs_a_prefill_result() -> None:
@@ -185,7 +185,7 @@ def test_decode_needs_a_prefill_result() -> None:
 )
 def test_salt_and_priority_are_passed_when_given(keys: dict[str, Any], expected: dict[str, Any]) -> None:
     engine = recording_engine()
-    engine.start_both(request(**keys))
+    engine.start_agg(request(**keys))
     (call,) = engine.llm.calls_of("generate_async")
     assert {name: call[name] for name in ("cache_salt", "priority") if name in call} == expected
 
@@ -215,7 +215,7 @@ def test_an_engine_is_healthy_unless_it_says_otherwise() -> None:
 async def test_idle_as_the_embedded_engine_tells_it() -> None:
     engine = recording_engine(recording={})
     assert await engine.is_idle()
-    result = engine.start_both(request(3))
+    result = engine.start_agg(request(3))
     assert not await engine.is_idle()
     await result.aresult()
     assert await engine.is_idle()

@@ -28,7 +28,7 @@ def told(affinity: Affinity, keys: dict[str, Any], **args: Any) -> tuple[Any, An
     """(conversation, rank) as the engine hears of them."""
     args |= {"model": "m", "max_seq_len": 99, "enable_attention_dp": True, "tensor_parallel_size": 2}
     engine = Engine.open(load_api("tensorrt_llm"), args, 0, affinity)
-    engine.start_both(request(**keys))
+    engine.start_agg(request(**keys))
     (call,) = engine.llm.calls_of("generate_async")
     conversation, scheduling = call.get("conversation_params"), call.get("scheduling_params")
     return (

@@ -27,7 +27,7 @@ class Running:
     def __init__(self, engine: Engine) -> None:
         self.permits = asyncio.Semaphore(0)
         engine.llm.scripts.append(Script(gate=self.permits))
-        self.task = asyncio.create_task(engine.finished(engine.start_both(request(max_tokens=3))))
+        self.task = asyncio.create_task(engine.finished(engine.start_agg(request(max_tokens=3))))
 
     async def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -71,7 +71,7 @@ async def test_a_request_that_fails_is_a_sign_of_life(engine: Engine) -> None:
     assert await looks(stall) == 1
     engine.llm.scripts.append(Script(error=RuntimeError("bad request")))
     with pytest.raises(RuntimeError, match="bad request"):
-        await engine.finished(engine.start_both(request()))
+        await engine.finished(engine.start_agg(request()))
     assert await looks(stall) == 0
     still.task.cancel()
     await leftover_tasks()

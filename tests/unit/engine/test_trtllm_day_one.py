@@ -28,8 +28,9 @@ from tests.support.sinks import (
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, health_check_payload
+from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
 from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
-from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder, StatsForwarder
+from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
 from trtllm_disagg.engine.capabilities import CAPABILITIES, Capabilities, HandoffsHeld
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
@@ -45,7 +46,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.decide import CachedPrefixes
-from trtllm_disagg.handlers.local import LocalBoth, LocalPrefill
+from trtllm_disagg.handlers.local import LocalAgg, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE, PREFILL
 from trtllm_disagg.testing.hard_edges import (
     CONTEXT_TRANSFER_ERROR,
@@ -282,7 +283,7 @@ async def test_the_engines_own_refusal_is_the_callers_fault(tensorrt_llm: Module
     engine = opened(**PESSIMISM)
     engine.max_seq_len, engine.longest_step = None, math.inf
     with pytest.raises(InvalidRequestError):
-        await collect(LocalBoth(engine), request(token_ids=[7] * length))
+        await collect(LocalAgg(engine), request(token_ids=[7] * length))
 
 
 @pytest.mark.parametrize(
@@ -439,7 +440,7 @@ async def test_a_check_that_raises_is_a_death(tensorrt_llm: ModuleType) -> None:
     engine.llm.die(RuntimeError("rank 3 is gone"))
     assert "rank 3 is gone" in await told(engine)
     with pytest.raises(WorkerLeavingError, match="rank 3 is gone"):
-        engine.start_both(request())
+        engine.start_agg(request())
 
 
 async def test_a_check_that_never_answers_is_a_death(tensorrt_llm: ModuleType) -> None:
@@ -495,7 +496,7 @@ async def test_what_waits_for_a_dead_engine_ends(phase: str, tensorrt_llm: Modul
     run = (
         LocalPrefill(engine)(request(), FakeContext())
         if phase == "prefill"
-        else collect(LocalBoth(engine), request())
+        else collect(LocalAgg(engine), request())
     )
     waiting = asyncio.ensure_future(run)
     await until(lambda: engine.llm.results)
@@ -527,7 +528,7 @@ async def test_a_shutdown_without_a_limit_is_waited_for(tensorrt_llm: ModuleType
 
 async def test_a_probe_crosses_the_engine(tensorrt_llm: ModuleType) -> None:
     engine = opened()
-    handler = as_dynamo_handler(LocalBoth(engine), lambda: {"role": "agg"}, probe=engine.probe)
+    handler = as_dynamo_handler(LocalAgg(engine), lambda: {"role": "agg"}, probe=engine.probe)
     payload = health_check_payload(None)
     assert [answer async for answer in handler(payload, FakeContext())] == [{"role": "agg"}]
     (call,) = engine.llm.calls_of("generate_async")
@@ -540,7 +541,7 @@ async def test_a_probe_crosses_the_engine(tensorrt_llm: ModuleType) -> None:
 
 async def test_a_probe_is_the_request_that_was_given(tensorrt_llm: ModuleType) -> None:
     engine = opened()
-    handler = as_dynamo_handler(LocalBoth(engine), lambda: {"role": "agg"}, probe=engine.probe)
+    handler = as_dynamo_handler(LocalAgg(engine), lambda: {"role": "agg"}, probe=engine.probe)
     given = {"token_ids": [5, 6], "stop_conditions": {"max_tokens": 3}, "routing": {"cache_salt": "mine"}}
     payload = health_check_payload(json.dumps(given))
     assert [answer async for answer in handler(payload, FakeContext())] == [{"role": "agg"}]
@@ -566,7 +567,7 @@ async def test_the_length_is_the_engines_or_unknown(
 
 async def test_an_answer_of_unknown_room_is_as_long_as_the_engine_has_it(tensorrt_llm: ModuleType) -> None:
     engine = opened()
-    engine.start_both(request(max_tokens=None))
+    engine.start_agg(request(max_tokens=None))
     (call,) = engine.llm.calls_of("generate_async")
     assert call["sampling_params"].max_tokens is None
 
@@ -660,12 +661,12 @@ def attention_dp(**engine_args: Any) -> Engine:
 
 async def test_a_request_runs_on_the_rank_that_the_router_chose(tensorrt_llm: ModuleType) -> None:
     engine = attention_dp()
-    await collect(LocalBoth(engine), request(routing={"dp_rank": 1}))
+    await collect(LocalAgg(engine), request(routing={"dp_rank": 1}))
     (call,) = engine.llm.calls_of("generate_async")
     assert call["scheduling_params"].attention_dp_rank == 1
     assert call["scheduling_params"].attention_dp_relax is False
     with pytest.raises(InvalidRequestError, match=r"routing\.dp_rank: 2"):
-        await collect(LocalBoth(engine), request(routing={"dp_rank": 2}))
+        await collect(LocalAgg(engine), request(routing={"dp_rank": 2}))
 
 
 async def test_a_rank_of_another_worker_is_none_of_this_one(tensorrt_llm: ModuleType) -> None:

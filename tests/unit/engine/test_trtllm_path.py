@@ -24,7 +24,8 @@ from tests.support.sinks import RecordingEventSink, RecordingLoadSink, Recording
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank, KvEventForwarder, StatsForwarder
+from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
+from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
 from trtllm_disagg.embedded.api.mounted_names import ConversationParams
 from trtllm_disagg.embedded.params.request_params import SchedulingParams
 from trtllm_disagg.engine.engine import Engine

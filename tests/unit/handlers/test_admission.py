@@ -14,7 +14,7 @@ from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import EngineError, OverloadedError
 from trtllm_disagg.handlers.admission import Admission
-from trtllm_disagg.handlers.services import Policy
+from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 
@@ -36,15 +36,15 @@ class Engine:
 
 class AdmittingWorker:
     def __init__(self, **bounds: Any) -> None:
-        self.policy = Policy.of(WorkerConfig(model="m", role=Role.AGG, **bounds), 32)
+        self.live = LiveState.of(WorkerConfig(model="m", role=Role.AGG, **bounds), 32)
         self.engine = Engine()
-        self.generate: Generate = Admission(self.policy.thresholds, self.policy.queued).admitting(
+        self.generate: Generate = Admission(self.live.thresholds, self.live.queued).admitting(
             self.engine.generate
         )
 
     @property
     def queued(self) -> tuple[int, int]:
-        return self.policy.queued.requests, self.policy.queued.tokens
+        return self.live.queued.requests, self.live.queued.tokens
 
     async def start(self, num_tokens: int = 10) -> AsyncGenerator[TokenChunk, None]:
         """One that waits for its first chunk."""
@@ -68,7 +68,7 @@ async def test_one_more_than_may_wait_is_refused_before_any_work() -> None:
     said = await worker.refusal()
     assert said.startswith("overloaded: 2 requests with 20 prompt tokens wait for their first token here")
     assert "--max-queued-requests 2" in said
-    assert worker.policy.queued.shed == 1
+    assert worker.live.queued.shed == 1
     assert worker.queued == (2, 20)
 
 
@@ -114,7 +114,7 @@ async def test_whatever_ends_a_wait_gives_its_room_back(end: str) -> None:
                 raise EngineError("broken")
             yield chunk
 
-    admission = Admission(worker.policy.thresholds, worker.policy.queued)
+    admission = Admission(worker.live.thresholds, worker.live.queued)
     running = admission.admitting(fails)(request(), FakeContext())
     waiting = asyncio.ensure_future(anext(running))
     await asyncio.sleep(0)
@@ -131,7 +131,7 @@ async def test_whatever_ends_a_wait_gives_its_room_back(end: str) -> None:
 async def test_bounds_change_while_requests_wait() -> None:
     worker = AdmittingWorker(max_queued_requests=5)
     await worker.start()
-    assert worker.policy.set_thresholds({"max_queued_requests": 1}, "set") == ["max_queued_requests: 5 -> 1"]
+    assert worker.live.set_thresholds({"max_queued_requests": 1}, "set") == ["max_queued_requests: 5 -> 1"]
     await worker.refusal()
 
 
@@ -146,7 +146,7 @@ async def test_bounds_change_while_requests_wait() -> None:
 def test_without_flags_the_engines_sizes_say_how_many_may_wait(
     settings: dict[str, Any], requests: int, tokens: int
 ) -> None:
-    limits = Policy.of(WorkerConfig(model="m", **settings), 32).thresholds.value
+    limits = LiveState.of(WorkerConfig(model="m", **settings), 32).thresholds.value
     assert (limits["max_queued_requests"], limits["max_queued_tokens"]) == (requests, tokens)
 
 
@@ -156,4 +156,4 @@ async def test_a_flood_is_told_in_the_log_once(caplog: pytest.LogCaptureFixture)
     for _ in range(50):
         await worker.refusal()
     assert caplog.text.count("overloaded:") == 1
-    assert worker.policy.queued.shed == 50
+    assert worker.live.queued.shed == 50

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
-from trtllm_disagg.dynamo_runtime.publishers import EventsOfRank
+from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank
 from trtllm_disagg.handlers.decide import CachedPrefix
 
 BLOCK = 2

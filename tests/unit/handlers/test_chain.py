@@ -21,7 +21,7 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
     StageTimeoutError,
 )
-from trtllm_disagg.handlers.chain import bare_prefill, chain
+from trtllm_disagg.handlers.chain import chain, prefill_service
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.types import (
     GenerateRequest,
@@ -132,19 +132,19 @@ async def test_a_final_handoff_is_the_whole_answer() -> None:
 
 async def test_a_prefill_service_keeps_kv_once_its_answer_is_delivered() -> None:
     phases = Phases()
-    (chunk,) = await collect(bare_prefill(phases.prefill), request())
+    (chunk,) = await collect(prefill_service(phases.prefill), request())
     assert chunk.disaggregated_params == {"opaque_state": "eA=="}
     assert phases.releases == 0
 
 
 async def test_a_prefill_service_releases_an_undelivered_answer() -> None:
     phases = Phases()
-    dropped = bare_prefill(phases.prefill)(request(), FakeContext())
+    dropped = prefill_service(phases.prefill)(request(), FakeContext())
     await anext(dropped)
     await dropped.aclose()
     assert phases.releases == 1
     context = FakeContext()
-    stopped = bare_prefill(phases.prefill)(request(), context)
+    stopped = prefill_service(phases.prefill)(request(), context)
     await anext(stopped)
     context.stop()
     assert [chunk async for chunk in stopped] == []

@@ -119,7 +119,7 @@ class ScriptedPush:
         self.ended = asyncio.Event()
         self.met: list[Rendezvous | None] = []
 
-    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+    async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
         return Rendezvous(5, ["tcp://here:1"]), self._run
 
     async def _run(self, request: GenerateRequest, context: RequestContext) -> None:
@@ -188,7 +188,7 @@ def test_an_unreachable_engine_is_refused_before_it_serves() -> None:
 async def test_a_prefill_worker_that_cannot_be_met_is_named(engines: dict[Role, Engine]) -> None:
     push = RemotePush(RecordingStageClient(), engines[Role.DECODE])
     with pytest.raises(ConfigError, match="ctx_info_endpoint"):
-        await push.meet(request())
+        await push.open_rendezvous(request())
 
 
 @pytest.mark.parametrize(("role", "strategy"), [(Role.AGG, "decode_first"), (Role.DECODE, "router")])

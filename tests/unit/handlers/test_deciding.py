@@ -16,7 +16,7 @@ from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, FactSources, create_decider
-from trtllm_disagg.handlers.services import Policy, watch_policy_file
+from trtllm_disagg.handlers.services import LiveState, watch_policy_file
 from trtllm_disagg.types import GenerateRequest
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -140,13 +140,13 @@ async def test_a_short_request_stays_where_it_came(
 # -- thresholds change
 
 
-def policy(**settings: Any) -> Policy:
-    return Policy.of(WorkerConfig(model="m", role=Role.DECODE, **settings), BLOCK)
+def live_state(**settings: Any) -> LiveState:
+    return LiveState.of(WorkerConfig(model="m", role=Role.DECODE, **settings), BLOCK)
 
 
 def test_a_change_is_seen_by_the_next_decision_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    live = policy()
+    live = live_state()
     rule = create_decider("length", FactSources(Role.DECODE, live.cached, Queue()), live.thresholds)
     assert not rule(prompt(500)).remote
     changes = live.set_thresholds({"max_local_prefill_length": 499}, "policy.yaml")
@@ -175,7 +175,7 @@ def test_a_change_is_seen_by_the_next_decision_and_logged(caplog: pytest.LogCapt
     ],
 )
 def test_a_bad_change_changes_nothing(values: dict[str, Any], message: str) -> None:
-    live = policy()
+    live = live_state()
     before = live.thresholds.value
     with pytest.raises(ConfigError, match=message):
         live.set_thresholds(values, "policy.yaml")
@@ -185,7 +185,7 @@ def test_a_bad_change_changes_nothing(values: dict[str, Any], message: str) -> N
 def test_a_policy_file_is_read_at_the_start(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("max_local_prefill_length: 7\neff_isl_ratio_threshold: 0.5\n")
-    values = policy(policy_file=str(file)).thresholds.value.values
+    values = live_state(policy_file=str(file)).thresholds.value.values
     assert (values["max_local_prefill_length"], values["eff_isl_ratio_threshold"]) == (7, 0.5)
 
 
@@ -195,13 +195,13 @@ def test_a_bad_policy_file_is_named(content: str | None, tmp_path: Path) -> None
     if content is not None:
         file.write_text(content)
     with pytest.raises(ConfigError, match=r"policy\.yaml"):
-        policy(policy_file=str(file))
+        live_state(policy_file=str(file))
 
 
 async def test_a_policy_file_is_watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("max_local_prefill_length: 7\n")
-    live = policy(policy_file=str(file))
+    live = live_state(policy_file=str(file))
     watcher = asyncio.create_task(watch_policy_file(file, live))
 
     async def edited(content: str) -> None:

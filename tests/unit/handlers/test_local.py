@@ -21,7 +21,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.local import LocalBoth, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.types import GenerateRequest, Handoff, TokenChunk
@@ -109,7 +109,7 @@ async def test_the_python_transceiver_has_no_opaque_state() -> None:
 
 async def test_a_prefill_without_a_handoff_is_the_engines_fault() -> None:
     engine = recording_engine()
-    result = engine.start_both(request(max_tokens=1))
+    result = engine.start_agg(request(max_tokens=1))
     await result.aresult()
     engine.llm.generate_async = lambda **_: result
     with pytest.raises(EngineError, match="without disaggregated_params"):
@@ -206,14 +206,14 @@ async def test_a_drain_never_fails(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_a_whole_run_streams_every_token() -> None:
-    chunks = await collect(LocalBoth(recording_engine()), request(max_tokens=3))
+    chunks = await collect(LocalAgg(recording_engine()), request(max_tokens=3))
     assert [chunk.token_ids for chunk in chunks] == [[token] for token in expected_tokens(3)]
     assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
 
 
 async def test_closing_a_whole_run_aborts_it() -> None:
     engine = recording_engine()
-    chunks = LocalBoth(engine)(request(), FakeContext())
+    chunks = LocalAgg(engine)(request(), FakeContext())
     await anext(chunks)
     await chunks.aclose()
     assert engine.llm.results[0].aborts == [1]
@@ -266,4 +266,4 @@ async def run(phase: str, engine: Engine) -> None:
     elif phase == "decode":
         await decode(await prefilled(), engine)
     else:
-        await collect(LocalBoth(engine), request())
+        await collect(LocalAgg(engine), request())

@@ -26,7 +26,7 @@ from trtllm_disagg.handlers.occupancy import (
     within_fallback_budget,
 )
 from trtllm_disagg.handlers.remote import StageInstance
-from trtllm_disagg.handlers.services import Policy, build_generate
+from trtllm_disagg.handlers.services import LiveState, build_generate
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -161,8 +161,8 @@ def worker(
         publish_metrics=True,
         **settings,
     )
-    policy = Policy.of(config, config.kv_block_size, Told(told))
-    return build_generate(config, recording_engine(), stage, policy)
+    live = LiveState.of(config, config.kv_block_size, Told(told))
+    return build_generate(config, recording_engine(), stage, live)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ async def test_a_lost_stage_costs_the_other_one_no_more_than_its_budget(role: Ro
     config = WorkerConfig(
         model="org/model", role=role, strategy=strategy, max_tries=1, max_local_fallbacks=limit
     )
-    generate = build_generate(config, recording_engine(), RecordingStageClient(), Policy.of(config, 4))
+    generate = build_generate(config, recording_engine(), RecordingStageClient(), LiveState.of(config, 4))
 
     outcomes = await asyncio.gather(
         *(collect(generate, request(max_tokens=3)) for _ in range(8)), return_exceptions=True

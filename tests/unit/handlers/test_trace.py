@@ -12,7 +12,7 @@ from tests.support.handling import collect, request
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.errors import EngineError
-from trtllm_disagg.handlers.local import LocalBoth
+from trtllm_disagg.handlers.local import LocalAgg
 from trtllm_disagg.handlers.trace import PREFIX, RequestEnd, with_request_log
 from trtllm_disagg.testing.recording import RequestError, Script
 from trtllm_disagg.types import Generate
@@ -35,13 +35,13 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def service(script: Script | None = None) -> Generate:
     engine = recording_engine()
     engine.llm.scripts.append(script or Script())
-    return with_request_log(LocalBoth(engine), "agg")
+    return with_request_log(LocalAgg(engine), "agg")
 
 
 async def test_an_answer_passes_unchanged_and_is_noted(lines: pytest.LogCaptureFixture) -> None:
     asked = request(max_tokens=4)
     *answer, last = await collect(service(), asked)
-    *same, end = await collect(LocalBoth(recording_engine()), asked)
+    *same, end = await collect(LocalAgg(recording_engine()), asked)
     assert answer == same
     assert last == msgspec.structs.replace(
         end, engine_data={"kv_cache_hit": {"prompt_tokens": 3, "reused_tokens": 0}}
@@ -73,7 +73,7 @@ async def test_a_failed_request_is_noted(lines: pytest.LogCaptureFixture) -> Non
 
 async def test_a_client_that_left_is_noted_at_once(lines: pytest.LogCaptureFixture) -> None:
     engine = recording_engine()
-    chunks = with_request_log(LocalBoth(engine), "agg")(request(), FakeContext())
+    chunks = with_request_log(LocalAgg(engine), "agg")(request(), FakeContext())
     await anext(chunks)
     await chunks.aclose()
     (entry,) = entries(lines)
@@ -89,7 +89,7 @@ class FaultySink:
 async def test_a_fault_in_counting_is_logged_and_the_answer_is_whole(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    service = with_request_log(LocalBoth(recording_engine()), "agg", [FaultySink()])
+    service = with_request_log(LocalAgg(recording_engine()), "agg", [FaultySink()])
 
     chunks = await collect(service, request(max_tokens=3))
 

@@ -361,7 +361,7 @@ async def answer(calls: Calls) -> None:
     args = {"model": "org/model", "max_seq_len": 99, "cache_transceiver_config": {"backend": "NIXL"}}
     engine = Engine.open(calls.api, args | {"enable_iter_perf_stats": True}, 0)
     asked = msgspec.structs.replace(request(**ASKED), trace_headers=TRACE)
-    await engine.start_both(asked).aresult()
+    await engine.start_agg(asked).aresult()
     prefill = await engine.start_prefill(asked).aresult()
     result = PrefillResult(encode_disaggregated_params(prefill.outputs[0].disaggregated_params))
     decode = msgspec.structs.replace(asked, prefill_result=result)

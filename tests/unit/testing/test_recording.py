@@ -59,7 +59,7 @@ async def test_both_orders_give_the_tokens_of_one_engine(tokens_per_step: int) -
 
 async def test_a_late_reader_finds_all_that_is_due() -> None:
     opened = engine(step_seconds=0.01)
-    result = opened.start_both(request(100))
+    result = opened.start_agg(request(100))
     await anext(aiter(result))
     first = len(result.outputs[0].token_ids)
     await asyncio.sleep(0.05)
@@ -78,7 +78,7 @@ def test_auto_never_picks_the_recording_engine() -> None:
 async def test_only_the_length_has_an_effect() -> None:
     stop = expected(2)[1]
     stopping = request(4, stop_conditions={"max_tokens": 4, "stop_token_ids": [stop]})
-    assert (await engine().start_both(stopping).aresult()).outputs[0].token_ids == expected(4)
+    assert (await engine().start_agg(stopping).aresult()).outputs[0].token_ids == expected(4)
 
 
 def test_a_pace_that_is_none_is_refused() -> None:
@@ -89,7 +89,7 @@ def test_a_pace_that_is_none_is_refused() -> None:
 async def test_it_keeps_the_newest_requests_only() -> None:
     opened = engine()
     for count in range(1, 301):
-        await opened.start_both(request(count)).aresult()
+        await opened.start_agg(request(count)).aresult()
     assert len(opened.llm.calls) == len(opened.llm.results) == 256
     assert opened.llm.calls[-1].arguments["sampling_params"].max_tokens == 300
     assert opened.llm not in recording.LLM.instances
@@ -97,7 +97,7 @@ async def test_it_keeps_the_newest_requests_only() -> None:
 
 async def test_it_tells_what_runs_and_tensorrt_llm_does_not() -> None:
     opened = engine()
-    aborted, read = opened.start_both(request(3)), opened.start_both(request(3))
+    aborted, read = opened.start_agg(request(3)), opened.start_agg(request(3))
     assert opened.llm.num_active_requests == 2
     aborted.abort()
     await read.aresult()

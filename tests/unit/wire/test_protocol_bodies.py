@@ -202,7 +202,7 @@ def test_a_whole_request_crosses_as_it_came(protocol: str) -> None:
 
 
 def test_a_room_is_drawn_at_random_in_63_bits() -> None:
-    rooms = [BootstrapProtocol().meeting(ROOM) for _ in range(100)]
+    rooms = [BootstrapProtocol().adapt(ROOM) for _ in range(100)]
     ids = [room.disagg_request_id for room in rooms]
     assert len(set(ids)) == 100
     assert all(1 << 40 <= number < 1 << 63 for number in ids)
@@ -219,7 +219,7 @@ def test_an_ipv6_host_has_no_brackets_in_a_body() -> None:
 @pytest.mark.parametrize("endpoint", ["ipc:///x", "tcp://a:0"])
 def test_a_meeting_that_bootstrap_has_no_words_for(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="--handoff-protocol bootstrap names one host and port"):
-        BootstrapProtocol().meeting(Rendezvous(5, endpoint))
+        BootstrapProtocol().adapt(Rendezvous(5, endpoint))
 
 
 @pytest.mark.parametrize("endpoints", [[], ["tcp://a:1", "tcp://b:2"]])
@@ -231,7 +231,7 @@ def test_engines_meet_at_one_endpoint(endpoints: list[str]) -> None:
 
 def test_two_phase_has_no_meetings() -> None:
     with pytest.raises(ConfigError, match=r"--handoff-protocol.*--schedule-style"):
-        choose_protocol("two_phase").meeting(ROOM)
+        choose_protocol("two_phase").adapt(ROOM)
 
 
 # -- any request

@@ -165,8 +165,8 @@ class Meeting:
     def __init__(self, turns: Turns, go: asyncio.Event | None) -> None:
         self._turns, self._go = turns, go
 
-    async def meet(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
-        return BootstrapProtocol().meeting(Rendezvous(0, ["tcp://127.0.0.1:1"])), self._push
+    async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+        return BootstrapProtocol().adapt(Rendezvous(0, ["tcp://127.0.0.1:1"])), self._push
 
     async def _push(self, request: GenerateRequest, context: RequestContext) -> Any:
         if self._go is not None:

@@ -13,7 +13,7 @@ from tests.support.stage_client import FakeContext
 from trtllm_disagg.commands import Command, decode_command
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
-from trtllm_disagg.handlers.services import Policy
+from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, TokenChunk
 from trtllm_disagg.worker.stage_state import StageState
 
@@ -24,7 +24,7 @@ class FakeRegistration:
     def __init__(self) -> None:
         self.is_there = False
         self.history: list[tuple[str, str]] = []
-        self.policy: Policy | None = None
+        self.live: LiveState | None = None
         self.error: Exception | None = None
 
     async def enter(self) -> None:
@@ -43,8 +43,8 @@ class FakeRegistration:
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        assert self.policy is not None
-        self.history.append((word, self.policy.strategy.value))
+        assert self.live is not None
+        self.history.append((word, self.live.strategy.value))
         self.is_there = is_there
 
 
@@ -65,16 +65,14 @@ class Others:
 
 def stage_state(
     role: str, strategy: str, others: Others | None = None, **settings: Any
-) -> tuple[StageState, FakeRegistration, Policy]:
+) -> tuple[StageState, FakeRegistration, LiveState]:
     config = WorkerConfig(model="m", role=Role(role), strategy=strategy, **settings)
-    registration, policy = FakeRegistration(), Policy.of(config, 32)
-    registration.policy = policy
+    registration, live = FakeRegistration(), LiveState.of(config, 32)
+    registration.live = live
     return (
-        StageState(
-            config, {"role": role, "model": "m"}, policy, others or Others(1), registration, Trusting()
-        ),
+        StageState(config, {"role": role, "model": "m"}, live, others or Others(1), registration, Trusting()),
         registration,
-        policy,
+        live,
     )
 
 
@@ -117,26 +115,26 @@ async def test_a_new_first_stage_runs_the_new_strategy_first_and_the_old_one_its
 
 
 async def test_a_worker_that_stays_first_only_changes_its_strategy() -> None:
-    worker, registration, policy = stage_state("decode", "decode_first")
+    worker, registration, live = stage_state("decode", "decode_first")
     await worker.apply()
     await worker.handle_command(switch_to("auto"))
     assert registration.is_there
-    assert policy.strategy.value == "auto"
+    assert live.strategy.value == "auto"
 
 
 async def test_without_the_other_role_a_switch_to_first_stage_is_refused() -> None:
-    worker, registration, policy = stage_state("prefill", "decode_first", Others())
+    worker, registration, live = stage_state("prefill", "decode_first", Others())
     with pytest.raises(PeerUnavailableError, match=r"dyn://dynamo\.backend\.generate"):
         await worker.handle_command(switch_to("prefill_first"))
-    assert (policy.strategy.value, registration.history) == ("decode_first", [])
+    assert (live.strategy.value, registration.history) == ("decode_first", [])
 
 
 async def test_a_registration_that_fails_leaves_the_old_order() -> None:
-    worker, registration, policy = stage_state("prefill", "decode_first")
+    worker, registration, live = stage_state("prefill", "decode_first")
     registration.error = RuntimeError("discovery is gone")
     with pytest.raises(RuntimeError, match="discovery is gone"):
         await worker.handle_command(switch_to("prefill_first"))
-    assert policy.strategy.value == "decode_first"
+    assert live.strategy.value == "decode_first"
 
 
 @pytest.mark.parametrize(("role", "strategy"), [("agg", "decode_first"), ("decode", "router")])
@@ -165,20 +163,20 @@ async def test_a_worker_with_an_endpoint_of_its_own_is_not_switched(
     role: str, settings: dict[str, Any], fixed_by: list[str]
 ) -> None:
     """Frontends and the other role look for a switched worker at the usual ones."""
-    worker, registration, policy = stage_state(role, "decode_first", **settings)
+    worker, registration, live = stage_state(role, "decode_first", **settings)
     assert worker.describe()["fixed_by"] == fixed_by
     if fixed_by:
         with pytest.raises(InvalidRequestError, match=f"{fixed_by[0]}; expected the usual endpoints"):
             await worker.handle_command(switch_to("prefill_first"))
-        assert (policy.strategy.value, registration.history) == ("decode_first", [])
+        assert (live.strategy.value, registration.history) == ("decode_first", [])
 
 
 async def test_changes_come_one_after_the_other() -> None:
-    worker, registration, policy = stage_state("prefill", "decode_first")
+    worker, registration, live = stage_state("prefill", "decode_first")
     orders = ("prefill_first", "decode_first", "prefill_first")
     await asyncio.gather(*(worker.handle_command(switch_to(to)) for to in orders))
     assert [word for word, _ in registration.history] == ["enter", "leave", "enter"]
-    assert policy.strategy.value == "prefill_first"
+    assert live.strategy.value == "prefill_first"
 
 
 async def test_a_change_that_was_begun_is_done_when_the_asker_is_gone() -> None:
@@ -191,7 +189,7 @@ async def test_a_change_that_was_begun_is_done_when_the_asker_is_gone() -> None:
 
 
 async def test_thresholds_are_set_together_or_not_at_all() -> None:
-    worker, _, policy = stage_state("decode", "decode_first")
+    worker, _, live = stage_state("decode", "decode_first")
     answer = await worker.handle_command({"command": "set", "values": {"max_local_prefill_length": 7}})
     assert answer == {"changed": ["max_local_prefill_length: 1000 -> 7"]}
     with pytest.raises(ConfigError, match="no_such"):
@@ -200,18 +198,18 @@ async def test_thresholds_are_set_together_or_not_at_all() -> None:
         )
     with pytest.raises(ConfigError, match="max_prefill_queue_size"):
         await worker.handle_command({"command": "set", "values": {"max_prefill_queue_size": -1}})
-    assert policy.thresholds.value.values["max_local_prefill_length"] == 7
+    assert live.thresholds.value.values["max_local_prefill_length"] == 7
 
 
 async def test_every_worker_takes_other_bounds_for_what_may_wait() -> None:
-    worker, _, policy = stage_state("agg", "decode_first")
+    worker, _, live = stage_state("agg", "decode_first")
     await worker.handle_command({"command": "set", "values": {"max_queued_requests": 7}})
-    assert policy.thresholds.value["max_queued_requests"] == 7
+    assert live.thresholds.value["max_queued_requests"] == 7
     with pytest.raises(InvalidRequestError, match="decides nothing"):
         await worker.handle_command(
             {"command": "set", "values": {"max_queued_requests": 8, "eff_isl_threshold": 1}}
         )
-    assert policy.thresholds.value["max_queued_requests"] == 7
+    assert live.thresholds.value["max_queued_requests"] == 7
 
 
 async def test_it_counts_whole_requests_from_frontends_only() -> None:

@@ -156,7 +156,7 @@ class _Rounds:
 
     def measure(self, number: int) -> None:
         """Every test once, every contestant in turn; another one is first in each round."""
-        told = f"round {number + 1} of {self._plan.rounds}" if number >= 0 else "warming up"
+        round_now = f"round {number + 1} of {self._plan.rounds}" if number >= 0 else "warming up"
         read, multiply = self._roofs.call("read"), self._roofs.call("multiply")
         self._roofs.await_sleep()
         if number >= 0:
@@ -166,7 +166,7 @@ class _Rounds:
             order = list(self._remotes)
             first = number % len(order)
             for name in (*order[first:], *order[:first]):
-                self._say(f"{self._speeds.name}: {told}, {test}, {name}")
+                self._say(f"{self._speeds.name}: {round_now}, {test}, {name}")
                 with self._forgiven(name):
                     self._speeds.rates.note(name, {test: measure(name)})
 

@@ -127,10 +127,10 @@ def metrics_dict(
         MetricNames.DECODE_TIME: (first, last),
         MetricNames.INFERENCE_TIME: (scheduled, last),
     }
-    told: dict[Any, Any] = {FINISHED_REASON: finish_reason}
-    told |= {name: end - begin for name, (begin, end) in spans.items() if begin and end > begin}
+    metrics: dict[Any, Any] = {FINISHED_REASON: finish_reason}
+    metrics |= {name: end - begin for name, (begin, end) in spans.items() if begin and end > begin}
     if only_choice and num_tokens:
-        told[MetricNames.GENERATION_TOKENS] = num_tokens
+        metrics[MetricNames.GENERATION_TOKENS] = num_tokens
         if num_tokens > 1 and last > first:
-            told[MetricNames.TPOT] = (last - first) / (num_tokens - 1)
-    return told
+            metrics[MetricNames.TPOT] = (last - first) / (num_tokens - 1)
+    return metrics

@@ -296,12 +296,12 @@ def compiling_told(reporter: Reporter) -> Iterator[None]:
     seconds, once on a machine.
     """
 
-    class Told(event.Listener):  # type: ignore[misc]
+    class Compiled(event.Listener):  # type: ignore[misc]
         def on_start(self, event: Any) -> None:
             reporter.tell("compiling kernels (once)")
 
         def on_end(self, event: Any) -> None:
             """The next step tells what comes next."""
 
-    with event.install_listener("numba:compile", Told()):
+    with event.install_listener("numba:compile", Compiled()):
         yield

@@ -179,9 +179,9 @@ def check_weight_files(directory: Path, config: ModelConfig, *, any_dtype: bool)
             )
         dtypes.setdefault(tensor["dtype"], f"{name} in {tensor['file']}")
     if len(dtypes) > 1 and not any_dtype:
-        told = ", ".join(f"{dtype} ({where})" for dtype, where in dtypes.items())
+        listed = ", ".join(f"{dtype} ({where})" for dtype, where in dtypes.items())
         raise ConfigError(
-            f"dtype: 'auto' is not allowed for {directory}: its weights are of several: {told}; "
+            f"dtype: 'auto' is not allowed for {directory}: its weights are of several: {listed}; "
             "expected float32 or bfloat16, to which all are converted"
         )
 

@@ -401,5 +401,5 @@ def as_plain(value: Any) -> Any:
 def core_args(args: LlmArgs) -> dict[str, Any]:
     """What the engine's own process has to know, JSON-safe."""
     # What is excluded has one allowed value, or stays on the worker's side.
-    told = args.model_dump(mode="json", exclude={"tokenizer", "load_format"})
-    return told | {"tokenizer": str(args.tokenizer) if isinstance(args.tokenizer, (str, Path)) else None}
+    plain = args.model_dump(mode="json", exclude={"tokenizer", "load_format"})
+    return plain | {"tokenizer": str(args.tokenizer) if isinstance(args.tokenizer, (str, Path)) else None}

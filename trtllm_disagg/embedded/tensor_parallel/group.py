@@ -218,9 +218,9 @@ def join_as_leader(size: int, on_lost: Callable[[str], None]) -> tuple[RankGroup
         group, communicator = _start_mpi()
         listener, address = listen()
         with listener:
-            told = np.zeros(_ADDRESS_BYTES, np.uint8)
-            told[: len(address)] = np.frombuffer(address.encode(), np.uint8)
-            communicator.Bcast(told, root=0)
+            buffer = np.zeros(_ADDRESS_BYTES, np.uint8)
+            buffer[: len(address)] = np.frombuffer(address.encode(), np.uint8)
+            communicator.Bcast(buffer, root=0)
             if group.size != size:
                 raise ConfigError.bad_value(
                     "tensor_parallel_size", size, f"{group.size}, the ranks there are"
@@ -236,10 +236,10 @@ def join_as_follower() -> tuple[RankGroup, Peer]:
     """Ends the process when rank 0 does not come."""
     with _deadline(lambda: os._exit(1)):
         group, communicator = _start_mpi()
-        told = np.zeros(_ADDRESS_BYTES, np.uint8)
-        communicator.Bcast(told, root=0)
+        buffer = np.zeros(_ADDRESS_BYTES, np.uint8)
+        communicator.Bcast(buffer, root=0)
         _is_one_host(communicator)
-    return group, connect(bytes(told).rstrip(b"\0").decode(), group.rank)
+    return group, connect(bytes(buffer).rstrip(b"\0").decode(), group.rank)
 
 
 def leave() -> None:

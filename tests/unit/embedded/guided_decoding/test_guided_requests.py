@@ -16,8 +16,8 @@ from trtllm_disagg.embedded.api.request import sampling_spec
 from trtllm_disagg.embedded.guided_decoding.grammars import grammar_of
 from trtllm_disagg.embedded.ipc.messages import Ready
 from trtllm_disagg.embedded.params.request_params import GuidedDecodingParams, SamplingParams
-from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
+from trtllm_disagg.engine.sampling import sampling_params_of
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.wire.bodies import require_splittable
 
@@ -134,8 +134,8 @@ def test_without_a_backend_it_is_refused_by_name() -> None:
 
 
 def sampling_of(guided: dict[str, Any]) -> Any:
-    engine = Engine(load_api("embedded"), llm=None, max_seq_len=100)
-    return engine.sampling_params_of(request(sampling_options={"guided_decoding": guided}), None)
+    asked = request(sampling_options={"guided_decoding": guided})
+    return sampling_params_of(load_api("embedded"), asked, None, max_seq_len=100)
 
 
 @pytest.mark.parametrize(

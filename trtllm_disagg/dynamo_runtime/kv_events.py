@@ -1,0 +1,153 @@
+"""The engine's KV cache events on their way to the router's index, and to the other role's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any, Protocol
+
+from trtllm_disagg.dynamo_runtime.polling import EVENTS_TIMEOUT, PollingPublisher
+
+log = logging.getLogger(__name__)
+
+
+class EventSink(Protocol):
+    """Dynamo's KvEventPublisher, as far as we use it."""
+
+    def publish_stored(
+        self,
+        token_ids: list[int],
+        num_block_tokens: list[int],
+        block_hashes: list[int],
+        parent_hash: int | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> None: ...
+
+    def publish_removed(self, block_hashes: list[int]) -> None: ...
+
+
+class KvEventForwarder(PollingPublisher):
+    """The engine's KV cache events to the router's index: those of each rank of attention DP to that rank's sinks,
+    since each rank has a cache of its own.
+    """
+
+    def __init__(
+        self, llm: Any, ranks: Sequence[EventsOfRank], polled: Callable[[int], None] = lambda count: None
+    ) -> None:
+        """`polled` is told how many events came at once."""
+        super().__init__("kv-events")
+        self._llm = llm
+        self._ranks = ranks
+        self._polled = polled
+
+    def records(self) -> AsyncIterator[dict[str, Any]]:
+        events: AsyncIterator[dict[str, Any]] = self._llm.get_kv_cache_events_async(timeout=EVENTS_TIMEOUT)
+        return events
+
+    def publish(self, records: list[dict[str, Any]]) -> None:
+        self._polled(len(records))
+        for event in records:
+            try:
+                self._ranks[event.get("attention_dp_rank") or 0].forward(event)
+            except Exception:
+                # The router's view is wrong without it, but wronger still without those behind it.
+                log.exception("%s: an event of the engine cannot be published: %s", self._name, event)
+
+
+class EventsOfRank:
+    """Only whole blocks are published: the router cannot place a request on a part of one."""
+
+    def __init__(
+        self,
+        sinks: Sequence[EventSink],
+        block_size: int,
+        on_gap: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """`on_gap` is told how many events were lost."""
+        self._on_gap = on_gap
+        self._sinks = sinks
+        self._block_size = block_size
+        #: Blocks that the router was not told about, so that it is not told of their end either.
+        self._unknown: set[int | str] = set()
+        self._next_event_id: int | None = None
+        self._window = 0
+
+    def forward(self, event: dict[str, Any]) -> None:
+        """One event of TensorRT-LLM's format."""
+        self._note_gaps(event)
+        if not self._is_of_widest_window(event):
+            return
+        data = event["data"]
+        if data["type"] == "stored":
+            self._stored(data)
+        elif data["type"] == "removed":
+            self._removed(data)
+
+    def _stored(self, data: dict[str, Any]) -> None:
+        blocks = data["blocks"]
+        whole = list(takewhile(lambda block: len(block["tokens"]) == self._block_size, blocks))
+        # What follows a part of a block hangs on something that the router does not know.
+        self._unknown.update(block["block_hash"] for block in blocks[len(whole) :])
+        if whole:
+            parent = data["parent_hash"]
+            token_ids = [token["token_id"] for block in whole for token in block["tokens"]]
+            for sink in self._sinks:
+                sink.publish_stored(
+                    token_ids=token_ids,
+                    num_block_tokens=[self._block_size] * len(whole),
+                    block_hashes=[signed(block["block_hash"]) for block in whole],
+                    parent_hash=None if parent is None else signed(parent),
+                    cache_salt=whole[0].get("cache_salt"),
+                )
+
+    def _removed(self, data: dict[str, Any]) -> None:
+        known = [block for block in data["block_hashes"] if block not in self._unknown]
+        self._unknown.difference_update(data["block_hashes"])
+        if known:
+            for sink in self._sinks:
+                sink.publish_removed([signed(block) for block in known])
+
+    def _is_of_widest_window(self, event: dict[str, Any]) -> bool:
+        """A model with sliding windows tells of every block once per window; one of them is enough."""
+        window = event.get("window_size") or 0
+        self._window = max(self._window, window)
+        return window == self._window
+
+    def _note_gaps(self, event: dict[str, Any]) -> None:
+        event_id = event.get("event_id")
+        if event_id is None:
+            return
+        due = event_id if self._next_event_id is None else self._next_event_id
+        if event_id != due:
+            log.warning(
+                "KV event %d came where %d was due: the router's view of this cache is stale; raise "
+                "kv_cache_config.event_buffer_max_size",
+                event_id,
+                due,
+            )
+            self._on_gap(max(0, event_id - due))
+        self._next_event_id = event_id + 1
+
+
+class OnLoop:
+    """A sink that belongs to the event loop that serves requests, for a publisher in another thread."""
+
+    def __init__(self, sink: EventSink, loop: asyncio.AbstractEventLoop) -> None:
+        self._sink = sink
+        self._loop = loop
+
+    def publish_stored(self, *args: Any, **keywords: Any) -> None:
+        self._loop.call_soon_threadsafe(partial(self._sink.publish_stored, *args, **keywords))
+
+    def publish_removed(self, block_hashes: list[int]) -> None:
+        self._loop.call_soon_threadsafe(self._sink.publish_removed, block_hashes)
+
+
+def signed(block_hash: int | str) -> int:
+    """The engine's unsigned 64 bits, or the start of its SHA-256 in hexadecimal, as a signed number."""
+    number = int(block_hash[:16], 16) if isinstance(block_hash, str) else block_hash
+    return number - (1 << 64) if number >= 1 << 63 else number

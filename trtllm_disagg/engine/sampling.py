@@ -1,0 +1,74 @@
+"""What a request asks for, as TensorRT-LLM's SamplingParams say it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from trtllm_disagg.engine.llm_api import LlmApi
+from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.types import GenerateRequest, SamplingOptions
+
+
+def sampling_params_of(
+    api: LlmApi,
+    request: GenerateRequest,
+    max_tokens: int | None,
+    max_seq_len: int | None,
+    *,
+    measures: bool = False,
+) -> Any:
+    """`max_tokens` in place of the request's own; `max_seq_len` None: the engine, which knows it, takes what there is.
+    Raises InvalidRequestError.
+    """
+    options = _set_options(request.sampling)
+    if options.get("n", 1) > 1:
+        # TensorRT-LLM makes so many answers, and returns `n` of them.
+        options["best_of"] = options["n"]
+    # -1 is OpenAI's way to say "no limit"; TensorRT-LLM's is 0.
+    if options.get("top_k") == -1:
+        options["top_k"] = 0
+    guided = options.pop("guided_decoding", None) or {}
+    stop = request.stop
+    if stop.max_thinking_tokens is not None:
+        # Only newer versions of TensorRT-LLM have it; others refuse it by name.
+        options["thinking_token_budget"] = stop.max_thinking_tokens
+    # TensorRT-LLM never returns the token that it stops at.
+    ignore_eos = bool(stop.ignore_eos or stop.stop_token_ids_visible or request.output.no_stop_trim)
+    stop_ids = [] if ignore_eos else [*(stop.stop_token_ids or ()), *(stop.stop_token_ids_hidden or ())]
+    room = None if max_seq_len is None else max(1, max_seq_len - len(request.token_ids))
+    try:
+        return api.sampling_params(
+            max_tokens=max_tokens or (room if stop.max_tokens is None else stop.max_tokens),
+            min_tokens=stop.min_tokens,
+            ignore_eos=ignore_eos,
+            stop_token_ids=stop_ids or None,
+            logprobs=None if request.output.logprobs is None else max(1, request.output.logprobs),
+            prompt_logprobs=request.output.prompt_logprobs if request.computes_prompt else None,
+            # Dynamo's frontend makes the text.
+            detokenize=False,
+            guided_decoding=_guided(api, guided),
+            return_perf_metrics=measures,
+            **options,
+        )
+    except (ValueError, TypeError) as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+def _guided(api: LlmApi, guided: dict[str, Any]) -> Any:
+    known = ("json", "regex", "grammar", "json_object", "structural_tag")
+    # An empty schema is one: any JSON.
+    chosen = {name: guided[name] for name in known if guided.get(name) not in (None, False, "")}
+    if guided.get("choice"):
+        # TensorRT-LLM has no choice of its own.
+        chosen.setdefault("regex", "(" + "|".join(map(re.escape, guided["choice"])) + ")")
+    if isinstance(chosen.get("structural_tag"), dict):
+        chosen["structural_tag"] = json.dumps(chosen["structural_tag"])
+    return api.guided_decoding_params(**chosen) if chosen else None
+
+
+def _set_options(sampling: SamplingOptions) -> dict[str, Any]:
+    return {
+        name: value for name in sampling.__struct_fields__ if (value := getattr(sampling, name)) is not None
+    }
