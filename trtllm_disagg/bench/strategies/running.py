@@ -34,6 +34,7 @@ from trtllm_disagg.bench.strategies.records import (
     Sensitivity,
 )
 from trtllm_disagg.bench.strategies.workloads import Ask, Traffic
+from trtllm_disagg.config.thresholds import ADMISSION
 from trtllm_disagg.config.worker_config import SETTINGS, flag_of
 from trtllm_disagg.deployment import DeploymentConfig, running_deployment
 from trtllm_disagg.deployment.plan import Role
@@ -48,6 +49,9 @@ _PROGRESS_SECONDS = 5.0
 _GUESSED_START = 60.0
 #: The deadlines of handlers, which are in wall time.
 _DEADLINES = ("prefill_timeout", "first_decode_token_timeout", "next_decode_token_timeout")
+#: Workers that are asked for more than they are able to do let it wait: a request that is refused has no time, and says
+#: nothing of how much too much it was.
+_NO_BOUND = tuple(text for name in ADMISSION for text in (flag_of(name), "0"))
 _FACTORS = "factors.json"
 _PACKAGES = ("trtllm-disagg", "ai-dynamo", "aiconfigurator-core", "tensorrt-llm")
 
@@ -126,7 +130,7 @@ class Deployments:
             engine_configs=configs,
             # Requests that are cut off have no worth.
             drain_seconds=1.0,
-            worker_args=(*(deadlines if calls else ()), *arm.flags, *self.worker_args),
+            worker_args=(*(deadlines if calls else ()), *_NO_BOUND, *arm.flags, *self.worker_args),
         )
 
 

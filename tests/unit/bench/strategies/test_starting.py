@@ -271,6 +271,16 @@ def test_a_worker_gets_the_points_factors_and_deadlines_that_the_slow_clock_does
     assert args[args.index("--next-decode-token-timeout") + 1] == "480"
 
 
+@pytest.mark.parametrize("arm", ["2 agg", "1P1D router", "1P1D prefill_first"])
+def test_an_arm_that_is_asked_for_too_much_lets_it_wait_and_refuses_nothing(
+    arm: str, model: Path, configs: Path
+) -> None:
+    runner = prepared(model, configs, "--workers", "2", "--arms", arm, "--rates", "1")
+    assert isinstance(runner.targets, Deployments)
+    args = runner.targets.config((arm, NOMINAL, 1.0)).worker_args
+    assert [args[args.index(f"--max-queued-{what}") + 1] for what in ("requests", "tokens")] == ["0", "0"]
+
+
 def test_a_run_that_was_cut_off_goes_on_and_one_with_other_settings_does_not(
     model: Path, configs: Path
 ) -> None:
