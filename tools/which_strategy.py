@@ -84,7 +84,8 @@ def _page(runs: Sequence[KeptRun]) -> Iterator[str]:
         yield "The GPUs are modelled ([how](../how-to/simulate-gpus.md)): these lines compare orders, and say nothing"
         yield "absolute about a GPU."
     yield "How a conclusion is reached, and when it is refused: [reports](../how-to/choose-by-measuring.md)."
-    yield "**Bold** is decided; with a question mark one of these is best, and which one is not decided."
+    yield "**Bold** is decided; with a question mark one of these is best, and which one is not decided;"
+    yield "alike are layouts that differ by less than 10 %, too little for one measurement."
     yield "`2 agg` are two workers that do both, `1P1D` is a prefill and a decode worker in the order behind it."
     for place, heading in enumerate(MEASURES):
         yield f"\n## {heading}\n"
@@ -113,7 +114,10 @@ def _cell(sweeps: Sequence[KeptSweep], place: int) -> str:
 def _choice(verdict: KeptVerdict) -> str:
     if verdict.winner:
         return f"**{verdict.winner}**"
-    return f"{' or '.join(verdict.candidates)}?" if verdict.candidates else "not decided"
+    candidates = " or ".join(verdict.candidates)
+    if verdict.is_tie:
+        return f"{candidates}, alike" if candidates else "alike"
+    return f"{candidates}?" if candidates else "not decided"
 
 
 def _subject_page(subject: str, runs: Sequence[KeptRun]) -> Iterator[str]:

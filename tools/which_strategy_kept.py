@@ -31,6 +31,8 @@ class KeptVerdict:
     candidates: tuple[str, ...]
     #: Whether the winner has prefill and decode in separate workers.
     is_disaggregated: bool
+    #: Whether the candidates, or all arms, do alike.
+    is_tie: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def _verdict(verdict: Verdict, each: WorkloadReport) -> KeptVerdict:
         verdict.why_not,
         candidates,
         verdict.winner is not None and STRATEGIES[strategy[verdict.winner]].is_disaggregated,
+        verdict.is_tie,
     )
 
 

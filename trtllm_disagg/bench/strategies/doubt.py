@@ -12,6 +12,8 @@ class Doubt:
     why: str
     #: What a user does next: a clause with the flag in it.
     remedy: str
+    #: Two arms do alike, by as much as that can be told apart.
+    is_tie: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.why)

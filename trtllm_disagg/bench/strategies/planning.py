@@ -38,6 +38,9 @@ _RELAYED = 1000
 #: Of a quick run, wall seconds of an answer. Where TTFT needs a clock on which it takes longer, the clock has what the
 #: SLO needs, and nothing is concluded of TTFT itself.
 _QUICK_ANSWER_SECONDS = 20.0
+#: Of the time of a conversation: then one request in twelve is of one that was under way at the beginning and is in no
+#: cache, beside those that begin.
+_SESSIONS = 1.5
 #: Of two workloads that need about the same, one deployment does for both.
 _SCALES = tuple(sorted(2.0**power * step for power in range(8) for step in (1, 1.5)))
 
@@ -329,7 +332,8 @@ def _requests(
     fewest: int = args.fewest_requests
     if not args.fills_gpus:
         return fewest
-    return max(fewest, *(requests_to_fill(arm, traffic.shape, workers, rate) for arm in arms))
+    in_sessions = math.ceil(_SESSIONS * traffic.session_s * rate)
+    return max(fewest, in_sessions, *(requests_to_fill(arm, traffic.shape, workers, rate) for arm in arms))
 
 
 def slo_of(args: argparse.Namespace) -> Slo:

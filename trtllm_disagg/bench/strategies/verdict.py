@@ -155,6 +155,11 @@ class Verdict:
         return not self.refusal and all(not lead.doubt for lead in self.leads)
 
     @property
+    def is_tie(self) -> bool:
+        """Between the best arm and those that it does not beat."""
+        return not self.refusal and bool(self.doubtful) and all(lead.doubt.is_tie for lead in self.doubtful)
+
+    @property
     def doubtful(self) -> tuple[Lead, ...]:
         return tuple(lead for lead in self.leads if lead.doubt)
 
@@ -265,9 +270,11 @@ def _lead(
     lowest, factor = factors[lowest_at], factors[NOMINAL]
     doubts = (
         # Arms that could take more have not shown yet how far they are apart.
-        *(_doubt_of_rates(sweep, measure, other, variant) for variant in factors),
+        _doubt_of_rates(sweep, measure, other, NOMINAL),
         _doubt_of_lower_rates(sweep, measure, other, scores[best][NOMINAL].median),
+        # Of two that do alike, the band has nothing to say.
         _doubt_of_repetitions(measure, best, other, scores),
+        *(_doubt_of_rates(sweep, measure, other, variant) for variant in factors),
         _doubt_of_band(best, other, lowest, lowest_at),
     )
     return Lead(other, factor, lowest, lowest_at, next(filter(None, doubts), NO_DOUBT))
@@ -287,6 +294,7 @@ def _doubt_of_repetitions(
             f"leave --quick out, or give --repetitions 3: then {LEAD - 1:.0%} are enough"
             if once
             else f"nothing, {best} and {other} do alike: take the one that is simpler to run",
+            is_tie=True,
         )
     # Repetitions have their prompts and arrivals in common, so each is compared with its like.
     if not all(measure.ratio(a, b) > 1 for a, b in zip(ours.values, theirs.values, strict=False)):

@@ -69,6 +69,8 @@ class Traffic:
     source: Source
     #: Tokens of the longest request that may come, in and out.
     longest: int
+    #: Of a conversation. Those under way when a point begins are in no cache yet.
+    session_s: float = 0.0
 
     def asks(self, rate: float, count: int, seed: str, vocabulary: int) -> tuple[Ask, ...]:
         """The first `count` requests of a stream of `rate` requests a modelled second, by arrival: exactly that rate,
@@ -122,7 +124,7 @@ def _longest(*tokens: int) -> int:
 
 #: Of the agent: what all sessions begin with, what a turn adds (its answer among it), its answer, its turns, and the
 #: modelled seconds between two of them.
-_SYSTEM, _ADDED, _ANSWER, _TURNS, _THINKING = 2048, 768, 192, 8, 8.0
+_SYSTEM, _ADDED, _ANSWER, _TURNS, _THINKING = 2048, 768, 192, 8, 2.0
 
 
 def _agent(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]:
@@ -176,6 +178,7 @@ BUILT_IN: dict[str, Traffic] = {
             Shape(_AGENT_INPUT, _ANSWER, _AGENT_INPUT - _ADDED),
             _agent,
             _SYSTEM + _longest(*[_ADDED] * _TURNS, _ANSWER),
+            session_s=_TURNS * _THINKING,
         ),
         Traffic(
             Workload("bursts", "16 requests at once: 1024 in, 256 out", 1024, 256),

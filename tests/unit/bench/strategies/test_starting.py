@@ -127,6 +127,13 @@ def test_by_itself_a_point_has_as_many_requests_as_come_while_two_answers_are_ma
     assert max(sent[rates_of[-1], NOMINAL]) > max(sent[rates_of[0], NOMINAL])
 
 
+def test_by_itself_a_point_of_agents_lasts_longer_than_a_conversation(model: Path, configs: Path) -> None:
+    runner = prepared(model, configs, "--quick", "--workloads", "agentic", "--requests", "auto")
+    traffic = runner.traffics["agentic"]
+    for point in runner.plan.points:
+        assert runner.asks(point)[-1].arrival > 1.4 * traffic.session_s
+
+
 def test_requests_at_once_and_the_time_of_one_fit_together(model: Path, configs: Path) -> None:
     runner = prepared(model, configs, "--quick")
     workers = workers_of(runner)

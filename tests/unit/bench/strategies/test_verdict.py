@@ -20,7 +20,7 @@ from tests.unit.bench.strategies.synthetic import (
     with_software,
 )
 from trtllm_disagg.bench.strategies.advice import advise
-from trtllm_disagg.bench.strategies.records import NOMINAL, PointResult, Sensitivity
+from trtllm_disagg.bench.strategies.records import NOMINAL, Point, PointResult, Sensitivity
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.sweep import Sweep, sweeps_of
 from trtllm_disagg.bench.strategies.verdict import Verdict, goodput, judge, latency_at, pareto_area
@@ -58,6 +58,21 @@ def test_arms_that_do_alike_are_not_decided() -> None:
     verdict = verdict_of(sweep_of(alike))
     assert verdict.winner is None
     assert "differ by less than 5%" in verdict.why_not
+    assert verdict.is_tie
+    assert not verdict_of(sweep_of(CLEAR)).is_tie
+
+
+def test_a_tie_is_told_as_one_where_the_band_would_have_needed_higher_rates() -> None:
+    plan = plan_of({AGG: CLEAR[ORDER], ORDER: CLEAR[ORDER]})
+    few = [r for r in results_of(plan, {AGG: CLEAR[ORDER], ORDER: CLEAR[ORDER]}) if is_seen(r.point)]
+    verdict = verdict_of(sweep_of_results(plan, few))
+    assert verdict.is_tie
+
+
+def is_seen(point: Point) -> bool:
+    """With faster steps, at low rates only."""
+    factors = point.sensitivity
+    return point.rate <= 4 or min(factors.prefill_factor, factors.decode_factor) >= 1
 
 
 def test_of_a_tie_at_the_top_the_third_is_still_beaten() -> None:
@@ -65,6 +80,7 @@ def test_of_a_tie_at_the_top_the_third_is_still_beaten() -> None:
     assert verdict.winner is None
     assert [lead.other for lead in verdict.beaten] == [AGG]
     assert len(verdict.doubtful) == 1
+    assert verdict.is_tie
 
 
 def test_a_winner_that_the_band_overturns_is_not_stated() -> None:

@@ -43,10 +43,10 @@ def test_the_page_has_a_cell_a_run_by_each_measure_and_a_page_a_subject_with_rea
     main([*runs, "--out", str(tmp_path)])
     by_measure = rows_of(tmp_path / "which-strategy.md")
     assert [row.split(" | ")[1].removesuffix(" |") for row in by_measure] == [
-        f"**{ORDER}**; not decided",
-        "**2 agg**; not decided",
-        "not decided; not decided",
-        "**2 agg**; not decided",
+        f"**{ORDER}**; alike",
+        "**2 agg**; alike",
+        "alike; alike",
+        "**2 agg**; alike",
     ]
     page = (tmp_path / "which-strategy.md").read_text()
     assert "Decided in 1 of 2: separate workers are best in 1 of these" in page
@@ -54,7 +54,7 @@ def test_the_page_has_a_cell_a_run_by_each_measure_and_a_page_a_subject_with_rea
     assert f"(which-strategy/{subject.name})" in page
     won, tied = rows_of(subject)
     assert f"chat on 2 GPUs | TTFT 500 ms and TPOT 30 ms | **{ORDER}** | It answers up to" in won
-    assert "| not decided | " in tied
+    assert "| alike | " in tied
     assert "differ by less than 5%" in tied
     pictures = re.findall(r"\]\(([^)]+\.png)\)", subject.read_text())
     assert len(pictures) == 2 * 3
