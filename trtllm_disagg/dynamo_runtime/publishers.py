@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from dynamo.llm import FpmDirectPublisher, KvEventPublisher, WorkerMetricsPublisher
@@ -23,6 +24,7 @@ from trtllm_disagg.dynamo_runtime.request_metrics import (
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.handlers.decide import CachedPrefixes
+from trtllm_disagg.handlers.occupancy import SILENT_SECONDS
 from trtllm_disagg.handlers.services import LiveState
 
 log = logging.getLogger(__name__)
@@ -107,11 +109,23 @@ class StatsForwarder(PollingPublisher):
     """The engine's statistics to the router's load and to this worker's /metrics; the only reader of that stream:
     TensorRT-LLM has one queue for all that ask.
 
-    Needs enable_iter_perf_stats. Of what came together, the router gets the newest and the metrics all.
+    Needs enable_iter_perf_stats. Of what came together, the router gets the newest and the metrics all. When the engine
+    has told nothing for SILENT_SECONDS, the router hears of no load: it may send a worker that looks full no request,
+    and TensorRT-LLM says that it is not full in its next step only.
     """
 
-    def __init__(self, llm: Any, load: LoadSink, *sinks: StatsSink, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        load: LoadSink,
+        *sinks: StatsSink,
+        num_ranks: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__("engine-stats")
+        self._clock = clock
+        #: None once the router knows that there is nothing.
+        self._told_at: float | None = None
         self._llm = llm
         self._load = load
         self._sinks = sinks
@@ -119,9 +133,22 @@ class StatsForwarder(PollingPublisher):
 
     async def start(self) -> None:
         # The engine has no statistics before its first step, but the router asks.
+        self._publish_none()
+        await super().start()
+
+    async def poll(self) -> bool:
+        has_found = await super().poll()
+        now = self._clock()
+        if has_found:
+            self._told_at = now
+        elif self._told_at is not None and now - self._told_at >= SILENT_SECONDS:
+            self._told_at = None
+            self._publish_none()
+        return has_found
+
+    def _publish_none(self) -> None:
         for rank in self._ranks:
             self._load.publish(rank, kv_used_blocks=0)
-        await super().start()
 
     def records(self) -> AsyncIterator[dict[str, Any]]:
         stats: AsyncIterator[dict[str, Any]] = self._llm.get_stats_async(timeout=STATS_TIMEOUT)

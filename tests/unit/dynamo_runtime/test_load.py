@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.clock import Clock
 from tests.support.handling import until
 from tests.support.sinks import RecordingLoadSink, RecordingStatsSink
 from trtllm_disagg.dynamo_runtime.polling import NullPublisher
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
+from trtllm_disagg.handlers.occupancy import SILENT_SECONDS
 from trtllm_disagg.testing.recording import LLM
 
 
@@ -63,6 +65,28 @@ async def test_the_router_hears_of_an_idle_worker_at_once() -> None:
     await until(lambda: len(published.load.loads) == 2)
     await published.publisher.stop()
     assert published.load.loads == [(None, 0), (None, 9)]
+
+
+async def test_an_engine_that_takes_no_steps_for_long_has_no_load() -> None:
+    """TensorRT-LLM tells in its next step what was freed since the last one, and a router may send it none before."""
+    clock = Clock()
+    load = RecordingLoadSink()
+    llm = LLM("m", enable_iter_perf_stats=True)
+    llm.stats = [stat(90, 0), stat(80, 1)]
+    publisher = StatsForwarder(llm, load, num_ranks=2, clock=clock)
+    await publisher.poll()
+    clock.now += SILENT_SECONDS - 0.1
+    await publisher.poll()
+    assert load.loads == [(0, 90), (1, 80)]
+    clock.now += 0.1
+    for _ in range(2):
+        await publisher.poll()
+    assert load.loads[2:] == [(0, 0), (1, 0)]
+    llm.stats = [stat(70, 1)]
+    await publisher.poll()
+    clock.now += SILENT_SECONDS
+    await publisher.poll()
+    assert load.loads[4:] == [(1, 70), (0, 0), (1, 0)]
 
 
 async def test_a_failure_is_logged_and_does_not_reach_stop(caplog: pytest.LogCaptureFixture) -> None:
