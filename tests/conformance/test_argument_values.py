@@ -59,12 +59,12 @@ def test_a_nested_configuration_has_the_field(name: str, field: str) -> None:
         ("cuda_graph_config", (None,)),
     ],
 )
-def test_values_that_are_taken(field: str, values: tuple[Any, ...]) -> None:
+def test_values_of_tensorrt_llm_are_taken_as_they_are(field: str, values: tuple[Any, ...]) -> None:
     assert [getattr(args(**{field: value}), field) for value in values] == list(values)
 
 
 @pytest.mark.parametrize("policy", ["all_reusable", "per_request", "per_conversation"])
-def test_policies_of_block_reuse(policy: str) -> None:
+def test_each_policy_of_block_reuse_is_taken(policy: str) -> None:
     def chosen(**values: Any) -> str:
         found = find("KvCacheConfig")(**values).block_reuse_config.policy
         return str(getattr(found, "value", found))

@@ -134,7 +134,7 @@ def args(**values: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "field"), [(name, field) for name, fields in CLASSES.items() for field in fields]
 )
-def test_a_field_and_its_default(name: str, field: str) -> None:
+def test_a_field_has_its_default(name: str, field: str) -> None:
     fields = find(name).model_fields
     assert field in fields
     # DynamicBatchConfig's are set by Dynamo, which passes them all.
@@ -151,7 +151,7 @@ def test_a_field_and_its_default(name: str, field: str) -> None:
         ("cuda_graph_config", "CudaGraphConfig"),
     ],
 )
-def test_a_part_that_is_there_by_default(field: str, name: str) -> None:
+def test_a_part_that_is_there_by_default_has_its_own_defaults(field: str, name: str) -> None:
     assert getattr(args(), field) == find(name)()
 
 

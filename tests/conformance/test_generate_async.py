@@ -66,7 +66,7 @@ def test_it_is_not_a_coroutine() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_of_the_llm(name: str) -> None:
+def test_a_method_of_the_llm_has_its_parameters_and_their_defaults(name: str) -> None:
     parameters = inspect.signature(getattr(find("LLM"), name)).parameters
     assert all(parameters[parameter].default == 2 for parameter in METHODS[name])
 
@@ -80,7 +80,7 @@ def test_what_an_llm_says_of_itself(llm: Any) -> None:
     assert llm._check_health()
 
 
-async def test_what_a_result_has(llm: Any) -> None:
+async def test_a_result_has_the_fields_of_tensorrt_llms(llm: Any) -> None:
     result = llm.generate_async(PROMPT, sampling(max_tokens=3))
     assert isinstance(result, find("RequestOutput"))
     assert isinstance(result, find("GenerationResult"))
@@ -132,7 +132,7 @@ async def test_default_sampling_is_greedy_and_32_tokens_at_most(llm: Any) -> Non
 
 
 @pytest.mark.parametrize("inputs", [7, None, b"text", [5, "6"], (1.5, 2.5)], ids=repr)
-async def test_a_prompt_of_another_type(llm: Any, inputs: Any) -> None:
+async def test_a_prompt_of_another_type_is_a_type_error(llm: Any, inputs: Any) -> None:
     with pytest.raises(TypeError):
         llm.generate_async(inputs, sampling())
 
@@ -143,14 +143,14 @@ async def test_priorities_are_between_zero_and_one(llm: Any, priority: float) ->
         llm.generate_async(PROMPT, sampling(), priority=priority)
 
 
-async def test_more_choices_than_the_batch_holds(llm: Any) -> None:
+async def test_more_choices_than_the_batch_holds_are_refused(llm: Any) -> None:
     with pytest.raises(ValueError):
         llm.generate_async(
             PROMPT, sampling(n=MAX_BATCH_SIZE + 1, best_of=MAX_BATCH_SIZE + 1, temperature=1.0)
         )
 
 
-async def test_a_phase_without_its_handoff(llm: Any) -> None:
+async def test_a_phase_without_its_handoff_fails(llm: Any) -> None:
     """The facts do not say whether TensorRT-LLM notices at once or when the engine looks for it."""
     params = disaggregated(request_type="generation_only")
     with pytest.raises((ValueError, find("RequestError"))):

@@ -51,7 +51,7 @@ async def test_prefill_gives_one_token_whatever_max_tokens_says(llm: Any, decode
     await drain(decode_llm, result)
 
 
-async def test_what_prefill_hands_over(llm: Any, decode_llm: Any) -> None:
+async def test_a_handoff_of_prefill_has_token_id_and_sender(llm: Any, decode_llm: Any) -> None:
     result = await prefill(llm)
     params = result.outputs[0].disaggregated_params
     assert isinstance(params, find("DisaggregatedParams"))
@@ -130,7 +130,7 @@ async def test_a_max_tokens_of_one_gives_the_first_token_alone(llm: Any, decode_
     assert output.finish_reason == "length"
 
 
-async def test_cached_tokens_of_a_decode(llm: Any, decode_llm: Any) -> None:
+async def test_cached_tokens_of_a_decode_are_those_of_the_engine(llm: Any, decode_llm: Any) -> None:
     """TensorRT-LLM counts the whole transferred prompt, which says nothing about what was saved, so that Dynamo
     works around it. The embedded engine counts what prefill found in its cache.
     """

@@ -97,7 +97,7 @@ FIELDS = [(name, field) for name, fields in CLASSES.items() for field in fields]
 
 
 @pytest.mark.parametrize(("name", "field"), FIELDS)
-def test_a_field_and_its_default(name: str, field: str) -> None:
+def test_a_field_has_its_default(name: str, field: str) -> None:
     fields = {item.name: item for item in dataclasses.fields(find(name))}
     assert field in fields
     assert fields[field].default == CLASSES[name][field]
@@ -176,12 +176,12 @@ def test_parameters_survive_a_dict() -> None:
 
 
 @pytest.mark.parametrize("kind", ["context_only", "generation_only", "context_and_generation"])
-def test_the_request_type_of_the_runtime(kind: str) -> None:
+def test_the_runtime_has_each_request_type(kind: str) -> None:
     found = find("DisaggregatedParams")(request_type=kind).get_request_type()
     assert str(getattr(found, "name", found)).lower().endswith(kind)
 
 
-def test_the_runtimes_part_of_a_handoff() -> None:
+def test_the_runtimes_part_of_a_handoff_has_one_id_and_its_tokens() -> None:
     """One id for both phases where the caller has made one; no first token is an empty list."""
     made = find("DisaggregatedParams")(request_type="generation_only", ctx_request_id=7, opaque_state=b"x")
     params = made.get_context_phase_params()

@@ -39,7 +39,7 @@ async def test_the_times_of_a_request_are_in_order(llm: Any) -> None:
     assert timing.kv_cache_size == 0
 
 
-async def test_the_numbers_made_of_them(llm: Any) -> None:
+async def test_metrics_are_made_of_the_times(llm: Any) -> None:
     names = find("MetricNames")
     result = await llm.generate_async(OTHER_PROMPT, measured(max_tokens=6)).aresult()
     timing = result.outputs[0].request_perf_metrics.timing_metrics

@@ -97,7 +97,7 @@ async def test_ways_to_be_greedy(llm: Any, values: dict[str, Any]) -> None:
     assert await tokens_of(llm.generate_async(PROMPT, sampling(**values))) == greedy
 
 
-async def test_stop_tokens_of_more_than_one_kind(llm: Any) -> None:
+async def test_of_several_stop_tokens_the_first_one_ends_the_answer(llm: Any) -> None:
     """The one that comes first ends the answer, and is named."""
     whole = await tokens_of(llm.generate_async(PROMPT, sampling(max_tokens=12)))
     first = min((whole[4], whole[9]), key=whole.index)

@@ -87,7 +87,9 @@ def test_hanging_up_while_tokens_come(strategy: str, deployed: Served, fleet: Fl
 
 
 @every_strategy
-def test_hanging_up_before_the_first_token(strategy: str, deployed: Served, fleet: Fleet) -> None:
+def test_a_client_that_hangs_up_before_the_first_token_leaves_nothing_running(
+    strategy: str, deployed: Served, fleet: Fleet
+) -> None:
     """From just after the request's arrival until its first token is due."""
     started = time.monotonic()
     with streaming(deployed, LONG_PROMPT, max_tokens=2) as connection:
@@ -142,7 +144,9 @@ def test_hanging_up_while_kv_travels(strategy: str, deployed: Served, fleet: Fle
 
 
 @every_strategy
-def test_many_hang_up_at_once(strategy: str, deployed: Served, fleet: Fleet) -> None:
+def test_many_clients_that_hang_up_at_once_disturb_no_other_answer(
+    strategy: str, deployed: Served, fleet: Fleet
+) -> None:
     """While others go on: those get their whole answers."""
     deployed.wait_until_idle()
     stays = Question(

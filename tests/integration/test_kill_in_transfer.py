@@ -100,7 +100,9 @@ def test_the_sender_dies_while_decode_reads(
     survives(decode, prefill, decode)
 
 
-def test_the_reader_dies_in_the_middle(start: Start, prefill: EngineProcess, decode: EngineProcess) -> None:
+def test_a_reader_that_dies_in_the_middle_harms_no_other_engine(
+    start: Start, prefill: EngineProcess, decode: EngineProcess
+) -> None:
     doomed, tokens = start(), new_prompt()
     handoff = prefill.ask("prefill", prompt=tokens)
 
@@ -110,7 +112,9 @@ def test_the_reader_dies_in_the_middle(start: Start, prefill: EngineProcess, dec
     survives(prefill, prefill, decode)
 
 
-def test_the_writer_dies_in_the_middle(start: Start, prefill: EngineProcess, decode: EngineProcess) -> None:
+def test_a_writer_that_dies_in_the_middle_harms_no_other_engine(
+    start: Start, prefill: EngineProcess, decode: EngineProcess
+) -> None:
     doomed = start()
 
     answer = push(doomed, decode, new_prompt(), Kill("half"))

@@ -163,7 +163,9 @@ def test_frontend_and_agg_scripts_serve_and_end_cleanly(launch: Launch, answers:
     launch.require_nothing_left()
 
 
-def test_prefill_and_decode_each_on_its_own(launch: Launch, answers: Answers) -> None:
+def test_prefill_and_decode_from_a_script_each_give_the_same_answers(
+    launch: Launch, answers: Answers
+) -> None:
     launch.start("frontend.sh")
     launch.start("prefill.sh", DYN_SYSTEM_PORT=launch.next_port(), STRATEGY="prefill_first")
     launch.start("decode.sh", DYN_SYSTEM_PORT=launch.next_port(), STRATEGY="prefill_first")

@@ -45,7 +45,7 @@ TINY = KvShape(
 
 
 @pytest.mark.parametrize(("name", "mib"), [("8b-bf16", 512), ("0.5b-fp32", 96)])
-def test_the_bytes_of_a_4k_prompt(name: str, mib: int) -> None:
+def test_a_4k_prompt_has_the_bytes_of_its_shape(name: str, mib: int) -> None:
     assert SHAPES[name].prompt_tokens == 4096
     assert SHAPES[name].prompt_bytes == mib << 20
     assert SHAPES[name].pool_bytes == 2 * SHAPES[name].prompt_bytes

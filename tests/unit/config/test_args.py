@@ -141,7 +141,7 @@ def test_every_variable_is_read(name: str, variable: str) -> None:
     assert name in config.explicit
 
 
-def test_flag_then_our_variable_then_dynamos_then_default() -> None:
+def test_a_flag_wins_over_our_variable_that_over_dynamos_and_that_over_the_default() -> None:
     dynamo = {"DYN_TRTLLM_MAX_BATCH_SIZE": "3"}
     ours = {**dynamo, "TRTLLM_DISAGG_MAX_BATCH_SIZE": "2"}
     assert parse("--max-batch-size", "1", **ours).max_batch_size == 1

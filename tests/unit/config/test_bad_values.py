@@ -67,7 +67,7 @@ def test_as_many_tries_as_instances_can_be_avoided() -> None:
         "http://127.0.0.1:4222",
     ],
 )
-def test_an_address_of_nats_that_is_none(url: str) -> None:
+def test_an_address_of_nats_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--nats-server: .* is not allowed; expected nats://host:port"):
         built("--disaggregation-mode", "decode", "--prefill-dispatch", "queue", "--nats-server", url)
 
@@ -99,7 +99,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("flag", ["--extra-engine-args", "--policy-file"])
 @pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE)
-def test_a_file_that_is_no_yaml(flag: str, content: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_yaml_is_refused_by_its_path(flag: str, content: str, tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError) as raised:
@@ -126,7 +126,7 @@ def up(*flags: str) -> Any:
 
 
 @pytest.mark.parametrize("flag", ["--startup-timeout", "--stop-timeout"])
-def test_a_time_that_is_no_number(flag: str, tmp_path: Path) -> None:
+def test_a_time_that_is_no_number_is_refused(flag: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{flag}: nan is not allowed"):
         up(flag, "nan", "--run-dir", str(tmp_path))
 

@@ -83,7 +83,7 @@ async def handled(generate: Generate, context: FakeContext | None = None) -> lis
 
 
 @crossings
-def test_what_dynamo_is_given(
+def test_dynamo_is_given_an_error_of_its_own(
     error: DisaggError, given: type[Exception], arrives_as: type[DisaggError]
 ) -> None:
     translated = to_dynamo(error)
@@ -237,7 +237,9 @@ async def test_a_question_for_the_description_reaches_no_engine() -> None:
         (ConnectionError("refused"), PeerUnavailableError, "cannot be reached: refused"),
     ],
 )
-def test_how_a_peers_error_arrives(error: Exception, kind: type[DisaggError], message: str) -> None:
+def test_a_peers_error_arrives_as_the_kind_that_it_was(
+    error: Exception, kind: type[DisaggError], message: str
+) -> None:
     translated = from_dynamo(error)
     assert type(translated) is kind
     assert str(translated).endswith(message)
@@ -316,7 +318,7 @@ async def test_a_prefill_workers_answers_are_pushed(role: Role, monkeypatch: pyt
     assert num_pushed == (1 if role is Role.PREFILL else 0)
 
 
-async def test_both_stages_over_dynamo() -> None:
+async def test_both_stages_over_dynamo_give_the_whole_answer() -> None:
     LLM.forget_instances()
     engines = {role: recording_engine() for role in (Role.PREFILL, Role.DECODE)}
 

@@ -28,10 +28,10 @@ def test_a_taken_port_is_named_and_free_again_later() -> None:
 
 
 @pytest.mark.parametrize("port", ["", "-1", "0"])
-def test_no_port_or_any(port: str) -> None:
+def test_no_port_and_any_port_are_taken(port: str) -> None:
     wanting(port)
 
 
-def test_a_number_that_is_no_port() -> None:
+def test_a_number_that_is_no_port_is_refused() -> None:
     with pytest.raises(ConfigError, match="DYN_SYSTEM_PORT: '70000' is not allowed"):
         wanting("70000")

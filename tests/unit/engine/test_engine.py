@@ -147,7 +147,7 @@ def test_what_the_engine_refuses_is_the_callers_fault(keys: dict[str, Any], name
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), TypeError("x"), NotImplementedError("x")])
-def test_every_kind_of_refusal(error: Exception) -> None:
+def test_every_kind_of_refusal_is_the_callers_fault(error: Exception) -> None:
     engine = recording_engine()
 
     def refuse(**keywords: Any) -> None:

@@ -122,7 +122,7 @@ def test_every_shipped_file_opens_an_engine(model: str, role: Role) -> None:
     assert engine.llm.args.tensor_parallel_size == 1
 
 
-def test_the_keywords_of_a_prefill_worker() -> None:
+def test_a_prefill_worker_gives_tensorrt_llm_these_keywords() -> None:
     assert opened(Role.PREFILL).llm.calls[0].arguments == {
         "model": "meta-llama/Llama-3.1-8B-Instruct",
         "load_format": "auto",

@@ -175,7 +175,7 @@ async def test_closed_at_the_first_token(order: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("chunks_read", [2, 3, 5])
-async def test_closed_while_decode_runs(order: str, chunks_read: int) -> None:
+async def test_a_stream_closed_while_decode_runs_aborts_it(order: str, chunks_read: int) -> None:
     pair = bare_pair(order)
     chunks = pair.generate(request(max_tokens=50), FakeContext())
     for _ in range(chunks_read):

@@ -152,7 +152,7 @@ async def test_an_error_that_is_not_the_instances_fault_does_not_count(error: Di
     assert stage.num_healthy() == 1
 
 
-async def test_better_a_doubtful_instance_than_none() -> None:
+async def test_with_every_instance_skipped_one_of_them_is_called() -> None:
     inner = Stage(i1=failing(PeerUnavailableError("x")))
     stage = with_breaker(inner)
     await fail(stage, 2)

@@ -123,7 +123,7 @@ async def test_an_engine_that_cancels_by_itself_has_failed() -> None:
         await prefill(engine)
 
 
-async def test_a_client_that_left_during_prefill() -> None:
+async def test_a_client_that_left_during_prefill_aborts_it() -> None:
     engine = recording_engine()
     context = FakeContext()
     context.stop()
@@ -170,7 +170,7 @@ async def test_a_malformed_handoff_is_refused() -> None:
         await decode(asked)
 
 
-async def test_decode_without_logprobs_of_the_first_token() -> None:
+async def test_decode_without_logprobs_of_the_first_token_gives_the_others() -> None:
     """Older TensorRT-LLM does not carry them."""
     asked = await prefilled(output_options={"logprobs": 1})
     assert asked.prefill_result is not None

@@ -119,14 +119,14 @@ async def test_an_error_after_the_answer_lets_its_kv_go() -> None:
     assert len(prefill.drained) == 1
 
 
-async def test_a_client_that_left_before_the_answer() -> None:
+async def test_a_client_that_left_before_the_answer_cancels_the_prefill() -> None:
     context = FakeContext()
     context.stop()
     with pytest.raises(RequestCancelledError):
         await Prefill(PREFILLED)(context)
 
 
-async def test_a_client_that_left_with_the_answer_on_its_way() -> None:
+async def test_a_client_that_left_with_the_answer_on_its_way_cancels_the_prefill() -> None:
     """Prefill has let its KV go then, so a decode would fail, and no client waits for it."""
     context = FakeContext()
 

@@ -215,7 +215,7 @@ async def test_the_largest_ids_there_are() -> None:
 
 
 @pytest.mark.parametrize("key", ["prefill_worker_id", "decode_worker_id"])
-async def test_dynamos_ways_to_pin(key: str) -> None:
+async def test_each_key_by_which_dynamo_pins_is_followed(key: str) -> None:
     """Its frontend lets only the first of them through for a second stage, whatever role that has."""
     selected = stage(Directory(1, 2, 3), own_id=99)
     asked = request(routing={"decode_worker_id": 99, "prefill_worker_id": 99} | {key: 3})

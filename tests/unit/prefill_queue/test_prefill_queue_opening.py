@@ -39,7 +39,7 @@ def test_every_role_and_strategy_means_the_same_queue() -> None:
     }
 
 
-def test_the_queue_of_prefill_workers_elsewhere() -> None:
+def test_prefill_and_decode_of_another_namespace_have_one_queue() -> None:
     prefill = WorkerConfig(
         model="m",
         role=Role.PREFILL,

@@ -92,7 +92,7 @@ async def test_a_silent_worker_is_to_blame_and_a_beat_is_no_silence() -> None:
     pushed.close()
 
 
-async def test_the_instance_to_blame() -> None:
+async def test_an_error_names_the_instance_to_blame() -> None:
     waiting, failing = (Pushed(item(), 60.0, lambda claim: None, MAX_CLAIMS) for _ in range(2))
     waiting.fail(DisaggError("NATS is gone"))
     failing.hear(claim(2), lambda yes: None)

@@ -200,7 +200,7 @@ async def test_a_prefill_that_stops_or_is_aborted_holds_nothing() -> None:
 
 
 @BOTH
-async def test_a_request_that_raised(edges: HardEdges) -> None:
+async def test_the_result_of_a_request_that_raised_does_not_say_finished(edges: HardEdges) -> None:
     llm = make(edges)
     llm.scripts.append(Script(error=RequestError(CONTEXT_TRANSFER_ERROR)))
     result = llm.generate_async(PROMPT)
@@ -351,6 +351,6 @@ def test_ids_are_made_as_the_version_makes_them(version: str, arguments: tuple[i
                 utils.get_global_disagg_request_id(1024)
 
 
-def test_a_version_that_is_none() -> None:
+def test_a_version_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"version: 'newest' .* such as 1.3.0rc29"):
         global_id_function("newest")

@@ -144,7 +144,7 @@ async def test_two_workers_give_the_tokens_of_one() -> None:
     assert len(LLM.kv_store) == 0
 
 
-async def test_the_id_that_both_phases_share() -> None:
+async def test_both_phases_have_the_id_that_the_caller_gave() -> None:
     params = DisaggregatedParams(request_type="CONTEXT_ONLY", disagg_request_id=77)
     result = await make().generate_async(PROMPT, disaggregated_params=params).aresult()
     assert handoff_of(result).ctx_request_id == 77
@@ -191,7 +191,7 @@ async def test_choices_of_one_request_grow_by_turns() -> None:
         ({"end_id": 5}, [], "stop", None),
     ],
 )
-async def test_how_an_answer_ends(
+async def test_an_answer_ends_as_its_sampling_params_say(
     sampling: dict[str, Any], tokens: list[int], finish_reason: str, stop_reason: int | None
 ) -> None:
     llm = make()

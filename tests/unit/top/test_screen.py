@@ -228,7 +228,7 @@ def test_a_frame_fits_80_columns_and_has_colours_on_a_terminal_only(monkeypatch:
     assert "\x1b[32m" not in printed(terminal=True)
 
 
-def test_a_frame_as_json() -> None:
+def test_a_frame_as_json_has_its_numbers() -> None:
     said = json.loads(frame.to_json(FIRST))
     assert said["strategy"] == "decode_first"
     assert said["frontend"]["ttft_seconds"]["count"] == 2

@@ -163,7 +163,7 @@ def test_two_phase_decode_has_the_callers_fields_again() -> None:
     }
 
 
-def test_two_phase_of_an_engine_with_an_opaque_handle() -> None:
+def test_two_phase_carries_the_opaque_handle_of_an_engine() -> None:
     handoff = Handoff(TokenChunk([7]), PrefillResult({"opaque_state": "a3Y="}))
     handed_over = answer("two_phase", handoff)["kv_transfer_params"]
     assert handed_over == ASKING | {

@@ -73,12 +73,12 @@ def test_forged_params_are_refused_in_a_body_and_in_an_answer(change: dict[str, 
 
 
 @pytest.mark.parametrize("params", [5, "x", [], {}, {"do_remote_prefill": True}])
-def test_what_are_no_params_at_all(params: Any) -> None:
+def test_params_that_are_none_are_refused(params: Any) -> None:
     with pytest.raises(HandoffRefusedError, match="kv_transfer_params"):
         decode_request(raw_request(kv_transfer_params=params))
 
 
-def test_a_prefill_body_that_says_where_the_kv_is() -> None:
+def test_a_prefill_body_that_says_where_the_kv_is_is_refused() -> None:
     with pytest.raises(HandoffRefusedError, match="no prefill was done"):
         decode_request(raw_request(kv_transfer_params=ASKING | {"remote_port": 5}))
 
@@ -115,7 +115,7 @@ def test_an_unusable_room_is_refused(keys: dict[str, Any], named: str) -> None:
         {"bootstrap_host": "a", "bootstrap_port": 1, "bootstrap_room": 1},
     ],
 )
-def test_a_handoff_that_is_told_twice(keys: dict[str, Any]) -> None:
+def test_a_handoff_that_is_told_twice_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(HandoffRefusedError, match=r"kv_transfer_params.*expected at most one"):
         decode_request(raw_request(kv_transfer_params=HANDED_OVER, **keys))
 

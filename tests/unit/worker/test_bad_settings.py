@@ -60,7 +60,7 @@ def model(checkpoints: Checkpoints) -> str:
         ("--extra-engine-args /no/such.yaml", "--extra-engine-args", "/no/such.yaml", "a YAML file"),
     ],
 )
-def test_a_bad_flag_of_a_worker(
+def test_a_bad_flag_of_a_worker_is_named_with_its_value_and_what_is_allowed(
     args: str, key: str, value: str, allowed: str, model: str, refusal: Refusal
 ) -> None:
     said = refusal("worker", "--model", model, *args.split())
@@ -68,7 +68,7 @@ def test_a_bad_flag_of_a_worker(
     assert re.search(rf"{key}: .*{value}.*expected .*{re.escape(allowed)}", said), said
 
 
-def test_an_unknown_flag_of_a_worker(model: str, refusal: Refusal) -> None:
+def test_an_unknown_flag_of_a_worker_is_refused_with_the_closest_one(model: str, refusal: Refusal) -> None:
     said = refusal("worker", "--model", model, "--disagregation-mode", "prefill")
 
     assert "unknown flag --disagregation-mode; did you mean --disaggregation-mode?" in said
@@ -87,7 +87,7 @@ def test_an_unknown_flag_of_a_worker(model: str, refusal: Refusal) -> None:
         ("max_seq_len: [", ("not YAML",)),
     ],
 )
-def test_a_bad_engine_config(
+def test_a_bad_engine_config_is_refused_with_file_and_key(
     yaml: str, words: tuple[str, ...], tmp_path: Path, model: str, refusal: Refusal
 ) -> None:
     file = tmp_path / "engine.yaml"
@@ -166,7 +166,7 @@ def test_a_model_that_cannot_be_served_is_told_before_torch_is_imported(model: s
         ("--strategy agg --model any --engine-configs /none", ("--engine-configs", "/none", "agg.yaml")),
     ],
 )
-def test_a_bad_flag_of_up(args: str, words: tuple[str, ...], refusal: Refusal) -> None:
+def test_a_bad_flag_of_up_is_refused_by_name(args: str, words: tuple[str, ...], refusal: Refusal) -> None:
     said = refusal("up", *args.split())
 
     assert all(word in said for word in words), said

@@ -79,7 +79,7 @@ def test_nothing_said_is_the_default() -> None:
     assert (fingerprint.dtype, fingerprint.kv_dtype, fingerprint.transceiver) == ("auto", "auto", None)
 
 
-def test_a_pair_that_fits() -> None:
+def test_a_pair_that_fits_is_taken() -> None:
     require_pair(described("decode"), described("prefill"))
     require_pair(described("prefill"), described("decode"))
 

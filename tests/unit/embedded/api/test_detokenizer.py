@@ -64,18 +64,22 @@ def assert_grows_like_the_whole(tokenizer: Any, ids: list[int], steps: list[int]
     steps=st.lists(st.integers(1, 3), min_size=1, max_size=150),
     skip=st.booleans(),
 )
-def test_characters_of_several_tokens(tokenizer: Any, text: str, steps: list[int], skip: bool) -> None:
+def test_characters_of_several_tokens_come_whole(
+    tokenizer: Any, text: str, steps: list[int], skip: bool
+) -> None:
     assert_grows_like_the_whole(tokenizer, tokenizer.encode(text), steps, skip)
 
 
 @settings(max_examples=80)
 @given(ids=st.lists(st.integers(0, 257), max_size=120), skip=st.booleans())
-def test_bytes_that_are_no_text_and_special_tokens(tokenizer: Any, ids: list[int], skip: bool) -> None:
+def test_bytes_that_are_no_text_and_special_tokens_grow_like_the_whole_text(
+    tokenizer: Any, ids: list[int], skip: bool
+) -> None:
     assert_grows_like_the_whole(tokenizer, ids, [1] * len(ids), skip)
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_pieces_with_a_space_in_front(skip: bool) -> None:
+def test_pieces_with_a_space_in_front_grow_like_the_whole_text(skip: bool) -> None:
     tokenizer = sentencepiece_like()
     number = random.Random(0)
     for _ in range(20):
@@ -92,7 +96,7 @@ def test_pieces_with_a_space_in_front(skip: bool) -> None:
         assert text.whole(ids) == whole(ids)
 
 
-def test_a_list_that_was_cut_short(tokenizer: Any) -> None:
+def test_a_list_that_was_cut_short_gives_the_text_of_what_is_left(tokenizer: Any) -> None:
     ids = tokenizer.encode("日本語のテキスト")
     whole = decoder(tokenizer, skip_special_tokens=True)
     text = GrowingText(whole)

@@ -90,7 +90,7 @@ def test_a_prompt_that_is_none_is_refused_with_the_reason(
     ],
     ids=repr,
 )
-def test_sampling_params_out_of_range(llm: LLM, params: dict[str, Any], reason: str) -> None:
+def test_sampling_params_out_of_range_are_refused(llm: LLM, params: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         llm.generate_async([5], SamplingParams(**params))
 

@@ -26,7 +26,7 @@ from trtllm_disagg.errors import ConfigError
         ("lm_head.weight", math.inf),
     ],
 )
-def test_weights_that_are_no_numbers(
+def test_weights_that_are_no_numbers_are_refused(
     checkpoints: Checkpoints, tmp_path: Path, tensor: str, value: float
 ) -> None:
     model = Path(shutil.copytree(checkpoints(), tmp_path / "model"))

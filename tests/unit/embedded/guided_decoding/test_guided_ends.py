@@ -83,7 +83,9 @@ def test_bad_tokens_yield_only_where_the_grammar_leaves_nothing_else(core: Core)
     assert text_of(run(core, regex("abd", bad_token_ids=bad)).tokens) == "abd"
 
 
-def test_an_answer_that_is_complete_with_its_first_token(cores: tuple[Core, Core], core: Core) -> None:
+def test_an_answer_that_is_complete_with_its_first_token_is_the_same_split(
+    cores: tuple[Core, Core], core: Core
+) -> None:
     for max_tokens, reason in ((1, "length"), (5, "stop")):
         spec = regex("z", max_tokens=max_tokens)
         whole = run(core, spec)
@@ -109,7 +111,9 @@ def test_a_grammar_that_the_tokenizer_does_not_know(core: Core) -> None:
     assert len(core.run(running).tokens) == 20
 
 
-def test_a_grammar_that_needs_a_token_which_the_model_lacks(checkpoints: Checkpoints) -> None:
+def test_a_grammar_that_needs_a_token_which_the_model_lacks_is_the_callers_fault(
+    checkpoints: Checkpoints,
+) -> None:
     tokenizer = read_guide_tokenizer(checkpoints())
     guides = Guides(tokenizer, vocab_size=tokens_of("c")[0], end_ids=[EOS, 300])
     guide = guides.start(regex("abb?c?"))
@@ -142,7 +146,7 @@ def test_a_failing_choice_ends_its_request_once(core: Core) -> None:
     assert (output.request_id, output.error_category) == (request, "InvalidRequest")
 
 
-def test_an_abort_in_the_middle(core: Core) -> None:
+def test_an_abort_in_the_middle_of_a_guided_answer_ends_it(core: Core) -> None:
     request = core.add(PROMPT, sampling=regex("[ab]{90}"))
     core.step()
     core.engine.abort(request)
@@ -196,7 +200,7 @@ def test_the_tokenizer_is_the_one_that_transformers_reads(
     assert json.loads(ours.text)["model"] == json.loads(theirs.backend_tokenizer.to_str())["model"]
 
 
-def test_a_tokenizer_that_is_not_one(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
         read_guide_tokenizer(tmp_path)

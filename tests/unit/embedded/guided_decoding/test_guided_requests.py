@@ -151,7 +151,9 @@ def sampling_of(guided: dict[str, Any]) -> Any:
         ({"json": None, "regex": None}, None),
     ],
 )
-def test_what_the_frontend_forwards(guided: dict[str, Any], expected: GuidedDecodingParams | None) -> None:
+def test_guided_options_of_the_frontend_reach_the_engine(
+    guided: dict[str, Any], expected: GuidedDecodingParams | None
+) -> None:
     assert sampling_of(guided).guided_decoding == expected
 
 

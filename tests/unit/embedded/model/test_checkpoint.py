@@ -43,7 +43,7 @@ def refused(model: Path, words: str, dtype: str = "auto") -> None:
         ("rope_parameters", {"rope_type": "sideways"}, r"rope_type: 'sideways' is not allowed"),
     ],
 )
-def test_a_configuration_of_nonsense(model: Path, key: str, value: Any, words: str) -> None:
+def test_a_configuration_of_nonsense_is_refused(model: Path, key: str, value: Any, words: str) -> None:
     edit(model / "config.json", **{key: value})
     with pytest.raises(ConfigError, match=words):
         read_shape(model, "auto")
@@ -52,12 +52,12 @@ def test_a_configuration_of_nonsense(model: Path, key: str, value: Any, words: s
 @pytest.mark.parametrize(
     "raw", [b"", b"\x10\0\0\0", b"\xff" * 200, b"\2\0\0\0\0\0\0\0[]", b"\x02" + b"\0" * 7 + b"xx"]
 )
-def test_a_file_that_is_no_safetensors(model: Path, raw: bytes) -> None:
+def test_a_file_that_is_no_safetensors_is_refused(model: Path, raw: bytes) -> None:
     (model / "model.safetensors").write_bytes(raw)
     refused(model, r"model\.safetensors is (truncated or )?no safetensors file")
 
 
-def test_bytes_too_many_or_too_few(model: Path) -> None:
+def test_bytes_too_many_or_too_few_are_refused(model: Path) -> None:
     weights = model / "model.safetensors"
     whole = weights.read_bytes()
     for raw in (whole[:-1], whole + b"\0"):
@@ -65,7 +65,7 @@ def test_bytes_too_many_or_too_few(model: Path) -> None:
         refused(model, r"is no safetensors file, or not all of one: .*; copy it again")
 
 
-def test_shards_that_are_missing(model: Path) -> None:
+def test_shards_that_are_missing_are_named(model: Path) -> None:
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}))
     refused(model, r"lacks 1 of the 2 files that .*index\.json names: model-00002\.safetensors; copy them")
@@ -84,7 +84,7 @@ def test_weights_of_several_dtypes_need_a_stated_one(model: Path) -> None:
         assert {weight.dtype for weight in loaded.parameters()} == {torch.float32}
 
 
-def test_a_tokenizer_of_another_model(model: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(model: Path) -> None:
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 258, "content": "<new>"})
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -127,7 +127,9 @@ def test_logits_in_a_batch_have_the_bits_of_solo_requests(
     assert_same_bits(recorder.take(), solo)
 
 
-def test_batched_in_another_order_after_others(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
+def test_prompts_batched_in_another_order_after_others_give_the_same_bits(
+    make_core: MakeCore, recorder: Recorder, solo: Logits
+) -> None:
     core = make_core(max_batch_size=4)
     ids = []
     for prompt in reversed(PROMPTS):
@@ -188,7 +190,9 @@ def test_logits_on_a_partly_reused_block_have_the_bits_of_solo_requests(
 
 
 @thorough
-def test_found_in_a_longer_prompt(make_core: MakeCore, recorder: Recorder, solo: Logits) -> None:
+def test_a_prefix_found_in_a_longer_prompt_gives_the_same_bits(
+    make_core: MakeCore, recorder: Recorder, solo: Logits
+) -> None:
     """Its KV was computed in a tile that went on."""
     core = make_core(kv_cache_config={"max_tokens": 1024, "tokens_per_block": 16})
     for prompt in (PROMPTS[1], PROMPTS[6]):

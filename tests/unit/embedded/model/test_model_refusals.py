@@ -103,7 +103,7 @@ def test_a_value_that_no_model_has(make_model: MakeModel, key: str, value: objec
 
 @pytest.mark.parametrize("kind", ["sideways", "longrope"])
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-def test_rotations_that_are_not_served(make_model: MakeModel, key: str, kind: str) -> None:
+def test_rotations_that_are_not_served_are_refused(make_model: MakeModel, key: str, kind: str) -> None:
     model = make_model()
     edit(model / "config.json", **{key: {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}})
     assert f"{key}.rope_type: '{kind}' is not allowed; expected one of default, linear" in refusal(model)
@@ -128,7 +128,7 @@ def test_an_end_token_that_is_none(make_model: MakeModel, found: object) -> None
     assert "generation_config.json eos_token_id: " in refusal(model)
 
 
-def test_a_quantised_checkpoint_of_tensorrt_llm(make_model: MakeModel) -> None:
+def test_a_quantised_checkpoint_of_tensorrt_llm_is_refused(make_model: MakeModel) -> None:
     model = make_model()
     (model / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     assert "hf_quant_config.json says that the checkpoint is quantised" in refusal(model)
@@ -136,7 +136,7 @@ def test_a_quantised_checkpoint_of_tensorrt_llm(make_model: MakeModel) -> None:
 
 @pytest.mark.parametrize("text", ["[]", "[" * 50_000, "{"], ids=["list", "deep", "half"])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
-def test_a_file_that_is_no_object(make_model: MakeModel, name: str, text: str) -> None:
+def test_a_file_that_is_no_object_is_refused_by_its_name(make_model: MakeModel, name: str, text: str) -> None:
     model = make_model()
     (model / name).write_text(text)
     assert name in refusal(model)
@@ -145,7 +145,7 @@ def test_a_file_that_is_no_object(make_model: MakeModel, name: str, text: str) -
 @pytest.mark.parametrize(
     "text", ['{"model": {"vocab": {"a": "b"}}}', '{"model": [1]}', '{"added_tokens": [{}]}']
 )
-def test_a_tokenizer_without_a_vocabulary(make_model: MakeModel, text: str) -> None:
+def test_a_tokenizer_without_a_vocabulary_is_refused(make_model: MakeModel, text: str) -> None:
     model = make_model()
     (model / "tokenizer.json").write_text(text)
     assert "tokenizer.json is no tokenizer" in refusal(model)
@@ -155,7 +155,9 @@ def test_a_tokenizer_without_a_vocabulary(make_model: MakeModel, text: str) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_weight_too_few_or_too_many_or_of_another_shape(make_model: MakeModel, family: str) -> None:
+def test_a_weight_too_few_or_too_many_or_of_another_shape_is_refused(
+    make_model: MakeModel, family: str
+) -> None:
     model = make_model(family)
     weights = load_file(model / "model.safetensors")
     last = max(name for name in weights if name.startswith("model.layers.3") and name != NORM)
@@ -172,7 +174,7 @@ def test_a_weight_too_few_or_too_many_or_of_another_shape(make_model: MakeModel,
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn])
-def test_weights_that_are_no_plain_floats(make_model: MakeModel, dtype: torch.dtype) -> None:
+def test_weights_that_are_no_plain_floats_are_refused(make_model: MakeModel, dtype: torch.dtype) -> None:
     """They were cast, and served."""
     model = make_model()
     weights = load_file(model / "model.safetensors")
@@ -209,7 +211,7 @@ def test_experts_in_one_piece_are_left_to_transformers(make_model: MakeModel) ->
     ],
     ids=str,
 )
-def test_a_header_that_lies(make_model: MakeModel, changes: dict[str, Any]) -> None:
+def test_a_header_that_lies_is_refused(make_model: MakeModel, changes: dict[str, Any]) -> None:
     file = make_model() / "model.safetensors"
     raw = file.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
@@ -223,7 +225,7 @@ def test_a_header_that_lies(make_model: MakeModel, changes: dict[str, Any]) -> N
 # -- files
 
 
-def test_an_index_that_names_other_places(make_model: MakeModel) -> None:
+def test_an_index_that_names_other_places_is_refused(make_model: MakeModel) -> None:
     model = make_model()
     index = model / "model.safetensors.index.json"
     names = load_file(model / "model.safetensors").keys()
@@ -242,7 +244,7 @@ def test_weights_under_another_name(make_model: MakeModel) -> None:
     assert "has neither model.safetensors nor model.safetensors.index.json" in refusal(model)
 
 
-def test_a_directory_in_place_of_weights(make_model: MakeModel) -> None:
+def test_a_directory_in_place_of_weights_is_refused(make_model: MakeModel) -> None:
     model = make_model()
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").mkdir()

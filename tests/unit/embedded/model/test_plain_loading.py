@@ -75,7 +75,7 @@ def test_what_is_not_plain_is_left_to_transformers(
     assert read_plain_config({key: value for key, value in raw.items() if value is not ...}) is None
 
 
-def test_the_configuration_of_an_older_transformers(checkpoints: Checkpoints) -> None:
+def test_the_configuration_of_an_older_transformers_reads_the_same(checkpoints: Checkpoints) -> None:
     raw = raw_config(checkpoints())
     older = {key: value for key, value in raw.items() if key not in ("rope_parameters", "head_dim", "dtype")}
     older |= {"rope_theta": 10000.0, "rope_scaling": None, "torch_dtype": "float32"}
@@ -101,7 +101,9 @@ def test_the_weights_are_those_that_transformers_loads(
         assert torch.equal(ours[name], weight), name
 
 
-def test_weights_in_several_files(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_weights_in_several_files_are_read_as_transformers_does(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
     model = transformers_model(checkpoints(), torch.float32)
     model.save_pretrained(tmp_path, max_shard_size="200KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2

@@ -46,7 +46,7 @@ def test_capped_attention_of_many_queries_is_that_of_the_formula(masked: bool) -
 
 
 @pytest.mark.parametrize("cap", [CAP, 0.0])
-def test_one_query_in_the_decode_kernel(cap: float) -> None:
+def test_the_decode_kernel_caps_the_logits_of_one_query(cap: float) -> None:
     query, key, value = inputs(1)
     out = torch.empty(1, HEADS, DIM)
     kv = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)))

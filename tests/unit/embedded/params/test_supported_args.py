@@ -134,7 +134,7 @@ def test_numbers_that_would_break_what_they_are_for(values: dict[str, Any], key:
 
 
 @pytest.mark.parametrize("cpu", [-1, 9999])
-def test_processors_that_are_not_there(cpu: int) -> None:
+def test_processors_that_are_not_there_are_refused(cpu: int) -> None:
     with pytest.raises(
         ConfigError, match=rf"embedded\.cpu_affinity: \[{cpu}\] is not allowed; expected processors"
     ):
