@@ -150,8 +150,23 @@ def _show_what_the_locale_can() -> None:
             stream.reconfigure(errors="plain_characters")
 
 
+def _open_what_is_closed() -> None:
+    """A standard stream that the caller has closed (`>&-`) leads nowhere, also in children. Python has None for it, and
+    the next file or socket would get its number.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != descriptor:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The exit status is one of `ExitCode`. What went wrong is one sentence, without a traceback."""
+    _open_what_is_closed()
     _show_what_the_locale_can()
     try:
         try:

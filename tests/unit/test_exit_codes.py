@@ -64,6 +64,24 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(argv: tuple[str, ...
     assert (ended.stderr, ended.returncode) == ("", ExitCode.READER_LEFT)
 
 
+@pytest.mark.parametrize(
+    ("closed", "argv", "told", "status"),
+    [
+        (">&-", "doctor none.yaml none.yaml", "error: prefill: 'none.yaml'", ExitCode.WRONG_SETTING),
+        ("2>&-", "doctor none.yaml none.yaml", "", ExitCode.WRONG_SETTING),
+        ("<&- >&- 2>&-", "completion bash", "", ExitCode.DONE),
+    ],
+)
+def test_a_closed_stream_changes_no_exit_code(closed: str, argv: str, told: str, status: ExitCode) -> None:
+    script = f'exec "$0" -m trtllm_disagg {argv} {closed}'
+    ended = subprocess.run(
+        ["sh", "-c", script, sys.executable], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (ended.stdout, ended.returncode) == ("", status)
+    assert ended.stderr.startswith(told)
+    assert "Traceback" not in ended.stderr
+
+
 def test_a_pipe_that_breaks_elsewhere_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
