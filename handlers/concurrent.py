@@ -57,6 +57,7 @@ class LocalPush:
         self._rank = engine.ctx_dp_rank
 
     async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+        self._engine.require_room(request)
         return self._protocol.adapt(self._engine.rendezvous(self._endpoint, self._rank)), self
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
@@ -86,6 +87,8 @@ class RemotePush:
         self._engine = engine
 
     async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+        # Else both stages would be asked first.
+        self._engine.require_room(request)
         instance = await selected(self._client, request)
         described = await instance.describe()
         endpoint = _reachable(described.get("ctx_info_endpoint"), "the prefill worker's engine")

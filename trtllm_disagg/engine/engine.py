@@ -173,6 +173,14 @@ class Engine:
         )
         return self._start(request, params, streaming=True, max_tokens=max_tokens)
 
+    def require_room(self, request: GenerateRequest) -> None:
+        """Raises InvalidRequestError. Of a prompt that is too long, TensorRT-LLM's error looks like its own fault."""
+        count, longest = len(request.token_ids), self.max_seq_len
+        if longest is not None and count >= longest:
+            raise InvalidRequestError(
+                f"the prompt has {count} tokens; max_seq_len {longest} leaves room for at most {longest - 1}"
+            )
+
     # -- is it alive
 
     @property
@@ -309,7 +317,7 @@ class Engine:
         """
         if self.death is not None:
             raise WorkerLeavingError(f"the engine is dead: {self.death}")
-        self._require_room(request)
+        self.require_room(request)
         keywords: dict[str, Any] = {
             "inputs": request.token_ids,
             "sampling_params": self._sampling_params(request, max_tokens),
@@ -335,14 +343,6 @@ class Engine:
         except RuntimeError as error:
             is_over = self.fatal_error is not None or "shutting down" in str(error)
             raise (WorkerLeavingError if is_over else EngineError)(str(error)) from error
-
-    def _require_room(self, request: GenerateRequest) -> None:
-        """TensorRT-LLM refuses a prompt that is too long by an error that looks like one of its own."""
-        count, longest = len(request.token_ids), self.max_seq_len
-        if longest is not None and count >= longest:
-            raise InvalidRequestError(
-                f"the prompt has {count} tokens; max_seq_len {longest} leaves room for at most {longest - 1}"
-            )
 
     def _require_fits_a_step(self, request: GenerateRequest) -> None:
         count = len(request.token_ids)

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.support.engine_pair import PROMPT, both_idle, open_engines, two_stages
 from tests.support.handling import ORDERS, collect, request, tokens_of
-from tests.support.recording_pair import recording_engine
+from tests.support.recording_pair import MAX_SEQ_LEN, recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
@@ -189,6 +189,12 @@ async def test_a_prefill_worker_that_cannot_be_met_is_named(engines: dict[Role, 
     push = RemotePush(RecordingStageClient(), engines[Role.DECODE])
     with pytest.raises(ConfigError, match="ctx_info_endpoint"):
         await push.open_rendezvous(request())
+
+
+async def test_a_prompt_that_is_too_long_is_refused_before_a_stage_is_asked() -> None:
+    cannot_be_met = RemotePush(RecordingStageClient(), recording_engine())
+    with pytest.raises(InvalidRequestError, match="leaves room"):
+        await collect(concurrent(cannot_be_met, two_tokens), request(token_ids=[1] * MAX_SEQ_LEN))
 
 
 @pytest.mark.parametrize(("role", "strategy"), [(Role.AGG, "decode_first"), (Role.DECODE, "router")])
