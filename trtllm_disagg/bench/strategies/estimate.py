@@ -19,7 +19,7 @@ from trtllm_disagg.modelled.step_times import Chunk
 #: After which the number of requests at once and the time of one fit together.
 _ROUNDS = 8
 #: Of `loaded_seconds`: answers took up to 1.3 times as long, waiting for prefills of others among it.
-_MOST_DELAY = 1.2
+_MOST_DELAY = 1.3
 
 
 @dataclass(frozen=True, slots=True)

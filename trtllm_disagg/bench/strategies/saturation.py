@@ -7,9 +7,10 @@ from statistics import median
 
 #: Of the requests that come in the second half, so many end in it.
 _ENDED_SHARE = 0.9
-#: The last quarter takes so many times what the second one takes; and where the second half is shorter than an answer,
-#: so that few of those that are done end in it.
+#: The last quarter takes so many times what the second one takes; and where the second half is a good deal shorter than
+#: an answer, so that few of those that are done end in it.
 _GROWTH, _GROWTH_SEEN_SHORTLY = 1.2, 1.5
+_SHORTLY = 0.8
 _FEWEST = 8
 
 
@@ -24,6 +25,6 @@ def done_share(arrivals: Sequence[float], latencies: Sequence[float]) -> float:
     ended = sum(middle < begin + latency <= last for begin, latency in zip(arrivals, latencies, strict=True))
     before = median(latencies[count // 4 : count // 2])
     growth = median(latencies[-(count // 4) :]) / max(before, 1e-9)
-    needed = _GROWTH if last - middle >= before else _GROWTH_SEEN_SHORTLY
+    needed = _GROWTH if last - middle >= _SHORTLY * before else _GROWTH_SEEN_SHORTLY
     share = ended / (count - count // 2)
     return share if share < _ENDED_SHARE and growth > needed else 1.0
