@@ -28,33 +28,28 @@ KV_OCCUPANCY = "kv_occupancy"
 _REFRESH_SECONDS, _BELIEVED_SECONDS = 0.25, 2.0
 _ANSWER_SECONDS = 1.0
 
-#: An engine tells of each step. One that has told nothing for so long takes none, and most of what it held at its last
-#: step is free, or will be in its next one: only then TensorRT-LLM lets go of what decode has fetched.
-SILENT_SECONDS = 10.0
-
 
 class OwnOccupancy:
     """Of this worker, from its engine's statistics; the mean over ranks of attention DP. An engine has no statistics
-    before its first step, and is empty then, as it is when it has told nothing for long.
+    before its first step, and is empty then.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._told_at = clock()
+    def __init__(self) -> None:
         self._ranks: dict[Any, float] = {}
 
     def update(self, stat: Mapping[str, Any]) -> None:
         """One record of `get_stats_async`."""
-        self._told_at = self._clock()
         blocks = stat.get("kvCacheStats") or {}
         used, most = blocks.get("usedNumBlocks"), blocks.get("maxNumBlocks")
         if used is not None and most:
             self._ranks[stat.get("attentionDpRank")] = used / most
 
+    def clear(self) -> None:
+        """The engine rests."""
+        self._ranks.clear()
+
     @property
     def share(self) -> float:
-        if self._clock() - self._told_at >= SILENT_SECONDS:
-            return 0.0
         ranks = list(self._ranks.values())  # the thread that reads statistics writes it
         return sum(ranks) / len(ranks) if ranks else 0.0
 

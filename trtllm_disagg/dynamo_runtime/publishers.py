@@ -24,7 +24,6 @@ from trtllm_disagg.dynamo_runtime.request_metrics import (
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.handlers.decide import CachedPrefixes
-from trtllm_disagg.handlers.occupancy import SILENT_SECONDS
 from trtllm_disagg.handlers.services import LiveState
 
 log = logging.getLogger(__name__)
@@ -105,13 +104,19 @@ class StatsSink(Protocol):
     def update(self, stat: Mapping[str, Any]) -> None: ...
 
 
+#: An engine tells of each step. One that has no request and has told nothing for so long takes none, and most of what
+#: it held at its last step is free, or will be in its next one: only then TensorRT-LLM lets go of what decode has
+#: fetched.
+SILENT_SECONDS = 10.0
+
+
 class StatsForwarder(PollingPublisher):
     """The engine's statistics to the router's load and to this worker's /metrics; the only reader of that stream:
     TensorRT-LLM has one queue for all that ask.
 
     Needs enable_iter_perf_stats. Of what came together, the router gets the newest and the metrics all. When the engine
-    has told nothing for SILENT_SECONDS, the router hears of no load: it may send a worker that looks full no request,
-    and TensorRT-LLM says that it is not full in its next step only.
+    rests, the router hears of no load: it may send a worker that looks full no request, and TensorRT-LLM says that it
+    is not full in its next step only. An engine that hangs has requests, and keeps its load.
     """
 
     def __init__(
@@ -120,12 +125,14 @@ class StatsForwarder(PollingPublisher):
         load: LoadSink,
         *sinks: StatsSink,
         num_ranks: int = 1,
+        has_requests: Callable[[], bool] = lambda: False,
+        on_rest: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("engine-stats")
-        self._clock = clock
-        #: None once the router knows that there is nothing.
-        self._told_at: float | None = None
+        self._has_requests, self._on_rest, self._clock = has_requests, on_rest, clock
+        #: A statistic, or a request that was there; None once the router knows that there is nothing.
+        self._busy_at: float | None = None
         self._llm = llm
         self._load = load
         self._sinks = sinks
@@ -139,10 +146,11 @@ class StatsForwarder(PollingPublisher):
     async def poll(self) -> bool:
         has_found = await super().poll()
         now = self._clock()
-        if has_found:
-            self._told_at = now
-        elif self._told_at is not None and now - self._told_at >= SILENT_SECONDS:
-            self._told_at = None
+        if has_found or self._has_requests():
+            self._busy_at = now
+        elif self._busy_at is not None and now - self._busy_at >= SILENT_SECONDS:
+            self._busy_at = None
+            self._on_rest()
             self._publish_none()
         return has_found
 
@@ -187,7 +195,15 @@ async def create_publishers(
     forward_pass = ForwardPassMetrics(steps)
     load = WorkerMetricsPublisher()
     await load.create_endpoint(runtime.front)
-    stats = StatsForwarder(engine.llm, load, *sinks, forward_pass, num_ranks=engine.num_ranks)
+    stats = StatsForwarder(
+        engine.llm,
+        load,
+        *sinks,
+        forward_pass,
+        num_ranks=engine.num_ranks,
+        has_requests=engine.has_requests,
+        on_rest=live.occupancy.clear,
+    )
     return [events, stats, forward_pass]
 
 

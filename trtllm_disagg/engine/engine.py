@@ -241,6 +241,10 @@ class Engine:
             if waiting.done() and not waiting.cancelled():
                 self.num_ended += 1
 
+    def has_requests(self) -> bool:
+        """That are waited for. Any thread may ask."""
+        return bool(self._waiting)
+
     def tokens_so_far(self) -> dict[asyncio.Future[Any], int]:
         """Of each request that is waited for."""
         return {

@@ -10,8 +10,7 @@ from tests.support.clock import Clock
 from tests.support.handling import until
 from tests.support.sinks import RecordingLoadSink, RecordingStatsSink
 from trtllm_disagg.dynamo_runtime.polling import NullPublisher
-from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
-from trtllm_disagg.handlers.occupancy import SILENT_SECONDS
+from trtllm_disagg.dynamo_runtime.publishers import SILENT_SECONDS, StatsForwarder
 from trtllm_disagg.testing.recording import LLM
 
 
@@ -67,7 +66,7 @@ async def test_the_router_hears_of_an_idle_worker_at_once() -> None:
     assert published.load.loads == [(None, 0), (None, 9)]
 
 
-async def test_an_engine_that_takes_no_steps_for_long_has_no_load() -> None:
+async def test_an_engine_without_requests_that_takes_no_steps_for_long_has_no_load() -> None:
     """TensorRT-LLM tells in its next step what was freed since the last one, and a router may send it none before."""
     clock = Clock()
     load = RecordingLoadSink()
@@ -87,6 +86,28 @@ async def test_an_engine_that_takes_no_steps_for_long_has_no_load() -> None:
     clock.now += SILENT_SECONDS
     await publisher.poll()
     assert load.loads[4:] == [(1, 70), (0, 0), (1, 0)]
+
+
+async def test_an_engine_that_hangs_with_requests_keeps_its_load_until_they_have_gone() -> None:
+    clock, load, rests = Clock(), RecordingLoadSink(), list[float]()
+    requests = {"one"}
+    llm = LLM("m", enable_iter_perf_stats=True)
+    llm.stats = [stat(90, 0)]
+    publisher = StatsForwarder(
+        llm,
+        load,
+        has_requests=lambda: bool(requests),
+        on_rest=lambda: rests.append(clock.now),
+        clock=clock,
+    )
+    for _ in range(3):
+        await publisher.poll()
+        clock.now += SILENT_SECONDS
+    assert (load.loads, rests) == ([(0, 90)], [])
+    requests.clear()
+    await publisher.poll()
+    assert load.loads == [(0, 90), (None, 0)]
+    assert rests == [clock.now]
 
 
 async def test_a_failure_is_logged_and_does_not_reach_stop(caplog: pytest.LogCaptureFixture) -> None:

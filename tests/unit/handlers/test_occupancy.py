@@ -19,7 +19,6 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, OverloadedError, PeerUnavailableError
 from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, FactSources, conditional, create_decider
 from trtllm_disagg.handlers.occupancy import (
-    SILENT_SECONDS,
     Occupancies,
     OwnOccupancy,
     RunningAlone,
@@ -306,16 +305,11 @@ def test_own_occupancy_is_the_mean_over_ranks_and_zero_before_the_first_step() -
     assert own.share == pytest.approx(0.9)
 
 
-def test_an_engine_that_has_told_of_no_step_for_long_is_empty() -> None:
-    clock = Clock()
-    own = OwnOccupancy(clock)
+def test_own_occupancy_of_an_engine_that_rests_is_zero() -> None:
+    own = OwnOccupancy()
     own.update({"kvCacheStats": {"usedNumBlocks": 95, "maxNumBlocks": 100}})
-    clock.now += SILENT_SECONDS - 0.1
-    assert own.share == pytest.approx(0.95)
-    clock.now += 0.1
+    own.clear()
     assert own.share == 0.0
-    own.update({"kvCacheStats": {"usedNumBlocks": 20, "maxNumBlocks": 100}})
-    assert own.share == pytest.approx(0.2)
 
 
 # -- the fallback's budget
