@@ -96,7 +96,7 @@ def _matrix(runs: Sequence[KeptRun], place: int) -> Iterator[str]:
     """Of one measure: a row a subject, a column a workload."""
     workloads = list(dict.fromkeys(sweep.workload for run in runs for sweep in run.sweeps))
     judged = [sweep.verdicts[place] for run in runs for sweep in run.sweeps]
-    decided = [verdict for verdict in judged if verdict.winner]
+    decided = [verdict for verdict in judged if verdict.winner or (verdict.is_tie and verdict.candidates)]
     separate = sum(verdict.is_disaggregated for verdict in decided)
     yield f"Decided in {len(decided)} of {len(judged)}: separate workers are best in {separate} of these.\n"
     yield f"| served | {' | '.join(workloads)} |"

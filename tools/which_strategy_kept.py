@@ -29,7 +29,7 @@ class KeptVerdict:
     why_not: str
     #: Arms that may be the best one; empty where that is any of them.
     candidates: tuple[str, ...]
-    #: Whether the winner has prefill and decode in separate workers.
+    #: Whether the winner, or all candidates that do alike, have prefill and decode in separate workers.
     is_disaggregated: bool
     #: Whether the candidates, or all arms, do alike.
     is_tie: bool = False
@@ -116,12 +116,13 @@ def _sweep(each: WorkloadReport, slo: Slo, name: str, folder: Path) -> KeptSweep
 def _verdict(verdict: Verdict, each: WorkloadReport) -> KeptVerdict:
     strategy = {arm.name: arm.strategy for arm in each.sweep.arms}
     candidates = (verdict.best, *(lead.other for lead in verdict.doubtful)) if verdict.beaten else ()
+    best = (verdict.winner,) if verdict.winner else candidates if verdict.is_tie else ()
     return KeptVerdict(
         verdict.measure.label,
         verdict.winner,
         verdict.why_not,
         candidates,
-        verdict.winner is not None and STRATEGIES[strategy[verdict.winner]].is_disaggregated,
+        bool(best) and all(STRATEGIES[strategy[arm]].is_disaggregated for arm in best),
         verdict.is_tie,
     )
 
