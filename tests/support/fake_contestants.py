@@ -9,7 +9,7 @@ from typing import Any
 
 class Fake:
     def __init__(self, start: Any) -> None:
-        print("noise")
+        print("noise", flush=True)
 
     def prefill(self, prompt: list[int]) -> float:
         return 0.5
