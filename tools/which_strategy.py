@@ -98,7 +98,8 @@ def _matrix(runs: Sequence[KeptRun], place: int) -> Iterator[str]:
     judged = [sweep.verdicts[place] for run in runs for sweep in run.sweeps]
     decided = [verdict for verdict in judged if verdict.winner or (verdict.is_tie and verdict.candidates)]
     separate = sum(verdict.is_disaggregated for verdict in decided)
-    yield f"Decided in {len(decided)} of {len(judged)}: separate workers are best in {separate} of these.\n"
+    ties = ", ties of the best ones among them" if any(verdict.is_tie for verdict in decided) else ""
+    yield f"Decided in {len(decided)} of {len(judged)}{ties}: separate workers are best in {separate} of these.\n"
     yield f"| served | {' | '.join(workloads)} |"
     yield f"|---|{'---|' * len(workloads)}"
     for subject in _subjects(runs):

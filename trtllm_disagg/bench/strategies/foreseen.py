@@ -17,11 +17,10 @@ from trtllm_disagg.bench.strategies.estimate import Worker
 from trtllm_disagg.bench.strategies.records import Arm
 from trtllm_disagg.bench.strategies.saturation import done_share
 from trtllm_disagg.bench.strategies.slo import Quantity, Slo
+from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME
 from trtllm_disagg.bench.strategies.workloads import Ask, Shape
 from trtllm_disagg.modelled.step_times import Chunk
 
-#: Of the requests of a point, in time.
-ENOUGH_IN_TIME = 0.9
 #: Of the first guess: how far the search goes, where an arm keeps the objective at no rate, or, with few requests, at
 #: any.
 _LOWEST, _HIGHEST = 1 / 16, 16

@@ -213,30 +213,45 @@ def make_plan(
     """Of modelled engines. Raises ConfigError, also for what no table covers."""
     arms = arms_for(args, engines.gpus_per_worker)
     nominal = engines.workers()
-    groups = {gpus: [arm for arm in arms if arm.gpus == gpus] for gpus in dict.fromkeys(a.gpus for a in arms)}
-    points: list[Point] = []
+    equals = {gpus: [arm for arm in arms if arm.gpus == gpus] for gpus in dict.fromkeys(a.gpus for a in arms)}
     # Rates of its own for each: with faster steps those of the tables would exhaust no arm, and prove nothing.
-    for sensitivity in sensitivities(args.band):
-        workers = {role: replace(worker, factors=sensitivity) for role, worker in nominal.items()}
-        plans = {
-            (gpus, name): _PointPlan.of(args, equals, traffic, nominal, workers, software.get(name, ASSUMED))
-            for gpus, equals in groups.items()
-            for name, traffic in chosen.items()
-        }
-        count = args.repetitions if sensitivity == NOMINAL else 1
-        points += [
-            plan.point(Point(arm.name, name, rate, repetition, sensitivity))
-            for arm in arms
-            for name in chosen
-            for plan in (plans[arm.gpus, name],)
-            for repetition in range(count)
-            for rate in plan.rates[arm.name]
-        ]
+    workers = {
+        side: {role: replace(worker, factors=side) for role, worker in nominal.items()}
+        for side in sensitivities(args.band)
+    }
+    plans = {
+        (side, gpus, name): _PointPlan.of(_Foresight(args, of_gpus, traffic, of_side))
+        for side, of_side in workers.items()
+        for gpus, of_gpus in equals.items()
+        for name, traffic in chosen.items()
+    }
+
+    def scale(side: Sensitivity, gpus: int, name: str) -> float:
+        if args.time_scale:
+            return float(args.time_scale)
+        # A quick run has one speed: its rates are such that requests wait for prefill, which makes TTFT long.
+        sides, speeds, slo = (
+            (workers, nominal, slo_of(args)) if args.quick else ((side,), workers[side], None)
+        )
+        most = max(capacity(arm, chosen[name].shape, speeds) for arm in equals[gpus])
+        requests = max(plans[each, gpus, name].most_requests for each in sides)
+        return scale_for(chosen[name], speeds, most, requests, software.get(name, ASSUMED), quick_slo=slo)
+
+    points = tuple(
+        plan.point(Point(arm.name, name, rate, repetition, side, time_scale))
+        for side in workers
+        for arm in arms
+        for name in chosen
+        for plan in (plans[side, arm.gpus, name],)
+        for time_scale in (scale(side, arm.gpus, name),)
+        for repetition in range(args.repetitions if side == NOMINAL else 1)
+        for rate in plan.rates[arm.name]
+    )
     return Plan(
         subject=engines.subject(),
         arms=arms,
         workloads=tuple(traffic.record for traffic in chosen.values()),
-        points=tuple(points),
+        points=points,
         gpus_per_worker=engines.gpus_per_worker,
         command=command,
         software=dict(software),
@@ -244,96 +259,78 @@ def make_plan(
     )
 
 
+class _Foresight:
+    """What arms with as many GPUs should do under one workload and one sensitivity."""
+
+    def __init__(
+        self, args: argparse.Namespace, arms: Sequence[Arm], traffic: Traffic, workers: dict[str, Worker]
+    ) -> None:
+        self._args, self.arms, self._traffic, self._workers = args, arms, traffic, workers
+        self._slo = slo_of(args)
+        #: By layout and rate: arms that differ in nothing but their order or decider are simulated once.
+        self._known: dict[tuple[int, int, int, float], Foreseen] = {}
+
+    def requests(self, rate: float) -> int:
+        """The same for all arms, which are sent the same."""
+        fewest: int = self._args.fewest_requests
+        if not self._args.fills_gpus:
+            return fewest
+        in_sessions = math.ceil(_SESSIONS * self._traffic.session_s * rate)
+        to_fill = (requests_to_fill(arm, self._traffic.shape, self._workers, rate) for arm in self.arms)
+        return max(fewest, in_sessions, *to_fill)
+
+    def at(self, arm: Arm, rate: float) -> Foreseen:
+        layout = arm.agg_workers, arm.prefill_workers, arm.decode_workers, rate
+        if layout not in self._known:
+            asks = self._traffic.lengths(rate, self.requests(rate))
+            self._known[layout] = foresee(arm, self._traffic.shape, self._workers, asks, self._slo)
+        return self._known[layout]
+
+    def rates_by_arm(self) -> dict[str, tuple[float, ...]]:
+        """The same numbers for all, each up to the first one that is surely above what the arm is able to do."""
+        if given := given_rates(self._args):
+            return {arm.name: given for arm in self.arms}
+        knees = {arm.name: self._knee(arm) for arm in self.arms}
+        common = self._sweep(knees)
+        return {arm: rates.up_to_the_first_above(own, common) for arm, own in knees.items()}
+
+    def _knee(self, arm: Arm) -> float:
+        first_guess = capacity(arm, self._traffic.shape, self._workers)
+        return knee(first_guess, lambda rate: self.at(arm, rate).goodput_share)
+
+    def _sweep(self, knees: Mapping[str, float]) -> tuple[float, ...]:
+        if not self._args.quick:
+            return rates.sweep(knees)
+        is_nominal = next(iter(self._workers.values())).factors == NOMINAL
+        return rates.quick_sweep(knees) if is_nominal else rates.deciding(knees)
+
+
 @dataclass(frozen=True, slots=True)
 class _PointPlan:
-    """Of arms with as many GPUs, under one workload and one sensitivity."""
-
     #: By arm.
     rates: Mapping[str, tuple[float, ...]]
-    #: By rate: the same for all arms, which are sent the same.
+    #: By rate.
     requests: Mapping[float, int]
-    time_scale: float
     #: Seconds, by arm and rate.
     drains: Mapping[tuple[str, float], float]
 
-    def point(self, point: Point) -> Point:
-        requests, drain = self.requests[point.rate], self.drains[point.arm, point.rate]
-        return replace(point, time_scale=self.time_scale, requests=requests, drain_s=drain)
-
     @classmethod
-    def of(
-        cls,
-        args: argparse.Namespace,
-        arms: Sequence[Arm],
-        traffic: Traffic,
-        nominal: dict[str, Worker],
-        workers: dict[str, Worker],
-        software: Software,
-    ) -> _PointPlan:
-        """`workers`: `nominal` under the sensitivity."""
-        own_rates = _rates(args, arms, traffic, workers)
-        every = sorted({rate for of_arm in own_rates.values() for rate in of_arm})
-        requests = {rate: _requests(args, arms, traffic, workers, rate) for rate in every}
-        # A quick run has one speed: its rates are such that requests wait for prefill, which makes TTFT long.
-        speeds, slo = (nominal, slo_of(args)) if args.quick else (workers, None)
-        most = max(capacity(arm, traffic.shape, speeds) for arm in arms)
-        scale = args.time_scale or scale_for(
-            traffic, speeds, most, max(requests.values()), software, quick_slo=slo
-        )
+    def of(cls, foresight: _Foresight) -> _PointPlan:
+        own = foresight.rates_by_arm()
+        requests = {rate: foresight.requests(rate) for of_arm in own.values() for rate in of_arm}
         drains = {
-            (arm.name, rate): _foresee(args, arm, arms, traffic, workers, rate).drain_s
-            for arm in arms
-            for rate in own_rates[arm.name]
+            (arm.name, rate): foresight.at(arm, rate).drain_s
+            for arm in foresight.arms
+            for rate in own[arm.name]
         }
-        return cls(own_rates, requests, scale, drains)
+        return cls(own, requests, drains)
 
+    @property
+    def most_requests(self) -> int:
+        return max(self.requests.values())
 
-def _rates(
-    args: argparse.Namespace, arms: Sequence[Arm], traffic: Traffic, workers: dict[str, Worker]
-) -> dict[str, tuple[float, ...]]:
-    """Of each arm: the same numbers for all, each up to the first one that is surely above what it is able to do."""
-    if given := given_rates(args):
-        return {arm.name: given for arm in arms}
-    knees = {arm.name: _knee(args, arm, arms, traffic, workers) for arm in arms}
-    is_nominal = next(iter(workers.values())).factors == NOMINAL
-    choose_rates = rates.sweep if not args.quick else rates.quick_sweep if is_nominal else rates.deciding
-    common = choose_rates(knees)
-    return {arm: rates.up_to_the_first_above(own, common) for arm, own in knees.items()}
-
-
-def _knee(
-    args: argparse.Namespace, arm: Arm, arms: Sequence[Arm], traffic: Traffic, workers: dict[str, Worker]
-) -> float:
-    def share_at(rate: float) -> float:
-        return _foresee(args, arm, arms, traffic, workers, rate).goodput_share
-
-    return knee(capacity(arm, traffic.shape, workers), share_at)
-
-
-def _foresee(
-    args: argparse.Namespace,
-    arm: Arm,
-    arms: Sequence[Arm],
-    traffic: Traffic,
-    workers: dict[str, Worker],
-    rate: float,
-) -> Foreseen:
-    asks = traffic.lengths(rate, _requests(args, arms, traffic, workers, rate))
-    return foresee(arm, traffic.shape, workers, asks, slo_of(args))
-
-
-def _requests(
-    args: argparse.Namespace,
-    arms: Iterable[Arm],
-    traffic: Traffic,
-    workers: dict[str, Worker],
-    rate: float,
-) -> int:
-    fewest: int = args.fewest_requests
-    if not args.fills_gpus:
-        return fewest
-    in_sessions = math.ceil(_SESSIONS * traffic.session_s * rate)
-    return max(fewest, in_sessions, *(requests_to_fill(arm, traffic.shape, workers, rate) for arm in arms))
+    def point(self, point: Point) -> Point:
+        return replace(point, requests=self.requests[point.rate], drain_s=self.drains[point.arm, point.rate])
 
 
 def slo_of(args: argparse.Namespace) -> Slo:

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
-from trtllm_disagg.bench.strategies import add_arguments, settle, starting
+from trtllm_disagg.bench.strategies import add_arguments, planning, settle, starting
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
 from trtllm_disagg.bench.strategies.estimate import Worker, requests_to_fill
+from trtllm_disagg.bench.strategies.foreseen import Foreseen, foresee
 from trtllm_disagg.bench.strategies.measuring import Elsewhere, Schedule
 from trtllm_disagg.bench.strategies.planning import scale_for, sensitivities
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
+    Arm,
     Point,
     PointResult,
     RequestRecord,
@@ -30,7 +32,7 @@ from trtllm_disagg.bench.strategies.records import (
 from trtllm_disagg.bench.strategies.running import Deployments, Key, Progress, Runner, batches
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls
-from trtllm_disagg.bench.strategies.workloads import BUILT_IN
+from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Ask, Shape
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.modelled.build import open_gpus
@@ -125,6 +127,34 @@ def test_by_itself_a_point_has_as_many_requests_as_come_while_two_answers_are_ma
         (requests,) = sent[rate, NOMINAL]
         assert requests >= max(14, 2 * rate * worker.isolated_seconds(shape))
     assert max(sent[rates_of[-1], NOMINAL]) > max(sent[rates_of[0], NOMINAL])
+
+
+@pytest.mark.parametrize("workload", ["chat", "bursts"])
+def test_a_quick_run_has_one_speed_however_many_requests_its_sides_need(
+    workload: str, model: Path, configs: Path
+) -> None:
+    runner = prepared(model, configs, "--quick", "--workloads", workload, "--requests", "auto")
+    assert len({point.requests for point in runner.plan.points}) > 3
+    assert len({point.time_scale for point in runner.plan.points}) == 1
+    assert len(runner.groups()) == 3
+
+
+def test_arms_that_differ_in_their_order_only_are_simulated_once(
+    model: Path, configs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, tuple[Ask, ...]]] = []
+
+    def counting(
+        arm: Arm, shape: Shape, workers: dict[str, Worker], asks: tuple[Ask, ...], slo: Slo
+    ) -> Foreseen:
+        seen.append((arm.name, asks))
+        return foresee(arm, shape, workers, asks, slo)
+
+    monkeypatch.setattr(planning, "foresee", counting)
+    prepared(model, configs, "--quick", "--band", "0")
+    assert {name.split()[0] for name, _ in seen} == {"2", "1P1D"}
+    assert len({name for name, _ in seen}) == 2
+    assert len(set(seen)) == len(seen)
 
 
 def test_by_itself_a_point_of_agents_lasts_longer_than_a_conversation(model: Path, configs: Path) -> None:
