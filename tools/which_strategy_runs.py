@@ -1,6 +1,6 @@
 """The runs that the page which-strategy is made of: model-GPU pairs and workloads, by `bench strategies --quick`.
 
-Each run is a command that can be given by hand and goes on where it was cut off. By their plans they take 9 to 80
+Each run is a command that can be given by hand and goes on where it was cut off. By their plans they take 9 to 130
 minutes. Where answers are long, or first tokens fast, the modelled clock runs too fast for a conclusion on TTFT itself,
 and slow enough for one on answers in time (docs/decisions/0028-software-in-a-conclusion.md).
 """
@@ -122,7 +122,7 @@ RUNS = (
     Run(_70B, "chat", 3),
     Run(_235B, "chat", 3),
     Run(_32B, "chat", 3),
-    Run(_8B, "reasoning", 1),
+    Run(_8B, "reasoning", 0.5),
     Run(_120B, "reasoning", 0.5),
     Run(_70B, "reasoning", 0.5),
     Run(_235B, "reasoning", 0.5),

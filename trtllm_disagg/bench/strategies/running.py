@@ -208,11 +208,13 @@ class Runner:
         groups = self.groups()
         count = len(self.plan.points)
         progress = Progress(count, done=count - sum(len(points) for _, points in groups))
-        progress.sending = [self._schedule(points).seconds for _, points in groups]
+        progress.sending = [
+            Schedule.of([(p, self._lengths(p)) for p in points]).seconds for _, points in groups
+        ]
         return progress
 
-    async def run(self) -> None:
-        groups, progress = self.groups(), self.progress()
+    async def run(self, progress: Progress) -> None:
+        groups = self.groups()
         saying = asyncio.create_task(progress.keep_saying(), name="progress")
         versions = versions_here() | {"aiperf": await asyncio.to_thread(self.aiperf.version)}
         try:
@@ -263,6 +265,10 @@ class Runner:
 
     def _schedule(self, points: Sequence[Point], patience: float = 1.0) -> Schedule:
         return Schedule.of([(point, self.asks(point)) for point in points], patience)
+
+    def _lengths(self, point: Point) -> tuple[Ask, ...]:
+        """For what takes as long whatever the prompts are: thousands of points have gigabytes of them."""
+        return self.traffics[point.workload].lengths(point.rate, point.requests)
 
     def asks(self, point: Point) -> tuple[Ask, ...]:
         """The same for all arms. Other prompts at each rate and side: none is in a cache from before."""

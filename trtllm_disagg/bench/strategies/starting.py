@@ -248,11 +248,11 @@ async def measure_all(
                 if args.url
                 else of_engines(args, aiperf, directory, software)
             )
-        progress = runner.progress()
+            progress = runner.progress()
         minutes = math.ceil(progress.left() / 60)
         todo = f"{progress.total - progress.done} points in {len(progress.sending)} deployments"
         say(f"{todo}: about {minutes} min{_busy(args, minutes, software)}")
-        await runner.run()
+        await runner.run(progress)
 
     with Interrupts().listening() as interrupts:
         if await interrupts.allow(work()):

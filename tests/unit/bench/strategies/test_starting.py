@@ -218,7 +218,7 @@ def test_the_expected_wall_time_is_the_sum_of_starts_arrivals_and_pauses(model: 
             expected += 0.15 * end + 1.25 * points[number - 1].drain_s * 2 + 2.0
         end = runner.asks(point)[-1].arrival * 2
         expected += end
-    assert runner.progress().left() == pytest.approx(60.0 + expected, abs=0.1)
+    assert runner.progress().left() == pytest.approx(60.0 + expected, rel=0.1)
 
 
 def test_a_quick_run_is_expected_to_end_within_ten_minutes(model: Path, configs: Path) -> None:
@@ -377,7 +377,7 @@ async def test_points_that_met_each_other_are_measured_again_in_a_new_deployment
     monkeypatch.setattr(Deployments, "serving", serving)
     monkeypatch.setattr(Runner, "_measure", measure)
     monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
-    await runner.run()
+    await runner.run(runner.progress())
     assert [(number, len(points)) for number, points in runs] == [(1, 7), (2, 4), (3, 2), (4, 1)]
     assert not runner.groups()
 
@@ -404,11 +404,11 @@ async def test_a_point_with_errors_only_ends_the_run_is_not_kept_and_is_measured
     monkeypatch.setattr(Runner, "_measure", measure)
     monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
     with pytest.raises(LoadFailedError, match=r"2 agg: none of 14 requests .*\(connection refused\)"):
-        await runner.run()
+        await runner.run(runner.progress())
     ((_, left),) = runner.groups()
     assert len(left) == 5
     is_dead.clear()
-    await runner.run()
+    await runner.run(runner.progress())
     assert not runner.groups()
 
 

@@ -118,14 +118,14 @@ def test_the_list_has_five_pairs_under_every_workload_once() -> None:
 
 @pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize("workload", ["chat", "reasoning"])
-def test_a_run_with_many_requests_or_long_answers_is_planned_to_end_within_an_hour(
+def test_a_run_with_many_requests_or_long_answers_is_planned_to_end_within_two_hours(
     workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the others `--dry-run` says it; tables take a while."""
     monkeypatch.setattr(estimate, "open_gpus", lambda args: gpus_of(args.model_dump_json()))
     options = argparse.Namespace(measure=tmp_path, model=model_in(tmp_path))
     (run,) = (run for run in RUNS if run.name == f"llama-3.1-8b-h100_sxm-{workload}")
-    assert run.minutes(options) <= 60
+    assert run.minutes(options) <= 120
 
 
 @functools.cache
