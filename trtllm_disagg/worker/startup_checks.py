@@ -66,8 +66,10 @@ class ModelNameGuard:
             if self._conflicts(other):
                 raise self._refusal(other)
 
-    async def confirm(self) -> None:
-        """The same when others can see this worker, and before a frontend hears of it. Raises ConfigError."""
+    async def confirm(self) -> Sequence[DescribedInstance]:
+        """The same when others can see this worker, and before a frontend hears of it. Returns all that are seen with
+        it. Raises ConfigError.
+        """
         deadline = time.monotonic() + _VISIBLE_SECONDS
         while True:
             instances = await self._list_instances()
@@ -81,6 +83,7 @@ class ModelNameGuard:
                 break
             await asyncio.sleep(self._poll_seconds)
         self._settled = True
+        return instances
 
     def _conflicts(self, other: DescribedInstance) -> bool:
         name, weights = other.description.get("model"), other.description.get("weights")
@@ -167,9 +170,11 @@ class StartupChecks:
 
     async def before_registering(self, me: dict[str, Any]) -> None:
         """From here on a frontend sends requests. Of two workers that started together and could not see each other
-        before both were listed, one is refused here.
+        before both were listed, one is refused here: it is among those that are seen with this worker itself. Those at
+        the partners' endpoint, which this worker has watched since it was loaded, may be elsewhere.
         """
-        await self._names.confirm()
+        listed = await self._names.confirm()
+        require_fit(me, [each.description for each in listed])
         await self._require_fit(me)
 
     async def _second_stage_fits(self, endpoint_id: str, me: dict[str, Any]) -> bool:
