@@ -2,6 +2,7 @@
 
 Real frontends and worker processes with the recording engine, one deployment an order, all up at once and asked by
 turns in short rounds, so that a slow minute weighs on all. `router` is the chain that Dynamo's frontend orchestrates.
+With --upstream Dynamo's own worker serves agg and that chain, too, on the same engine.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+import re
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +22,12 @@ from trtllm_disagg.bench.http_client import Answer, BadAnswerError, Connection, 
 from trtllm_disagg.bench.machine import cpu_seconds
 from trtllm_disagg.bench.models import weightless_model
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
+from trtllm_disagg.bench.upstream_worker import require_upstream
 from trtllm_disagg.deployment import DeploymentConfig
 from trtllm_disagg.deployment.limits import look_at_limits
 from trtllm_disagg.exit_codes import ExitCode
-from trtllm_disagg.strategies import STRATEGIES, orders
+from trtllm_disagg.processes.interpreter import python
+from trtllm_disagg.strategies import STRATEGIES, orders, spec_of
 
 if TYPE_CHECKING:
     from trtllm_disagg.deployment import Deployment
@@ -37,9 +41,15 @@ _PROMPT_TOKENS = 32
 _CPU = " worker CPU per token"
 #: What slows a machine slows both: so this is steadier than either.
 _BESIDE_FRONTEND = "workers' CPU by the frontend's"
+_ALL_CPU = "workers' CPU per token"
 _TICK_SECONDS = 0.01
 #: How many requests are traced, and what a worker is told for that.
 _NONE, _EVERY = "none", "every"
+#: Begins the name of what Dynamo's own worker serves.
+_UPSTREAM = "dynamo.trtllm "
+#: An idle prefill worker of Dynamo's waits 30 s before it ends.
+_UPSTREAM_STOP_SECONDS = 5.0
+_UPSTREAM_COMMAND = python("-m", "trtllm_disagg.bench.upstream_worker")
 _SAMPLERS = {_NONE: "OTEL_TRACES_SAMPLER=always_off", "1%": "OTEL_TRACES_SAMPLE_RATIO=0.01", _EVERY: ""}
 _COLUMNS = (
     Column("ttft", "ms", ".2f", "TTFT\nms", is_plotted=True),
@@ -60,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[_EVERY],
         help="how many requests are traced; each order once for each of these (default: every)",
+    )
+    parser.add_argument(
+        "--upstream",
+        action="store_true",
+        help="also Dynamo's own worker, dynamo.trtllm, with the same engine: alone, and a pair of them",
     )
     add_number(parser, "--rounds", 24, "repetitions, all orders by turns")
     add_number(parser, "--concurrency", 32, "requests at once, in the second half of a round")
@@ -82,7 +97,11 @@ class Load:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Exit status 0. Raises BadAnswerError when an answer is not whole, or differs between two orders."""
+    """Exit status 0. Raises BadAnswerError when an answer is not whole, or differs between two orders, and ConfigError
+    when what was asked for cannot run here.
+    """
+    if args.upstream:
+        require_upstream()
     run_benchmark(
         "overhead",
         args,
@@ -101,11 +120,7 @@ async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
     if args.quick:
         asked, rounds = Load(4, 8, 8, 16, 4), 2
     with scratch_directory("trtllm-disagg-overhead-") as scratch:
-        configs = {
-            subject_name(strategy, traced, args.traced): _config(strategy, traced, scratch.path, args)
-            for strategy in args.strategy
-            for traced in args.traced
-        }
+        configs = {arm.name: _config(arm, scratch.path, args) for arm in _arms(args)}
         for doubt in look_at_limits(list(configs.values())):
             say(f"warning: {doubt}")
         say(f"starting {', '.join(configs)}")
@@ -144,23 +159,55 @@ async def _side_by_side(managers: Iterable[AbstractAsyncContextManager[T]]) -> A
         await asyncio.gather(*(stack.aclose() for stack, _ in stacks))
 
 
+@dataclass(frozen=True, slots=True)
+class _Arm:
+    """A deployment to be."""
+
+    name: str
+    strategy: str
+    worker_command: tuple[str, ...] = DeploymentConfig.worker_command
+    stop_timeout: float | None = None
+
+
+def _arms(args: argparse.Namespace) -> Iterator[_Arm]:
+    for strategy in args.strategy:
+        for traced in args.traced:
+            sampler = ("env", _SAMPLERS[traced]) if _SAMPLERS[traced] else ()
+            command = (*sampler, *DeploymentConfig.worker_command)
+            yield _Arm(subject_name(strategy, traced, args.traced), strategy, command)
+    if args.upstream:
+        for strategy in dict.fromkeys(map(_as_upstream_has_it, args.strategy)):
+            yield _Arm(_UPSTREAM + strategy, strategy, _UPSTREAM_COMMAND, _UPSTREAM_STOP_SECONDS)
+
+
 def subject_name(strategy: str, traced: str, beside: Collection[str]) -> str:
     return strategy if len(beside) == 1 else f"{strategy}, {traced} traced"
 
 
-def _config(strategy: str, traced: str, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
-    place = scratch / f"{strategy}-{traced.rstrip('%')}"
-    sampler = ("env", _SAMPLERS[traced]) if _SAMPLERS[traced] else ()
+def _strategy_of(subject: str) -> str:
+    return subject.partition(",")[0]
+
+
+def _as_upstream_has_it(strategy: str) -> str:
+    """Dynamo's own prefill and decode workers are called by its frontend."""
+    return BASELINE if spec_of(strategy).is_disaggregated else strategy
+
+
+def _config(arm: _Arm, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
+    place = scratch / re.sub(r"\W+", "-", arm.name)
     pace = {"tokens_per_step": args.tokens_per_step, "step_seconds": args.step_ms / 1000}
+    # Dynamo's own worker asks for no transceiver by itself.
+    engine_args = {"recording": pace, "cache_transceiver_config": {"backend": "DEFAULT"}}
     return DeploymentConfig(
-        strategy=strategy,
+        strategy=arm.strategy,
         model=str(weightless_model(place / "model")),
         served_model_name=_MODEL,
         run_dir=place / "run",
         http_port=0,
         engine="recording",
-        worker_command=(*sampler, *DeploymentConfig.worker_command),
-        worker_args=("--override-engine-args", json.dumps({"recording": pace})),
+        stop_timeout=arm.stop_timeout,
+        worker_command=arm.worker_command,
+        worker_args=("--override-engine-args", json.dumps(engine_args)),
     )
 
 
@@ -196,6 +243,7 @@ class Subject:
         before, of_frontend = self._cpu(), cpu_seconds(self._frontend)
         together = await ask_all(self._connections[: asked.concurrency], [long] * asked.together)
         after, of_frontend = self._cpu(), cpu_seconds(self._frontend) - of_frontend
+        of_workers = sum(after.values()) - sum(before.values())
         texts = {answer.text() for answer in together}
         num_tokens = asked.together * asked.together_tokens
         if {len(text) for text in texts} != {asked.together_tokens}:
@@ -208,7 +256,8 @@ class Subject:
             "throughput": num_tokens / wall,
             "ttft_together": _median(together, lambda a: 1000 * (a.first - a.asked)),
             "chunks": _median(together, lambda a: len(a.events())) / asked.together_tokens,
-            _BESIDE_FRONTEND: (sum(after.values()) - sum(before.values())) / (of_frontend or _TICK_SECONDS),
+            _BESIDE_FRONTEND: of_workers / (of_frontend or _TICK_SECONDS),
+            _ALL_CPU: 1e6 * (of_workers or _TICK_SECONDS) / num_tokens,
             **{role + _CPU: 1e6 * (after[role] - before[role]) / num_tokens for role in before},
         }
 
@@ -238,6 +287,7 @@ def section_of(measured: Rounds, *, is_judged: bool = True) -> Section:
     others = [strategy for strategy in measured.subjects if strategy in _WORKER_SIDE]
     beside = [figure for other in others for figure in _against_baseline(measured, other)]
     beside += [figure for subject in measured.subjects for figure in _against_untraced(measured, subject)]
+    beside += [figure for subject in measured.subjects for figure in _against_upstream(measured, subject)]
     return Section(
         f"Workers, and orders beside {BASELINE}", [grid], figures=cpu + beside, is_judged=is_judged
     )
@@ -265,7 +315,7 @@ def _against_baseline(measured: Rounds, strategy: str) -> list[Figure]:
 
 def _against_untraced(measured: Rounds, subject: str) -> list[Figure]:
     """What traces cost: in tokens a second, which a machine's minutes move most, and in the workers' CPU."""
-    untraced = f"{subject.partition(',')[0]}, {_NONE} traced"
+    untraced = f"{_strategy_of(subject)}, {_NONE} traced"
     if untraced == subject or untraced not in measured.subjects:
         return []
     of_cpu = (name for name in measured.values[subject] if name.endswith((_CPU, _BESIDE_FRONTEND)))
@@ -278,3 +328,15 @@ def _against_untraced(measured: Rounds, subject: str) -> list[Figure]:
         )
         for quantity in quantities
     ]
+
+
+def _against_upstream(measured: Rounds, subject: str) -> Iterator[Figure]:
+    """What an operator gains by our worker in place of Dynamo's: times below 1x are shorter, CPU below 1x is less."""
+    if subject.startswith(_UPSTREAM):
+        return
+    other = _UPSTREAM + _as_upstream_has_it(_strategy_of(subject))
+    if other not in measured.subjects:
+        return
+    quantities = {"throughput": "tok/s", "ttft": "TTFT", "ttft_together": "TTFT, many", _ALL_CPU: _ALL_CPU}
+    for quantity, said in quantities.items():
+        yield Figure(f"{subject}: {said} / {other}", measured.ratio(quantity, subject, other).median, "x")

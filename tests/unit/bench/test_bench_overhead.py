@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from trtllm_disagg.bench.http_client import Answer, BadAnswerError, Connection, 
 from trtllm_disagg.bench.machine import cpu_seconds
 from trtllm_disagg.bench.overhead import section_of
 from trtllm_disagg.bench.report import NOT_JUDGED, figures_of, print_report, wide_console
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -142,6 +144,35 @@ def test_traces_are_judged_by_neighbours_in_time_that_are_not_traced() -> None:
     assert by_the_frontends.value == pytest.approx(1.01)
 
 
+def test_a_subject_is_compared_with_what_dynamos_worker_has_in_its_place() -> None:
+    outcomes = measured(
+        ("agg", [1, 1, 1], [30, 3, 30], 10.0),
+        ("prefill_first", [2, 20, 2], [24, 2, 20], 31.0),
+        ("dynamo.trtllm agg", [2, 20, 4], [20, 2, 10], 20.0),
+        ("dynamo.trtllm router", [4, 40, 4], [20, 2, 20], 62.0),
+    )
+    for subject in outcomes.subjects:
+        outcomes.values[subject]["workers' CPU per token"] = [40.0 if "dynamo" in subject else 10.0] * 3
+    ratios = {f.figure: f.value for f in figures_of([section_of(outcomes)]) if " / dynamo.trtllm" in f.figure}
+    assert ratios == {
+        "agg: tok/s / dynamo.trtllm agg": pytest.approx(1.5),
+        "agg: TTFT / dynamo.trtllm agg": pytest.approx(0.25),
+        "agg: TTFT, many / dynamo.trtllm agg": 1.0,
+        "agg: workers' CPU per token / dynamo.trtllm agg": 0.25,
+        "prefill_first: tok/s / dynamo.trtllm router": 1.0,
+        "prefill_first: TTFT / dynamo.trtllm router": 0.5,
+        "prefill_first: TTFT, many / dynamo.trtllm router": 1.0,
+        "prefill_first: workers' CPU per token / dynamo.trtllm router": 0.25,
+    }
+
+
+def test_without_what_dynamos_worker_imports_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The meta path as Python documents it: a module of None cannot be found.
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    with pytest.raises(ConfigError, match=r"--upstream: dynamo.trtllm needs blake3; pip install"):
+        cli.run(["bench", "overhead", "--quick", "--upstream"])
+
+
 def test_met_and_missed_targets_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = measured(("prefill_first", [3], [80], 31.0), ("router", [2.5], [80], 1.0))
     print_report(wide_console(), [section_of(outcomes)])
@@ -181,6 +212,16 @@ def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # -- the real thing
+
+
+def test_dynamos_own_worker_gives_the_same_answers_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.run(["bench", "overhead", "--quick", "--json", "--strategy", "prefill_first", "--upstream"]) == 0
+    )
+    figures = {entry["figure"]: entry["value"] for entry in json.loads(capsys.readouterr().out)}
+    assert figures["dynamo.trtllm router chunks"] == pytest.approx(1.0)
+    assert figures["prefill_first: tok/s / dynamo.trtllm router"] > 0
+    assert figures["prefill_first: workers' CPU per token / dynamo.trtllm router"] > 0
 
 
 def test_real_deployments_give_the_same_answers_and_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
