@@ -146,6 +146,16 @@ class Urls:
         yield Elsewhere(self.urls[key[0]], self.model)
 
 
+def duration(seconds: int) -> str:
+    """As exact as a plan is."""
+    minutes, hours, days = seconds // 60, seconds // 3600, seconds / 86400
+    if days >= 2:
+        return f"{days:.0f} days"
+    if hours >= 2:
+        return f"{hours} h {minutes % 60:02d} min"
+    return f"{minutes} min {seconds % 60:02d} s"
+
+
 @dataclass
 class Progress:
     """A line every few seconds: what is measured, and the time that is left."""
@@ -178,8 +188,8 @@ class Progress:
         return now + sum(self.sending) + len(self.sending) * beside
 
     def say(self) -> None:
-        minutes, seconds = divmod(round(self.left()), 60)
-        left = f"about {minutes} min {seconds:02d} s left" if minutes or seconds else "longer than planned"
+        seconds = round(self.left())
+        left = f"about {duration(seconds)} left" if seconds else "longer than planned"
         print(f"[{self.done}/{self.total} points] {self.what}: {left}", file=self.out)
 
     async def keep_saying(self) -> None:

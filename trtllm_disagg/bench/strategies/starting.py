@@ -25,7 +25,7 @@ from trtllm_disagg.bench.strategies.planning import (
     vocabulary_of,
 )
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, RunDirectory, Software
-from trtllm_disagg.bench.strategies.running import Deployments, Runner, Urls
+from trtllm_disagg.bench.strategies.running import Deployments, Runner, Urls, duration
 from trtllm_disagg.bench.strategies.workloads import Ask, Shape, Traffic
 from trtllm_disagg.deployment.lifecycle import Interrupts
 from trtllm_disagg.deployment.up_command import default_name
@@ -37,7 +37,8 @@ from trtllm_disagg.strategies import spec_of
 #: Of a real deployment, where nothing is known of it: wall seconds.
 _REAL_DRAIN_SECONDS = 15.0
 _LONGEST_AT_URL = 1 << 17
-_QUICK_MINUTES = 10
+_QUICK_SECONDS, _LONG_SECONDS = 600, 86400
+_SHORTER = "--quick, --workloads, --workers 2, --arms, --repetitions 1 or --band 0; cut off, it goes on later"
 
 #: Of each workload; the first ones only warm up.
 WARM_UP, REQUESTS = 2, 6
@@ -249,9 +250,9 @@ async def measure_all(
                 else of_engines(args, aiperf, directory, software)
             )
             progress = runner.progress()
-        minutes = math.ceil(progress.left() / 60)
+        seconds = math.ceil(progress.left())
         todo = f"{progress.total - progress.done} points in {len(progress.sending)} deployments"
-        say(f"{todo}: about {minutes} min{_busy(args, minutes, software)}")
+        say(f"{todo}: about {duration(seconds)}{_why_long(args, seconds, software)}")
         await runner.run(progress)
 
     with Interrupts().listening() as interrupts:
@@ -261,10 +262,12 @@ async def measure_all(
         return interrupts.exit_code
 
 
-def _busy(args: argparse.Namespace, minutes: int, software: Mapping[str, Software]) -> str:
-    """Why a quick run takes long."""
+def _why_long(args: argparse.Namespace, seconds: int, software: Mapping[str, Software]) -> str:
+    """And what makes it shorter."""
+    if not args.quick:
+        return f"; shorter by {_SHORTER}" if seconds > _LONG_SECONDS else ""
     most = max((each.first_token_ms for each in software.values()), default=0.0)
-    if not args.quick or minutes <= _QUICK_MINUTES or not most:
+    if seconds <= _QUICK_SECONDS or not most:
         return ""
     return f", since this machine adds {most:.0f} ms to a first token; it takes less on one that does nothing else"
 

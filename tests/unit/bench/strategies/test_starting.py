@@ -29,7 +29,7 @@ from trtllm_disagg.bench.strategies.records import (
     Sensitivity,
     Software,
 )
-from trtllm_disagg.bench.strategies.running import Deployments, Key, Progress, Runner, batches
+from trtllm_disagg.bench.strategies.running import Deployments, Key, Progress, Runner, batches, duration
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Ask, Shape
@@ -235,6 +235,20 @@ def test_a_quick_run_is_expected_to_end_within_ten_minutes(model: Path, configs:
         file.write_text(yaml.safe_dump(content))
     runner = prepared(model, configs, "--quick", "--time-scale", "3")
     assert runner.progress().left() < 600
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (59, "0 min 59 s"),
+        (7199, "119 min 59 s"),
+        (7200, "2 h 00 min"),
+        (172_799, "47 h 59 min"),
+        (3_060_000, "35 days"),
+    ],
+)
+def test_time_that_is_left_is_told_in_units_that_a_reader_can_picture(seconds: int, said: str) -> None:
+    assert duration(seconds) == said
 
 
 def test_a_batch_that_takes_longer_or_is_repeated_leaves_the_time_of_the_others_as_it_was() -> None:
