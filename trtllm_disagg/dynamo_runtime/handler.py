@@ -34,7 +34,7 @@ DESCRIBE = "trtllm_disagg.describe"
 #: least: an engine that says that it lives may be stuck.
 PROBE = "trtllm_disagg.probe"
 #: The probe without a setting: one token of a prompt of one, before all that waits.
-_DEFAULT = {"token_ids": [1], "stop_conditions": {"max_tokens": 1}, "priority": 1.0}
+SMALLEST_REQUEST = {"token_ids": [1], "stop_conditions": {"max_tokens": 1}, "priority": 1.0}
 
 #: What a worker does with a control command, however little it looks like one. Raises a DisaggError.
 HandleCommand = Callable[[Any], Awaitable[dict[str, Any]]]
@@ -50,11 +50,11 @@ class FirstTokens(Protocol):
 
 def health_check_payload(given: str | None) -> dict[str, Any]:
     """`given`: the setting of that name. Raises ConfigError for what is no request."""
-    payload = _DEFAULT if given is None else _read(given)
+    payload = SMALLEST_REQUEST if given is None else _read(given)
     try:
         decode_request(payload)
     except InvalidRequestError as error:
-        allowed = f"a request such as {json.dumps(_DEFAULT)} ({error})"
+        allowed = f"a request such as {json.dumps(SMALLEST_REQUEST)} ({error})"
         raise ConfigError.bad_value(flag_of("health_check_payload"), given, allowed) from None
     return payload | {PROBE: True}
 

@@ -8,6 +8,7 @@ clients had left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -16,14 +17,20 @@ from typing import Protocol
 
 from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
 
+from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST
+from trtllm_disagg.engine.capabilities import COUNTS_REQUESTS
 from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.errors import DisaggError
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.drain import WorkerDrain
+from trtllm_disagg.wire.bodies import decode_request
 
 log = logging.getLogger(__name__)
 
 #: Engines offer no event for what is waited for here.
 _POLL_SECONDS = 0.05
+#: Between two steps of an engine that tells in steps only.
+_STEP_SECONDS = 1.0
 
 
 class Place(Protocol):
@@ -101,8 +108,23 @@ class Leaving:
         """No request runs or is relayed, and no KV is held for another worker, so that none is read from a dead one."""
         await self._queue.drained()
         await self._drain.none_runs()
-        while self._engine.death is None and not await self._is_quiet():  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_SECONDS)
+        stepping = asyncio.create_task(self._step(), name="steps")
+        try:
+            while self._engine.death is None and not await self._is_quiet():  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            stepping.cancel()
+
+    async def _step(self) -> None:
+        """TensorRT-LLM takes no step without a request, and tells in its next one only that decode has fetched KV. So
+        it gets a small one each second while KV may be held, if it tells of steps.
+        """
+        engine = self._engine
+        while COUNTS_REQUESTS not in engine.capabilities:
+            if engine.handoffs.is_told and engine.handoffs.count():
+                with contextlib.suppress(DisaggError):
+                    await engine.probe(decode_request(SMALLEST_REQUEST))
+            await asyncio.sleep(_STEP_SECONDS)
 
     async def _is_quiet(self) -> bool:
         return num_in_background() == 0 and await self._engine.is_idle()

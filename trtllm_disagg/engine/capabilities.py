@@ -50,6 +50,11 @@ class HandoffsHeld:
         made = list(self._made.values())
         return max(0.0, self._clock() - min(made)) if made else 0.0
 
+    @property
+    def is_told(self) -> bool:
+        """There are statistics."""
+        return bool(self._holds_none)
+
     def update(self, stat: Mapping[str, Any]) -> None:
         """One record of `get_stats_async`; every rank of attention DP sends its own. From any thread."""
         self._holds_none[stat.get("attentionDpRank")] = _holds_none(stat)
@@ -122,7 +127,8 @@ COUNTS_REQUESTS = Capability(
     "count its requests",
     _has("num_active_requests"),
     "a leaving worker waits for the requests it has started, and for each handoff until a statistic shows the engine "
-    "idle with no KV block in use, kv_transfer_timeout_ms is over, or --drain-seconds are",
+    "idle with no KV block in use (it gives the engine a step each second, to hear one), kv_transfer_timeout_ms is "
+    "over, or --drain-seconds are",
 )
 IS_EXACT = Capability(
     "give the same answer again",

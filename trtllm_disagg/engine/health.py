@@ -188,6 +188,7 @@ async def close(engine: Engine, times: HealthTimes = TIMES) -> bool:
         except RuntimeError:
             return  # it took longer than the worker waited
 
+    log.info("the engine shuts down; it has %g s", seconds)
     threading.Thread(target=work, name="engine-shutdown", daemon=True).start()
     try:
         return await asyncio.wait_for(ended, None if math.isinf(seconds) else seconds)

@@ -195,6 +195,13 @@ class LLM:
         """Prefills of this engine with KV that no decode has fetched, and no timeout freed."""
         return self._kv.held_by(self)
 
+    def step_ended(self) -> None:
+        """A step in which a request has ended: the stand-in tells of no other one."""
+        if self._edges.counts_kv_in_steps and self.args.enable_iter_perf_stats:
+            held = {"usedNumBlocks": self.held_contexts, "maxNumBlocks": _NUM_BLOCKS}
+            active = {"numActiveRequests": self.num_running, "numQueuedRequests": 0}
+            _keep(self.stats, {**active, "kvCacheStats": held})
+
     @property
     def releases_handoffs(self) -> bool:
         """As the embedded engine says it; TensorRT-LLM has no such name."""

@@ -93,6 +93,8 @@ class _Engine(Protocol):
     fatal_error: BaseException | None
     stands_still: bool
 
+    def step_ended(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -286,6 +288,7 @@ class RequestOutput:
         if self._runs:
             self._runs = False
             self._place.engine.num_running -= 1
+            self._place.engine.step_ended()
 
     def _most_tokens(self) -> int:
         if self.request_type == "context_only":

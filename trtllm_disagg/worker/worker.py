@@ -151,6 +151,7 @@ class _Worker:
             await self._serve(engine, me, load_seconds)
         finally:
             await asyncio.to_thread(self.tracer.close)
+            self.reporter.tell("ending the engine")
             has_ended = await close(engine, _health_times(config))
         if not has_ended:
             raise EngineLostError("the engine does not end")

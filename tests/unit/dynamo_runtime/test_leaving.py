@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from types import ModuleType
 
 import pytest
 
+from tests.support.day_one import Both
 from tests.support.handling import collect, request, until
 from tests.support.recording_pair import recording_engine
+from tests.support.sinks import RecordingLoadSink
+from tests.support.stage_client import FakeContext
+from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime import Leaving
+from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import in_background
 from trtllm_disagg.handlers.drain import WorkerDrain
-from trtllm_disagg.handlers.local import LocalAgg
+from trtllm_disagg.handlers.local import LocalAgg, LocalPrefill
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 
 
@@ -134,6 +141,63 @@ async def test_kv_that_may_still_be_read_is_waited_for() -> None:
     assert not place.ended.is_set()
     end()
     await place.ended.wait()
+
+
+@asynccontextmanager
+async def stages() -> AsyncIterator[dict[Role, Engine]]:
+    """Both workers of decode_first on `tensorrt_llm`; the prefill worker reads its engine's statistics."""
+    both = Both("decode_first", enable_iter_perf_stats=True)
+    prefill = both.engines[Role.PREFILL]
+    stats = StatsForwarder(prefill.llm, RecordingLoadSink(), prefill.handoffs)
+    await stats.start()
+    try:
+        await collect(both.handlers[Role.DECODE], request(max_tokens=5))
+        yield both.engines
+    finally:
+        await stats.stop()
+
+
+async def test_an_engine_that_tells_in_steps_only_is_given_one_when_its_worker_leaves(
+    tensorrt_llm: ModuleType,
+) -> None:
+    """Decode has the KV; without a request TensorRT-LLM says so to no reader, and this would last for the lease."""
+    async with stages() as engines:
+        place, engine = Place(), engines[Role.PREFILL]
+        await until(lambda: engine.handoffs.is_told)
+        assert engine.handoffs.count() == 1
+        leaving(place, WorkerDrain(), engine).leave("it was told to stop")
+        async with asyncio.timeout(10):
+            await place.ended.wait()
+        assert engine.handoffs.count() == 0
+
+
+async def test_an_engine_whose_steps_tell_of_kv_that_is_held_keeps_its_worker(
+    tensorrt_llm: ModuleType,
+) -> None:
+    async with stages() as engines:
+        place, engine = Place(), engines[Role.PREFILL]
+        held = await prefilled(engine)
+        leaving(place, WorkerDrain(), engine).leave("it was told to stop")
+        steps = len(engine.llm.results)
+        await until(lambda: len(engine.llm.results) >= steps + 2)
+        assert not place.ended.is_set()
+        await engines[Role.DECODE].start_decode(held).aresult()
+        async with asyncio.timeout(10):
+            await place.ended.wait()
+
+
+async def prefilled(engine: Engine) -> GenerateRequest:
+    """With a handoff that no decode has taken yet."""
+    asked = request(max_tokens=5)
+    return asked.with_handoff(await LocalPrefill(engine)(asked, FakeContext()))
+
+
+async def test_an_engine_that_has_told_nothing_is_given_no_step() -> None:
+    place, engine = Place(), recording_engine()
+    engine.handoffs.hold()
+    leaving(place, WorkerDrain(), engine, seconds=0.2).leave("it was told to stop")
+    await place.ended.wait()
+    assert engine.llm.calls_of("generate_async") == []
 
 
 async def test_work_behind_an_answer_is_waited_for() -> None:

@@ -185,6 +185,20 @@ async def test_a_decode_frees_it_and_each_engine_counts_its_own() -> None:
     assert (first.held_contexts, second.held_contexts) == (0, 1)
 
 
+async def test_fetched_kv_is_told_free_in_the_step_of_the_next_request_only() -> None:
+    llm = make(enable_iter_perf_stats=True)
+
+    async def used() -> list[int]:
+        return [stat["kvCacheStats"]["usedNumBlocks"] async for stat in llm.get_stats_async(timeout=0)]
+
+    handoff = handoff_of(await prefill(llm))
+    await make().generate_async(PROMPT, disaggregated_params=handoff).aresult()
+    assert await used() == [1]
+    assert await used() == []
+    await llm.generate_async(PROMPT, SamplingParams(max_tokens=1)).aresult()
+    assert await used() == [0]
+
+
 async def test_a_prefill_that_stops_or_is_aborted_holds_nothing() -> None:
     llm = make()
     llm.scripts.append(Script(tokens=[EOS_TOKEN]))
