@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from trtllm_disagg import demo_model
-from trtllm_disagg.demo_model import Recipe, building, corpus, tokenizer
+from trtllm_disagg.demo_model import Recipe, building, corpus, tokenizer, training
 from trtllm_disagg.demo_model import corpus as conversations
 from trtllm_disagg.demo_model.building import build_demo_model
 from trtllm_disagg.errors import ConfigError
@@ -166,7 +166,7 @@ def test_training_learns_and_leaves_the_process_as_it_was() -> None:
     vocabulary = tokenizer.train_tokenizer([article.passage for article in source], recipe.vocab_size)
     losses: list[float] = []
     before = (torch.get_num_threads(), torch.get_rng_state().tolist())
-    building.train(recipe, source, vocabulary, lambda step, steps, loss: losses.append(loss))
+    training.train(recipe, source, vocabulary, lambda step, steps, loss: losses.append(loss))
     assert (torch.get_num_threads(), torch.get_rng_state().tolist()) == before
     assert len(losses) == recipe.steps
     assert sum(losses[-5:]) / 5 < losses[0] - 1
@@ -186,12 +186,12 @@ def vocabulary(some_articles: list[corpus.Article]) -> Any:
 
 def test_now_and_then_a_step_is_one_long_window(some_articles: list[corpus.Article], vocabulary: Any) -> None:
     recipe = replace(TINY, steps=6, long_every=3)
-    shapes = [tuple(tokens.shape) for tokens, _ in building.batches(recipe, some_articles, vocabulary)]
+    shapes = [tuple(tokens.shape) for tokens, _ in training.batches(recipe, some_articles, vocabulary)]
     assert shapes == [(4, 32), (4, 32), (1, 128)] * 2
 
 
 def test_every_window_begins_with_a_document(some_articles: list[corpus.Article], vocabulary: Any) -> None:
-    for tokens, _ in building.batches(TINY, some_articles, vocabulary):
+    for tokens, _ in training.batches(TINY, some_articles, vocabulary):
         assert (tokens[:, 0] == vocabulary.token_to_id(tokenizer.BOS)).all()
 
 
@@ -215,7 +215,7 @@ def test_only_questions_and_system_prompts_are_not_learned() -> None:
         bos,
         text,
     ]
-    is_said = building.said(talk, [user, system], assistant)
+    is_said = training.said(talk, [user, system], assistant)
     assert [at for at, learned in enumerate(is_said) if learned] == [0, 7, 8, 12, 13, 14, 15]
 
 
@@ -226,7 +226,7 @@ def test_the_learning_rate_rises_stays_and_falls_to_nothing() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     rates = []
     for step in range(20):
-        building.scale_learning_rates([optimizer], recipe, step)
+        training.scale_learning_rates([optimizer], recipe, step)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates[:4] == sorted(rates[:4])
     assert rates[3:11] == [0.5] * 8
@@ -238,7 +238,7 @@ def test_the_learning_rate_rises_stays_and_falls_to_nothing() -> None:
 def test_an_update_has_the_directions_of_the_gradient_and_equal_strengths(shape: tuple[int, int]) -> None:
     import torch
 
-    from trtllm_disagg.demo_model.building import orthogonal
+    from trtllm_disagg.demo_model.training import orthogonal
 
     generator = torch.Generator().manual_seed(1)
     # Singular values from 1 down to 1/200, as gradients have them.
@@ -254,7 +254,7 @@ def test_an_update_has_the_directions_of_the_gradient_and_equal_strengths(shape:
 def test_muon_moves_tall_matrices_further_and_shrinks_all() -> None:
     import torch
 
-    from trtllm_disagg.demo_model.building import Muon
+    from trtllm_disagg.demo_model.training import Muon
 
     tall, flat = torch.ones(64, 16), torch.ones(16, 64)
     optimizer = Muon([tall.requires_grad_(), flat.requires_grad_()], lr=0.1, weight_decay=0.5)
@@ -395,7 +395,7 @@ def test_a_killed_build_leaves_no_model_and_the_next_one_succeeds(
 
     directory = tmp_path / "model"
     with monkeypatch.context() as patch:
-        patch.setattr(building, "train", killed)
+        patch.setattr(training, "train", killed)
         with pytest.raises(KeyboardInterrupt):
             build_demo_model(directory, recipe=TINY)
     assert not directory.exists()
@@ -444,9 +444,10 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path, stand_i
         demo_model.run(parse(str(tmp_path / "file" / "model")))
 
 
-def test_help_does_not_wait_for_torch() -> None:
+@pytest.mark.parametrize("module", ["demo_model", "demo_model.building", "demo.both_orders"])
+def test_nothing_waits_for_torch_before_it_is_said_that_it_loads(module: str) -> None:
     heavy = {"torch", "transformers", "tokenizers"}
-    script = f"import sys, trtllm_disagg.demo_model; print({heavy} & set(sys.modules))"
+    script = f"import sys, trtllm_disagg.{module}; print({heavy} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert answer.stdout == "set()\n"
 
