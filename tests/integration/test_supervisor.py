@@ -6,7 +6,8 @@ import io
 import os
 import signal
 import socket
-from contextlib import closing, redirect_stdout
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,33 @@ async def test_a_live_run_dir_is_refused_and_not_disturbed(config: DeploymentCon
 
     async with running_deployment(config):
         pass
+
+
+class Showing(Status):
+    """Notes which processes were told to stop while their reader saw what they do, and while it did not."""
+
+    def __init__(self) -> None:
+        self.is_shown = False
+        self.stopping: dict[str, bool] = {}
+
+    @asynccontextmanager
+    async def showing(self, processes: Sequence[ManagedProcess]) -> AsyncIterator[None]:
+        self.is_shown = True
+        yield
+        self.is_shown = False
+
+    def changed(self, process: ManagedProcess) -> None:
+        if process.state == "stopping":
+            self.stopping[process.name] = self.is_shown
+
+
+async def test_a_deployment_that_ends_with_its_block_is_shown_while_it_drains(
+    config: DeploymentConfig,
+) -> None:
+    status = Showing()
+    async with running_deployment(config, status):
+        assert not status.is_shown
+    assert status.stopping == {"frontend": True, "prefill-0": True, "decode-0": True}
 
 
 async def test_a_deployment_is_gone_after_its_block_even_when_that_fails(config: DeploymentConfig) -> None:

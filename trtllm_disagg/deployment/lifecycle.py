@@ -188,7 +188,8 @@ async def running_deployment(
             async with serving_commands(supervisor):
                 yield Deployment(supervisor)
         finally:
-            await supervisor.drain()
+            async with status.showing(supervisor.processes):
+                await supervisor.drain()
     finally:
         await supervisor.kill()
 
