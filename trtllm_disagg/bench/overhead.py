@@ -23,6 +23,7 @@ from trtllm_disagg.bench.machine import cpu_seconds
 from trtllm_disagg.bench.models import weightless_model
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.bench.upstream_worker import require_upstream
+from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.deployment import DeploymentConfig
 from trtllm_disagg.deployment.limits import look_at_limits
 from trtllm_disagg.exit_codes import ExitCode
@@ -79,7 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--rounds", 24, "repetitions, all orders by turns")
     add_number(parser, "--concurrency", 32, "requests at once, in the second half of a round")
     add_number(parser, "--tokens-per-step", 1, "ready at once in the engine")
-    add_number(parser, "--step-ms", 0.0, "between two steps; 0: at once")
+    parser.add_argument(
+        "--step-ms",
+        type=not_negative,
+        default=0.0,
+        metavar="X",
+        help="between two steps; 0: at once (default: %(default)s)",
+    )
     parser.add_argument(
         "--quick", action="store_true", help="two small rounds: shows that all works, measures little"
     )

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Section, draw, require_matplotlib, to_json
 from trtllm_disagg.bench.machine import describe_machine, load
+from trtllm_disagg.config.settings import positive
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.steadily import without_silence
 
 if TYPE_CHECKING:
@@ -138,9 +140,9 @@ def add_choice(parser: argparse.ArgumentParser, flag: str, choices: Iterable[str
     parser.add_argument(flag, choices=every, nargs="+", default=every, help=text)
 
 
-def add_number(parser: argparse.ArgumentParser, flag: str, default: float, help: str = "") -> None:
-    text, metavar = f"{help} (default: %(default)s)".strip(), "N" if isinstance(default, int) else "X"
-    parser.add_argument(flag, type=type(default), default=default, metavar=metavar, help=text)
+def add_number(parser: argparse.ArgumentParser, flag: str, default: int, help: str = "") -> None:
+    text = f"{help} (default: %(default)s)".strip()
+    parser.add_argument(flag, type=positive, default=default, metavar="N", help=text)
 
 
 def run_benchmark(
@@ -149,6 +151,8 @@ def run_benchmark(
     """Measures once and says it as --json and --plot ask for. Raises ConfigError before, not after, measuring."""
     if args.plot is not None:
         require_matplotlib()
+        if not args.plot.absolute().parent.is_dir():
+            raise ConfigError.bad_value("--plot", str(args.plot), "a file in a directory that exists")
     before = load()
     with progress(name) as say:
         measured = measure(say)

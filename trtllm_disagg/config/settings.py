@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import field
+from math import inf
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -52,6 +55,21 @@ def endpoint_of(namespace: str, role: str | None) -> str:
     None: where frontends find the first stage, whichever role that has.
     """
     return EndpointParts(namespace, SHARED_COMPONENT if role is None else COMPONENTS[role], "generate").url
+
+
+def positive(text: str) -> int:
+    """What argparse calls for a flag that counts."""
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text!r} is not allowed; expected a number from 1")
+    return int(text)
+
+
+def not_negative(text: str) -> float:
+    """The same for a flag that measures."""
+    with suppress(ValueError):
+        if 0 <= (number := float(text)) < inf:
+            return number
+    raise ArgumentTypeError(f"{text!r} is not allowed; expected a number from 0")
 
 
 class Rule(NamedTuple):

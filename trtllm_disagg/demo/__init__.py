@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from trtllm_disagg.config.settings import positive
 from trtllm_disagg.demo_model.recipe import DEFAULT_DIRECTORY
 from trtllm_disagg.exit_codes import ExitCode
 
@@ -24,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--question", default=QUESTION, help="what is asked, once in each order (default: %(default)r)"
     )
-    parser.add_argument("--max-tokens", type=int, default=60, help="of the answer (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=positive, default=60, help="of the answer (default: %(default)s)"
+    )
     parser.add_argument(
         "--engine-configs",
         type=Path,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtllm_disagg.config.settings import positive
 from trtllm_disagg.deployment.up_command import add_flags_for
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--repetitions",
-        type=_count,
+        type=positive,
         default=_REPETITIONS,
         metavar="N",
         help="of a point (default: %(default)s)",
@@ -119,13 +120,7 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def _count_or_auto(text: str) -> int | str:
-    return _AUTO if text == _AUTO else _count(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number from 1")
-    return int(text)
+    return _AUTO if text == _AUTO else positive(text)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
