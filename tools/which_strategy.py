@@ -58,19 +58,19 @@ def _has_points(run: Path) -> bool:
 def write_pages(runs: Sequence[KeptRun], out: Path) -> None:
     """One of all runs, and one of each subject."""
     (out / f"{NAME}.md").write_text("\n".join(_page(runs)) + "\n", encoding="utf-8")
-    link_from(out / "index.md")
+    link_from(out / "index.md", NAME, "by model, GPU and traffic; made from runs of `bench strategies`")
     for subject in _subjects(runs):
         page = "\n".join(_subject_page(subject, [run for run in runs if run.subject == subject]))
         (out / NAME / _file(subject)).write_text(page + "\n", encoding="utf-8")
 
 
-def link_from(index: Path) -> None:
+def link_from(index: Path, name: str, said: str) -> None:
     """The folder's list of pages has it beside the other measurements; a folder without one needs none."""
     if not index.is_file():
         return
     text = index.read_text(encoding="utf-8")
-    if f"({NAME}.md)" not in text:
-        line = f"| [which strategy]({NAME}.md) | by model, GPU and traffic; made from runs of `bench strategies` |\n"
+    if f"({name}.md)" not in text:
+        line = f"| [{name.replace('-', ' ')}]({name}.md) | {said} |\n"
         index.write_text(text.replace("| [licences]", f"{line}| [licences]"), encoding="utf-8")
 
 

@@ -93,6 +93,7 @@ _235B = Pair(
     {"tensor_parallel_size": 4, "moe_expert_parallel_size": 4},
     "ttft=1000,tpot=50",
 )
+PAIRS = (_8B, _120B, _70B, _235B, _32B)
 #: Beside the runs; the same for all pairs.
 _TRACE = "trace.jsonl"
 

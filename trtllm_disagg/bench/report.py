@@ -184,13 +184,7 @@ def figures_of(sections: Iterable[Section]) -> list[Figure]:
 
 def print_report(console: Console, sections: Sequence[Section]) -> None:
     """Tables, then all that has a target: how many are met."""
-    for section in sections:
-        for grid in section.grids:
-            console.print(_grid(grid))
-        for remark in section.remarks:
-            console.print(remark)
-        if section.figures:
-            console.print(_figures(section.title, section.figures))
+    print_tables(console, sections)
     with_target = [figure for figure in figures_of(sections) if figure.target]
     if not with_target:
         console.print(NOT_JUDGED)
@@ -198,6 +192,16 @@ def print_report(console: Console, sections: Sequence[Section]) -> None:
     console.print(_figures("Targets", with_target))
     met = sum(bool(figure.ok) for figure in with_target)
     console.print(f"{met} of {len(with_target)} targets are met.")
+
+
+def print_tables(console: Console, sections: Sequence[Section]) -> None:
+    for section in sections:
+        for grid in section.grids:
+            console.print(_grid(grid))
+        for remark in section.remarks:
+            console.print(remark)
+        if section.figures:
+            console.print(_figures(section.title, section.figures))
 
 
 def _grid(grid: Grid) -> Table:

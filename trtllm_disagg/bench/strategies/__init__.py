@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from trtllm_disagg.config.settings import positive
 from trtllm_disagg.deployment.up_command import add_flags_for
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
 
@@ -27,9 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--out",
         type=Path,
-        required=True,
         metavar="DIR",
         help="the run directory; a run that was cut off goes on",
+    )
+    add(
+        "--foresee",
+        action="store_true",
+        help="start and measure nothing: by a simulation on the tables, which layout should be best, and under which "
+        "limits; needs no --out",
     )
     add("--model", type=Path, metavar="DIR", help="directory with a tokenizer and a config.json")
     add("--slo", metavar="LIMITS", help="milliseconds that an answer may take (default: ttft=500,tpot=30)")
@@ -129,6 +135,10 @@ def run(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.bench.strategies.records import RunDirectory
     from trtllm_disagg.bench.strategies.report import require_packages, write_report
 
+    if args.foresee:
+        return _foresee(args)
+    if args.out is None:
+        raise ConfigError.bad_value("--out", None, "a directory for the run; --foresee alone needs none")
     slo = slo_of(args)
     # An hour of measuring is not to end without them.
     require_packages()
@@ -139,6 +149,20 @@ def run(args: argparse.Namespace) -> ExitCode:
         report = write_report(directory, slo)
     print(report.advice())
     print(f"\n{directory.path / 'report.html'}")
+    return ExitCode.DONE
+
+
+def _foresee(args: argparse.Namespace) -> ExitCode:
+    from trtllm_disagg.bench.figures import Section
+    from trtllm_disagg.bench.report import print_tables, wide_console
+    from trtllm_disagg.bench.strategies.foresight import foretell
+    from trtllm_disagg.bench.strategies.starting import check
+
+    settle(args)
+    check(args)
+    with without_silence(_say, "simulating"):
+        grids = foretell(args)
+    print_tables(wide_console(), [Section(grids=grids)])
     return ExitCode.DONE
 
 

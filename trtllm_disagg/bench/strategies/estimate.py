@@ -5,7 +5,7 @@ a result.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ class Worker:
         )
 
 
-def capacity(arm: Arm, shape: Shape, workers: dict[str, Worker]) -> float:
+def capacity(arm: Arm, shape: Shape, workers: Mapping[str, Worker]) -> float:
     """Requests a second, roughly: each alone in its prefill. `workers` by role."""
     if arm.agg_workers:
         worker = workers["agg"]
@@ -103,7 +103,7 @@ def capacity(arm: Arm, shape: Shape, workers: dict[str, Worker]) -> float:
     )
 
 
-def requests_to_fill(arm: Arm, shape: Shape, workers: dict[str, Worker], rate: float) -> int:
+def requests_to_fill(arm: Arm, shape: Shape, workers: Mapping[str, Worker], rate: float) -> int:
     """As many as come while two answers are made, and some more: only then as many leave as come, and a queue shows."""
     role, count = ("agg", arm.agg_workers) if arm.agg_workers else ("decode", arm.decode_workers)
     return math.ceil(2 * _MOST_DELAY * rate * workers[role].loaded_seconds(shape, rate / count))

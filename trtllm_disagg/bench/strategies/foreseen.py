@@ -1,5 +1,5 @@
-"""What an arm does by the tables that the modelled engines run on, without any software: an event simulation, for
-choosing the rates of a sweep, never for a result.
+"""What an arm does by the tables that the modelled engines run on, without any software: an event simulation, which
+chooses the rates of a sweep, and says where one is worth while (foresight.py). A result is measured.
 
 Steps between two events are taken at once, so an answer of 4096 tokens costs no more than one of 16.
 """
@@ -9,16 +9,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-from trtllm_disagg.bench.strategies.estimate import Worker
+from trtllm_disagg.bench.strategies.estimate import Worker, capacity, requests_to_fill
 from trtllm_disagg.bench.strategies.records import Arm
 from trtllm_disagg.bench.strategies.saturation import done_share
 from trtllm_disagg.bench.strategies.slo import Quantity, Slo
 from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME
-from trtllm_disagg.bench.strategies.workloads import Ask, Shape
+from trtllm_disagg.bench.strategies.workloads import Ask, Shape, Traffic
 from trtllm_disagg.modelled.step_times import Chunk
 
 #: Of the first guess: how far the search goes, where an arm keeps the objective at no rate, or, with few requests, at
@@ -26,6 +26,9 @@ from trtllm_disagg.modelled.step_times import Chunk
 _LOWEST, _HIGHEST = 1 / 16, 16
 #: Halvings of the last doubling: a rate to 5 %.
 _HALVINGS = 4
+#: Of the time of a conversation: then one request in twelve is of one that was under way at the beginning and is in no
+#: cache, beside those that begin.
+_SESSIONS = 1.5
 
 
 @dataclass(slots=True)
@@ -145,13 +148,25 @@ def _serve(worker: Worker, count: int, jobs: Sequence[_Job]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    #: Of the rate: answers in time, a second.
-    goodput_share: float
-    #: From the last arrival until the last answer.
-    drain_s: float
+    """Of requests, in the order in which they came."""
+
+    arrivals: Sequence[float]
+    #: Seconds of each.
+    times: Mapping[Quantity, Sequence[float]]
+
+    def goodput_share(self, slo: Slo) -> float:
+        """Of the rate: answers in time, a second."""
+        limits = [(self.times[name], limit / 1000) for name, limit in slo.limits.items()]
+        in_time = mean(all(own[i] <= limit for own, limit in limits) for i in range(len(self.arrivals)))
+        return min(in_time, done_share(self.arrivals, self.times["latency"]))
+
+    @property
+    def drain_s(self) -> float:
+        """From the last arrival until the last answer."""
+        return max(map(sum, zip(self.arrivals, self.times["latency"], strict=True))) - self.arrivals[-1]
 
 
-def foresee(arm: Arm, shape: Shape, workers: dict[str, Worker], asks: Sequence[Ask], slo: Slo) -> Foreseen:
+def foresee(arm: Arm, shape: Shape, workers: Mapping[str, Worker], asks: Sequence[Ask]) -> Foreseen:
     """Of each prompt, the mean share is in a cache."""
     cached = shape.cached_tokens / shape.input_tokens
     jobs = []
@@ -169,15 +184,11 @@ def foresee(arm: Arm, shape: Shape, workers: dict[str, Worker], asks: Sequence[A
         (latency - first) / max(1, ask.output_tokens - 1)
         for ask, first, latency in zip(asks, firsts, latencies, strict=True)
     ]
-    times: dict[Quantity, list[float]] = {"ttft": firsts, "tpot": gaps, "latency": latencies}
-    limits = [(times[name], limit / 1000) for name, limit in slo.limits.items()]
-    in_time = mean(all(own[i] <= limit for own, limit in limits) for i in range(len(asks)))
-    share = min(in_time, done_share([ask.arrival for ask in asks], latencies))
-    return Foreseen(share, max(job.end for job in jobs) - asks[-1].arrival)
+    return Foreseen([ask.arrival for ask in asks], {"ttft": firsts, "tpot": gaps, "latency": latencies})
 
 
 def _serve_in_two_stages(
-    arm: Arm, workers: dict[str, Worker], asks: Sequence[Ask], jobs: Sequence[_Job]
+    arm: Arm, workers: Mapping[str, Worker], asks: Sequence[Ask], jobs: Sequence[_Job]
 ) -> None:
     """`jobs` get the times of both. Links take one transfer after the other."""
     shadows = [
@@ -217,3 +228,41 @@ def knee(first_guess: float, share_at: Callable[[float], float]) -> float:
         else:
             high = middle
     return low
+
+
+class Foresight:
+    """What arms with as many GPUs should do under one workload, with one sensitivity."""
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        traffic: Traffic,
+        workers: Mapping[str, Worker],
+        fewest_requests: int,
+        fills_gpus: bool = True,
+    ) -> None:
+        """`workers` by role. Each rate has `fewest_requests`, or as many more as fill the GPUs."""
+        self.arms, self.traffic, self.workers = arms, traffic, workers
+        self._fewest, self._fills_gpus = fewest_requests, fills_gpus
+        #: By layout and rate: arms that differ in nothing but their order or decider are simulated once.
+        self._known: dict[tuple[int, int, int, float], Foreseen] = {}
+
+    def requests(self, rate: float) -> int:
+        """The same for all arms, which are sent the same."""
+        if not self._fills_gpus:
+            return self._fewest
+        in_sessions = math.ceil(_SESSIONS * self.traffic.session_s * rate)
+        to_fill = (requests_to_fill(arm, self.traffic.shape, self.workers, rate) for arm in self.arms)
+        return max(self._fewest, in_sessions, *to_fill)
+
+    def at(self, arm: Arm, rate: float) -> Foreseen:
+        layout = arm.agg_workers, arm.prefill_workers, arm.decode_workers, rate
+        if layout not in self._known:
+            asks = self.traffic.lengths(rate, self.requests(rate))
+            self._known[layout] = foresee(arm, self.traffic.shape, self.workers, asks)
+        return self._known[layout]
+
+    def knee(self, arm: Arm, slo: Slo) -> float:
+        """As `knee` has it."""
+        first_guess = capacity(arm, self.traffic.shape, self.workers)
+        return knee(first_guess, lambda rate: self.at(arm, rate).goodput_share(slo))

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from trtllm_disagg.bench.strategies import rates
-from trtllm_disagg.bench.strategies.estimate import Worker, capacity, requests_to_fill
-from trtllm_disagg.bench.strategies.foreseen import Foreseen, foresee, knee
+from trtllm_disagg.bench.strategies.estimate import Worker, capacity
+from trtllm_disagg.bench.strategies.foreseen import Foresight
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
 from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
@@ -38,9 +38,6 @@ _RELAYED = 1000
 #: Of a quick run, wall seconds of an answer. Where TTFT needs a clock on which it takes longer, the clock has what the
 #: SLO needs, and nothing is concluded of TTFT itself.
 _QUICK_ANSWER_SECONDS = 20.0
-#: Of the time of a conversation: then one request in twelve is of one that was under way at the beginning and is in no
-#: cache, beside those that begin.
-_SESSIONS = 1.5
 #: Of two workloads that need about the same, one deployment does for both.
 _SCALES = tuple(sorted(2.0**power * step for power in range(8) for step in (1, 1.5)))
 
@@ -199,8 +196,13 @@ def _refuse_too_long(name: str, traffic: Traffic, longest: int) -> None:
 def arms_for(args: argparse.Namespace, gpus_per_worker: int = 1) -> tuple[Arm, ...]:
     default = QUICK_PATTERNS if args.quick else DEFAULT_PATTERNS
     patterns = args.arms.split(",") if args.arms else default
-    counts = map(int, (args.workers or ("2" if args.quick else "2,4")).split(","))
-    return tuple(arm for count in counts for arm in choose(arms_at(count, gpus_per_worker), patterns))
+    return tuple(
+        arm for count in worker_counts(args) for arm in choose(arms_at(count, gpus_per_worker), patterns)
+    )
+
+
+def worker_counts(args: argparse.Namespace) -> list[int]:
+    return [int(count) for count in (args.workers or ("2" if args.quick else "2,4")).split(",")]
 
 
 def make_plan(
@@ -220,10 +222,11 @@ def make_plan(
         for side in sensitivities(args.band)
     }
     plans = {
-        (side, gpus, name): _PointPlan.of(_Foresight(args, of_gpus, traffic, of_side))
+        (side, gpus, name): _PointPlan.of(_rates_by_arm(args, foresight), foresight)
         for side, of_side in workers.items()
         for gpus, of_gpus in equals.items()
         for name, traffic in chosen.items()
+        for foresight in (Foresight(of_gpus, traffic, of_side, args.fewest_requests, args.fills_gpus),)
     }
 
     def scale(side: Sensitivity, gpus: int, name: str) -> float:
@@ -259,50 +262,19 @@ def make_plan(
     )
 
 
-class _Foresight:
-    """What arms with as many GPUs should do under one workload and one sensitivity."""
+def _rates_by_arm(args: argparse.Namespace, foresight: Foresight) -> dict[str, tuple[float, ...]]:
+    """The same numbers for all, each up to the first one that is surely above what the arm is able to do."""
+    if given := given_rates(args):
+        return {arm.name: given for arm in foresight.arms}
+    knees = {arm.name: foresight.knee(arm, slo_of(args)) for arm in foresight.arms}
+    common = _sweep(args, knees, next(iter(foresight.workers.values())).factors)
+    return {arm: rates.up_to_the_first_above(own, common) for arm, own in knees.items()}
 
-    def __init__(
-        self, args: argparse.Namespace, arms: Sequence[Arm], traffic: Traffic, workers: dict[str, Worker]
-    ) -> None:
-        self._args, self.arms, self._traffic, self._workers = args, arms, traffic, workers
-        self._slo = slo_of(args)
-        #: By layout and rate: arms that differ in nothing but their order or decider are simulated once.
-        self._known: dict[tuple[int, int, int, float], Foreseen] = {}
 
-    def requests(self, rate: float) -> int:
-        """The same for all arms, which are sent the same."""
-        fewest: int = self._args.fewest_requests
-        if not self._args.fills_gpus:
-            return fewest
-        in_sessions = math.ceil(_SESSIONS * self._traffic.session_s * rate)
-        to_fill = (requests_to_fill(arm, self._traffic.shape, self._workers, rate) for arm in self.arms)
-        return max(fewest, in_sessions, *to_fill)
-
-    def at(self, arm: Arm, rate: float) -> Foreseen:
-        layout = arm.agg_workers, arm.prefill_workers, arm.decode_workers, rate
-        if layout not in self._known:
-            asks = self._traffic.lengths(rate, self.requests(rate))
-            self._known[layout] = foresee(arm, self._traffic.shape, self._workers, asks, self._slo)
-        return self._known[layout]
-
-    def rates_by_arm(self) -> dict[str, tuple[float, ...]]:
-        """The same numbers for all, each up to the first one that is surely above what the arm is able to do."""
-        if given := given_rates(self._args):
-            return {arm.name: given for arm in self.arms}
-        knees = {arm.name: self._knee(arm) for arm in self.arms}
-        common = self._sweep(knees)
-        return {arm: rates.up_to_the_first_above(own, common) for arm, own in knees.items()}
-
-    def _knee(self, arm: Arm) -> float:
-        first_guess = capacity(arm, self._traffic.shape, self._workers)
-        return knee(first_guess, lambda rate: self.at(arm, rate).goodput_share)
-
-    def _sweep(self, knees: Mapping[str, float]) -> tuple[float, ...]:
-        if not self._args.quick:
-            return rates.sweep(knees)
-        is_nominal = next(iter(self._workers.values())).factors == NOMINAL
-        return rates.quick_sweep(knees) if is_nominal else rates.deciding(knees)
+def _sweep(args: argparse.Namespace, knees: Mapping[str, float], side: Sensitivity) -> tuple[float, ...]:
+    if not args.quick:
+        return rates.sweep(knees)
+    return rates.quick_sweep(knees) if side == NOMINAL else rates.deciding(knees)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +287,8 @@ class _PointPlan:
     drains: Mapping[tuple[str, float], float]
 
     @classmethod
-    def of(cls, foresight: _Foresight) -> _PointPlan:
-        own = foresight.rates_by_arm()
+    def of(cls, own: Mapping[str, tuple[float, ...]], foresight: Foresight) -> _PointPlan:
+        """`own`: rates, by arm."""
         requests = {rate: foresight.requests(rate) for of_arm in own.values() for rate in of_arm}
         drains = {
             (arm.name, rate): foresight.at(arm, rate).drain_s

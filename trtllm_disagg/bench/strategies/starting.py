@@ -107,6 +107,8 @@ def check(args: argparse.Namespace) -> None:
             "--model", args.model and str(args.model), "a directory with a tokenizer and a config.json"
         )
     real = args.url or args.engine != "modelled"
+    if real and args.foresee:
+        raise ConfigError.bad_value("--foresee", None, "modelled GPUs: there are no tables of others")
     if real and not args.rates:
         raise ConfigError.bad_value(
             "--rates", None, "rates: without the tables of a modelled engine none are known"

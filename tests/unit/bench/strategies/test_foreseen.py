@@ -46,8 +46,8 @@ def test_the_goodput_and_the_drain_that_are_foreseen_are_those_of_the_simulation
     in_time = mean(job.ttft <= 0.4 and job.tpot <= 0.02 for job in jobs)
     done = done_share([job.arrival for job in jobs], [job.tokens[-1] - job.arrival for job in jobs])
     workers = dict.fromkeys(("agg", "prefill", "decode"), worker)
-    foreseen = foresee(arm, traffic.shape, workers, asks, SLO)
-    assert foreseen.goodput_share == pytest.approx(min(in_time, done), abs=0.05)
+    foreseen = foresee(arm, traffic.shape, workers, asks)
+    assert foreseen.goodput_share(SLO) == pytest.approx(min(in_time, done), abs=0.05)
     drain = max(job.tokens[-1] for job in jobs) - jobs[-1].arrival
     assert foreseen.drain_s == pytest.approx(drain, rel=0.05)
 

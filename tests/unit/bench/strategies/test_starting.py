@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trtllm_disagg.bench.strategies import add_arguments, planning, settle, starting
+from trtllm_disagg.bench.strategies import add_arguments, foreseen, settle, starting
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
 from trtllm_disagg.bench.strategies.estimate import Worker, requests_to_fill
 from trtllm_disagg.bench.strategies.foreseen import Foreseen, foresee
@@ -144,13 +144,11 @@ def test_arms_that_differ_in_their_order_only_are_simulated_once(
 ) -> None:
     seen: list[tuple[str, tuple[Ask, ...]]] = []
 
-    def counting(
-        arm: Arm, shape: Shape, workers: dict[str, Worker], asks: tuple[Ask, ...], slo: Slo
-    ) -> Foreseen:
+    def counting(arm: Arm, shape: Shape, workers: dict[str, Worker], asks: tuple[Ask, ...]) -> Foreseen:
         seen.append((arm.name, asks))
-        return foresee(arm, shape, workers, asks, slo)
+        return foresee(arm, shape, workers, asks)
 
-    monkeypatch.setattr(planning, "foresee", counting)
+    monkeypatch.setattr(foreseen, "foresee", counting)
     prepared(model, configs, "--quick", "--band", "0")
     assert {name.split()[0] for name, _ in seen} == {"2", "1P1D"}
     assert len({name for name, _ in seen}) == 2

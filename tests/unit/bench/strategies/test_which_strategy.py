@@ -15,11 +15,13 @@ import pytest
 
 from tests.support.modelled_cores import MEASURED
 from tests.unit.bench.strategies.synthetic import Behaviour, saved
+from tools.which_layout import Leads, write_page
 from tools.which_strategy import link_from, main
 from tools.which_strategy_runs import RUNS
 from tools.which_strategy_trace import write_trace
 from trtllm_disagg.bench.strategies import add_arguments as add_bench_arguments
 from trtllm_disagg.bench.strategies import estimate
+from trtllm_disagg.bench.strategies.foresight import FIRST_TOKEN_FACTORS, TOKEN_FACTORS, Lead
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, trace
 from trtllm_disagg.modelled.build import Gpus, open_gpus
 from trtllm_disagg.modelled.config import ModelledArgs
@@ -77,8 +79,26 @@ def test_the_list_of_pages_has_the_page_beside_the_other_measurements(tmp_path: 
     index = tmp_path / "index.md"
     index.write_text("| [benchmarks](benchmarks.md) | |\n| [licences](licences.md) | |\n")
     for _ in range(2):
-        link_from(index)
+        link_from(index, "which-strategy", "by model")
     assert re.findall(r"\[([a-z ]+)\]", index.read_text()) == ["benchmarks", "which strategy", "licences"]
+
+
+def test_the_page_of_layouts_counts_where_separate_workers_are_clearly_better(tmp_path: Path) -> None:
+    limits = [(first, token) for first in FIRST_TOKEN_FACTORS for token in TOKEN_FACTORS]
+    separate, slightly, agg = Lead("2P2D", 1.62), Lead("1P3D", 1.05), Lead("4 agg", 2.0)
+    of_one: Leads = dict.fromkeys(limits, separate)
+    of_one |= {(first, TOKEN_FACTORS[-1]): agg for first, _ in limits}
+    of_another: Leads = dict.fromkeys(limits, slightly)
+    of_another[limits[0]] = None
+    write_page(
+        {"rag": {"a model": ("9 ms, 1 ms", of_one), "another": ("8 ms, 1 ms", of_another)}}, 4, tmp_path
+    )
+
+    text = (tmp_path / "which-layout.md").read_text()
+    (counts,) = [line for line in text.splitlines() if line.startswith("| [rag](#rag)")]
+    assert counts.split(" | ")[1:] == ["3 of 6"] * 4 + ["0 of 6 |"]
+    assert f"| a model: 9 ms, 1 ms | 2x |{' **2P2D 1.6x** |' * 4} 4 agg 2.0x |" in text
+    assert "| another: 8 ms, 1 ms | 2x | - | alike |" in text
 
 
 @pytest.fixture

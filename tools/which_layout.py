@@ -1,0 +1,129 @@
+"""Makes the page which-layout of the reference: for models, GPUs and workloads of the page which-strategy, under which
+limits separate workers should be better, by `bench strategies --foresee`. Minutes, and nothing is started.
+
+    python -m tools.which_layout [--workers 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tools.which_strategy import FOLDER, link_from
+from tools.which_strategy_runs import PAIRS
+from tools.which_strategy_trace import write_trace
+from trtllm_disagg.bench.strategies.foresight import (
+    FIRST_TOKEN_FACTORS,
+    TOKEN_FACTORS,
+    Foretelling,
+    Lead,
+    layouts,
+)
+from trtllm_disagg.bench.strategies.planning import Engines
+from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
+
+NAME = "which-layout"
+_CONFIGS = Path("engine_configs/modelled")
+#: By the limits of TTFT and TPOT, as factors of what a request takes that is alone.
+Leads = dict[tuple[float, float], Lead | None]
+#: What a request takes alone, and the leads, by workload and subject.
+ByWorkload = dict[str, dict[str, tuple[str, Leads]]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=Path(".cache/demo-model"), help="with a config.json")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    options = parser.parse_args(arguments)
+    leads: ByWorkload = {}
+    for pair in PAIRS:
+        engines = Engines.read(
+            "modelled", options.model, _CONFIGS, layouts(options.workers, 1), pair.override
+        )
+        arms, workers = layouts(options.workers, engines.gpus_per_worker), engines.workers()
+        for name, traffic in _workloads(engines.longest).items():
+            told = Foretelling(arms, traffic, workers)
+            alone = f"{told.first_token_ms:.3g} ms, {told.token_ms:.3g} ms"
+            leads.setdefault(name, {})[engines.subject()] = alone, _leads(told)
+            print(engines.subject(), name, flush=True)
+    write_page(leads, options.workers, options.out)
+
+
+def write_page(leads: ByWorkload, workers: int, out: Path) -> None:
+    (out / f"{NAME}.md").write_text("\n".join(_page(leads, workers)) + "\n", encoding="utf-8")
+    link_from(out / "index.md", NAME, "under which limits separate workers should be better, by simulation")
+
+
+def _workloads(longest: int) -> dict[str, Traffic]:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "trace.jsonl"
+        write_trace(file)
+        return BUILT_IN | {"trace": trace(file, longest)}
+
+
+def _leads(told: Foretelling) -> Leads:
+    return {
+        (first, token): told.lead(told.slo(first, token))
+        for first in FIRST_TOKEN_FACTORS
+        for token in TOKEN_FACTORS
+    }
+
+
+_HEAD = """\
+# Which layout, by simulation
+
+<!-- Made by tools/which_layout.py; do not edit. -->
+
+Of {workers} workers, should each do both (`{workers} agg`), or some prefill and others decode (`2P2D`)? It depends on
+how near the limits of an answer are to what a request takes that is alone. Compared is the rate up to which nine of
+ten answers keep both limits: `2P2D 1.6x` has 1.6 times the rate of the best layout of the other kind. Alike are
+layouts less than 10 % apart; alone: the other kind keeps these limits at no rate; -: no layout does.
+
+Nothing here was measured. It is an event simulation on the step times of modelled GPUs, without our own software;
+both orders are alike in it, and of each prompt the mean share is in a cache, which is kind to agents and to the
+trace. `trtllm-disagg bench strategies --foresee` does it for your own model, traffic and limits in seconds. What
+was measured: [which strategy](which-strategy.md).
+
+In how many cases separate workers are better, of five models and GPUs with three limits of TTFT each:
+"""
+
+
+def _page(leads: ByWorkload, workers: int) -> Iterator[str]:
+    headers = " | ".join(f"TPOT {factor:g}x" for factor in TOKEN_FACTORS)
+    rule = "---|" * len(TOKEN_FACTORS)
+    yield _HEAD.format(workers=workers)
+    yield f"| traffic | {headers} |"
+    yield f"|---|{rule}"
+    for name, by_subject in leads.items():
+        yield (
+            f"| [{name}](#{name}) | "
+            + " | ".join(_share(by_subject, factor) for factor in TOKEN_FACTORS)
+            + " |"
+        )
+    for name, by_subject in leads.items():
+        yield f"\n## {name}\n"
+        yield f"| served, and TTFT and TPOT alone | TTFT | {headers} |"
+        yield f"|---|---|{rule}"
+        for subject, (alone, own) in by_subject.items():
+            for first in FIRST_TOKEN_FACTORS:
+                served = f"{subject}: {alone}" if first == FIRST_TOKEN_FACTORS[0] else ""
+                cells = " | ".join(_cell(own[first, token]) for token in TOKEN_FACTORS)
+                yield f"| {served} | {first:g}x | {cells} |"
+
+
+def _share(by_subject: dict[str, tuple[str, Leads]], token: float) -> str:
+    cases = [own[first, token] for _, own in by_subject.values() for first in FIRST_TOKEN_FACTORS]
+    return f"{sum(lead is not None and lead.is_separate and lead.is_clear for lead in cases)} of {len(cases)}"
+
+
+def _cell(lead: Lead | None) -> str:
+    if lead is None:
+        return "-"
+    return f"**{lead}**" if lead.is_separate and lead.is_clear else str(lead)
+
+
+if __name__ == "__main__":
+    main()

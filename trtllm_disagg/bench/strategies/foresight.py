@@ -1,0 +1,154 @@
+"""`bench strategies --foresee`: which layout of equally many workers should keep an objective up to the highest rate,
+and under which objectives another one would. In seconds, by the tables and an event simulation (foreseen.py): nothing
+is started, our own software takes no time, and orders, which differ in software only, are alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trtllm_disagg.bench.figures import Column, Grid
+from trtllm_disagg.bench.strategies.estimate import Worker
+from trtllm_disagg.bench.strategies.foreseen import Foresight
+from trtllm_disagg.bench.strategies.planning import Engines, arms_at, slo_of, traffics, worker_counts
+from trtllm_disagg.bench.strategies.records import Arm
+from trtllm_disagg.bench.strategies.slo import Slo
+from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME
+from trtllm_disagg.bench.strategies.workloads import Shape, Traffic
+from trtllm_disagg.strategies import orders
+
+#: Of what a request takes that is alone: limits of TTFT, and of TPOT.
+FIRST_TOKEN_FACTORS = (2.0, 4.0, 10.0)
+TOKEN_FACTORS = (1.15, 1.3, 1.6, 2.0, 3.0)
+#: The simulation is no nearer to what is measured.
+ALIKE = 1.1
+_FEWEST_REQUESTS = 100
+_ORDER = orders()[0].name
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Of the best layout of one kind, agg or separate workers, over the best one of the other kind."""
+
+    layout: str
+    #: Of rates. Infinite where the other kind keeps the objective at none.
+    ratio: float
+
+    @property
+    def is_separate(self) -> bool:
+        return not self.layout.endswith(" agg")
+
+    @property
+    def is_clear(self) -> bool:
+        return self.ratio >= ALIKE
+
+    def __str__(self) -> str:
+        if not self.is_clear:
+            return "alike"
+        return f"{self.layout} alone" if self.ratio == float("inf") else f"{self.layout} {self.ratio:.1f}x"
+
+
+class Foretelling:
+    """Of one workload on the same number of GPUs."""
+
+    def __init__(self, arms: Sequence[Arm], traffic: Traffic, workers: Mapping[str, Worker]) -> None:
+        """`arms`: one of each layout."""
+        self._foresight = Foresight(arms, traffic, workers, _FEWEST_REQUESTS)
+        shape = traffic.shape
+        #: Milliseconds of a request that is alone.
+        self.first_token_ms = 1000 * min(worker.prefill_seconds(shape) for worker in workers.values())
+        self.token_ms = 1000 * min(_token_seconds(worker, shape) for worker in workers.values())
+
+    def rates(self, slo: Slo) -> dict[str, float]:
+        """By layout, requests a second up to which nearly all are in time; 0 where they are at no rate."""
+        found = {}
+        for arm in self._foresight.arms:
+            rate = self._foresight.knee(arm, slo)
+            keeps = self._foresight.at(arm, rate).goodput_share(slo) >= ENOUGH_IN_TIME
+            found[layout_of(arm)] = rate if keeps else 0.0
+        return found
+
+    def lead(self, slo: Slo) -> Lead | None:
+        """None where no layout keeps the objective."""
+        rates = self.rates(slo)
+        best = max(rates, key=rates.__getitem__)
+        if not rates[best]:
+            return None
+        is_agg = best.endswith(" agg")
+        others = [rate for layout, rate in rates.items() if layout.endswith(" agg") is not is_agg]
+        other = max(others, default=0.0)
+        return Lead(best, rates[best] / other if other else float("inf"))
+
+    def slo(self, first_token_factor: float, token_factor: float) -> Slo:
+        """Limits as multiples of what a request takes that is alone."""
+        return Slo(
+            ttft=float(f"{first_token_factor * self.first_token_ms:.3g}"),
+            tpot=float(f"{token_factor * self.token_ms:.3g}"),
+        )
+
+
+def _token_seconds(worker: Worker, shape: Shape) -> float:
+    rest = worker.isolated_seconds(shape) - worker.prefill_seconds(shape)
+    return rest / max(1.0, shape.output_tokens)
+
+
+def layout_of(arm: Arm) -> str:
+    return arm.name if arm.agg_workers else arm.name.partition(" ")[0]
+
+
+def layouts(workers: int, gpus_per_worker: int) -> tuple[Arm, ...]:
+    """An arm of each."""
+    arms = {layout_of(arm): arm for arm in reversed(arms_at(workers, gpus_per_worker))}
+    return tuple(reversed(arms.values()))
+
+
+def foretell(args: argparse.Namespace) -> list[Grid]:
+    """Tables for people. Raises ConfigError, also for what no table covers."""
+    counts = worker_counts(args)
+    engines = Engines.read(
+        args.engine, args.model, args.engine_configs, layouts(max(counts), 1), args.override_engine_args
+    )
+    workers, slo = engines.workers(), slo_of(args)
+    return [
+        grid
+        for name, traffic in traffics(args, engines.longest).items()
+        for count in counts
+        for arms in (layouts(count, engines.gpus_per_worker),)
+        for told in (Foretelling(arms, traffic, workers),)
+        for grid in (_at(name, arms, told, slo, traffic.shape), _by_limits(name, arms, told))
+    ]
+
+
+def _at(name: str, arms: Sequence[Arm], told: Foretelling, slo: Slo, shape: Shape) -> Grid:
+    gpus = arms[0].gpus
+    rows = {
+        (layout,): {"rate": rate, "tokens": rate * shape.output_tokens / gpus}
+        for layout, rate in told.rates(slo).items()
+    }
+    columns = (
+        Column("rate", form=".3g", header="requests/s"),
+        Column("tokens", form=".0f", header="tok/s/GPU"),
+    )
+    return Grid(f"{name} on {gpus} GPUs: the rate up to which {slo} are kept", ("layout",), columns, rows, "")
+
+
+def _by_limits(name: str, arms: Sequence[Arm], told: Foretelling) -> Grid:
+    firsts = [told.slo(factor, 1.0).ttft for factor in FIRST_TOKEN_FACTORS]
+    tokens = [told.slo(1.0, factor).tpot for factor in TOKEN_FACTORS]
+    rows = {
+        (f"TTFT {first:g} ms",): {
+            f"{token:g}": str(told.lead(Slo(ttft=first, tpot=token)) or "none") for token in tokens
+        }
+        for first in firsts
+    }
+    columns = [
+        Column(f"{token:g}", header=f"TPOT\n{token:g} ms\n{factor:g}x")
+        for token, factor in zip(tokens, TOKEN_FACTORS, strict=True)
+    ]
+    title = (
+        f"{name} on {arms[0].gpus} GPUs: the best layout by limits, and its lead over the other kind. "
+        f"A request that is alone has TTFT {told.first_token_ms:.3g} ms and TPOT {told.token_ms:.3g} ms"
+    )
+    return Grid(title, ("",), columns, rows, "")
