@@ -338,15 +338,18 @@ class Engine:
         try:
             result: RequestOutput = self.llm.generate_async(**keywords)
             return result
-        except self.request_error as error:
+        except (self.request_error, ValueError, TypeError, NotImplementedError) as error:
             # Before the engine has it, only the request can be wrong.
-            refused = WorkerLeavingError if self.fatal_error is not None else InvalidRequestError
-            raise refused(str(error)) from error
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise InvalidRequestError(str(error)) from error
-        except RuntimeError as error:
-            is_over = self.fatal_error is not None or "shutting down" in str(error)
+            raise (WorkerLeavingError if self._is_over else InvalidRequestError)(str(error)) from error
+        except Exception as error:
+            is_over = self._is_over or "shutting down" in str(error)
             raise (WorkerLeavingError if is_over else EngineError)(str(error)) from error
+
+    @property
+    def _is_over(self) -> bool:
+        """TensorRT-LLM shuts down over what its process has died of, and raises that out of the next call."""
+        is_shutdown = getattr(getattr(self.llm, "_executor", None), "is_shutdown", None)
+        return self.fatal_error is not None or (callable(is_shutdown) and bool(is_shutdown()))
 
     def _require_fits_a_step(self, request: GenerateRequest) -> None:
         count = len(request.token_ids)

@@ -76,6 +76,9 @@ class HardEdges:
     #: without a request, so the last statistic still counts it (tests/unittest/llmapi/test_llm_pytorch.py sends a
     #: request behind the timeout, and finds no block used in the one statistic of that).
     counts_kv_in_steps: bool = False
+    #: What the engine's process has died of is raised out of the next call, of whichever kind it is; those behind it
+    #: are told that the LLM is shutting down (executor/executor.py `_handle_background_error`).
+    raises_what_it_died_of: bool = False
     #: `_check_health` of a dead engine raises (executor/proxy.py hands on what the background threads met).
     raises_when_unhealthy: bool = False
 

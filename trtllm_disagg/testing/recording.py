@@ -159,6 +159,7 @@ class LLM:
         #: What `_check_health` says of an engine that lives.
         self.is_healthy = True
         self.fatal_error: BaseException | None = None
+        self._executor = _Executor()
         #: Requests get no answer any more, and nothing says so.
         self.stands_still = False
         #: Set it to something unset, and `shutdown` waits for it: an MPI worker that never ends.
@@ -218,6 +219,13 @@ class LLM:
 
     @_takes(EmbeddedLLM.generate_async)
     def generate_async(self, given: dict[str, Any]) -> RequestOutput:
+        if (
+            self._edges.raises_what_it_died_of
+            and self.fatal_error is not None
+            and not self._executor.is_shutdown()
+        ):
+            self._executor.doing_shutdown = True
+            raise self.fatal_error
         if self.is_shut_down or self.fatal_error is not None:
             raise RuntimeError("LLM is shutting down")
         prompt, token_ids = _read_inputs(given["inputs"])
@@ -355,7 +363,18 @@ class LLM:
         if self._edges.takes_one_endpoint and not isinstance(endpoint, str | None):
             error = TypeError(f"ContextPhaseParams: ctx_info_endpoint is a str or None, got {endpoint!r}")
             self.die(error)
+            self._executor.doing_shutdown = True
             raise error
+
+
+@dataclass(slots=True)
+class _Executor:
+    """TensorRT-LLM's proxy of its processes, as far as it is looked at."""
+
+    doing_shutdown: bool = False
+
+    def is_shutdown(self) -> bool:
+        return self.doing_shutdown
 
 
 def _keep(newest: list[T], item: T) -> None:

@@ -506,6 +506,18 @@ async def test_what_waits_for_a_dead_engine_ends(phase: str, tensorrt_llm: Modul
         await waiting
 
 
+@pytest.mark.parametrize("death", [ValueError("a shape"), RequestError("a shape"), OSError("a shape")])
+async def test_what_the_engine_has_died_of_is_no_fault_of_the_next_request(
+    death: Exception, tensorrt_llm: ModuleType
+) -> None:
+    engine = opened()
+    engine.llm.die(death)
+    with pytest.raises(WorkerLeavingError, match="a shape"):
+        engine.start_agg(request())
+    with pytest.raises(WorkerLeavingError, match="shutting down"):
+        engine.start_agg(request())
+
+
 @pytest.mark.parametrize("is_dead", [False, True])
 async def test_a_shutdown_that_never_returns_is_not_waited_for(
     is_dead: bool, tensorrt_llm: ModuleType
