@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.dry_run:
             return
         options.runs += sorted(plan.parent for plan in options.measure.glob("*/plan.json"))
-    listed = {run.name: Slo.parse(run.pair.slo) for run in RUNS}
+    listed = {run.name: Slo.parse(run.slo) for run in RUNS}
     kept = options.out / NAME
     for path in filter(_has_points, options.runs):
         keep(path, options.slo or listed.get(path.resolve().name, DEFAULT_SLO), kept)
@@ -87,25 +87,26 @@ def _page(runs: Sequence[KeptRun]) -> Iterator[str]:
     yield "**Bold** is decided; with a question mark one of these is best, and which one is not decided;"
     yield "alike are layouts that differ by less than 10 %, too little for one measurement."
     yield "`2 agg` are two workers that do both, `1P1D` is a prefill and a decode worker in the order behind it."
+    yield "Under which limits separate workers should be better, by simulation: [which layout](which-layout.md)."
     for place, heading in enumerate(MEASURES):
         yield f"\n## {heading}\n"
         yield from _matrix(runs, place)
 
 
 def _matrix(runs: Sequence[KeptRun], place: int) -> Iterator[str]:
-    """Of one measure: a row a subject, a column a workload."""
+    """Of one measure: a row a subject and SLO, a column a workload."""
     workloads = list(dict.fromkeys(sweep.workload for run in runs for sweep in run.sweeps))
     judged = [sweep.verdicts[place] for run in runs for sweep in run.sweeps]
     decided = [verdict for verdict in judged if verdict.winner or (verdict.is_tie and verdict.candidates)]
     separate = sum(verdict.is_disaggregated for verdict in decided)
     ties = ", ties of the best ones among them" if any(verdict.is_tie for verdict in decided) else ""
     yield f"Decided in {len(decided)} of {len(judged)}{ties}: separate workers are best in {separate} of these.\n"
-    yield f"| served | {' | '.join(workloads)} |"
-    yield f"|---|{'---|' * len(workloads)}"
-    for subject in _subjects(runs):
-        mine = [sweep for run in runs if run.subject == subject for sweep in run.sweeps]
+    yield f"| served | in time | {' | '.join(workloads)} |"
+    yield f"|---|---|{'---|' * len(workloads)}"
+    for subject, slo in sorted({(run.subject, run.slo) for run in runs}):
+        mine = [sweep for run in runs if (run.subject, run.slo) == (subject, slo) for sweep in run.sweeps]
         cells = (_cell([each for each in mine if each.workload == name], place) for name in workloads)
-        yield f"| [{subject}]({NAME}/{_file(subject)}) | {' | '.join(cells)} |"
+        yield f"| [{subject}]({NAME}/{_file(subject)}) | {slo} | {' | '.join(cells)} |"
 
 
 def _cell(sweeps: Sequence[KeptSweep], place: int) -> str:
