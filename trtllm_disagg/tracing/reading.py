@@ -37,6 +37,8 @@ _TIME = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z")
 # Of a line's request ids the first one is that which the workers have.
 _ASKED_ID = re.compile(rb'request_id"?[=:]"?([^\s",}]+)')
 _ELAPSED = re.compile(rb'elapsed_ms"?[=:]"?(\d+)')
+#: Spans that last until the client has all; in every order a request has one of them.
+_TO_THE_END = ("http-request", "request", "decode_stage")
 _CHOSEN, _COMPLETED = b"Selected worker", b"request completed"
 
 
@@ -129,6 +131,11 @@ class Trace:
     @property
     def milliseconds(self) -> float:
         return (self.end - self.start) / 1e6
+
+    @property
+    def has_ended(self) -> bool:
+        """Spans are written when they end: a request with those of a prefill alone still runs, or was lost."""
+        return any(node.span.name in _TO_THE_END for node in self.nodes)
 
     @property
     def first_token_ms(self) -> float | None:

@@ -68,6 +68,8 @@ def _chosen(traces: list[Trace], args: argparse.Namespace, source: Path) -> list
         return [find_trace(traces, args.request_id)]
     if not traces:
         raise ConfigError(f"{source}: no request was traced there yet")
+    # A prefill is written before its request has ended, and would be taken for all of it.
+    traces = [trace for trace in traces if trace.has_ended] or traces
     if args.slowest is not None:
         return sorted(traces, key=lambda trace: -trace.milliseconds)[: args.slowest]
     return traces[-(args.last or 1) :]

@@ -159,6 +159,7 @@ def headline(trace: Trace) -> str:
     first = trace.first_token_ms
     facts = [
         f"{duration(trace.milliseconds)}",
+        *([] if trace.has_ended else ["its end is not written yet"]),
         *([trace.order] if trace.order else []),
         *([f"first token after {duration(first)}"] if first is not None else []),
     ]

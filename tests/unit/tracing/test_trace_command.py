@@ -126,6 +126,18 @@ def test_the_last_and_the_slowest_requests_are_found(
     assert told("--last", "9") == ["id-0", "id-1", "id-2"]
 
 
+def test_a_request_of_which_only_the_prefill_is_written_is_not_the_last_one(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = SpanData("prefill_stage", f"{9:032x}", f"{9:016x}", None, 600_000_000_000, 600_070_000_000)
+    running.attributes = {"gen_ai.request.id": "id-9"}
+    write(run_dir / "traces" / "prefill-0.jsonl", [running])
+    assert shown(capsys, "--run-dir", run_dir)[0].startswith("request id-2: ")
+    assert shown(capsys, "--run-dir", run_dir, "--slowest", "9")[0].startswith("request id-1: ")
+    asked = shown(capsys, "--run-dir", run_dir, "id-9")
+    assert asked[0] == "request id-9: 70.0 ms, its end is not written yet"
+
+
 def test_two_requests_stand_side_by_side_with_what_took_longer(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
