@@ -111,7 +111,8 @@ def latencies(history: History) -> str:
     """Of the window on the live screen, of all requests in one frame."""
     frontend = history.last.frontend
     counts = f"running {_shown(frontend.running)}, waiting {_shown(frontend.waiting)}, done {_shown(frontend.requests)}"
-    return f"TTFT {_latency(history.ttft())}  ITL {_latency(history.itl())}  {counts}"
+    # In one line they are wider than 80 columns where times are long.
+    return f"TTFT {_latency(history.ttft())}  ITL {_latency(history.itl())}\n{counts}"
 
 
 def print_frame(seen: Snapshot, console: Console | None = None) -> None:

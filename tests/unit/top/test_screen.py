@@ -223,6 +223,7 @@ def test_a_frame_fits_80_columns_and_has_colours_on_a_terminal_only(monkeypatch:
     assert max(map(len, plain.splitlines())) <= 80
     assert "\x1b" not in plain
     assert "TTFT 50 ms p99 99 ms" in plain
+    assert "running 11, waiting 0, done 40" in plain.splitlines()
     assert "\x1b[32mready" in printed(terminal=True)
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[32m" not in printed(terminal=True)
