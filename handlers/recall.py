@@ -216,7 +216,7 @@ class Recalls:
         # One has to be there to fetch what another one has left.
         for gone in missing & self._missing if there else ():
             left = [attempt for attempt, each in self._answered.items() if each.sender == gone]
-            log.warning("decode worker %x is gone, and %d handoffs with it", gone, len(left))
+            log.warning("decode worker %x is gone; it had %d of this worker's handoffs", gone, len(left))
             self.recall(left)
         self._missing = missing
 
