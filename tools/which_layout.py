@@ -7,6 +7,7 @@ limits separate workers should be better, by `bench strategies --foresee`. Minut
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from trtllm_disagg.bench.strategies.planning import Engines
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
 
 NAME = "which-layout"
+#: Of a color.
+_MOST_DOUBLINGS = 2
 _CONFIGS = Path("engine_configs/modelled")
 #: By the limits of TTFT and TPOT, as factors of what a request takes that is alone.
 Leads = dict[tuple[float, float], Lead | None]
@@ -53,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write_page(leads: ByWorkload, workers: int, out: Path) -> None:
+    draw(leads, out / f"{NAME}.png")
     (out / f"{NAME}.md").write_text("\n".join(_page(leads, workers)) + "\n", encoding="utf-8")
     link_from(out / "index.md", NAME, "under which limits separate workers should be better, by simulation")
 
@@ -87,6 +91,9 @@ both orders are alike in it, and of each prompt the mean share is in a cache, wh
 trace. `trtllm-disagg bench strategies --foresee` does it for your own model, traffic and limits in seconds. What
 was measured: [which strategy](which-strategy.md).
 
+![For each workload a panel: a row for each model and limit of TTFT, a column for each limit of TPOT. Blue: separate
+workers lead; red: workers that do both.](which-layout.png)
+
 In how many cases separate workers are better, of five models and GPUs with three limits of TTFT each:
 """
 
@@ -112,6 +119,60 @@ def _page(leads: ByWorkload, workers: int) -> Iterator[str]:
                 served = f"{subject}: {alone}" if first == FIRST_TOKEN_FACTORS[0] else ""
                 cells = " | ".join(_cell(own[first, token]) for token in TOKEN_FACTORS)
                 yield f"| {served} | {first:g}x | {cells} |"
+
+
+def draw(leads: ByWorkload, file: Path) -> None:
+    """A panel a workload: a row for each model and limit of TTFT, a column for each limit of TPOT."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = max(len(by_subject) for by_subject in leads.values()) * len(FIRST_TOKEN_FACTORS)
+    figure, axes = pyplot.subplots(
+        2,
+        -(-len(leads) // 2),
+        figsize=(11, 0.42 * rows + 1.6),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, (name, by_subject) in zip(axes.flat, leads.items(), strict=False):
+        cells = [[_sided(own[first, token]) for token in TOKEN_FACTORS] for first, own in _rows(by_subject)]
+        shown = axis.imshow(cells, cmap="RdBu", vmin=-_MOST_DOUBLINGS, vmax=_MOST_DOUBLINGS, aspect="auto")
+        axis.set_facecolor("#dddddd")
+        axis.set_title(name, fontsize=10)
+        axis.set_xticks(range(len(TOKEN_FACTORS)), [f"{factor:g}x" for factor in TOKEN_FACTORS], fontsize=7)
+        labels = [
+            f"{subject.split(' on ')[0]}, {first:g}x"
+            for subject in by_subject
+            for first in FIRST_TOKEN_FACTORS
+        ]
+        axis.set_yticks(range(len(labels)), labels, fontsize=7)
+    for axis in axes.flat[len(leads) :]:
+        axis.set_visible(False)
+    bar = figure.colorbar(shown, ax=axes, shrink=0.6, ticks=(-_MOST_DOUBLINGS, 0, _MOST_DOUBLINGS))
+    most = f"{2**_MOST_DOUBLINGS}x"
+    bar.ax.set_yticklabels([f"agg leads\n{most}", "alike", f"separate\nworkers lead\n{most}"], fontsize=7)
+    figure.supxlabel(
+        "limit of TPOT, by what a request takes that is alone; rows: model, and limit of TTFT", fontsize=8
+    )
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def _rows(by_subject: dict[str, tuple[str, Leads]]) -> Iterator[tuple[float, Leads]]:
+    for _, own in by_subject.values():
+        for first in FIRST_TOKEN_FACTORS:
+            yield first, own
+
+
+def _sided(lead: Lead | None) -> float:
+    """Doublings by which separate workers lead, or agg below 0."""
+    if lead is None:
+        return math.nan
+    doublings = min(math.log2(lead.ratio), _MOST_DOUBLINGS)
+    return doublings if lead.is_separate else -doublings
 
 
 def _share(by_subject: dict[str, tuple[str, Leads]], token: float) -> str:

@@ -112,6 +112,7 @@ RUNS = (
     Run(_32B, "rag", 1.25, "14"),
     Run(_8B, "rag", 3, tight_slo="ttft=2000,tpot=14"),
     Run(_70B, "rag", 1.25, tight_slo="ttft=6000,tpot=20"),
+    Run(_235B, "rag", 2, tight_slo="ttft=7000,tpot=21"),
     Run(_32B, "rag", 1.25, tight_slo="ttft=6000,tpot=24"),
     Run(_8B, "bursts", 6),
     Run(_120B, "bursts", 4),
