@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +28,7 @@ from trtllm_disagg.commands import (
     Signer,
     UpCommand,
 )
-from trtllm_disagg.config.worker_config import FLAGS, flag_of
+from trtllm_disagg.config.worker_config import FLAGS, Role, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.keys import KEY_FILE, AdminKey, user_key
@@ -112,35 +113,97 @@ def _worker(instance: DescribedInstance) -> Worker:
     return Worker(instance.endpoint_id, instance.instance_id, description)
 
 
-#: What a command does with the workers; the second argument is what `up` answers to Describe, if there is an `up`.
-Change = Callable[[Workers, dict[str, Any] | None], Awaitable[ExitCode]]
+class Up(Protocol):
+    """The `up` of a deployment."""
+
+    @property
+    def url(self) -> str | None:
+        """Of its frontend, where it is known."""
+        ...
+
+    def tell(self, command: UpCommand) -> None:
+        """What workers to come shall be like. Raises a DisaggError."""
+        ...
+
+    def starting(self) -> set[str]:
+        """The names of its workers that are not ready yet."""
+        ...
 
 
-def change_deployment(args: argparse.Namespace, change: Change, then: UpCommand | None) -> ExitCode:
-    """Carry out `change`, and tell `up`, if there is one, what new workers are to be like (`then`).
+class NoUp:
+    """Of workers that no `up` has started."""
+
+    url = None
+
+    def tell(self, command: UpCommand) -> None:
+        """No worker will come of it."""
+
+    def starting(self) -> set[str]:
+        return set()
+
+
+@dataclass(frozen=True, slots=True)
+class UpOfRunDir:
+    run_dir: Path
+    #: Its answer to Describe.
+    described: Mapping[str, Any]
+
+    @property
+    def url(self) -> str:
+        return str(self.described["url"])
+
+    def tell(self, command: UpCommand) -> None:
+        from trtllm_disagg.deployment.command_socket import send_to_up
+
+        send_to_up(self.run_dir, command)
+
+    def starting(self) -> set[str]:
+        from trtllm_disagg.deployment.run_dir import is_alive, read_processes
+
+        return {
+            each.name
+            for each in read_processes(self.run_dir)
+            if each.role in set(Role) and each.state == "starting" and is_alive(each)
+        }
+
+
+#: What a command does with the workers, and tells their `up`.
+Change = Callable[[Workers, Up], Awaitable[ExitCode]]
+
+
+def change_deployment(args: argparse.Namespace, change: Change) -> ExitCode:
+    """Carry out `change`, while no other command changes the deployment of this run directory.
 
     The exit code: that of `change`, or 1 when it failed on the way. Raises ConfigError for a setting that is wrong.
     """
+    if args.run_dir is None:
+        return _change(args, change)
+    from trtllm_disagg.deployment.run_dir import one_change_at_a_time
+
+    waits = partial(say, "waiting for another command that changes this deployment")
+    with one_change_at_a_time(args.run_dir, waits):
+        return _change(args, change)
+
+
+def _change(args: argparse.Namespace, change: Change) -> ExitCode:
     from trtllm_disagg.deployment.command_socket import send_to_up
 
-    up = send_to_up(args.run_dir, Describe()) if args.run_dir is not None else None
+    described = send_to_up(args.run_dir, Describe()) if args.run_dir is not None else None
     with_key = signer(args.run_dir, args.key_file, os.environ)
+    up = NoUp() if described is None else UpOfRunDir(args.run_dir, described)
 
     async def run() -> ExitCode:
-        async with _connected(up, args.namespace, with_key) as workers:
+        async with _connected(described, args.namespace, with_key) as workers:
             with without_silence(say, "waiting for the workers"):
                 return await change(workers, up)
 
     try:
-        status = asyncio.run(run())
-        if up is not None and then is not None:
-            send_to_up(args.run_dir, then)
+        return asyncio.run(run())
     except ConfigError:
         raise
     except DisaggError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.FAILED
-    return status
 
 
 @asynccontextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from trtllm_disagg.admin import client
-from trtllm_disagg.admin.client import Worker, Workers, all_workers
+from trtllm_disagg.admin.client import Up, Worker, Workers, all_workers
 from trtllm_disagg.commands import Set
 from trtllm_disagg.config.args import argument_parser_of
 from trtllm_disagg.config.thresholds import ADMISSION, NAMES
@@ -19,6 +20,8 @@ from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.strategies import switchable
 
 Values = Mapping[str, Any]
+
+_POLL_SECONDS = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,14 +46,28 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise ConfigError("--run-dir says where everything is; give no --namespace with it")
     instance = None if args.instance is None else _instance_id(args.instance)
 
-    async def change(workers: Workers, up: dict[str, Any] | None) -> ExitCode:
+    async def change(workers: Workers, up: Up) -> ExitCode:
         say = _silence if args.json else print
         changes = await set_thresholds(workers, values, instance, say, client.say)
+        if instance is None:
+            up.tell(Set(values))
+            await _until_started(up)
+            changes += await set_thresholds(workers, values, None, say, client.say, told=changes)
         if args.json:
             print(json.dumps([asdict(each) for each in changes]))
         return ExitCode.FAILED if any(each.error for each in changes) else ExitCode.DONE
 
-    return client.change_deployment(args, change, Set(values) if instance is None else None)
+    return client.change_deployment(args, change)
+
+
+async def _until_started(up: Up) -> None:
+    """Workers that have begun to start with the old thresholds have started, or never will."""
+    if late := up.starting():
+        client.say(
+            f"waiting for {', '.join(sorted(late))}: started with the old thresholds, and not ready yet"
+        )
+    while late := late & up.starting():  # noqa: ASYNC110 - `up` tells it in a file
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +85,17 @@ async def set_thresholds(
     instance: int | None,
     say: Callable[[str], None],
     complain: Callable[[str], None],
+    told: Sequence[Change] = (),
 ) -> list[Change]:
-    """Each is said as soon as it has answered.
+    """Each is said as soon as it has answered. Those that were told before are not told again.
 
     Raises ConfigError, before a worker is told anything, when none has a use for them.
     """
     changes: list[Change] = []
+    before = {each.worker for each in told}
     for each in _meant(await all_workers(workers), values, instance):
+        if str(each) in before:
+            continue
         try:
             answer = await workers.send(each.endpoint_id, each.instance_id, Set(dict(values)))
         except DisaggError as error:

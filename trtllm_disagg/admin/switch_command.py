@@ -13,14 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 from urllib.request import Request, urlopen
 
 from trtllm_disagg.admin import client
-from trtllm_disagg.admin.client import Worker, Workers, all_workers
+from trtllm_disagg.admin.client import Up, Worker, Workers, all_workers
 from trtllm_disagg.commands import Switch
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.errors import ConfigError, StageTimeoutError
+from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.strategies import require_switchable, spec_of, switchable
 
@@ -165,15 +166,51 @@ class Switched:
         return f"switched {self.model} to {self.strategy} in {self.seconds:.1f} s{rest}"
 
 
-async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, say: Say) -> Switched:
-    """Raises ConfigError before any worker was told anything. A DisaggError later, or the death of this process at any
+#: A worker may have come meanwhile, one more behind it, and so on.
+_MOST_ROUNDS = 3
+
+
+async def switch(
+    workers: Workers,
+    frontend: Frontend,
+    to: str,
+    timeout: float,
+    say: Say,
+    then: Callable[[], None] = lambda: None,
+) -> Switched:
+    """`then` is called when all workers have been told, and before their requests have ended: from there on workers
+    that come shall run `to`.
+
+    Raises ConfigError before any worker was told anything. A DisaggError later, or the death of this process at any
     point, leaves a deployment that serves: in the old order, the new one, or both; the same call finishes it.
     """
     plan = plan_switch(to, await all_workers(workers))
-    outcome = Switched(plan.model, plan.to, tuple(map(str, plan.first)))
-    if plan.is_done:
-        return outcome
+    ran_already = plan.is_done
     began = time.monotonic()
+    for _ in range(_MOST_ROUNDS):
+        if not plan.is_done:
+            await _carry_out(plan, workers, frontend, timeout, say)
+        then()
+        # Workers that came meanwhile have looked at the others before those were told.
+        plan = plan_switch(to, await all_workers(workers))
+        if plan.is_done:
+            break
+    else:
+        others = _names(w for w in plan.first + plan.second if w.is_.strategy != to)
+        raise DisaggError(
+            f"{others or 'workers'} changed back meanwhile: another command changes this deployment; switch again when "
+            "it is done"
+        )
+    outcome = Switched(plan.model, plan.to, tuple(map(str, plan.first)))
+    if ran_already:
+        return outcome
+    left = await _finished(plan, workers, timeout)
+    return replace(outcome, seconds=time.monotonic() - began, requests_left=left)
+
+
+async def _carry_out(
+    plan: SwitchPlan, workers: Workers, frontend: Frontend, timeout: float, say: Say
+) -> None:
     for each in plan.first:
         await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a first stage under {plan.to}")
@@ -182,8 +219,6 @@ async def switch(workers: Workers, frontend: Frontend, to: str, timeout: float, 
     for each in plan.second:
         await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a second stage; it finishes its requests")
-    left = await _finished(plan, workers, timeout)
-    return replace(outcome, seconds=time.monotonic() - began, requests_left=left)
 
 
 async def _known(plan: SwitchPlan, frontend: Frontend, timeout: float) -> None:
@@ -248,14 +283,15 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.run_dir is not None and (args.namespace or args.frontend):
         raise ConfigError("--run-dir says where everything is; give no --namespace and no --frontend with it")
 
-    async def change(workers: Workers, up: dict[str, Any] | None) -> ExitCode:
-        outcome = await switch(workers, _frontend(args, up), args.to, args.timeout, client.say)
+    async def change(workers: Workers, up: Up) -> ExitCode:
+        tell_up = partial(up.tell, Switch(args.to))
+        outcome = await switch(workers, _frontend(args, up), args.to, args.timeout, client.say, tell_up)
         print(json.dumps(asdict(outcome)) if args.json else outcome)
         return ExitCode.DONE
 
-    return client.change_deployment(args, change, Switch(args.to))
+    return client.change_deployment(args, change)
 
 
-def _frontend(args: argparse.Namespace, up: dict[str, Any] | None) -> Frontend:
-    url = up["url"] if up else args.frontend
+def _frontend(args: argparse.Namespace, up: Up) -> Frontend:
+    url = up.url or args.frontend
     return HttpFrontend(url.rstrip("/")) if url else UnknownFrontends(args.settle)

@@ -57,7 +57,7 @@ LIMITS = Limits()
 
 
 class CommandServer:
-    """Executes one command at a time, of this user's processes (and root's)."""
+    """Executes commands of this user's processes (and root's); scales one at a time."""
 
     def __init__(self, supervisor: Supervisor, limits: Limits) -> None:
         self._supervisor = supervisor
@@ -120,11 +120,11 @@ class CommandServer:
     async def _execute(self, command: UpCommand, say: Say) -> Any:
         if isinstance(command, Describe):
             return self._description()
+        if isinstance(command, Switch):
+            return self._switch(command.to)
+        if isinstance(command, Set):
+            return self._set(command.values)
         async with self._one_at_a_time:
-            if isinstance(command, Switch):
-                return self._switch(command.to)
-            if isinstance(command, Set):
-                return self._set(command.values)
 
             def note(text: str) -> None:
                 self._supervisor.note(text)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
@@ -133,6 +134,27 @@ def read_processes(run_dir: Path) -> list[ProcessRecord]:
 
 def is_alive(record: ProcessRecord) -> bool:
     return record.born == birth(record.pid) != 0
+
+
+@contextmanager
+def one_change_at_a_time(run_dir: Path, waits: Callable[[], None]) -> Iterator[None]:
+    """Of all commands that tell workers of `run_dir` something, one is inside the block: the steps of two would mix.
+    `waits` is called when another one is. A command that dies is inside no more.
+    """
+    try:
+        directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # the block says what is wrong with it
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits()
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 class Scratch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
@@ -19,9 +18,9 @@ from trtllm_disagg.exit_codes import ExitCode
 def deployment(monkeypatch: pytest.MonkeyPatch) -> FakeDeployment:
     fake = FakeDeployment()
 
-    def change_deployment(args: argparse.Namespace, change: client.Change, then: Any) -> ExitCode:
+    def change_deployment(args: argparse.Namespace, change: client.Change) -> ExitCode:
         async def carry_out() -> ExitCode:
-            return await change(fake, None)
+            return await change(fake, fake.up)
 
         return asyncio.run(carry_out())
 
@@ -49,8 +48,5 @@ def test_switch_tells_what_runs_now(deployment: FakeDeployment, capsys: pytest.C
     told = json.loads(capsys.readouterr().out)
     assert told.pop("seconds") >= 0
     assert told == {"model": "m", "strategy": "prefill_first", "first": ["prefill a"], "requests_left": 0}
-    # These workers do not change by themselves.
-    for instance, is_first in ((10, True), (11, False)):
-        deployment.said[instance] |= {"strategy": "prefill_first", "registered": is_first}
     assert run(words) is ExitCode.DONE
     assert json.loads(capsys.readouterr().out)["seconds"] is None

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from trtllm_disagg.admin import client
 from trtllm_disagg.admin.set_command import Change, set_thresholds
 from trtllm_disagg.cli import run
-from trtllm_disagg.commands import Command, DescribedInstance, Set
+from trtllm_disagg.commands import Command, DescribedInstance, Set, Switch, UpCommand
 from trtllm_disagg.config.thresholds import NAMES
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
+from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.strategies import spec_of
 
 VALUES: dict[str, int | float | str | bool] = {"max_local_prefill_length": 500}
+
+
+class FakeUp:
+    """Its workers that are starting are ready when they have been asked for twice."""
+
+    url = None
+
+    def __init__(self, deployment: FakeDeployment) -> None:
+        self._deployment = deployment
+        self._looks = 0
+        self.heard: list[UpCommand] = []
+        self.to_come: dict[int, dict[str, Any]] = {}
+
+    def tell(self, command: UpCommand) -> None:
+        self.heard.append(command)
+
+    def starting(self) -> set[str]:
+        self._looks += 1
+        if self._looks > 2:
+            self._deployment.said |= self.to_come
+            self.to_come = {}
+        return {f"decode-{each}" for each in self.to_come}
 
 
 class FakeDeployment:
@@ -26,6 +52,7 @@ class FakeDeployment:
         }
         self.told: dict[int, Command] = {}
         self.gone: set[int] = set()
+        self.up = FakeUp(self)
 
     async def workers(self) -> list[DescribedInstance]:
         return [DescribedInstance("dyn://n.c.e", i, said) for i, said in self.said.items()]
@@ -33,6 +60,12 @@ class FakeDeployment:
     async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         if instance_id in self.gone:
             raise PeerUnavailableError("it is gone")
+        if isinstance(command, Switch):
+            said = self.said[instance_id]
+            said |= {
+                "strategy": command.to,
+                "registered": said["role"] == spec_of(command.to).entry_role,
+            }
         same = self.told.get(instance_id) == command
         self.told[instance_id] = command
         return {"changed": [] if same else ["max_local_prefill_length: 1000 -> 500"]}
@@ -76,6 +109,24 @@ async def test_with_an_instance_only_that_worker_is_told() -> None:
         ConfigError, match="--instance: 'ff' is not allowed; expected one of prefill a, decode b"
     ):
         await run_set(fake, 255)
+
+
+def test_a_worker_that_was_starting_is_told_when_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeDeployment()
+    fake.up.to_come = {12: {"role": "decode", "strategy": "decode_first", "model": "m"}}
+
+    async def carry_out(change: client.Change) -> ExitCode:
+        return await change(fake, fake.up)
+
+    monkeypatch.setattr(client, "change_deployment", lambda args, change: asyncio.run(carry_out(change)))
+    assert run(["set", "--max-local-prefill-length", "500"]) is ExitCode.DONE
+    assert fake.told == dict.fromkeys((10, 11, 12), Set(VALUES))
+    assert fake.up.heard == [Set(VALUES)], "workers to come need no second telling"
+    said = capsys.readouterr()
+    assert [line.split(":")[0] for line in said.out.splitlines()] == ["prefill a", "decode b", "decode c"]
+    assert said.err == "waiting for decode-12: started with the old thresholds, and not ready yet\n"
 
 
 async def test_a_worker_that_does_not_answer_is_named_and_the_others_are_told() -> None:

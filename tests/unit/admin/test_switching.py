@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from trtllm_disagg.admin.switch_command import HttpFrontend, UnknownFrontends, switch
 from trtllm_disagg.commands import Command, DescribedInstance, Switch
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.errors import ConfigError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.strategies import spec_of
 
 ROLES = {Role.PREFILL: (1, 2), Role.DECODE: (3, 4)}
@@ -38,6 +38,8 @@ class FakeDeployment:
             for i in ids
         }
         self.steps: list[tuple[str, int]] = []
+        #: What happens beside it, by the number of steps that were done.
+        self.after_step: dict[int, Callable[[], object]] = {}
         self.fails_after: int | None = None
         self.lag = lag
         self.asked = dict.fromkeys(self.said, 0)
@@ -56,6 +58,7 @@ class FakeDeployment:
         said |= {"strategy": command.to, "registered": is_first}
         self.steps.append(("comes" if is_first else "leaves", instance_id))
         assert self.serves, "no worker can be sent requests"
+        self.after_step.get(len(self.steps), lambda: None)()
         return said
 
     async def knows(self, model: str, instance_id: int) -> bool:
@@ -153,6 +156,34 @@ async def test_refusals_come_before_a_worker_was_told(to: str, change: dict[int,
     with pytest.raises(ConfigError, match=named):
         await run_switch(fake, to)
     assert fake.steps == []
+
+
+async def test_a_worker_that_comes_during_a_switch_is_switched_too() -> None:
+    fake = FakeDeployment("decode_first")
+    late = fake.said[3] | {"registered": True}
+    fake.after_step[4] = lambda: fake.said.update({5: late}) or fake.asked.update({5: 0})
+    told: list[int] = []
+    lines: list[str] = []
+    await switch(fake, fake, "prefill_first", 5.0, lines.append, lambda: told.append(len(fake.steps)))
+    assert fake.strategies == {"prefill_first"}
+    assert fake.steps[4:] == [("comes", 1), ("comes", 2), ("leaves", 3), ("leaves", 4), ("leaves", 5)]
+    assert told == [4, 9], "`up` hears of it before it can start one more worker under the old order"
+
+
+async def test_a_switch_that_another_one_undoes_says_so() -> None:
+    fake = FakeDeployment("decode_first")
+    other = {"strategy": "auto", "registered": True}
+    fake.after_step = {number: lambda: fake.said[3].update(other) for number in range(4, 40)}
+    with pytest.raises(DisaggError, match="decode 3 changed back meanwhile: another command"):
+        await run_switch(fake, "prefill_first")
+    assert fake.serves
+
+
+async def test_up_hears_of_a_switch_that_its_command_did_not_survive() -> None:
+    fake = FakeDeployment("decode_first")
+    told: list[str] = []
+    await switch(fake, fake, "decode_first", 5.0, told.append, lambda: told.append("up"))
+    assert (told, fake.steps) == (["up"], [])
 
 
 async def test_requests_that_do_not_end_are_told() -> None:

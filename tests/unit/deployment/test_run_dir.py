@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from trtllm_disagg.deployment.plan import RunDirInUseError
-from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, is_alive, read_processes
+from trtllm_disagg.deployment.run_dir import (
+    ProcessRecord,
+    RunDir,
+    is_alive,
+    one_change_at_a_time,
+    read_processes,
+)
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.proc_stat import birth
 
@@ -190,3 +197,26 @@ def test_another_user_can_read_nothing_of_it(tmp_path: Path) -> None:
     )
 
     assert done.stdout == ""
+
+
+def test_a_second_command_waits_until_the_first_has_ended(tmp_path: Path) -> None:
+    order: list[str] = []
+    waits = threading.Event()
+
+    def second() -> None:
+        with one_change_at_a_time(tmp_path, waits.set):
+            order.append("second")
+
+    with one_change_at_a_time(tmp_path, waits.set):
+        assert not waits.is_set()
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waits.wait(10)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+def test_a_run_directory_that_is_not_there_is_for_the_command_to_refuse(tmp_path: Path) -> None:
+    with one_change_at_a_time(tmp_path / "nowhere", lambda: None):
+        pass
