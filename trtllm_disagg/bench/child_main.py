@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -60,9 +61,11 @@ def main() -> None:
     # Libraries print; what they say must not look like an answer.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    serve(sys.argv[1], sys.stdin.buffer, answers)
+    # A benchmark that was killed takes no answer.
+    with suppress(BrokenPipeError):
+        serve(sys.argv[1], sys.stdin.buffer, answers)
     sys.stdout.flush()
-    # Taking thread pools and runtimes apart in order would take seconds for nothing.
+    # Taking thread pools and runtimes apart in order would take seconds for nothing, or for ever.
     os._exit(0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.models import VOCAB, write_checkpoint
+from trtllm_disagg.bench import child_main
 from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine import speed
 from trtllm_disagg.bench.engine.contestants import (
@@ -78,6 +80,42 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(CONTESTANTS, "ctranslate2", fake("Failing"))
     monkeypatch.setitem(CONTESTANTS, "transformers", fake("Fake"))
     monkeypatch.setattr(speed, "ROOFS", fake("Fake"))
+
+
+KEEPS_A_THREAD = """
+import threading
+class Engine:
+    def __init__(self, start):
+        threading.Thread(target=threading.Event().wait).start()
+    def close(self):
+        pass
+"""
+
+
+def test_a_child_with_a_thread_that_never_ends_does_when_its_benchmark_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text(KEEPS_A_THREAD)
+    child = subprocess.Popen(
+        [sys.executable, "-P", child_main.__file__, f"{tmp_path / 'engine.py'}:Engine"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(b"{}\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b'{"value": null, "error": null}\n'
+        child.stdout.close()
+        child.stdin.write(b'["missing", []]\n')
+        child.stdin.close()
+        assert child.wait(30) == 0
+    finally:
+        child.kill()
+        child.wait()
+    assert child.stderr is not None
+    with child.stderr:
+        assert child.stderr.read() == b""
 
 
 @pytest.mark.usefixtures("fakes")
