@@ -106,10 +106,12 @@ class Measured:
             good &= _keeps(times, name, limit, self.is_answered)
         return good
 
-    def goodput_lost_to_software(self, slo: Slo) -> float:
-        """Of the answers that would have been in time, the share that only our own software's time made late."""
+    def lost_to_software(self, slo: Slo, name: Quantity) -> float:
+        """Of the answers that would have been in time, the share that only our own software's time made late by the
+        limit of `name`.
+        """
         able = self._in_time(slo, self.modelled_times)
-        lost = able & ~self._in_time(slo, self.times)
+        lost = able & ~self.keeps(name, slo.limits[name])
         return int(lost.sum()) / max(1, int(able.sum()))
 
     def goodput(self, slo: Slo) -> Goodput:

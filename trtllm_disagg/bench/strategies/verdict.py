@@ -69,14 +69,11 @@ def _software_in(measured: Measured, time: str) -> dict[str, float]:
 
 def _software_in_goodput(measured: Measured, slo: Slo) -> dict[str, float]:
     """Of the times that say how much there is to do at once: a request that stays longer takes its place in batches for
-    longer. Of those that the SLO limits, but for answers that are in time with our own software and without it.
+    longer. And of each that the SLO limits, where it makes answers late by that limit.
     """
     stays = {"latency": measured.result.software["latency"]} | _software_in(measured, "tpot")
-    if measured.goodput_lost_to_software(slo) <= MOST_SOFTWARE:
-        return stays
-    return stays | {
-        name: share for limit in slo.limits for name, share in _software_in(measured, limit).items()
-    }
+    matters = (limit for limit in slo.limits if measured.lost_to_software(slo, limit) > MOST_SOFTWARE)
+    return stays | {name: share for limit in matters for name, share in _software_in(measured, limit).items()}
 
 
 def goodput(slo: Slo) -> Measure:

@@ -137,11 +137,12 @@ def test_goodput_that_software_costs_is_of_the_answers_that_gpus_had_in_time() -
     )
     untold = replace(in_time, parts=None)
     measured = measured_of(in_time, late, late_anyway, untold)
-    assert measured.goodput_lost_to_software(SLO) == pytest.approx(1 / 3)
-    assert measured.goodput_lost_to_software(Slo(ttft=550)) == 0
+    assert measured.lost_to_software(SLO, "ttft") == pytest.approx(1 / 3)
+    assert measured.lost_to_software(SLO, "tpot") == 0
+    assert measured.lost_to_software(Slo(ttft=550), "ttft") == 0
     # 270 ms after the first token, of which 9 gaps: modelled 30 ms each, measured 31.
     slower = measured_of(replace(in_time, tpot_ms=31.0))
-    assert slower.goodput_lost_to_software(SLO) == 1
+    assert (slower.lost_to_software(SLO, "tpot"), slower.lost_to_software(SLO, "ttft")) == (1, 0)
 
 
 def test_tokens_a_gpu_are_over_all_gpus_and_the_whole_run() -> None:

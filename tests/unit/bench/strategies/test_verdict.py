@@ -20,7 +20,7 @@ from tests.unit.bench.strategies.synthetic import (
     with_software,
 )
 from trtllm_disagg.bench.strategies.advice import advise
-from trtllm_disagg.bench.strategies.records import NOMINAL, Point, PointResult, Sensitivity
+from trtllm_disagg.bench.strategies.records import NOMINAL, Parts, Point, PointResult, Sensitivity
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.sweep import Sweep, sweeps_of
 from trtllm_disagg.bench.strategies.verdict import Verdict, goodput, judge, latency_at, pareto_area
@@ -175,6 +175,18 @@ def test_an_answer_that_software_makes_late_is_no_matter_where_its_share_of_ttft
         return replace(late, software=CLEAN)
 
     assert not verdict_with(near_the_limit).left_out
+
+
+def test_software_in_ttft_is_no_matter_where_answers_are_late_by_another_limit_only() -> None:
+    def late_by_tpot(result: PointResult) -> PointResult:
+        """Each had 29.9 ms by the GPUs, and 31 by what its client saw."""
+        requests = tuple(
+            replace(r, tpot_ms=31.0, parts=Parts(prefill=r.ttft_ms or 0, decode=29.9 * (r.output_tokens - 1)))
+            for r in result.requests
+        )
+        return replace(result, requests=requests, software={**CLEAN, "ttft": 0.3})
+
+    assert not verdict_with(late_by_tpot).left_out
 
 
 def test_ttft_itself_is_not_concluded_from_where_software_took_much_of_it() -> None:
