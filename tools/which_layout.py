@@ -171,7 +171,7 @@ def _sided(lead: Lead | None) -> float:
     """Doublings by which separate workers lead, or agg below 0."""
     if lead is None:
         return math.nan
-    doublings = min(math.log2(lead.ratio), _MOST_DOUBLINGS)
+    doublings = min(math.log2(lead.ratio or math.inf), _MOST_DOUBLINGS)
     return doublings if lead.is_separate else -doublings
 
 

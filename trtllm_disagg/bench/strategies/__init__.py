@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start and measure nothing: by a simulation on the tables, which layout should be best, and under which "
         "limits; needs no --out",
     )
+    add("--json", action="store_true", help="of --foresee: print JSON instead of tables")
     add("--model", type=Path, metavar="DIR", help="directory with a tokenizer and a config.json")
     add("--slo", metavar="LIMITS", help="milliseconds that an answer may take (default: ttft=500,tpot=30)")
     add(
@@ -137,6 +138,10 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     if args.foresee:
         return _foresee(args)
+    if args.json:
+        raise ConfigError.bad_value(
+            "--json", None, "--foresee beside it; of a run it is report.json in --out"
+        )
     if args.out is None:
         raise ConfigError.bad_value("--out", None, "a directory for the run; --foresee alone needs none")
     slo = slo_of(args)
@@ -153,16 +158,21 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _foresee(args: argparse.Namespace) -> ExitCode:
+    import msgspec
+
     from trtllm_disagg.bench.figures import Section
     from trtllm_disagg.bench.report import print_tables, wide_console
-    from trtllm_disagg.bench.strategies.foresight import foretell
+    from trtllm_disagg.bench.strategies.foresight import foretell, grids
     from trtllm_disagg.bench.strategies.starting import check
 
     settle(args)
     check(args)
     with without_silence(_say, "simulating"):
-        grids = foretell(args)
-    print_tables(wide_console(), [Section(grids=grids)])
+        told = foretell(args)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(told)).decode())
+    else:
+        print_tables(wide_console(), [Section(grids=[grid for each in told for grid in grids(each)])])
     return ExitCode.DONE
 
 

@@ -33,8 +33,8 @@ class Lead:
     """Of the best layout of one kind, agg or separate workers, over the best one of the other kind."""
 
     layout: str
-    #: Of rates. Infinite where the other kind keeps the objective at none.
-    ratio: float
+    #: Of rates. None where the other kind keeps the objective at none.
+    ratio: float | None
 
     @property
     def is_separate(self) -> bool:
@@ -42,12 +42,38 @@ class Lead:
 
     @property
     def is_clear(self) -> bool:
-        return self.ratio >= ALIKE
+        return self.ratio is None or self.ratio >= ALIKE
 
     def __str__(self) -> str:
         if not self.is_clear:
             return "alike"
-        return f"{self.layout} alone" if self.ratio == float("inf") else f"{self.layout} {self.ratio:.1f}x"
+        return f"{self.layout} alone" if self.ratio is None else f"{self.layout} {self.ratio:.1f}x"
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """Which layout is best under limits in milliseconds; None: none keeps them."""
+
+    ttft: float
+    tpot: float
+    lead: Lead | None
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """Of one workload on a number of GPUs; milliseconds, and requests a second."""
+
+    workload: str
+    gpus: int
+    slo: Slo
+    #: Of an answer, in the mean.
+    output_tokens: float
+    #: Of a request that is alone.
+    ttft_alone: float
+    tpot_alone: float
+    #: By layout, up to which nearly all are in time; 0 where they are at no rate.
+    rates: dict[str, float]
+    by_limits: tuple[Limited, ...]
 
 
 class Foretelling:
@@ -79,7 +105,7 @@ class Foretelling:
         is_agg = best.endswith(" agg")
         others = [rate for layout, rate in rates.items() if layout.endswith(" agg") is not is_agg]
         other = max(others, default=0.0)
-        return Lead(best, rates[best] / other if other else float("inf"))
+        return Lead(best, rates[best] / other if other else None)
 
     def slo(self, first_token_factor: float, token_factor: float) -> Slo:
         """Limits as multiples of what a request takes that is alone."""
@@ -104,51 +130,59 @@ def layouts(workers: int, gpus_per_worker: int) -> tuple[Arm, ...]:
     return tuple(reversed(arms.values()))
 
 
-def foretell(args: argparse.Namespace) -> list[Grid]:
-    """Tables for people. Raises ConfigError, also for what no table covers."""
+def foretell(args: argparse.Namespace) -> list[Foretold]:
+    """For each workload and number of workers. Raises ConfigError, also for what no table covers."""
     counts = worker_counts(args)
     engines = Engines.read(
         args.engine, args.model, args.engine_configs, layouts(max(counts), 1), args.override_engine_args
     )
     workers, slo = engines.workers(), slo_of(args)
     return [
-        grid
+        _foretold(Foretelling(arms, traffic, workers), name, arms[0].gpus, slo, traffic.shape.output_tokens)
         for name, traffic in traffics(args, engines.longest).items()
         for count in counts
         for arms in (layouts(count, engines.gpus_per_worker),)
-        for told in (Foretelling(arms, traffic, workers),)
-        for grid in (_at(name, arms, told, slo, traffic.shape), _by_limits(name, arms, told))
     ]
 
 
-def _at(name: str, arms: Sequence[Arm], told: Foretelling, slo: Slo, shape: Shape) -> Grid:
-    gpus = arms[0].gpus
+def _foretold(telling: Foretelling, name: str, gpus: int, slo: Slo, output_tokens: float) -> Foretold:
+    limits = [telling.slo(first, token) for first in FIRST_TOKEN_FACTORS for token in TOKEN_FACTORS]
+    return Foretold(
+        *(name, gpus, slo, output_tokens),
+        *(telling.first_token_ms, telling.token_ms),
+        telling.rates(slo),
+        tuple(Limited(each.limits["ttft"], each.limits["tpot"], telling.lead(each)) for each in limits),
+    )
+
+
+def grids(told: Foretold) -> tuple[Grid, Grid]:
+    """For people."""
+    return _at_slo(told), _by_limits(told)
+
+
+def _at_slo(told: Foretold) -> Grid:
     rows = {
-        (layout,): {"rate": rate, "tokens": rate * shape.output_tokens / gpus}
-        for layout, rate in told.rates(slo).items()
+        (layout,): {"rate": rate, "tokens": rate * told.output_tokens / told.gpus}
+        for layout, rate in told.rates.items()
     }
     columns = (
         Column("rate", form=".3g", header="requests/s"),
         Column("tokens", form=".0f", header="tok/s/GPU"),
     )
-    return Grid(f"{name} on {gpus} GPUs: the rate up to which {slo} are kept", ("layout",), columns, rows, "")
+    title = f"{told.workload} on {told.gpus} GPUs: the rate up to which {told.slo} are kept"
+    return Grid(title, ("layout",), columns, rows, "")
 
 
-def _by_limits(name: str, arms: Sequence[Arm], told: Foretelling) -> Grid:
-    firsts = [told.slo(factor, 1.0).ttft for factor in FIRST_TOKEN_FACTORS]
-    tokens = [told.slo(1.0, factor).tpot for factor in TOKEN_FACTORS]
-    rows = {
-        (f"TTFT {first:g} ms",): {
-            f"{token:g}": str(told.lead(Slo(ttft=first, tpot=token)) or "none") for token in tokens
-        }
-        for first in firsts
-    }
+def _by_limits(told: Foretold) -> Grid:
+    rows: dict[tuple[str], dict[str, str]] = {}
+    for each in told.by_limits:
+        rows.setdefault((f"TTFT {each.ttft:g} ms",), {})[f"{each.tpot:g}"] = str(each.lead or "none")
     columns = [
-        Column(f"{token:g}", header=f"TPOT\n{token:g} ms\n{factor:g}x")
-        for token, factor in zip(tokens, TOKEN_FACTORS, strict=True)
+        Column(tpot, header=f"TPOT\n{tpot} ms\n{factor:g}x")
+        for tpot, factor in zip(next(iter(rows.values())), TOKEN_FACTORS, strict=True)
     ]
     title = (
-        f"{name} on {arms[0].gpus} GPUs: the best layout by limits, and its lead over the other kind. "
-        f"A request that is alone has TTFT {told.first_token_ms:.3g} ms and TPOT {told.token_ms:.3g} ms"
+        f"{told.workload} on {told.gpus} GPUs: the best layout by limits, and its lead over the other kind. "
+        f"A request that is alone has TTFT {told.ttft_alone:.3g} ms and TPOT {told.tpot_alone:.3g} ms"
     )
     return Grid(title, ("",), columns, rows, "")
