@@ -152,9 +152,9 @@ class _Worker:
         finally:
             await asyncio.to_thread(self.tracer.close)
             self.reporter.tell("ending the engine")
-            has_ended = await close(engine, _health_times(config))
-        if not has_ended:
-            raise EngineLostError("the engine does not end")
+            if not await close(engine, _health_times(config)):
+                # Also behind another error: TensorRT-LLM has an exit handler that would wait for it without a limit.
+                raise EngineLostError("the engine does not end")
 
     async def _serve(self, engine: Engine, me: dict[str, Any], load_seconds: float) -> None:
         config, runtime = self.config, self.runtime

@@ -17,7 +17,7 @@ from trtllm_disagg.config.thresholds import Thresholds, read_policy_file
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.deployment.limits import look_at, needs_of_worker
 from trtllm_disagg.engine.engines import resolve_engine
-from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, EngineLostError
+from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, DisaggError, EngineLostError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.processes.activity import reporter_of
@@ -54,7 +54,13 @@ def run(namespace: argparse.Namespace) -> ExitCode:
         raise
     except EngineLostError as error:
         # Python would wait for the engine's threads before any exit handler runs.
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        before = error.__context__
+        if isinstance(before, ConfigError):
+            status.value = ExitCode.WRONG_SETTING
+        # What came first is read last: it is the reason.
+        for told in (error, before):
+            if isinstance(told, DisaggError):
+                print(f"{ERROR_PREFIX}{told}", file=sys.stderr)
         status.end()
         raise
     except KeyboardInterrupt:

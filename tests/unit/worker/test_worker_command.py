@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from trtllm_disagg.config.args import add_worker_arguments
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.worker import worker_command
 
@@ -47,17 +48,24 @@ def test_a_bug_is_still_told() -> None:
     assert done.returncode == 3
 
 
-#: A worker that has lost its engine, with a thread of it that never ends, as those of MPI.
+#: A worker that has lost its engine, with a thread of it that never ends, as those of MPI. TensorRT-LLM registers the
+#: engine's shutdown as an exit handler.
 LOST = """
-import argparse, threading
+import argparse, atexit, sys, threading
 from unittest.mock import patch
 from trtllm_disagg.worker import worker, worker_command
 from trtllm_disagg.config.args import add_worker_arguments
-from trtllm_disagg.errors import EngineLostError
+from trtllm_disagg.errors import ConfigError, EngineLostError
 
 async def lost(*_):
     threading.Thread(target=threading.Event().wait).start()
-    raise EngineLostError("the engine died while serving: rank 3 is gone")
+    atexit.register(threading.Event().wait)
+    if "refused" not in sys.argv:
+        raise EngineLostError("the engine died while serving: rank 3 is gone")
+    try:
+        raise ConfigError("the pair does not fit")
+    finally:
+        raise EngineLostError("the engine does not end")
 
 parser = argparse.ArgumentParser()
 add_worker_arguments(parser)
@@ -72,6 +80,14 @@ def test_a_worker_that_has_lost_its_engine_ends_whatever_its_threads_do() -> Non
     done = subprocess.run(python("-c", LOST), capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "error: the engine died while serving: rank 3 is gone"
+
+
+def test_a_worker_that_is_refused_and_whose_engine_does_not_end_says_both_and_ends() -> None:
+    done = subprocess.run(
+        python("-c", LOST, "refused"), capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == ExitCode.WRONG_SETTING
+    assert done.stderr.splitlines()[-2:] == ["error: the engine does not end", "error: the pair does not fit"]
 
 
 @pytest.mark.parametrize(
