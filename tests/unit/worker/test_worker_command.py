@@ -82,7 +82,7 @@ def test_a_worker_that_has_lost_its_engine_ends_whatever_its_threads_do() -> Non
     assert done.stderr.splitlines()[-1] == "error: the engine died while serving: rank 3 is gone"
 
 
-def test_a_worker_that_is_refused_and_whose_engine_does_not_end_says_both_and_ends() -> None:
+def test_a_refused_worker_with_an_engine_that_does_not_end_says_both_and_ends() -> None:
     done = subprocess.run(
         python("-c", LOST, "refused"), capture_output=True, text=True, check=False, timeout=120
     )
