@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ def _kept(report: Report, name: str, folder: Path) -> KeptRun:
     return KeptRun(
         report.plan.subject,
         str(report.slo),
-        report.plan.command,
+        _anywhere(report.plan.command),
         len(report.results),
         report.repetitions,
         tuple(report.machines),
@@ -99,6 +100,15 @@ def _kept(report: Report, name: str, folder: Path) -> KeptRun:
         report.plan.is_modelled,
         tuple(_sweep(each, report.slo, name, folder) for each in report.workloads),
     )
+
+
+def _anywhere(command: str) -> str:
+    """Without the place of AIPerf's command on the machine of the run."""
+    words = shlex.split(command)
+    if "--aiperf" in words:
+        at = words.index("--aiperf")
+        del words[at : at + 2]
+    return shlex.join(words)
 
 
 def _sweep(each: WorkloadReport, slo: Slo, name: str, folder: Path) -> KeptSweep:

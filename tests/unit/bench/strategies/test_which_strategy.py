@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,17 @@ def test_the_list_of_pages_has_the_page_beside_the_other_measurements(tmp_path: 
     for _ in range(2):
         link_from(index, "which-strategy", "by model")
     assert re.findall(r"\[([a-z ]+)\]", index.read_text()) == ["benchmarks", "which strategy", "licences"]
+
+
+def test_the_command_that_is_kept_names_no_place_on_the_machine_of_its_run(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "run", {AGG: Behaviour(6), ORDER: Behaviour(12, strategy="decode_first")})
+    plan = replace(
+        directory.plan(), command="trtllm-disagg bench strategies --aiperf /opt/a/aiperf --slo 'ttft=1'"
+    )
+    directory.save_plan(plan)
+    main([str(directory.path), "--out", str(tmp_path)])
+    (kept,) = (tmp_path / "which-strategy").glob("*.json")
+    assert json.loads(kept.read_text())["command"] == "trtllm-disagg bench strategies --slo ttft=1"
 
 
 def test_the_page_of_layouts_counts_where_separate_workers_are_clearly_better(tmp_path: Path) -> None:
