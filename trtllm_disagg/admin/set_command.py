@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from trtllm_disagg.admin import client
 from trtllm_disagg.admin.client import Up, Worker, Workers, all_workers
 from trtllm_disagg.commands import Set
 from trtllm_disagg.config.args import argument_parser_of
+from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.config.thresholds import ADMISSION, NAMES
 from trtllm_disagg.config.worker_config import FLAGS, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
@@ -34,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"{FLAGS[name].help} (default: as it is)",
         )
+    parser.add_argument(
+        "--timeout",
+        type=not_negative,
+        default=60.0,
+        metavar="SECONDS",
+        help="for workers that are starting (default: %(default)g)",
+    )
     client.add_json(parser)
 
 
@@ -51,23 +60,16 @@ def run(args: argparse.Namespace) -> ExitCode:
         changes = await set_thresholds(workers, values, instance, say, client.say)
         if instance is None:
             up.tell(Set(values))
-            await _until_started(up)
+            late = await _late_after(args.timeout, up)
             changes += await set_thresholds(workers, values, None, say, client.say, told=changes)
+            for each in late:
+                client.say(f"error: {each.worker}: {each.error}")
+            changes += late
         if args.json:
             print(json.dumps([asdict(each) for each in changes]))
         return ExitCode.FAILED if any(each.error for each in changes) else ExitCode.DONE
 
     return client.change_deployment(args, change)
-
-
-async def _until_started(up: Up) -> None:
-    """Workers that have begun to start with the old thresholds have started, or never will."""
-    if late := up.starting():
-        client.say(
-            f"waiting for {', '.join(sorted(late))}: started with the old thresholds, and not ready yet"
-        )
-    while late := late & up.starting():  # noqa: ASYNC110 - `up` tells it in a file
-        await asyncio.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,21 @@ class Change:
     worker: str
     changed: tuple[str, ...] = ()
     error: str | None = None
+
+
+async def _late_after(seconds: float, up: Up) -> list[Change]:
+    """Workers that have begun to start with the old thresholds have started, or never will, or are late: loading a
+    large model takes up to an hour, and another command waits for this one.
+    """
+    late, deadline = up.starting(), time.monotonic() + seconds
+    if late:
+        client.say(
+            f"waiting for {', '.join(sorted(late))}: started with the old thresholds, and not ready yet"
+        )
+    while (late := late & up.starting()) and time.monotonic() < deadline:  # noqa: ASYNC110 - `up` tells it in a file
+        await asyncio.sleep(_POLL_SECONDS)
+    why = f"still starting after {seconds:g} s, with the old thresholds; set them again when it is ready"
+    return [Change(each, error=why) for each in sorted(late)]
 
 
 async def set_thresholds(

@@ -129,6 +129,23 @@ def test_a_worker_that_was_starting_is_told_when_it_is_ready(
     assert said.err == "waiting for decode-12: started with the old thresholds, and not ready yet\n"
 
 
+def test_a_worker_that_starts_for_longer_is_named_and_holds_up_no_other_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeDeployment()
+    fake.up.to_come = {12: {}}
+    monkeypatch.setattr(fake.up, "starting", lambda: {"decode-12"})
+
+    async def carry_out(change: client.Change) -> ExitCode:
+        return await change(fake, fake.up)
+
+    monkeypatch.setattr(client, "change_deployment", lambda args, change: asyncio.run(carry_out(change)))
+    line = ["set", "--max-local-prefill-length", "500", "--timeout", "0"]
+    assert run(line) is ExitCode.FAILED
+    assert fake.told == dict.fromkeys((10, 11), Set(VALUES))
+    assert "error: decode-12: still starting after 0 s" in capsys.readouterr().err
+
+
 async def test_a_worker_that_does_not_answer_is_named_and_the_others_are_told() -> None:
     fake = FakeDeployment()
     fake.gone = {10}
