@@ -15,10 +15,10 @@ from pathlib import Path
 from tools.which_strategy import FOLDER, link_from
 from tools.which_strategy_runs import PAIRS
 from tools.which_strategy_trace import write_trace
-from trtllm_disagg.bench.strategies.foresight import (
+from trtllm_disagg.bench.strategies.layout_comparison import (
     FIRST_TOKEN_FACTORS,
     TOKEN_FACTORS,
-    Foretelling,
+    LayoutSimulation,
     Lead,
     layouts,
 )
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         arms, workers = layouts(options.workers, engines.gpus_per_worker), engines.workers()
         for name, traffic in _workloads(engines.longest).items():
-            told = Foretelling(arms, traffic, workers)
+            told = LayoutSimulation(arms, traffic, workers)
             alone = f"{told.first_token_ms:.3g} ms, {told.token_ms:.3g} ms"
             leads.setdefault(name, {})[engines.subject()] = alone, _leads(told)
             print(engines.subject(), name, flush=True)
@@ -68,7 +68,7 @@ def _workloads(longest: int) -> dict[str, Traffic]:
         return BUILT_IN | {"trace": trace(file, longest)}
 
 
-def _leads(told: Foretelling) -> Leads:
+def _leads(told: LayoutSimulation) -> Leads:
     return {
         (first, token): told.lead(told.slo(first, token))
         for first in FIRST_TOKEN_FACTORS

@@ -162,17 +162,17 @@ def _foresee(args: argparse.Namespace) -> ExitCode:
 
     from trtllm_disagg.bench.figures import Section
     from trtllm_disagg.bench.report import print_tables, wide_console
-    from trtllm_disagg.bench.strategies.foresight import foretell, grids
+    from trtllm_disagg.bench.strategies.layout_comparison import compare_layouts, grids
     from trtllm_disagg.bench.strategies.starting import check
 
     settle(args)
     check(args)
     with without_silence(_say, "simulating"):
-        told = foretell(args)
+        compared = compare_layouts(args)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(told)).decode())
+        print(msgspec.json.format(msgspec.json.encode(compared)).decode())
     else:
-        print_tables(wide_console(), [Section(grids=[grid for each in told for grid in grids(each)])])
+        print_tables(wide_console(), [Section(grids=[grid for each in compared for grid in grids(each)])])
     return ExitCode.DONE
 
 

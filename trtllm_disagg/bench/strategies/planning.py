@@ -17,8 +17,8 @@ import yaml
 
 from trtllm_disagg.bench.strategies import rates
 from trtllm_disagg.bench.strategies.estimate import Worker, capacity
-from trtllm_disagg.bench.strategies.foreseen import Foresight
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
+from trtllm_disagg.bench.strategies.simulation import ArmSimulations
 from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
 from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY
@@ -222,11 +222,11 @@ def make_plan(
         for side in sensitivities(args.band)
     }
     plans = {
-        (side, gpus, name): _PointPlan.of(_rates_by_arm(args, foresight), foresight)
+        (side, gpus, name): _PointPlan.of(_rates_by_arm(args, simulations), simulations)
         for side, of_side in workers.items()
         for gpus, of_gpus in equals.items()
         for name, traffic in chosen.items()
-        for foresight in (Foresight(of_gpus, traffic, of_side, args.fewest_requests, args.fills_gpus),)
+        for simulations in (ArmSimulations(of_gpus, traffic, of_side, args.fewest_requests, args.fills_gpus),)
     }
 
     def scale(side: Sensitivity, gpus: int, name: str) -> float:
@@ -262,12 +262,12 @@ def make_plan(
     )
 
 
-def _rates_by_arm(args: argparse.Namespace, foresight: Foresight) -> dict[str, tuple[float, ...]]:
+def _rates_by_arm(args: argparse.Namespace, simulations: ArmSimulations) -> dict[str, tuple[float, ...]]:
     """The same numbers for all, each up to the first one that is surely above what the arm is able to do."""
     if given := given_rates(args):
-        return {arm.name: given for arm in foresight.arms}
-    knees = {arm.name: foresight.knee(arm, slo_of(args)) for arm in foresight.arms}
-    common = _sweep(args, knees, next(iter(foresight.workers.values())).factors)
+        return {arm.name: given for arm in simulations.arms}
+    knees = {arm.name: simulations.knee(arm, slo_of(args)) for arm in simulations.arms}
+    common = _sweep(args, knees, next(iter(simulations.workers.values())).factors)
     return {arm: rates.up_to_the_first_above(own, common) for arm, own in knees.items()}
 
 
@@ -287,12 +287,12 @@ class _PointPlan:
     drains: Mapping[tuple[str, float], float]
 
     @classmethod
-    def of(cls, own: Mapping[str, tuple[float, ...]], foresight: Foresight) -> _PointPlan:
+    def of(cls, own: Mapping[str, tuple[float, ...]], simulations: ArmSimulations) -> _PointPlan:
         """`own`: rates, by arm."""
-        requests = {rate: foresight.requests(rate) for of_arm in own.values() for rate in of_arm}
+        requests = {rate: simulations.requests(rate) for of_arm in own.values() for rate in of_arm}
         drains = {
-            (arm.name, rate): foresight.at(arm, rate).drain_s
-            for arm in foresight.arms
+            (arm.name, rate): simulations.at(arm, rate).drain_s
+            for arm in simulations.arms
             for rate in own[arm.name]
         }
         return cls(own, requests, drains)

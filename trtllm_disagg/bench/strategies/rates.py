@@ -1,4 +1,4 @@
-"""At which rates arms are measured, by what they should be able to do (foreseen.py)."""
+"""At which rates arms are measured, by what they should be able to do (simulation.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CALM, _BELOW, _ABOVE = 0.5, 0.85, 1.3
 _JUST_ABOVE = 1.1
 #: Arms that differ by less are near each other: one rate is below what all are able to do.
 _NEAR = 1.3
-#: Of a knee that is foreseen: where prompts share their beginnings and lengths vary, an arm had all answers in time
+#: Of a simulated knee: where prompts share their beginnings and lengths vary, an arm had all answers in time
 #: above it.
 _MOST_ERROR = 1.5
 

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from trtllm_disagg.bench.strategies import add_arguments, foreseen, settle, starting
+from trtllm_disagg.bench.strategies import add_arguments, settle, simulation, starting
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
 from trtllm_disagg.bench.strategies.estimate import Worker, requests_to_fill
-from trtllm_disagg.bench.strategies.foreseen import Foreseen, foresee
 from trtllm_disagg.bench.strategies.measuring import Elsewhere, Schedule
 from trtllm_disagg.bench.strategies.planning import scale_for, sensitivities
 from trtllm_disagg.bench.strategies.records import (
@@ -30,6 +29,7 @@ from trtllm_disagg.bench.strategies.records import (
     Software,
 )
 from trtllm_disagg.bench.strategies.running import Deployments, Key, Progress, Runner, batches, duration
+from trtllm_disagg.bench.strategies.simulation import SimulatedPoint, simulate
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Ask, Shape
@@ -144,11 +144,11 @@ def test_arms_that_differ_in_their_order_only_are_simulated_once(
 ) -> None:
     seen: list[tuple[str, tuple[Ask, ...]]] = []
 
-    def counting(arm: Arm, shape: Shape, workers: dict[str, Worker], asks: tuple[Ask, ...]) -> Foreseen:
+    def counting(arm: Arm, shape: Shape, workers: dict[str, Worker], asks: tuple[Ask, ...]) -> SimulatedPoint:
         seen.append((arm.name, asks))
-        return foresee(arm, shape, workers, asks)
+        return simulate(arm, shape, workers, asks)
 
-    monkeypatch.setattr(foreseen, "foresee", counting)
+    monkeypatch.setattr(simulation, "simulate", counting)
     prepared(model, configs, "--quick", "--band", "0")
     assert {name.split()[0] for name, _ in seen} == {"2", "1P1D"}
     assert len({name for name, _ in seen}) == 2

@@ -22,7 +22,7 @@ from tools.which_strategy_runs import RUNS
 from tools.which_strategy_trace import write_trace
 from trtllm_disagg.bench.strategies import add_arguments as add_bench_arguments
 from trtllm_disagg.bench.strategies import estimate
-from trtllm_disagg.bench.strategies.foresight import FIRST_TOKEN_FACTORS, TOKEN_FACTORS, Lead
+from trtllm_disagg.bench.strategies.layout_comparison import FIRST_TOKEN_FACTORS, TOKEN_FACTORS, Lead
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, trace
 from trtllm_disagg.modelled.build import Gpus, open_gpus
 from trtllm_disagg.modelled.config import ModelledArgs

@@ -1,5 +1,5 @@
 """What an arm does by the tables that the modelled engines run on, without any software: an event simulation, which
-chooses the rates of a sweep, and says where one is worth while (foresight.py). A result is measured.
+chooses the rates of a sweep, and says where one is worth while (layout_comparison.py). A result is measured.
 
 Steps between two events are taken at once, so an answer of 4096 tokens costs no more than one of 16.
 """
@@ -147,7 +147,7 @@ def _serve(worker: Worker, count: int, jobs: Sequence[_Job]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
+class SimulatedPoint:
     """Of requests, in the order in which they came."""
 
     arrivals: Sequence[float]
@@ -166,7 +166,7 @@ class Foreseen:
         return max(map(sum, zip(self.arrivals, self.times["latency"], strict=True))) - self.arrivals[-1]
 
 
-def foresee(arm: Arm, shape: Shape, workers: Mapping[str, Worker], asks: Sequence[Ask]) -> Foreseen:
+def simulate(arm: Arm, shape: Shape, workers: Mapping[str, Worker], asks: Sequence[Ask]) -> SimulatedPoint:
     """Of each prompt, the mean share is in a cache."""
     cached = shape.cached_tokens / shape.input_tokens
     jobs = []
@@ -184,7 +184,7 @@ def foresee(arm: Arm, shape: Shape, workers: Mapping[str, Worker], asks: Sequenc
         (latency - first) / max(1, ask.output_tokens - 1)
         for ask, first, latency in zip(asks, firsts, latencies, strict=True)
     ]
-    return Foreseen([ask.arrival for ask in asks], {"ttft": firsts, "tpot": gaps, "latency": latencies})
+    return SimulatedPoint([ask.arrival for ask in asks], {"ttft": firsts, "tpot": gaps, "latency": latencies})
 
 
 def _serve_in_two_stages(
@@ -208,7 +208,7 @@ def _serve_in_two_stages(
 
 def knee(first_guess: float, share_at: Callable[[float], float]) -> float:
     """The highest rate of which nearly all answers are in time, within 5 %. The search begins at `first_guess` and
-    stays in its reach. `share_at`: `Foreseen.goodput_share` by rate.
+    stays in its reach. `share_at`: `SimulatedPoint.goodput_share` by rate.
     """
     low = high = first_guess
     if share_at(first_guess) >= ENOUGH_IN_TIME:
@@ -230,7 +230,7 @@ def knee(first_guess: float, share_at: Callable[[float], float]) -> float:
     return low
 
 
-class Foresight:
+class ArmSimulations:
     """What arms with as many GPUs should do under one workload, with one sensitivity."""
 
     def __init__(
@@ -245,7 +245,7 @@ class Foresight:
         self.arms, self.traffic, self.workers = arms, traffic, workers
         self._fewest, self._fills_gpus = fewest_requests, fills_gpus
         #: By layout and rate: arms that differ in nothing but their order or decider are simulated once.
-        self._known: dict[tuple[int, int, int, float], Foreseen] = {}
+        self._known: dict[tuple[int, int, int, float], SimulatedPoint] = {}
 
     def requests(self, rate: float) -> int:
         """The same for all arms, which are sent the same."""
@@ -255,11 +255,11 @@ class Foresight:
         to_fill = (requests_to_fill(arm, self.traffic.shape, self.workers, rate) for arm in self.arms)
         return max(self._fewest, in_sessions, *to_fill)
 
-    def at(self, arm: Arm, rate: float) -> Foreseen:
+    def at(self, arm: Arm, rate: float) -> SimulatedPoint:
         layout = arm.agg_workers, arm.prefill_workers, arm.decode_workers, rate
         if layout not in self._known:
             asks = self.traffic.lengths(rate, self.requests(rate))
-            self._known[layout] = foresee(arm, self.traffic.shape, self.workers, asks)
+            self._known[layout] = simulate(arm, self.traffic.shape, self.workers, asks)
         return self._known[layout]
 
     def knee(self, arm: Arm, slo: Slo) -> float:

@@ -14,7 +14,7 @@ import yaml
 from tests.support.queueing_model import Gpu, Job, simulate_agg, simulate_pair
 from trtllm_disagg import cli
 from trtllm_disagg.bench.strategies.estimate import Worker
-from trtllm_disagg.bench.strategies.foresight import Foretelling, Lead, layouts
+from trtllm_disagg.bench.strategies.layout_comparison import LayoutSimulation, Lead, layouts
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN
 from trtllm_disagg.errors import ConfigError
@@ -34,9 +34,9 @@ RAG = BUILT_IN["rag"]
 
 
 @pytest.fixture(scope="module")
-def told() -> Foretelling:
+def told() -> LayoutSimulation:
     worker = Worker.of({"model": "m", "max_batch_size": 2048, "max_num_tokens": 8192, "modelled": MODELLED})
-    return Foretelling(layouts(2, 1), RAG, dict.fromkeys(("agg", "prefill", "decode"), worker))
+    return LayoutSimulation(layouts(2, 1), RAG, dict.fromkeys(("agg", "prefill", "decode"), worker))
 
 
 def share_in_time(rate: float, slo: Slo, *, is_separate: bool) -> float:
@@ -52,7 +52,7 @@ def share_in_time(rate: float, slo: Slo, *, is_separate: bool) -> float:
 
 @pytest.mark.parametrize(("factors", "layout"), [((10.0, 1.6), "1P1D"), ((2.0, 4.0), "2 agg")])
 def test_the_layout_that_leads_keeps_the_objective_where_the_other_kind_does_not(
-    told: Foretelling, factors: tuple[float, float], layout: str
+    told: LayoutSimulation, factors: tuple[float, float], layout: str
 ) -> None:
     slo = told.slo(*factors)
     lead = told.lead(slo)
@@ -66,7 +66,7 @@ def test_the_layout_that_leads_keeps_the_objective_where_the_other_kind_does_not
     assert share_in_time(rate, slo, is_separate=not lead.is_separate) < 0.9
 
 
-def test_an_objective_below_what_a_request_takes_alone_is_kept_by_no_layout(told: Foretelling) -> None:
+def test_an_objective_below_what_a_request_takes_alone_is_kept_by_no_layout(told: LayoutSimulation) -> None:
     slo = told.slo(1.0, 0.9)
     assert told.rates(slo) == {"2 agg": 0.0, "1P1D": 0.0}
     assert told.lead(slo) is None
@@ -99,7 +99,7 @@ def test_the_command_says_every_layouts_rate_and_needs_no_directory(
     before = sorted(tmp_path.iterdir())
     assert cli.run([*flags, "--foresee", "--workloads", "rag", "--workers", "2,3"]) == 0
     output = capsys.readouterr().out
-    for said in ("rag on 2 GPUs", "rag on 3 GPUs", "2 agg", "1P1D", "3 agg", "1P2D", "2P1D", "TPOT", "x"):
+    for said in ("rag on 2 GPUs", "rag on 3 GPUs", "2 agg", "1P1D", "3 agg", "1P2D", "2P1D", "TPOT"):
         assert said in output
     assert max(map(len, output.splitlines())) <= 80
     assert sorted(tmp_path.iterdir()) == before
@@ -124,7 +124,7 @@ def test_a_script_gets_rates_and_leads_as_json(flags: list[str], capsys: pytest.
         (["--foresee", "--url", "2 agg=http://127.0.0.1:1", "--rates", "1"], "--foresee: .*modelled GPUs"),
     ],
 )
-def test_what_cannot_be_foreseen_or_has_no_place_is_refused(
+def test_what_no_table_covers_or_has_no_place_is_refused(
     flags: list[str], more: list[str], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -1,4 +1,4 @@
-"""What is foreseen of an arm, beside an event simulation that takes step after step and shares no code with it."""
+"""An arm as it is simulated, beside an event simulation that takes step after step and shares no code with it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.queueing_model import Gpu, Job, simulate_agg, simulate_pair
 from trtllm_disagg.bench.strategies.estimate import Worker
-from trtllm_disagg.bench.strategies.foreseen import foresee, knee
 from trtllm_disagg.bench.strategies.records import Arm
 from trtllm_disagg.bench.strategies.saturation import done_share
+from trtllm_disagg.bench.strategies.simulation import knee, simulate
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN
 
@@ -36,7 +36,7 @@ def worker() -> Worker:
 @pytest.mark.parametrize("rate", [4.0, 12.0, 20.0, 40.0])
 @pytest.mark.parametrize("workload", ["chat", "bursts"])
 @pytest.mark.parametrize("arm", [AGG, PAIR], ids=lambda arm: arm.name)
-def test_the_goodput_and_the_drain_that_are_foreseen_are_those_of_the_simulation(
+def test_the_goodput_and_the_drain_of_the_quick_simulation_are_those_of_the_other_one(
     arm: Arm, workload: str, rate: float, worker: Worker
 ) -> None:
     traffic = BUILT_IN[workload]
@@ -46,10 +46,10 @@ def test_the_goodput_and_the_drain_that_are_foreseen_are_those_of_the_simulation
     in_time = mean(job.ttft <= 0.4 and job.tpot <= 0.02 for job in jobs)
     done = done_share([job.arrival for job in jobs], [job.tokens[-1] - job.arrival for job in jobs])
     workers = dict.fromkeys(("agg", "prefill", "decode"), worker)
-    foreseen = foresee(arm, traffic.shape, workers, asks)
-    assert foreseen.goodput_share(SLO) == pytest.approx(min(in_time, done), abs=0.05)
+    simulated = simulate(arm, traffic.shape, workers, asks)
+    assert simulated.goodput_share(SLO) == pytest.approx(min(in_time, done), abs=0.05)
     drain = max(job.tokens[-1] for job in jobs) - jobs[-1].arrival
-    assert foreseen.drain_s == pytest.approx(drain, rel=0.05)
+    assert simulated.drain_s == pytest.approx(drain, rel=0.05)
 
 
 @pytest.mark.parametrize("first_guess", [0.7, 1.0, 9.0, 11.0, 100.0])

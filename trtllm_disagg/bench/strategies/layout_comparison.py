@@ -1,5 +1,5 @@
 """`bench strategies --foresee`: which layout of equally many workers should keep an objective up to the highest rate,
-and under which objectives another one would. In seconds, by the tables and an event simulation (foreseen.py): nothing
+and under which objectives another one would. In seconds, by the tables and an event simulation (simulation.py): nothing
 is started, our own software takes no time, and orders, which differ in software only, are alike.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from trtllm_disagg.bench.figures import Column, Grid
 from trtllm_disagg.bench.strategies.estimate import Worker
-from trtllm_disagg.bench.strategies.foreseen import Foresight
 from trtllm_disagg.bench.strategies.planning import Engines, arms_at, slo_of, traffics, worker_counts
 from trtllm_disagg.bench.strategies.records import Arm
+from trtllm_disagg.bench.strategies.simulation import ArmSimulations
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME
 from trtllm_disagg.bench.strategies.workloads import Shape, Traffic
@@ -38,7 +38,7 @@ class Lead:
 
     @property
     def is_separate(self) -> bool:
-        return not self.layout.endswith(" agg")
+        return is_separate(self.layout)
 
     @property
     def is_clear(self) -> bool:
@@ -60,7 +60,7 @@ class Limited:
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
+class LayoutComparison:
     """Of one workload on a number of GPUs; milliseconds, and requests a second."""
 
     workload: str
@@ -76,12 +76,12 @@ class Foretold:
     by_limits: tuple[Limited, ...]
 
 
-class Foretelling:
+class LayoutSimulation:
     """Of one workload on the same number of GPUs."""
 
     def __init__(self, arms: Sequence[Arm], traffic: Traffic, workers: Mapping[str, Worker]) -> None:
         """`arms`: one of each layout."""
-        self._foresight = Foresight(arms, traffic, workers, _FEWEST_REQUESTS)
+        self._simulations = ArmSimulations(arms, traffic, workers, _FEWEST_REQUESTS)
         shape = traffic.shape
         #: Milliseconds of a request that is alone.
         self.first_token_ms = 1000 * min(worker.prefill_seconds(shape) for worker in workers.values())
@@ -90,9 +90,9 @@ class Foretelling:
     def rates(self, slo: Slo) -> dict[str, float]:
         """By layout, requests a second up to which nearly all are in time; 0 where they are at no rate."""
         found = {}
-        for arm in self._foresight.arms:
-            rate = self._foresight.knee(arm, slo)
-            keeps = self._foresight.at(arm, rate).goodput_share(slo) >= ENOUGH_IN_TIME
+        for arm in self._simulations.arms:
+            rate = self._simulations.knee(arm, slo)
+            keeps = self._simulations.at(arm, rate).goodput_share(slo) >= ENOUGH_IN_TIME
             found[layout_of(arm)] = rate if keeps else 0.0
         return found
 
@@ -102,8 +102,7 @@ class Foretelling:
         best = max(rates, key=rates.__getitem__)
         if not rates[best]:
             return None
-        is_agg = best.endswith(" agg")
-        others = [rate for layout, rate in rates.items() if layout.endswith(" agg") is not is_agg]
+        others = (rate for layout, rate in rates.items() if is_separate(layout) is not is_separate(best))
         other = max(others, default=0.0)
         return Lead(best, rates[best] / other if other else None)
 
@@ -120,6 +119,11 @@ def _token_seconds(worker: Worker, shape: Shape) -> float:
     return rest / max(1.0, shape.output_tokens)
 
 
+def is_separate(layout: str) -> bool:
+    """Prefill and decode have workers of their own."""
+    return not layout.endswith(" agg")
+
+
 def layout_of(arm: Arm) -> str:
     return arm.name if arm.agg_workers else arm.name.partition(" ")[0]
 
@@ -130,7 +134,7 @@ def layouts(workers: int, gpus_per_worker: int) -> tuple[Arm, ...]:
     return tuple(reversed(arms.values()))
 
 
-def foretell(args: argparse.Namespace) -> list[Foretold]:
+def compare_layouts(args: argparse.Namespace) -> list[LayoutComparison]:
     """For each workload and number of workers. Raises ConfigError, also for what no table covers."""
     counts = worker_counts(args)
     engines = Engines.read(
@@ -138,51 +142,55 @@ def foretell(args: argparse.Namespace) -> list[Foretold]:
     )
     workers, slo = engines.workers(), slo_of(args)
     return [
-        _foretold(Foretelling(arms, traffic, workers), name, arms[0].gpus, slo, traffic.shape.output_tokens)
+        _comparison(
+            LayoutSimulation(arms, traffic, workers), name, arms[0].gpus, slo, traffic.shape.output_tokens
+        )
         for name, traffic in traffics(args, engines.longest).items()
         for count in counts
         for arms in (layouts(count, engines.gpus_per_worker),)
     ]
 
 
-def _foretold(telling: Foretelling, name: str, gpus: int, slo: Slo, output_tokens: float) -> Foretold:
-    limits = [telling.slo(first, token) for first in FIRST_TOKEN_FACTORS for token in TOKEN_FACTORS]
-    return Foretold(
+def _comparison(
+    simulated: LayoutSimulation, name: str, gpus: int, slo: Slo, output_tokens: float
+) -> LayoutComparison:
+    limits = [simulated.slo(first, token) for first in FIRST_TOKEN_FACTORS for token in TOKEN_FACTORS]
+    return LayoutComparison(
         *(name, gpus, slo, output_tokens),
-        *(telling.first_token_ms, telling.token_ms),
-        telling.rates(slo),
-        tuple(Limited(each.limits["ttft"], each.limits["tpot"], telling.lead(each)) for each in limits),
+        *(simulated.first_token_ms, simulated.token_ms),
+        simulated.rates(slo),
+        tuple(Limited(each.limits["ttft"], each.limits["tpot"], simulated.lead(each)) for each in limits),
     )
 
 
-def grids(told: Foretold) -> tuple[Grid, Grid]:
+def grids(compared: LayoutComparison) -> tuple[Grid, Grid]:
     """For people."""
-    return _at_slo(told), _by_limits(told)
+    return _at_slo(compared), _by_limits(compared)
 
 
-def _at_slo(told: Foretold) -> Grid:
+def _at_slo(compared: LayoutComparison) -> Grid:
     rows = {
-        (layout,): {"rate": rate, "tokens": rate * told.output_tokens / told.gpus}
-        for layout, rate in told.rates.items()
+        (layout,): {"rate": rate, "tokens": rate * compared.output_tokens / compared.gpus}
+        for layout, rate in compared.rates.items()
     }
     columns = (
         Column("rate", form=".3g", header="requests/s"),
         Column("tokens", form=".0f", header="tok/s/GPU"),
     )
-    title = f"{told.workload} on {told.gpus} GPUs: the rate up to which {told.slo} are kept"
+    title = f"{compared.workload} on {compared.gpus} GPUs: the rate up to which {compared.slo} are kept"
     return Grid(title, ("layout",), columns, rows, "")
 
 
-def _by_limits(told: Foretold) -> Grid:
+def _by_limits(compared: LayoutComparison) -> Grid:
     rows: dict[tuple[str], dict[str, str]] = {}
-    for each in told.by_limits:
+    for each in compared.by_limits:
         rows.setdefault((f"TTFT {each.ttft:g} ms",), {})[f"{each.tpot:g}"] = str(each.lead or "none")
     columns = [
         Column(tpot, header=f"TPOT\n{tpot} ms\n{factor:g}x")
         for tpot, factor in zip(next(iter(rows.values())), TOKEN_FACTORS, strict=True)
     ]
     title = (
-        f"{told.workload} on {told.gpus} GPUs: the best layout by limits, and its lead over the other kind. "
-        f"A request that is alone has TTFT {told.ttft_alone:.3g} ms and TPOT {told.tpot_alone:.3g} ms"
+        f"{compared.workload} on {compared.gpus} GPUs: the best layout by limits, and its lead over the other kind. "
+        f"A request that is alone has TTFT {compared.ttft_alone:.3g} ms and TPOT {compared.tpot_alone:.3g} ms"
     )
     return Grid(title, ("",), columns, rows, "")
