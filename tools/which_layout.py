@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     leads: ByWorkload = {}
     for pair in PAIRS:
         engines = Engines.read(
-            "modelled", options.model, _CONFIGS, layouts(options.workers, 1), pair.override
+            "modelled", options.model, _CONFIGS, layouts(options.workers, 1), pair.override()
         )
         arms, workers = layouts(options.workers, engines.gpus_per_worker), engines.workers()
         for name, traffic in _workloads(engines.longest).items():

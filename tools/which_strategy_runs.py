@@ -26,8 +26,11 @@ from trtllm_disagg.bench.strategies.aiperf import AIPerf
 from trtllm_disagg.bench.strategies.records import RunDirectory
 from trtllm_disagg.bench.strategies.starting import of_engines
 
-#: Tokens that reach the client at once, so that two cores carry the answers of a fast clock. No token is made later.
+#: Tokens that reach the client at once, so that two cores carry the answers of a fast clock. No token is made later;
+#: the first and the last one are never held back.
 _STREAM_INTERVAL = 64
+#: Of answers with thousands of tokens.
+_LONG_ANSWERS = 512
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,9 @@ class Pair:
     #: Some three times what a prompt of 8192 tokens takes alone: all arms can keep it, and none at any rate.
     slo: str = "ttft=1500,tpot=50"
 
-    @property
-    def override(self) -> str:
+    def override(self, stream_interval: int = _STREAM_INTERVAL) -> str:
         modelled = {"model": self.model, "system": self.system}
-        return json.dumps({**self.arguments, "stream_interval": _STREAM_INTERVAL, "modelled": modelled})
+        return json.dumps({**self.arguments, "stream_interval": stream_interval, "modelled": modelled})
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Run:
     #: In place of the pair's: limits near what a request takes that is alone, where separate workers should be better
     #: by the page which-layout.
     tight_slo: str = ""
+    stream_interval: int = _STREAM_INTERVAL
 
     @property
     def name(self) -> str:
@@ -76,7 +79,12 @@ class Run:
         return [
             *("--quick", "--model", str(options.model), "--out", str(options.measure / self.name)),
             *("--workloads", self.workload, *trace, "--requests", self.requests, "--slo", self.slo),
-            *("--time-scale", f"{self.time_scale:g}", "--override-engine-args", self.pair.override),
+            *(
+                "--time-scale",
+                f"{self.time_scale:g}",
+                "--override-engine-args",
+                self.pair.override(self.stream_interval),
+            ),
         ]
 
     def minutes(self, options: argparse.Namespace) -> float:
@@ -134,11 +142,11 @@ RUNS = (
     Run(_70B, "chat", 3),
     Run(_235B, "chat", 3),
     Run(_32B, "chat", 3),
-    Run(_8B, "reasoning", 0.5),
-    Run(_120B, "reasoning", 0.5),
-    Run(_70B, "reasoning", 0.5),
-    Run(_235B, "reasoning", 0.5),
-    Run(_32B, "reasoning", 0.5),
+    Run(_8B, "reasoning", 0.5, stream_interval=_LONG_ANSWERS),
+    Run(_120B, "reasoning", 0.5, stream_interval=_LONG_ANSWERS),
+    Run(_70B, "reasoning", 0.5, stream_interval=_LONG_ANSWERS),
+    Run(_235B, "reasoning", 0.5, stream_interval=_LONG_ANSWERS),
+    Run(_32B, "reasoning", 0.5, stream_interval=_LONG_ANSWERS),
 )
 
 

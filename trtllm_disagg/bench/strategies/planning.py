@@ -231,7 +231,7 @@ def make_plan(
 
     def scale(side: Sensitivity, gpus: int, name: str) -> float:
         if args.time_scale:
-            return float(args.time_scale)
+            return _given_scale(float(args.time_scale), side)
         # A quick run has one speed: its rates are such that requests wait for prefill, which makes TTFT long.
         sides, speeds, slo = (
             (workers, nominal, slo_of(args)) if args.quick else ((side,), workers[side], None)
@@ -324,6 +324,13 @@ def sensitivities(band: float) -> tuple[Sensitivity, ...]:
         *(Sensitivity(p, 1.0) for p in (less, more)),
         *(Sensitivity(1.0, d) for d in (less, more)),
     )
+
+
+def _given_scale(scale: float, side: Sensitivity) -> float:
+    """A clock faster than the wall's asks for all that this machine is able to do. Where decode steps are shorter than
+    by the tables it is slower by as much, up to the wall's: they take as long here.
+    """
+    return max(scale, min(1.0, scale / side.decode_factor))
 
 
 def scale_for(

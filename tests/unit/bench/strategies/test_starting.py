@@ -207,6 +207,16 @@ def test_a_quick_run_has_the_whole_band_at_its_deciding_rate_in_one_deployment_a
     assert slower.rate < nominal.rate
 
 
+@pytest.mark.parametrize(("given", "with_fast_decode"), [(0.25, 0.5), (0.8, 1.0), (2.0, 2.0)])
+def test_a_clock_faster_than_the_walls_is_slower_where_decode_steps_are_shorter(
+    given: float, with_fast_decode: float, model: Path, configs: Path
+) -> None:
+    runner = prepared(model, configs, "--quick", "--time-scale", f"{given:g}")
+    scales = {point.sensitivity: point.time_scale for point in runner.plan.points}
+    assert scales.pop(Sensitivity(1.0, 0.5)) == with_fast_decode
+    assert set(scales.values()) == {given}
+
+
 def test_the_expected_wall_time_is_the_sum_of_starts_arrivals_and_pauses(model: Path, configs: Path) -> None:
     runner = prepared(model, configs, "--quick", "--time-scale", "2", "--arms", "2 agg")
     ((_, points),) = runner.groups()
