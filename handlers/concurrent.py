@@ -17,6 +17,7 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     RequestCancelledError,
 )
+from trtllm_disagg.handlers.cancellation import AbortGuard
 from trtllm_disagg.handlers.engine_spans import record_engine
 from trtllm_disagg.handlers.local import finished
 from trtllm_disagg.handlers.outputs import OutputCursor
@@ -66,7 +67,7 @@ class LocalPush:
 
     async def _run(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
         result = self._engine.start_prefill(request)
-        await finished(self._engine, result, context)
+        await finished(self._engine, result, AbortGuard(result, context))
         chunks = OutputCursor(len(request.token_ids)).advance(result)
         if not chunks or chunks[0].finish_reason == "cancelled":
             if context.is_stopped():

@@ -19,7 +19,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.cancellation import AbortGuard, abort_when_stopped, guarded, in_background
+from trtllm_disagg.handlers.cancellation import AbortGuard, in_background
 from trtllm_disagg.handlers.engine_spans import record_engine, spanned
 from trtllm_disagg.handlers.outputs import ChoicesCursor, OutputCursor, newest_states
 from trtllm_disagg.handlers.streams import PerRequestStream
@@ -61,9 +61,9 @@ class LocalPrefill:
         if self._is_all(request):
             return await self._whole(request, context)
         result = self._engine.start_prefill(request)
-        guard = AbortGuard(result, deferred=False)
+        guard = AbortGuard(result, context)
         try:
-            await finished(self._engine, result, context, guard)
+            await finished(self._engine, result, guard)
             if context.is_stopped():
                 raise RequestCancelledError("the client left during prefill")
         except BaseException:
@@ -79,7 +79,7 @@ class LocalPrefill:
 
     async def _whole(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         result = self._engine.start_agg(request, streaming=False)
-        await finished(self._engine, result, context)
+        await finished(self._engine, result, AbortGuard(result, context))
         if context.is_stopped():
             raise RequestCancelledError("the client left during prefill")
         chunk = self._first(request, result)
@@ -141,13 +141,11 @@ class LocalPrefill:
             self._drain(msgspec.structs.replace(request, prefill_result=passed))
 
 
-async def finished(
-    engine: Engine, result: RequestOutput, context: RequestContext, guard: AbortGuard | None = None
-) -> None:
+async def finished(engine: Engine, result: RequestOutput, guard: AbortGuard) -> None:
     """Wait for the end of a request; a client that leaves ends it, by `guard`."""
-    guard = guard or AbortGuard(result, deferred=False)
-    async with guarded(guard, result, context), engine_errors(engine, guard):
-        await engine.finished(result)
+    with guard:
+        async with engine_errors(engine, guard):
+            await engine.finished(result)
 
 
 #: context_only ends like this after its one token; it says nothing about the answer.
@@ -236,16 +234,16 @@ async def _stream(
 ) -> AsyncGenerator[TokenChunk, None]:
     """`start` asks the engine once a chunk is wanted; `finished` hears of the result before its end leaves."""
     result = start()
-    async with (
-        abort_when_stopped(result, context, deferred=deferred_abort) as guard,
-        engine_errors(engine, guard),
-        aclosing(newest_states(result, guard.may_abort, engine.awaited_by)) as states,
-    ):
-        async for state in states:
-            for chunk in cursor.advance(state):
-                if chunk.finish_reason is not None:
-                    finished(result)
-                yield chunk
+    with AbortGuard(result, context, deferred=deferred_abort) as guard:
+        async with (
+            engine_errors(engine, guard),
+            aclosing(newest_states(result, guard.may_abort, engine.awaited_by)) as states,
+        ):
+            async for state in states:
+                for chunk in cursor.advance(state):
+                    if chunk.finish_reason is not None:
+                        finished(result)
+                    yield chunk
 
 
 @contextlib.asynccontextmanager

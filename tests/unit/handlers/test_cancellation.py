@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
-from tests.support.handling import PROMPT
+from tests.support.handling import PROMPT, until
 from tests.support.recording_pair import leftover_tasks
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.handlers.cancellation import AbortGuard, abort_when_stopped
+from trtllm_disagg.handlers.cancellation import LOOK_SECONDS, AbortGuard
 from trtllm_disagg.testing.recording import (
     LLM,
     DisaggregatedParams,
@@ -35,9 +36,22 @@ def generation_only(script: Script | None = None) -> RequestOutput:
     return start(script, params)
 
 
+class SeenContext(FakeContext):
+    """Says when it was seen to be stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = asyncio.Event()
+
+    def is_stopped(self) -> bool:
+        if super().is_stopped():
+            self.seen.set()
+        return super().is_stopped()
+
+
 def test_the_guard_aborts_once() -> None:
     result = start()
-    guard = AbortGuard(result, deferred=False)
+    guard = AbortGuard(result, FakeContext())
     guard.abort()
     guard.may_abort()
     guard.abort()
@@ -46,9 +60,8 @@ def test_the_guard_aborts_once() -> None:
 
 def test_a_deferred_abort_waits_until_it_may() -> None:
     result = start()
-    guard = AbortGuard(result, deferred=True)
+    guard = AbortGuard(result, FakeContext(), deferred=True)
     guard.abort()
-    assert guard.is_waiting
     assert result.aborts == []
     guard.may_abort()
     guard.may_abort()
@@ -57,7 +70,7 @@ def test_a_deferred_abort_waits_until_it_may() -> None:
 
 def test_may_abort_aborts_nothing_by_itself() -> None:
     result = start()
-    guard = AbortGuard(result, deferred=True)
+    guard = AbortGuard(result, FakeContext(), deferred=True)
     guard.may_abort()
     assert result.aborts == []
     guard.abort()
@@ -66,9 +79,10 @@ def test_may_abort_aborts_nothing_by_itself() -> None:
 
 async def test_a_stopped_context_aborts() -> None:
     result, context = start(), FakeContext()
-    async with abort_when_stopped(result, context):
+    with AbortGuard(result, context):
         await anext(result)
         context.stop()
+        await until(lambda: result.aborts)
         async for _ in result:
             pass
     assert len(result.aborts) == 1
@@ -78,14 +92,35 @@ async def test_a_stopped_context_aborts() -> None:
 async def test_a_context_that_was_stopped_before_aborts() -> None:
     result, context = start(), FakeContext()
     context.stop()
-    async with abort_when_stopped(result, context):
+    with AbortGuard(result, context):
         await result.aresult()
     assert result.outputs[0].finish_reason == "cancelled"
 
 
+@pytest.mark.parametrize("time", ["first", "after one without a request"])
+async def test_a_request_that_cannot_be_aborted_leaves_the_others_watched(time: str) -> None:
+    def fails() -> None:
+        raise RequestError("no abort")
+
+    if time != "first":
+        with AbortGuard(finished := start(), FakeContext()):
+            await finished.aresult()
+        await asyncio.sleep(2 * LOOK_SECONDS)
+    broken, result = start(), start()
+    of_broken, of_result = SeenContext(), SeenContext()
+    with suppress(RequestError), AbortGuard(broken, of_broken), AbortGuard(result, of_result):
+        broken.abort = fails  # type: ignore[method-assign]
+        of_broken.stop()
+        await of_broken.seen.wait()
+        of_result.stop()
+        await of_result.seen.wait()
+        assert result.aborts == [0]
+    await broken.aresult()
+
+
 async def test_a_finished_result_is_not_aborted() -> None:
     result, context = start(), FakeContext()
-    async with abort_when_stopped(result, context):
+    with AbortGuard(result, context):
         await result.aresult()
     context.stop()
     await leftover_tasks()
@@ -94,32 +129,31 @@ async def test_a_finished_result_is_not_aborted() -> None:
 
 async def test_a_block_that_is_left_early_aborts_the_result() -> None:
     result = start()
-    async with abort_when_stopped(result, FakeContext()):
+    with AbortGuard(result, FakeContext()):
         await anext(result)
     assert result.aborts == [1]
 
 
 async def test_an_error_that_ends_the_result_aborts_nothing() -> None:
     result = start(Script(error=RequestError("boom")))
-    with pytest.raises(RequestError):
-        async with abort_when_stopped(result, FakeContext()):
-            await result.aresult()
+    with pytest.raises(RequestError), AbortGuard(result, FakeContext()):
+        await result.aresult()
     assert result.aborts == []
 
 
 async def test_an_abort_waits_for_the_first_output() -> None:
     gate = asyncio.Semaphore(0)
-    result, context = generation_only(Script(gate=gate)), FakeContext()
+    result, context = generation_only(Script(gate=gate)), SeenContext()
 
     async def read() -> None:
-        async with abort_when_stopped(result, context, deferred=True) as guard:
+        with AbortGuard(result, context, deferred=True) as guard:
             async for _ in result:
                 guard.may_abort()
 
     reader = asyncio.create_task(read())
     await leave_time()
     context.stop()
-    await leave_time()
+    await context.seen.wait()
     assert result.aborts == []
     gate.release()
     await reader
@@ -132,7 +166,7 @@ async def test_a_reader_that_is_cancelled_has_the_kv_arrive_all_the_same() -> No
     result = generation_only(Script(gate=gate))
 
     async def read() -> None:
-        async with abort_when_stopped(result, FakeContext(), deferred=True):
+        with AbortGuard(result, FakeContext(), deferred=True):
             await result.aresult()
 
     reader = asyncio.create_task(read())
@@ -153,7 +187,7 @@ async def test_kv_that_never_arrives_for_a_cancelled_request_is_a_line_in_the_lo
     caplog.set_level("INFO")
     result = generation_only()
     LLM.kv_store.clear()
-    async with abort_when_stopped(result, FakeContext(), deferred=True):
+    with AbortGuard(result, FakeContext(), deferred=True):
         pass
     assert await leftover_tasks() == set()
     assert "a cancelled request has failed: RequestError" in caplog.text
