@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.handling import collect, request
+from tests.support.handling import collect, request, until
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.local import LocalAgg
-from trtllm_disagg.handlers.trace import PREFIX, RequestEnd, with_request_log
+from trtllm_disagg.handlers.trace import PREFIX, LinesTogether, RequestEnd, with_request_log
 from trtllm_disagg.testing.recording import RequestError, Script
 from trtllm_disagg.types import Generate
 
@@ -30,6 +30,21 @@ def entries(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level("INFO", logger="trtllm_disagg.handlers.trace")
     return caplog
+
+
+async def test_lines_of_requests_that_end_together_are_written_together(
+    lines: pytest.LogCaptureFixture,
+) -> None:
+    together = LinesTogether()
+    generate = with_request_log(LocalAgg(recording_engine()), "agg", write=together.write)
+    for tokens in (1, 2):
+        await collect(generate, request(max_tokens=tokens))
+    assert entries(lines) == []
+    await until(lambda: entries(lines))
+    assert [entry["tokens"] for entry in entries(lines)] == [1, 2]
+    await collect(generate, request(max_tokens=3))
+    together.flush()  # the worker ends
+    assert [entry["tokens"] for entry in entries(lines)] == [1, 2, 3]
 
 
 def service(script: Script | None = None) -> Generate:
