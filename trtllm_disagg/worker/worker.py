@@ -45,7 +45,7 @@ from trtllm_disagg.handlers.select import (
     Selector,
 )
 from trtllm_disagg.handlers.services import LiveState, build_generate, watch_policy_file
-from trtllm_disagg.handlers.trace import with_request_log
+from trtllm_disagg.handlers.trace import LinesTogether, with_request_log
 from trtllm_disagg.keys import AdminKey
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.processes.activity import DRAINING, SERVING, Reporter, reporter_of
@@ -65,6 +65,8 @@ from trtllm_disagg.worker.startup_checks import ModelNameGuard, StartupChecks
 
 log = logging.getLogger(__name__)
 
+#: Objects, young and old collections; Python's are 700, 10, 10.
+_COLLECTOR_THRESHOLDS = 20_000, 20, 20
 _LOAD_SECONDS = 1.0
 
 
@@ -133,6 +135,7 @@ class _Worker:
     reporter: Reporter
     tracer: Tracer
     drain: WorkerDrain = field(default_factory=WorkerDrain)
+    lines: LinesTogether = field(default_factory=LinesTogether)
 
     async def run(self, api: LlmApi, engine_args: dict[str, Any], me: dict[str, Any]) -> None:
         """Load the engine, serve, and close it. `me`: this worker's description, for workers of the other role."""
@@ -144,6 +147,7 @@ class _Worker:
         machine_id = self.runtime.instance_id % 1021
         engine = await asyncio.to_thread(Engine.open, api, engine_args, machine_id, _affinity(config))
         load_seconds = time.monotonic() - began
+        _spare_the_collector()
         try:
             for missing in engine.capabilities.missing():
                 log.info("the engine cannot %s", missing)
@@ -186,6 +190,7 @@ class _Worker:
                 )
                 await _serve_and(self._register(me, state, generate, watchers), serving, runtime)
         finally:
+            self.lines.flush()
             for publisher in publishers:
                 await publisher.stop()
 
@@ -205,7 +210,9 @@ class _Worker:
     ) -> Generate:
         """How this worker answers; what is applied last, a request meets first."""
         answers = build_generate(self.config, engine, stage, live, self.queue, self.runtime.instance_id)
-        generate = with_request_log(answers, _part(self.config), live.sinks, self.drain, self.tracer)
+        generate = with_request_log(
+            answers, _part(self.config), live.sinks, self.drain, self.tracer, self.lines.write
+        )
         generate = state.counting(generate)
         generate = Admission(live.thresholds, live.queued).admitting(generate)
         return beside_requests(answers, generate)
@@ -284,6 +291,15 @@ async def _serve_and(
 
 def _failed(task: asyncio.Task[None]) -> bool:
     return not task.cancelled() and task.exception() is not None
+
+
+def _spare_the_collector() -> None:
+    """What the start has made lasts as long as the worker. Looked at again and again, for cycles that requests rarely
+    make, it takes a twentieth of the worker's CPU.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECTOR_THRESHOLDS)
 
 
 def _part(config: WorkerConfig) -> str:
