@@ -105,8 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--quick",
         action="store_true",
-        help="2 workers, agg and one pair in each order, one workload, three rates, the band at the highest, once: "
-        "minutes instead of hours",
+        help="2 workers, agg and one pair in each order, one workload, three rates, and one or two on each side of the "
+        "band, once: minutes instead of hours",
     )
     add(
         "--aiperf",

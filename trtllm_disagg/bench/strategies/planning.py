@@ -35,6 +35,8 @@ ASSUMED = Software(first_token_ms=20.0)
 _SHARE = 0.04
 #: Answer tokens that a machine of two cores relays in a second, with time to spare.
 _RELAYED = 1000
+#: Of a request at a worker, or of its KV: longer than any takes.
+LONGEST_WAIT_SECONDS = 3600
 #: Of a quick run, wall seconds of an answer. Where TTFT needs a clock on which it takes longer, the clock has what the
 #: SLO needs, and nothing is concluded of TTFT itself.
 _QUICK_ANSWER_SECONDS = 20.0
@@ -159,7 +161,11 @@ class Engines:
         if not self.is_modelled:
             return given
         own = {"time_scale": time_scale, "factors_file": str(factors_file)}
-        return given | {"modelled": (given.get("modelled") or {}) | own}
+        given = given | {"modelled": (given.get("modelled") or {}) | own}
+        if transceiver := given.get("cache_transceiver_config"):
+            waits = {"kv_transfer_timeout_ms": 1000 * LONGEST_WAIT_SECONDS}
+            given["cache_transceiver_config"] = transceiver | waits
+        return given
 
 
 def vocabulary_of(model: Path) -> int:

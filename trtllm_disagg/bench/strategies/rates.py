@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 _SWEEP = (0.15, 0.35, 0.55, 0.75, 0.9, 1.05, 1.25)
 #: Of a quick run: a calm one; below what an arm should be able to do, by as much as that may be wrong; and above.
 _CALM, _BELOW, _ABOVE = 0.5, 0.85, 1.3
-#: At the only rate of a side of the band: far above, where next to nothing is in time, small numbers are compared.
-_JUST_ABOVE = 1.1
+#: On a side of the band, around what arms that are near each other should be able to do. Above it alone, small numbers
+#: would be compared: next to nothing is in time there.
+_JUST_BELOW, _JUST_ABOVE = 0.9, 1.1
 #: Arms that differ by less are near each other: one rate is below what all are able to do.
 _NEAR = 1.3
 #: Of a simulated knee: where prompts share their beginnings and lengths vary, an arm had all answers in time
@@ -28,9 +29,11 @@ def quick_sweep(knees: Mapping[str, float]) -> tuple[float, ...]:
 
 
 def deciding(knees: Mapping[str, float]) -> tuple[float, ...]:
-    """One, for a side of the band: that the best arm should be able to do, and the others not."""
+    """For a side of the band: what the best arm should be able to do, and the others not; or what all should be able to
+    do, and what none.
+    """
     low, high = min(knees.values()), max(knees.values())
-    return _rounded([(_JUST_ABOVE if high < _NEAR * low else _BELOW) * high])
+    return _rounded((_JUST_BELOW * low, _JUST_ABOVE * high) if high < _NEAR * low else (_BELOW * high,))
 
 
 def _rounded(rates: Iterable[float]) -> tuple[float, ...]:

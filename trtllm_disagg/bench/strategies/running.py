@@ -24,7 +24,7 @@ from trtllm_disagg.bench.strategies.measuring import (
     Target,
     measure,
 )
-from trtllm_disagg.bench.strategies.planning import Engines
+from trtllm_disagg.bench.strategies.planning import LONGEST_WAIT_SECONDS, Engines
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
     Plan,
@@ -35,7 +35,7 @@ from trtllm_disagg.bench.strategies.records import (
 )
 from trtllm_disagg.bench.strategies.workloads import Ask, Traffic
 from trtllm_disagg.config.thresholds import ADMISSION
-from trtllm_disagg.config.worker_config import SETTINGS, flag_of
+from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.deployment import DeploymentConfig, running_deployment
 from trtllm_disagg.deployment.plan import Role
 from trtllm_disagg.deployment.run_dir import scratch_directory
@@ -47,11 +47,11 @@ from trtllm_disagg.strategies import spec_of
 _PROGRESS_SECONDS = 5.0
 #: Until the first deployment has shown how long it takes to start one, and the load generator.
 _GUESSED_START = 60.0
-#: The deadlines of handlers, which are in wall time.
-_DEADLINES = ("prefill_timeout", "first_decode_token_timeout", "next_decode_token_timeout")
-#: Workers that are asked for more than they are able to do let it wait: a request that is refused has no time, and says
-#: nothing of how much too much it was.
+#: Workers that are asked for more than they are able to do let it wait: a request that is refused, or done again where
+#: its KV was given up, says nothing of how much too much it was. KV waits as long (planning.py).
 _NO_BOUND = tuple(text for name in ADMISSION for text in (flag_of(name), "0"))
+_DEADLINES = ("prefill_timeout", "first_decode_token_timeout", "next_decode_token_timeout")
+_NO_DEADLINE = tuple(text for name in _DEADLINES for text in (flag_of(name), f"{LONGEST_WAIT_SECONDS:g}"))
 _FACTORS = "factors.json"
 _PACKAGES = ("trtllm-disagg", "ai-dynamo", "aiconfigurator-core", "tensorrt-llm")
 
@@ -109,13 +109,6 @@ class Deployments:
             file = place / f"{role}.yaml"
             file.write_text(yaml.safe_dump(self.engines.for_point(role, place / _FACTORS, scale)))
             configs[role] = file
-        defaults = {name: float(SETTINGS[name].default) for name in _DEADLINES}  # type: ignore[arg-type]
-        deadlines = (
-            text
-            for name, seconds in defaults.items()
-            # This machine takes as long for what it does itself, however fast the clock runs.
-            for text in (flag_of(name), f"{seconds * max(1.0, scale):g}")
-        )
         calls = spec_of(arm.strategy).is_worker_side
         return DeploymentConfig(
             strategy=arm.strategy,
@@ -130,7 +123,7 @@ class Deployments:
             engine_configs=configs,
             # Requests that are cut off have no worth.
             drain_seconds=1.0,
-            worker_args=(*(deadlines if calls else ()), *_NO_BOUND, *arm.flags, *self.worker_args),
+            worker_args=(*(_NO_DEADLINE if calls else ()), *_NO_BOUND, *arm.flags, *self.worker_args),
         )
 
 

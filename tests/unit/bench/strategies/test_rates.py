@@ -21,8 +21,11 @@ def test_a_quick_sweep_of_arms_that_are_near_each_other_has_a_calm_rate_and_one_
 def test_a_side_of_the_band_is_decided_at_a_rate_that_only_the_best_arm_is_able_to_do() -> None:
     (between,) = deciding(APART)
     assert 5 < between < 10
-    (above,) = deciding(NEAR)
-    assert above > 10
+
+
+def test_a_side_on_which_arms_are_near_each_other_has_a_rate_that_all_are_able_to_do_and_one_above() -> None:
+    below, above = deciding(NEAR)
+    assert below < 9 < 10 < above
 
 
 def test_a_long_sweep_reaches_beyond_the_best_arm() -> None:
