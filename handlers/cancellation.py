@@ -45,13 +45,14 @@ class AbortGuard:
         self._wanted = False
         self._done = False
         self._has_failed = False
+        self._contexts = _contexts()
 
     def __enter__(self) -> AbortGuard:
-        _contexts().add(self, self._context)
+        self._contexts.add(self, self._context)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        _contexts().discard(self)
+        self._contexts.discard(self)
         if self._has_failed or self._result.finished:
             return
         self.abort()
@@ -113,13 +114,16 @@ class _Contexts:
             self._look_again()
 
 
-#: Less than a step of most engines takes.
-LOOK_SECONDS = 0.01
+#: About a step of most engines.
+LOOK_SECONDS = 0.02
 _by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Contexts] = WeakKeyDictionary()
 
 
 def _contexts() -> _Contexts:
-    return _by_loop.setdefault(asyncio.get_running_loop(), _Contexts())
+    loop = asyncio.get_running_loop()
+    if (known := _by_loop.get(loop)) is None:
+        known = _by_loop[loop] = _Contexts()
+    return known
 
 
 async def _read_on(result: RequestOutput, guard: AbortGuard) -> None:

@@ -49,7 +49,7 @@ class SeenContext(FakeContext):
         return super().is_stopped()
 
 
-def test_the_guard_aborts_once() -> None:
+async def test_the_guard_aborts_once() -> None:
     result = start()
     guard = AbortGuard(result, FakeContext())
     guard.abort()
@@ -58,7 +58,7 @@ def test_the_guard_aborts_once() -> None:
     assert result.aborts == [0]
 
 
-def test_a_deferred_abort_waits_until_it_may() -> None:
+async def test_a_deferred_abort_waits_until_it_may() -> None:
     result = start()
     guard = AbortGuard(result, FakeContext(), deferred=True)
     guard.abort()
@@ -68,7 +68,7 @@ def test_a_deferred_abort_waits_until_it_may() -> None:
     assert result.aborts == [0]
 
 
-def test_may_abort_aborts_nothing_by_itself() -> None:
+async def test_may_abort_aborts_nothing_by_itself() -> None:
     result = start()
     guard = AbortGuard(result, FakeContext(), deferred=True)
     guard.may_abort()
