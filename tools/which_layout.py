@@ -87,9 +87,9 @@ ten answers keep both limits: `2P2D 1.6x` has 1.6 times the rate of the best lay
 layouts less than 10 % apart; alone: the other kind keeps these limits at no rate; -: no layout does.
 
 Nothing here was measured. It is an event simulation on the step times of modelled GPUs, without our own software;
-both orders are alike in it, and of each prompt the mean share is in a cache, which is kind to agents and to the
-trace. `trtllm-disagg bench strategies --foresee` does it for your own model, traffic and limits in seconds. What
-was measured: [which strategy](which-strategy.md); how far both agree: [log](../log.md).
+both orders are alike in it, and of each prompt all that an earlier one began with is in a cache, which is kind to
+agents and to the trace. `trtllm-disagg bench strategies --foresee` does it for your own model, traffic and limits in
+seconds. What was measured: [which strategy](which-strategy.md); how far both agree: [log](../log.md).
 
 ![For each workload a panel: a row for each model and limit of TTFT, a column for each limit of TPOT. Blue: separate
 workers lead; red: workers that do both.](which-layout.png)

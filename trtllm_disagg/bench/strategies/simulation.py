@@ -166,12 +166,11 @@ class SimulatedPoint:
         return max(map(sum, zip(self.arrivals, self.times["latency"], strict=True))) - self.arrivals[-1]
 
 
-def simulate(arm: Arm, shape: Shape, workers: Mapping[str, Worker], asks: Sequence[Ask]) -> SimulatedPoint:
-    """Of each prompt, the mean share is in a cache."""
-    cached = shape.cached_tokens / shape.input_tokens
+def simulate(arm: Arm, workers: Mapping[str, Worker], asks: Sequence[Ask]) -> SimulatedPoint:
+    """What another request has begun with before is in a cache."""
     jobs = []
     for ask in asks:
-        before = min(round(cached * len(ask.prompt)), len(ask.prompt) - 1)
+        before = min(ask.known, len(ask.prompt) - 1)
         tokens, steps = len(ask.prompt) + ask.output_tokens, ask.output_tokens - 1
         jobs.append(_Job(ask.arrival, tokens, len(ask.prompt) - before, before, steps))
     if arm.agg_workers:
@@ -259,7 +258,7 @@ class ArmSimulations:
         layout = arm.agg_workers, arm.prefill_workers, arm.decode_workers, rate
         if layout not in self._known:
             asks = self.traffic.lengths(rate, self.requests(rate))
-            self._known[layout] = simulate(arm, self.traffic.shape, self.workers, asks)
+            self._known[layout] = simulate(arm, self.workers, asks)
         return self._known[layout]
 
     def knee(self, arm: Arm, slo: Slo) -> float:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,8 @@ class Ask:
     output_tokens: int
     session: str
     turn: int = 0
+    #: Of the prompt's tokens, those that another request of the point began with before.
+    known: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,8 @@ def _agent(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]
     # Some sessions are under way when the point begins.
     now, sessions = -_TURNS * _THINKING, 0
     waiting: list[Ask] = []
+    #: Tokens that requests of a session have begun with so far; of all, the system prompt.
+    known: dict[str, int] = {}
     while True:
         prompt, arrival = system, now
         for turn in range(_TURNS):
@@ -145,7 +149,8 @@ def _agent(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]
         while waiting and waiting[-1].arrival <= now:
             ask = waiting.pop()
             if ask.arrival >= 0:
-                yield ask
+                yield replace(ask, known=known.get(ask.session, _SYSTEM if known else 0))
+                known[ask.session] = len(ask.prompt)
 
 
 _CHAT = "short chats: 256 tokens in, 256 out"
@@ -217,6 +222,7 @@ def trace(file: Path, longest: int) -> Traffic:
     def source(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]:
         blocks: dict[int, tuple[int, ...]] = {}
         for number, line in enumerate(lines):
+            known = _known_tokens(line, blocks.keys())
             prompt: list[int] = []
             for block in line.hash_ids:
                 if block not in blocks:
@@ -224,13 +230,14 @@ def trace(file: Path, longest: int) -> Traffic:
                 prompt += blocks[block]
             prompt += tokens.some(max(0, line.input_length - len(prompt)))
             arrival = (line.timestamp - begin) / 1000 * own_rate / rate
-            yield Ask(arrival, tuple(prompt[: line.input_length]), line.output_length, str(number))
+            yield Ask(
+                arrival, tuple(prompt[: line.input_length]), line.output_length, str(number), known=known
+            )
 
     seen: set[int] = set()
     reused = 0
     for line in lines:
-        # An engine computes the last token of a prompt always.
-        reused += min(_HASH_TOKENS * len(seen & set(line.hash_ids)), line.input_length - 1)
+        reused += _known_tokens(line, seen)
         seen |= set(line.hash_ids)
     count = len(lines)
     shape = Shape(
@@ -241,6 +248,12 @@ def trace(file: Path, longest: int) -> Traffic:
     said = f"{count} requests of a trace: {shape.input_tokens:.0f} in, {shape.output_tokens:.0f} out"
     record = Workload("trace", said, shape.input_tokens, shape.output_tokens, trace_file=str(file))
     return Traffic(record, shape, source, max(line.input_length + line.output_length for line in lines))
+
+
+def _known_tokens(line: _Line, seen: Collection[int]) -> int:
+    """Of its prompt's beginning; of all of it but the last token, which an engine computes always."""
+    shared = takewhile(lambda block: block in seen, line.hash_ids)
+    return min(_HASH_TOKENS * sum(1 for _ in shared), line.input_length - 1)
 
 
 def _lines(file: Path) -> Iterator[_Line]:

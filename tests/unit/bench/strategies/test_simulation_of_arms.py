@@ -46,7 +46,7 @@ def test_the_goodput_and_the_drain_of_the_quick_simulation_are_those_of_the_othe
     in_time = mean(job.ttft <= 0.4 and job.tpot <= 0.02 for job in jobs)
     done = done_share([job.arrival for job in jobs], [job.tokens[-1] - job.arrival for job in jobs])
     workers = dict.fromkeys(("agg", "prefill", "decode"), worker)
-    simulated = simulate(arm, traffic.shape, workers, asks)
+    simulated = simulate(arm, workers, asks)
     assert simulated.goodput_share(SLO) == pytest.approx(min(in_time, done), abs=0.05)
     drain = max(job.tokens[-1] for job in jobs) - jobs[-1].arrival
     assert simulated.drain_s == pytest.approx(drain, rel=0.05)

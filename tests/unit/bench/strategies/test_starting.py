@@ -32,7 +32,7 @@ from trtllm_disagg.bench.strategies.running import Deployments, Key, Progress, R
 from trtllm_disagg.bench.strategies.simulation import SimulatedPoint, simulate
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls
-from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Ask, Shape
+from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Ask
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.modelled.build import open_gpus
@@ -149,9 +149,9 @@ def test_arms_that_differ_in_their_order_only_are_simulated_once(
 ) -> None:
     seen: list[tuple[str, tuple[Ask, ...]]] = []
 
-    def counting(arm: Arm, shape: Shape, workers: dict[str, Worker], asks: tuple[Ask, ...]) -> SimulatedPoint:
+    def counting(arm: Arm, workers: dict[str, Worker], asks: tuple[Ask, ...]) -> SimulatedPoint:
         seen.append((arm.name, asks))
-        return simulate(arm, shape, workers, asks)
+        return simulate(arm, workers, asks)
 
     monkeypatch.setattr(simulation, "simulate", counting)
     prepared(model, configs, "--quick", "--band", "0")

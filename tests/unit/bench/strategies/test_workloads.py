@@ -46,6 +46,31 @@ def test_turns_of_an_agent_begin_with_the_prompt_of_the_turn_before() -> None:
     assert len({prompt[:2048] for prompt in last.values()}) == 1
 
 
+def shared(prompt: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Tokens that both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), len(other))
+
+
+@pytest.mark.parametrize("name", ["chat", "agentic", "trace"])
+def test_of_each_prompt_it_is_known_how_many_tokens_another_one_began_with_before(
+    name: str, tmp_path: Path
+) -> None:
+    # As in a trace: a block of the same hash stands behind the same blocks.
+    lines = ([1], [1, 2], [3, 6], [1, 2, 4], [1, 5, 7], [3, 6, 8])
+    (tmp_path / "trace.jsonl").write_text(
+        "".join(
+            f'{{"timestamp": {i}, "input_length": {512 * len(ids) + 1}, "output_length": 8, "hash_ids": {ids}}}\n'
+            for i, ids in enumerate(lines)
+        )
+    )
+    traffic = trace(tmp_path / "trace.jsonl", 4096) if name == "trace" else BUILT_IN[name]
+    asks = traffic.asks(4.0, 60, "seed", VOCABULARY)
+    for number, ask in enumerate(asks):
+        assert ask.known == max((shared(ask.prompt, other.prompt) for other in asks[:number]), default=0)
+    assert [ask.known for ask in traffic.lengths(4.0, 60)][:3] == [ask.known for ask in asks][:3]
+    assert any(ask.known for ask in asks) == (name != "chat")
+
+
 def test_a_burst_arrives_at_once() -> None:
     asks = BUILT_IN["bursts"].asks(4.0, 48, "seed", VOCABULARY)
     assert len({ask.arrival for ask in asks}) == 3
