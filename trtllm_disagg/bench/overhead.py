@@ -62,6 +62,10 @@ _COLUMNS = (
 )
 
 
+#: Of an answer, for which the targets are.
+_TOKENS = 128
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
     add_choice(parser, "--strategy", STRATEGIES, "orders to compare")
@@ -79,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_number(parser, "--rounds", 24, "repetitions, all orders by turns")
     add_number(parser, "--concurrency", 32, "requests at once, in the second half of a round")
+    add_number(parser, "--tokens", _TOKENS, "of each answer there; the shorter, the more requests")
     add_number(parser, "--tokens-per-step", 1, "ready at once in the engine")
     parser.add_argument(
         "--step-ms",
@@ -99,8 +104,14 @@ class Load:
     alone: int = 20
     alone_tokens: int = 32
     together: int = 96
-    together_tokens: int = 128
+    together_tokens: int = _TOKENS
     concurrency: int = 32
+
+    @classmethod
+    def of(cls, tokens: int, concurrency: int) -> Load:
+        """No fewer requests, and no fewer tokens in all, than by default."""
+        together = max(cls().together, cls().together * cls().together_tokens // tokens)
+        return cls(together=together, together_tokens=tokens, concurrency=concurrency)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -113,7 +124,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         "overhead",
         args,
         lambda say: asyncio.run(_measure(args, say)),
-        lambda measured: [section_of(measured, is_judged=not args.quick)],
+        lambda measured: [section_of(measured, is_judged=not args.quick and args.tokens == _TOKENS)],
     )
     return ExitCode.DONE
 
@@ -122,7 +133,7 @@ async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
     from trtllm_disagg.deployment.run_dir import scratch_directory
 
     measured = Rounds()
-    asked = Load(concurrency=args.concurrency)
+    asked = Load.of(args.tokens, args.concurrency)
     rounds = args.rounds
     if args.quick:
         asked, rounds = Load(4, 8, 8, 16, 4), 2

@@ -15,7 +15,7 @@ from trtllm_disagg import cli
 from trtllm_disagg.bench.figures import Rounds
 from trtllm_disagg.bench.http_client import Answer, BadAnswerError, Connection, ask_all, completion_request
 from trtllm_disagg.bench.machine import cpu_seconds
-from trtllm_disagg.bench.overhead import section_of
+from trtllm_disagg.bench.overhead import Load, section_of
 from trtllm_disagg.bench.report import NOT_JUDGED, figures_of, print_report, wide_console
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES
@@ -203,6 +203,13 @@ def test_the_table_fits_80_columns_with_whole_headers(capsys: pytest.CaptureFixt
     for word in ("order", "TTFT", "ITL", "tok/s", "many", "chunks", "/token", "us/token"):
         assert word in table
     assert "…" not in table
+
+
+@pytest.mark.parametrize(("tokens", "requests"), [(8, 1536), (128, 96), (1000, 96)])
+def test_short_answers_are_more_of_them(tokens: int, requests: int) -> None:
+    load = Load.of(tokens, concurrency=4)
+    assert (load.together, load.together_tokens, load.concurrency) == (requests, tokens, 4)
+    assert Load.of(128, 32) == Load()
 
 
 def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
