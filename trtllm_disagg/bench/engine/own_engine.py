@@ -175,7 +175,7 @@ def _ipc_seconds(reports: Sequence[StepReport]) -> list[float]:
     for report in reports:
         started = time.perf_counter()
         process.report(report)
-        process._receive(0.0)
+        process._take(process._wait(0.0))
         seconds.append(time.perf_counter() - started)
     process.close()
     reader.join()

@@ -132,7 +132,10 @@ class CoreProcess:
             timeout = 0.0 if core.has_work else core.seconds_to_deadline()
             if not is_tidy:
                 timeout = _IDLE_SECONDS if timeout is None else min(timeout, _IDLE_SECONDS)
-            commands = self._receive(timeout)
+            there = self._wait(timeout)
+            if not there and core.has_work and (rest := core.rest()):
+                there = self._wait(rest)
+            commands = self._take(there)
             is_idle = not (commands or core.has_work)
             if is_idle and not is_tidy:
                 _return_free_memory()
@@ -155,9 +158,15 @@ class CoreProcess:
         self._link.flush(_LAST_WORDS_SECONDS)
         self._link.close()
 
-    def _receive(self, timeout: float | None) -> list[Command]:
+    def _wait(self, timeout: float | None) -> list[int]:
+        """For so many seconds, or for ever: descriptors that have something."""
+        return [
+            fd for fd, _ in self._poll.poll(None if timeout is None else int(timeout * 1000) + (timeout > 0))
+        ]
+
+    def _take(self, ready: list[int]) -> list[Command]:
         commands: list[Command] = []
-        for fd, _ in self._poll.poll(None if timeout is None else int(timeout * 1000) + (timeout > 0)):
+        for fd in ready:
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
             else:

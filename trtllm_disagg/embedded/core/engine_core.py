@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from trtllm_disagg.embedded.connector.connector import (
     BlocksQuarantined,
     BlocksReleased,
@@ -54,23 +52,8 @@ class Outbox:
     def put(self, output: TokenOutput) -> None:
         self._outputs.append(output)
 
-    def put_token(self, sequence: Sequence, output: TokenOutput) -> None:
-        """At once, or with those that follow, where a request's client hears of every n-th token only. The first one
-        and the end are never kept.
-        """
-        if (kept := sequence.kept) is not None:
-            output, sequence.kept = merged(kept, output), None
-        count = sequence.num_output
-        if output.finish_reason is None and count > 1 and count % sequence.stream_interval:
-            sequence.kept = output
-        else:
-            self._outputs.append(output)
-
     def put_cancel(self, sequence: Sequence) -> None:
-        output = TokenOutput(
-            sequence.request_id, sequence.index, finish_reason="cancelled", measured=sequence.measured
-        )
-        self.put_token(sequence, output)
+        self.put(of_sequence(sequence, Verdict(finish_reason="cancelled")))
 
     def put_error(self, request_id: int, error: DisaggError) -> None:
         self._outputs.append(TokenOutput(request_id, error=str(error), error_category=error.category))
@@ -80,28 +63,23 @@ class Outbox:
         return outputs
 
 
-def of_token(sequence: Sequence, token: int, logprobs: LogprobEntry | None, verdict: Verdict) -> TokenOutput:
+def of_sequence(sequence: Sequence, verdict: Verdict) -> TokenOutput:
+    """All that the client has not heard of: the last tokens, and what follows from them."""
+    num_untold, logprobs = sequence.num_untold, sequence.untold_logprobs
+    sequence.num_untold, sequence.untold_logprobs = 0, []
+    end = len(sequence.tokens)
     return TokenOutput(
         sequence.request_id,
         sequence.index,
-        token_ids=[token] if verdict.emit else [],
-        logprobs=[logprobs] if verdict.emit and logprobs else None,
-        prompt_logprobs=sequence.prompt_logprobs if sequence.num_output == 1 else [],
+        token_ids=sequence.tokens[end - num_untold : end if verdict.emit else end - 1],
+        logprobs=(logprobs if verdict.emit else logprobs[:-1]) or None,
+        prompt_logprobs=sequence.prompt_logprobs if 0 < num_untold == sequence.num_output else [],
+        num_steps=max(1, num_untold),
         trim=verdict.trim,
         finish_reason=verdict.finish_reason,
         stop_reason=verdict.stop_reason,
         cached_tokens=sequence.num_cached,
         measured=None if verdict.finish_reason is None else sequence.measured,
-    )
-
-
-def merged(earlier: TokenOutput, later: TokenOutput) -> TokenOutput:
-    """Both in one; a stop word's trim counts from the end."""
-    return msgspec.structs.replace(
-        later,
-        token_ids=earlier.token_ids + later.token_ids,
-        logprobs=(earlier.logprobs or []) + (later.logprobs or []) or None,
-        num_steps=earlier.num_steps + later.num_steps,
     )
 
 
@@ -192,19 +170,13 @@ class EngineCore:
             self._apply(event)
         if self._has_shrunk:
             self._refuse_what_never_fits()
-        for sequence in self.scheduler.admit():
-            self.connector.start(sequence)
-        rows = self.scheduler.schedule()
-        if rows:
-            self._run(rows)
-        stats = self.stats.of_step(
-            rows,
-            self.scheduler,
-            self.blocks,
-            (self.connector.num_leases, self.connector.oldest_lease),
-            self.clock() - started,
-        )
-        return StepReport(self._outbox.take(), self.num_active, self.events.take(), stats)
+        return self._step_of_what_is_here(started)
+
+    def rest(self) -> float:
+        """When nothing waits to be received: for so many seconds the process may wait for it, although there is work.
+        None, but for a model that is a clock.
+        """
+        return 0.0
 
     def seconds_to_deadline(self) -> float | None:
         """Until a lease or a wait ends by itself; None when there is none."""
@@ -220,6 +192,21 @@ class EngineCore:
         self.close_last()
 
     # -- internals
+
+    def _step_of_what_is_here(self, started: float) -> StepReport:
+        for sequence in self.scheduler.admit():
+            self.connector.start(sequence)
+        rows = self.scheduler.schedule()
+        if rows:
+            self._run(rows)
+        stats = self.stats.of_step(
+            rows,
+            self.scheduler,
+            self.blocks,
+            (self.connector.num_leases, self.connector.oldest_lease),
+            self.clock() - started,
+        )
+        return StepReport(self._outbox.take(), self.num_active, self.events.take(), stats)
 
     def _apply(self, event: KvEvent) -> None:
         match event:
@@ -287,9 +274,14 @@ class EngineCore:
             except DisaggError as error:
                 self._retire_request(sequence.request_id, error)
                 return
-        output = of_token(sequence, token, logprobs, verdict)
+        sequence.num_untold += 1
+        if logprobs is not None:
+            sequence.untold_logprobs.append(logprobs)
+        if verdict.finish_reason is None and sequence.keeps_its_tokens:
+            return
+        output = of_sequence(sequence, verdict)
         if verdict.finish_reason is None or self._is_told_its_end(sequence, output):
-            self._outbox.put_token(sequence, output)
+            self._outbox.put(output)
 
     def _is_told_its_end(self, sequence: Sequence, output: TokenOutput) -> bool:
         """End the sequence. False when the client hears of it once decode has its KV."""

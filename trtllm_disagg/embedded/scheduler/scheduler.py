@@ -239,6 +239,13 @@ class Scheduler:
         return bool(self.running) or (self._admits() and self._plan_next() is not None)
 
     @property
+    def num_silent_steps(self) -> int:
+        """Of the next steps, so many are of the sequences that run, and no client hears of their tokens."""
+        if any(s.in_prefill for s in self.running) or (self._admits() and self._plan_next() is not None):
+            return 0
+        return min((s.num_silent for s in self.running), default=0)
+
+    @property
     def num_active(self) -> int:
         """Admitted and not done yet, paused ones included."""
         return self._num_in_batch + len(self.paused)

@@ -19,7 +19,6 @@ from trtllm_disagg.embedded.ipc.messages import (
     ReceivedHandoff,
     Rendezvous,
     SamplingSpec,
-    TokenOutput,
 )
 from trtllm_disagg.embedded.kv_cache.memory import Saved
 from trtllm_disagg.kv_transfer.handle import KvHandle
@@ -123,8 +122,9 @@ class Sequence:
     timer: NullRequestTimer = NO_TIMER
     admission: Admission = NOT_ADMITTED
     stream_interval: int = 1
-    #: Tokens that the client has not heard of yet.
-    kept: TokenOutput | None = None
+    #: Of its last tokens, which the client has not heard of yet.
+    num_untold: int = 0
+    untold_logprobs: list[LogprobEntry] = field(default_factory=list)
 
     arrived: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
@@ -184,6 +184,19 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def keeps_its_tokens(self) -> bool:
+        """Until there are more of them, or it ends; the client hears of the first one at once."""
+        return self.num_output > 1 and self.num_output % self.stream_interval != 0
+
+    @property
+    def num_silent(self) -> int:
+        """Of its next tokens, so many the client hears of only with later ones, and none of them ends the answer."""
+        spec, count = self.sampling, self.num_output
+        if self.guide is not None or spec.end_ids or spec.stop_words or not count:
+            return 0
+        return min(self.stream_interval - count % self.stream_interval, spec.max_tokens - count) - 1
 
     @property
     def output(self) -> list[int]:

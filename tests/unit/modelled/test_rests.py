@@ -1,0 +1,206 @@
+"""A process that rests while the modelled GPU makes tokens of which no client hears: times and answers are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.modelled_cores import ModelledTestCore, VirtualClock, prompt_of
+from trtllm_disagg.embedded.connector.connector import KvConnector, KvEvent
+from trtllm_disagg.embedded.ipc.messages import SamplingSpec
+
+INTERVAL = 64
+#: The longest rest, as the process has it.
+REST = 0.05
+
+
+class Driver:
+    """Does what the engine's process does. `rests`: or it is awake all the time."""
+
+    def __init__(self, rests: bool, **args: Any) -> None:
+        self.clock = VirtualClock()
+        self.core = ModelledTestCore(self.clock, **args)
+        self.rests = rests
+        self.told: dict[int, list[tuple[float, int]]] = {}
+        self.num_steps = 0
+
+    def run_until(self, moment: float) -> None:
+        """Or until there is nothing to do."""
+        while self.clock.time < moment and self.core.engine.has_work:
+            assert self.num_steps < 10_000, "it goes nowhere"
+            rest = self.core.engine.rest()
+            if self.rests and rest:
+                self.clock.time = min(moment, self.clock.time + rest)
+                if self.clock.time == moment:
+                    return  # a command comes
+            self.step()
+
+    def step(self) -> None:
+        self.num_steps += 1
+        for output in self.core.step():
+            self.told.setdefault(output.request_id, []).append((self.clock.time, len(output.token_ids)))
+
+    def serve(self, arrivals: list[tuple[float, int, int]]) -> dict[int, list[tuple[float, int]]]:
+        begun = self.clock.time
+        for i, (at, prompt, answer) in enumerate(arrivals):
+            self.run_until(begun + at)
+            self.clock.time = max(self.clock.time, begun + at)
+            self.core.add(prompt_of(prompt, salt=i), answer, stream_interval=INTERVAL)
+        self.run_until(float("inf"))
+        self.core.assert_idle()
+        return self.told
+
+
+_ARRIVALS = st.lists(
+    st.tuples(st.floats(0.0, 3.0), st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=6
+).map(sorted)
+
+
+@settings(deadline=None, max_examples=40)
+@given(_ARRIVALS, st.sampled_from([1, 4]))
+def test_clients_hear_the_same_at_the_same_moments_with_and_without_rests(
+    arrivals: list[tuple[float, int, int]], max_batch_size: int
+) -> None:
+    awake = Driver(rests=False, max_batch_size=max_batch_size).serve(arrivals)
+    resting = Driver(rests=True, max_batch_size=max_batch_size).serve(arrivals)
+    assert resting.keys() == awake.keys()
+    for request, told in awake.items():
+        assert [tokens for _, tokens in resting[request]] == [tokens for _, tokens in told]
+        assert [at for at, _ in resting[request]] == pytest.approx([at for at, _ in told], abs=1e-9)
+
+
+def test_silent_tokens_are_computed_in_a_few_looks() -> None:
+    driver = Driver(rests=True)
+    driver.serve([(0.0, 100, 2 * INTERVAL)])
+    awake = Driver(rests=False)
+    awake.serve([(0.0, 100, 2 * INTERVAL)])
+    assert awake.num_steps >= 2 * INTERVAL
+    assert driver.num_steps * 5 < awake.num_steps
+    assert len(driver.core.stats) == len(awake.core.stats)
+
+
+def test_a_request_that_comes_during_a_rest_waits_for_the_step_that_runs_then() -> None:
+    driver = Driver(rests=True)
+    core, clock = driver.core, driver.clock
+    core.add(prompt_of(64), 2 * INTERVAL, stream_interval=INTERVAL)
+    driver.step()
+    begun, seconds = clock.time, 2e-3 + 100e-6 + 64 / 1024 * 10e-6
+    assert core.engine.rest() > 0
+    clock.time = begun + 2.5 * seconds
+    core.add(prompt_of(64, salt=1), 1)
+    assert clock.time == pytest.approx(begun + 3 * seconds, rel=1e-3)
+    driver.step()
+    assert len(core.answers[1, 0].tokens) == 1, "no client hears of the three tokens yet"
+    driver.step()
+    assert core.answers[2, 0].done
+    driver.run_until(float("inf"))
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        {"stream_interval": 1},
+        {
+            "stream_interval": INTERVAL,
+            "sampling": SamplingSpec(max_tokens=100, stop_words=((7,),), stop_reasons=(7,)),
+        },
+        {"stream_interval": INTERVAL, "sampling": SamplingSpec(max_tokens=100, end_ids=(3,))},
+    ],
+    ids=["each token is told", "a stop word may end it", "an end token may end it"],
+)
+def test_where_any_token_may_be_told_there_is_no_rest(request_of: dict[str, Any]) -> None:
+    core = ModelledTestCore()
+    request = core.add(prompt_of(64), 100, **request_of)
+    core.step()
+    assert core.engine.rest() == 0.0
+    core.run(request)
+
+
+def test_while_a_prompt_is_computed_there_is_no_rest() -> None:
+    core = ModelledTestCore(max_num_tokens=128)
+    first = core.add(prompt_of(64), 200, stream_interval=INTERVAL)
+    core.step()
+    second = core.add(prompt_of(300, salt=1), 4)
+    core.step()
+    assert core.engine.rest() == 0.0
+    core.run(first, second)
+
+
+def test_a_rest_ends_before_statistics_are_old() -> None:
+    core = ModelledTestCore(modelled={"time_scale": 10.0})
+    request = core.add(prompt_of(64), 200, stream_interval=200)
+    core.step()
+    assert core.engine.rest() == REST
+    core.step()
+    core.run(request)
+
+
+def test_lateness_is_of_what_a_client_hears_not_of_what_it_does_not() -> None:
+    clock = VirtualClock()
+    core = ModelledTestCore(clock)
+    request = core.add(prompt_of(64), INTERVAL, stream_interval=INTERVAL)
+    core.step()
+    begun = len(core.stats)
+    clock.time += core.engine.rest()
+    core.step()
+    rested = core.stats[begun:]
+    assert len(rested) > 5
+    assert [each["modelled"]["lateMS"] for each in rested] == pytest.approx([0.0] * len(rested), abs=1e-9)
+    assert [each["iterLatencyMS"] for each in rested] == pytest.approx(
+        [s["modelled"]["stepMS"] for s in rested]
+    )
+
+    clock.time += core.engine.rest() + 1.0
+    core.step()
+    assert core.answers[request, 0].done
+    assert core.stats[-1]["modelled"]["lateMS"] > 900.0
+
+
+class CountedPolls(KvConnector):
+    """Nothing happens in it."""
+
+    polls = 0
+    is_asking = False
+
+    def poll(self) -> Iterator[KvEvent]:
+        self.polls += 1
+        return iter(())
+
+    @property
+    def has_news(self) -> bool:
+        return self.is_asking
+
+
+@pytest.fixture
+def polled() -> tuple[ModelledTestCore, CountedPolls]:
+    """With a request that decodes."""
+    core, connector = ModelledTestCore(), CountedPolls()
+    core.engine.connector = connector
+    core.add(prompt_of(64), 500, stream_interval=500)
+    core.step()
+    connector.polls = 0
+    return core, connector
+
+
+def test_kv_that_comes_during_a_rest_waits_for_the_step_that_runs_then(
+    polled: tuple[ModelledTestCore, CountedPolls],
+) -> None:
+    core, connector = polled
+    assert core.engine.rest() > 0
+    core.clock.wait_until(core.clock.now() + 0.01)
+    core.step()
+    assert connector.polls == 0
+    core.step()
+    assert connector.polls == 1
+
+
+def test_while_the_connector_has_something_to_do_there_is_no_rest(
+    polled: tuple[ModelledTestCore, CountedPolls],
+) -> None:
+    core, connector = polled
+    connector.is_asking = True
+    assert core.engine.rest() == 0.0

@@ -1,0 +1,178 @@
+"""A modelled engine's core: a clock where the model would be, and tokens that any order makes alike.
+
+Where no client hears of the next tokens (`stream_interval`), the process rests while the GPU would compute them, and
+then computes these steps at once. Each still begins and ends when it would have: what comes meanwhile, a request or
+KV, waits for the step that runs at that moment, as it would for a GPU's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trtllm_disagg.embedded.core.engine_core import EngineCore
+from trtllm_disagg.embedded.ipc.messages import AddRequest, LogprobEntry, StepReport
+from trtllm_disagg.embedded.model.rows import Sampled
+from trtllm_disagg.embedded.scheduler.scheduler import Row
+from trtllm_disagg.embedded.scheduler.sequence import Sequence
+from trtllm_disagg.modelled.clock import Clock
+from trtllm_disagg.modelled.factors import FactorsNow
+from trtllm_disagg.modelled.step_times import StepPricer
+from trtllm_disagg.scripted_tokens import checksum, extended, token_after
+
+#: Wall seconds. Statistics and KV events are never older.
+_LONGEST_REST = 0.05
+#: To sleep and wake up is not worth less.
+_SHORTEST_REST = 0.002
+#: So much too early the process wakes up, for the engine's process waits in whole milliseconds.
+_EARLY = 0.002
+
+
+class Texts:
+    """The next token of each sequence: a function of its tokens, so that every order gives the same text."""
+
+    def __init__(self) -> None:
+        #: Of those that were in the last step: of how many tokens the checksum is, and the checksum.
+        self._sums: dict[Sequence, tuple[int, int]] = {}
+
+    def next_tokens(self, sequences: list[Sequence]) -> list[int]:
+        before, self._sums = self._sums, {}
+        return [self._next_token(sequence, *before.get(sequence, (0, 0))) for sequence in sequences]
+
+    def _next_token(self, sequence: Sequence, length: int, known: int) -> int:
+        tokens = sequence.tokens
+        if length != len(tokens):
+            # All that follows the prompt are such tokens, but not what a client sends to be continued.
+            known = checksum(tokens, sequence.index)
+        token = token_after(known)
+        self._sums[sequence] = len(tokens) + 1, extended(known, token)
+        return token
+
+
+class ClockedModel:
+    """A step ends when it would on the GPU. Work that is there when it ends begins at that very moment, whatever this
+    process does in between: what a GPU's host does there, it does beside the GPU.
+    """
+
+    def __init__(self, pricer: StepPricer, factors: FactorsNow, clock: Clock) -> None:
+        self._pricer = pricer
+        self._factors = factors
+        self._in_force = factors()
+        self._clock = clock
+        self._texts = Texts()
+        self._is_idle = True
+        #: When the last step ended, and how long it took.
+        self.end = 0.0
+        self.seconds = 0.0
+        #: How late the clock was then, or when the process was to look: this process was slower than the GPU.
+        self.late = 0.0
+        #: While steps that began earlier are computed: when the process was to do so.
+        self.looks_at: float | None = None
+
+    def now(self) -> float:
+        """As far as steps are computed."""
+        return self._clock.now() if self.looks_at is None else self.end
+
+    def run(self, rows: list[Row]) -> list[Sampled]:
+        begin = self.end
+        if self._is_idle:
+            begin = max(self.end, self._clock.now())
+            self._in_force = self._factors()
+        self.seconds = self._pricer.seconds(rows, self._in_force)
+        self.end = begin + self.seconds
+        tokens = iter(self._texts.next_tokens([row.sequence for row in rows if row.samples]))
+        made = [_certain(row, next(tokens) if row.samples else None) for row in rows if row.num_logits]
+        self.late = max(0.0, self._clock.now() - max(self.end, self.looks_at or 0.0))
+        self._clock.wait_until(self.end)
+        return made
+
+    def seconds_of_next(self, running: list[Sequence]) -> float:
+        """Of a step in which all of these decode."""
+        return self._pricer.seconds([Row.of(sequence, 1) for sequence in running], self._in_force)
+
+    def ended(self, is_idle: bool) -> None:
+        """After a step: does the next one wait for something?"""
+        self._is_idle = is_idle
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+def _certain(row: Row, token: int | None) -> Sampled:
+    """There is no other token that could have been."""
+    wants = token is not None and row.sequence.sampling.logprobs is not None
+    of_prompt = [_entry(each) for each in row.scored(token)] if row.num_scored else ()
+    return Sampled(token, _entry(token) if token is not None and wants else None, of_prompt)
+
+
+def _entry(token: int) -> LogprobEntry:
+    return [(token, 0.0, 1)]
+
+
+@dataclass(kw_only=True, eq=False)
+class ModelledCore(EngineCore):
+    """The engine core, which tells its model when it has nothing to do, and rests."""
+
+    model: ClockedModel
+    #: Of the model's GPUs, which is never behind.
+    wall: Clock
+    time_scale: float
+    #: By `wall`.
+    _rests_until: float | None = field(default=None, init=False)
+    _caught_up: list[StepReport] = field(default_factory=list, init=False)
+
+    def add(self, request: AddRequest) -> None:
+        self._catch_up()
+        super().add(request)
+
+    def abort(self, request_id: int) -> None:
+        self._catch_up()
+        super().abort(request_id)
+
+    def step(self) -> StepReport:
+        """Or all steps that have begun while the process rested."""
+        self._catch_up()
+        reports, self._caught_up = self._caught_up, []
+        return _joined(reports) if reports else super().step()
+
+    def rest(self) -> float:
+        """Until the step begins of which a client hears next."""
+        silent = self.scheduler.num_silent_steps
+        if not silent or self.connector.has_news:
+            return 0.0
+        now = self.wall.now()
+        begins = self.model.end + silent * self.model.seconds_of_next(self.scheduler.running)
+        seconds = min(_LONGEST_REST, (begins - now) * self.time_scale - _EARLY)
+        if seconds < _SHORTEST_REST:
+            return 0.0
+        self._rests_until = now + seconds / self.time_scale
+        return seconds
+
+    def _catch_up(self) -> None:
+        """The last step may still run on the GPU: it is waited for."""
+        if self._rests_until is None:
+            return
+        now = self.wall.now()
+        self.model.looks_at, self._rests_until = min(now, self._rests_until), None
+        while self.model.end <= now and self.scheduler.running:
+            self._caught_up.append(self._step_of_what_is_here(self.model.end))
+        self.model.looks_at = None
+
+    def _step_of_what_is_here(self, started: float) -> StepReport:
+        report = super()._step_of_what_is_here(started)
+        self.model.ended(not self.scheduler.has_runnable)
+        for statistics in report.stats:
+            statistics["modelled"] = {
+                "stepMS": self.model.seconds * 1000,
+                "lateMS": self.model.late * 1000,
+                "timeScale": self.time_scale,
+            }
+        return report
+
+
+def _joined(reports: list[StepReport]) -> StepReport:
+    return StepReport(
+        [output for report in reports for output in report.outputs],
+        reports[-1].num_active,
+        [event for report in reports for event in report.events],
+        [statistics for report in reports for statistics in report.stats],
+    )
