@@ -15,9 +15,11 @@ import psutil
 from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.scheduler.scheduler import Counts, Row, Scheduler
-from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
+from trtllm_disagg.embedded.scheduler.sequence import Clock, Sequence, Status
 
 log = logging.getLogger(__name__)
+
+_MEMORY_SECONDS = 0.1
 
 
 def request_stats(rows: Seq[Row], scheduler: Scheduler) -> list[dict[str, Any]]:
@@ -83,6 +85,21 @@ class Batch(NamedTuple):
         return len(self.rows) - self.num_context
 
 
+class ResidentMemory:
+    """Bytes of this process, not older than a moment: to ask the system is the dearest part of a record."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._process = psutil.Process()
+        self._bytes, self._asked = 0, float("-inf")
+
+    def __call__(self) -> int:
+        now = self._clock()
+        if now - self._asked >= _MEMORY_SECONDS:
+            self._bytes, self._asked = self._process.memory_info().rss, now
+        return self._bytes
+
+
 class IterationStats:
     def __init__(self, args: LlmArgs, gpu_bytes: Callable[[], int] = int) -> None:
         """`gpu_bytes`: GPU memory that is taken."""
@@ -97,7 +114,7 @@ class IterationStats:
             for name, size in (("BatchSize", args.max_batch_size), ("NumTokens", args.max_num_tokens))
             for kind in ("Static", "TunerRecommended", "Runtime")
         }
-        self._process = psutil.Process()
+        self._cpu_bytes = ResidentMemory()
         self._counts = Counts()
         self._iteration = 0
         #: Since the start, by name in the statistics.
@@ -157,7 +174,7 @@ class IterationStats:
             "maxNumActiveRequests": self._max_batch_size,
             **self._sizes,
             "gpuMemUsage": self._gpu_bytes(),
-            "cpuMemUsage": self._process.memory_info().rss,
+            "cpuMemUsage": self._cpu_bytes(),
             "pinnedMemUsage": 0,
             "kvCacheStats": _kv_cache(blocks),
             "inflightBatchingStats": _batching(batch, scheduler),
