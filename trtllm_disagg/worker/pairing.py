@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, NamedTuple
 
 from trtllm_disagg import __version__
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.config.settings import endpoint_of
+from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.engine.engines import ENGINES, UNRESOLVED
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts
@@ -28,6 +29,8 @@ _DEFAULT_BACKEND = {
 }
 #: Of speculative decoding: what decides the shape of KV and how many draft tokens a handoff carries.
 _SPECULATIVE = ("decoding_type", "max_draft_len", "num_nextn_predict_layers", "speculative_model_dir")
+#: In a description: this worker runs another strategy than it was started with.
+WAS_SWITCHED = "was_switched"
 #: Older and newer names of one key.
 _RENAMED = {"speculative_model": "speculative_model_dir"}
 
@@ -230,6 +233,17 @@ def _dynamo_version() -> str | None:
         return None
 
 
+def fixed_by(config: WorkerConfig) -> list[str]:
+    """The flags that gave this worker another place than a switched one has; it cannot be switched."""
+    if not config.may_switch:
+        return []
+    role = config.role
+    usual = endpoint_of(config.namespace, None if config.is_first_stage else role)
+    other = endpoint_of(config.namespace, Role.PREFILL if role is Role.DECODE else Role.DECODE)
+    given = (("endpoint", config.endpoint, usual), ("next_endpoint", config.next_endpoint, other))
+    return [f"{flag_of(name)} {value}" for name, value, expected in given if value not in (None, expected)]
+
+
 def with_engine(
     me: dict[str, Any], block_size: int, ctx_info_endpoint: str | None, ctx_dp_rank: int | None = None
 ) -> dict[str, Any]:
@@ -265,6 +279,18 @@ def require_fit(mine: Description, others: Iterable[Description]) -> None:
         is_partner = {mine["role"], theirs.get("role")} == {Role.PREFILL, Role.DECODE}
         if is_partner and all(theirs.get(key) == mine[key] for key in ("model", "strategy")):
             require_pair(mine, theirs)
+
+
+def were_switched(others: Iterable[Description]) -> bool:
+    """Some of them: the deployment runs another strategy than it was started with."""
+    return any(theirs.get(WAS_SWITCHED) for theirs in others)
+
+
+def strategy_among(mine: Description, partners: Sequence[Description]) -> str:
+    """What a worker that starts has to run: its own, or that to which all of `partners` were switched meanwhile."""
+    running = {str(theirs.get("strategy")) for theirs in partners}
+    own: str = mine["strategy"]
+    return running.pop() if len(running) == 1 and were_switched(partners) else own
 
 
 def require_callable(mine: Description, theirs: Description) -> None:

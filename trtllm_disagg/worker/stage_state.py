@@ -8,15 +8,15 @@ from collections.abc import AsyncGenerator, Collection
 from typing import Any, Protocol
 
 from trtllm_disagg.commands import Command, Set, Switch, Verifier
-from trtllm_disagg.config.settings import endpoint_of
 from trtllm_disagg.config.thresholds import ADMISSION
-from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.occupancy import KV_OCCUPANCY
 from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.strategies import spec_of, worker_side
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.worker.pairing import WAS_SWITCHED, fixed_by
 
 log = logging.getLogger(__name__)
 
@@ -73,15 +73,26 @@ class StageState:
             | occupancy
             | {
                 "strategy": self._live.strategy.value,
+                WAS_SWITCHED: self._live.strategy.value != self._config.strategy,
                 "registered": self._registration.is_there,
                 "whole_requests": self._whole_requests,
                 "fixed_by": fixed_by(self._config),
             }
         )
 
-    async def apply(self) -> None:
-        """Become what the configuration says. Raises what registering raises."""
+    async def apply(self, strategy: str) -> None:
+        """Become what a worker of this role is under `strategy`: the configuration's, or that to which the others were
+        switched while this one started. A command that came before has the last word. Raises what registering raises.
+        """
         async with self._changing:
+            live = self._live.strategy
+            if strategy != live.value == self._config.strategy:
+                live.set(strategy)
+                log.info(
+                    "the other workers were switched meanwhile: %s in place of %s",
+                    strategy,
+                    self._config.strategy,
+                )
             if self._config.role is Role.AGG or self._is_first(self._live.strategy.value):
                 await self._registration.enter()
             else:
@@ -183,14 +194,3 @@ class _Counted(PerRequestStream[TokenChunk]):
     async def _finish(self) -> None:
         if self._has_begun:
             self._state.whole_request_ends()
-
-
-def fixed_by(config: WorkerConfig) -> list[str]:
-    """The flags that gave this worker another place than a switched one has; it cannot be switched."""
-    if not config.may_switch:
-        return []
-    role = config.role
-    usual = endpoint_of(config.namespace, None if config.is_first_stage else role)
-    other = endpoint_of(config.namespace, Role.PREFILL if role is Role.DECODE else Role.DECODE)
-    given = (("endpoint", config.endpoint, usual), ("next_endpoint", config.next_endpoint, other))
-    return [f"{flag_of(name)} {value}" for name, value, expected in given if value not in (None, expected)]

@@ -16,7 +16,15 @@ from typing import Any, Protocol
 from trtllm_disagg.commands import DescribedInstance
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.worker.pairing import ModelIdentity, may_share_kv, require_fit, require_pair
+from trtllm_disagg.worker.pairing import (
+    ModelIdentity,
+    fixed_by,
+    may_share_kv,
+    require_fit,
+    require_pair,
+    strategy_among,
+    were_switched,
+)
 
 log = logging.getLogger(__name__)
 
@@ -168,27 +176,48 @@ class StartupChecks:
         await self._names.require_same()
         return True
 
-    async def before_registering(self, me: dict[str, Any]) -> None:
+    async def before_registering(self, me: dict[str, Any]) -> str:
         """From here on a frontend sends requests. Of two workers that started together and could not see each other
         before both were listed, one is refused here: it is among those that are seen with this worker itself. Those at
         the partners' endpoint, which this worker has watched since it was loaded, may be elsewhere.
+
+        Returns the strategy to run: a `switch` that ended before this worker was listed could not tell it, and one that
+        begins later finds it.
         """
         listed = await self._names.confirm()
+        strategy = await self._strategy_of_deployment(me)
+        me = me | {"strategy": strategy}
         require_fit(me, [each.description for each in listed])
         await self._require_fit(me)
+        return strategy
 
     async def _second_stage_fits(self, endpoint_id: str, me: dict[str, Any]) -> bool:
         if self._config.on_missing_stage == "fail":
             second = await self._others.second_stage(endpoint_id)
             if second is not None:
-                require_pair(me, await second.describe())
+                self._require_pairs(me, [await second.describe()])
             return second is not None
         partners = await self._others.partners(endpoint_id)
         if not partners:
             log.info("no second stage at %s: this worker answers alone until one comes", endpoint_id)
-        for theirs in partners:
-            require_pair(me, theirs)
+        self._require_pairs(me, partners)
         return True
+
+    def _require_pairs(self, me: dict[str, Any], partners: Sequence[dict[str, Any]]) -> None:
+        """Switched while this worker loaded, they are no misfit: it will run what they do."""
+        may_differ = ("strategy",) if self._follows_switches and were_switched(partners) else ()
+        for theirs in partners:
+            require_pair(me, theirs, but=may_differ)
+
+    @property
+    def _follows_switches(self) -> bool:
+        return self._config.may_switch and not fixed_by(self._config)
+
+    async def _strategy_of_deployment(self, me: dict[str, Any]) -> str:
+        endpoint_id = self._config.partner_endpoint_id
+        if endpoint_id is None or not self._follows_switches:
+            return self._config.strategy
+        return strategy_among(me, await self._others.partners(endpoint_id))
 
     async def _require_fit(self, me: dict[str, Any]) -> None:
         if self._config.partner_endpoint_id is not None:

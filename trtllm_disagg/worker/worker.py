@@ -226,8 +226,7 @@ class _Worker:
     ) -> None:
         config, runtime = self.config, self.runtime
         self.reporter.tell("registering")
-        await self.checks.before_registering(me)
-        await state.apply()
+        await state.apply(await self.checks.before_registering(me))
         await self.queue.start(generate, runtime.instance_id, runtime.front)
         watchers.append(asyncio.create_task(_tell_load(self.reporter, self.drain), name="load"))
         log.info(

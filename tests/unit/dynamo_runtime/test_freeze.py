@@ -84,7 +84,7 @@ async def test_the_watch_goes_on_when_discovery_cannot_be_told(caplog: pytest.Lo
 
 async def test_what_is_told_again_is_what_was_there() -> None:
     worker, registration, _ = stage_state("decode", "decode_first")
-    await worker.apply()
+    await worker.apply("decode_first")
     await worker.renew()
     assert [word for word, _ in registration.history] == ["enter", "renew"]
     assert registration.is_there

@@ -97,14 +97,14 @@ async def test_at_start_it_takes_the_place_of_its_configuration(
     role: str, strategy: str, is_there: bool
 ) -> None:
     worker, registration, _ = stage_state(role, strategy)
-    await worker.apply()
+    await worker.apply(strategy)
     assert registration.is_there is is_there
 
 
 async def test_a_new_first_stage_runs_the_new_strategy_first_and_the_old_one_its_own_to_the_end() -> None:
     coming, came, _ = stage_state("prefill", "decode_first")
     leaving, left, _ = stage_state("decode", "decode_first")
-    await leaving.apply()
+    await leaving.apply("decode_first")
 
     assert (await coming.handle_command(switch_to("prefill_first")))["registered"] is True
     assert (await leaving.handle_command(switch_to("prefill_first")))["registered"] is False
@@ -116,8 +116,27 @@ async def test_a_new_first_stage_runs_the_new_strategy_first_and_the_old_one_its
 
 async def test_a_worker_that_stays_first_only_changes_its_strategy() -> None:
     worker, registration, live = stage_state("decode", "decode_first")
-    await worker.apply()
+    await worker.apply("decode_first")
     await worker.handle_command(switch_to("auto"))
+    assert registration.is_there
+    assert live.strategy.value == "auto"
+
+
+@pytest.mark.parametrize(("role", "is_there"), [("prefill", True), ("decode", False)])
+async def test_one_that_comes_into_a_switched_deployment_takes_its_place_there(
+    role: str, is_there: bool
+) -> None:
+    worker, registration, live = stage_state(role, "decode_first")
+    assert worker.describe()["was_switched"] is False
+    await worker.apply("prefill_first")
+    assert (registration.is_there, live.strategy.value) == (is_there, "prefill_first")
+    assert worker.describe()["was_switched"] is True
+
+
+async def test_a_command_that_came_during_the_start_has_the_last_word() -> None:
+    worker, registration, live = stage_state("decode", "decode_first")
+    await worker.handle_command(switch_to("auto"))
+    await worker.apply("prefill_first")
     assert registration.is_there
     assert live.strategy.value == "auto"
 

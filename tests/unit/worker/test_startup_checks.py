@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,16 @@ class LateDirectory:
         return []
 
 
+class Directory(LateDirectory):
+    """Workers of the other role."""
+
+    def __init__(self, *partners: dict[str, Any]) -> None:
+        self._partners = list(partners)
+
+    async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
+        return self._partners
+
+
 def checks(*others: dict[str, Any]) -> StartupChecks:
     """Of a decode worker that is seen with these."""
 
@@ -47,3 +58,52 @@ async def test_a_partner_that_is_listed_with_this_worker_is_compared_though_its_
 async def test_one_that_fits_and_others_of_the_same_role_are_no_hindrance() -> None:
     others = (described("prefill"), described("decode", block_size=64))
     await checks(*others).before_registering(described("decode"))
+
+
+SWITCHED = described("prefill", strategy="decode_first") | {"strategy": "prefill_first", "was_switched": True}
+#: Started after the switch, by an `up` that has heard of it.
+STARTED_SO = described("prefill", strategy="prefill_first")
+
+
+def starting(*partners: dict[str, Any], **settings: Any) -> tuple[StartupChecks, dict[str, Any]]:
+    """A decode worker under decode_first, and its description."""
+    config = replace(CONFIG, **settings)
+    me = described("decode", **settings)
+
+    async def look() -> list[DescribedInstance]:
+        return [DescribedInstance(PLACE, 5 + i, each) for i, each in enumerate([me, *partners])]
+
+    return StartupChecks(config, ModelNameGuard(IDENTITY, 5, {PLACE}, look), Directory(*partners)), me
+
+
+@pytest.mark.parametrize("partners", [[SWITCHED], [STARTED_SO, SWITCHED]])
+async def test_a_worker_runs_what_the_others_were_switched_to_while_it_loaded(
+    partners: list[dict[str, Any]],
+) -> None:
+    starts, me = starting(*partners)
+    assert await starts.before_listing(me)
+    assert await starts.before_registering(me) == "prefill_first"
+
+
+async def test_in_the_middle_of_a_switch_it_keeps_its_own_strategy_until_it_is_told() -> None:
+    starts, me = starting(SWITCHED, described("prefill"))
+    assert await starts.before_listing(me)
+    assert await starts.before_registering(me) == "decode_first"
+
+
+async def test_another_strategy_without_a_switch_is_refused() -> None:
+    starts, me = starting(STARTED_SO)
+    with pytest.raises(ConfigError, match="--disaggregation-strategy"):
+        await starts.before_listing(me)
+
+
+async def test_with_an_endpoint_of_its_own_it_is_refused_as_a_switch_would_be() -> None:
+    starts, me = starting(SWITCHED, next_endpoint="dyn://dynamo.elsewhere.generate")
+    with pytest.raises(ConfigError, match="--disaggregation-strategy"):
+        await starts.before_listing(me)
+
+
+async def test_what_else_does_not_fit_is_refused_also_after_a_switch() -> None:
+    starts, me = starting(SWITCHED | {"block_size": 64})
+    with pytest.raises(ConfigError, match="tokens_per_block"):
+        await starts.before_listing(me)
