@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from tests.support.deployments import wait_until
 from tests.support.modelled_cores import MEASURED, TOKENS_PER_BLOCK
 from tests.support.models import VOCAB, write_tokenizer
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
+from trtllm_disagg.deployment.managed_process import ManagedProcess
+from trtllm_disagg.deployment.plan import shared_env, worker_spec
+from trtllm_disagg.deployment.ports import free_system_ports
 from trtllm_disagg.deployment.up_command import engine_configs_in
 from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.tracing.reading import Trace, read_traces
@@ -78,6 +82,25 @@ async def test_both_orders_and_a_switch_give_the_text_of_one_engine(tmp_path: Pa
             assert (way["strategy"], way["kv_transfer_bytes"]) == (order, blocks * BLOCK_BYTES)
             assert "fallbacks" not in way
             await asyncio.to_thread(the_slow_link_is_found_from_the_trace, config.run_dir, order, blocks)
+        await one_started_as_before_the_switch_follows_it(config)
+
+
+async def one_started_as_before_the_switch_follows_it(config: DeploymentConfig) -> None:
+    """As one that was loading meanwhile."""
+    (port,) = free_system_ports(1)
+    late = worker_spec(config, "prefill", 7, shared_env(config, os.environ), port)
+    process = ManagedProcess(late, config.run_dir / "late.log")
+    await process.start({**os.environ, **late.env})
+    try:
+        async with asyncio.timeout(60):
+            while process.is_running and "worker ready" not in process.log.read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+    finally:
+        process.terminate()
+        await process.wait()
+    said = process.log.read_text()
+    assert "the other workers were switched meanwhile: decode_first in place of prefill_first" in said
+    assert process.ended_well, said
 
 
 def the_slow_link_is_found_from_the_trace(run_dir: Path, order: str, blocks: int) -> None:
