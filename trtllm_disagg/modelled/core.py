@@ -1,7 +1,7 @@
 """A modelled engine's core: a clock where the model would be, and tokens that any order makes alike.
 
 Where no client hears of the next tokens (`stream_interval`), the process rests while the GPU would compute them, and
-then computes these steps at once. Each still begins and ends when it would have: what comes meanwhile, a request or
+then computes these steps together. Each still begins and ends when it would have: what comes meanwhile, a request or
 KV, waits for the step that runs at that moment, as it would for a GPU's.
 """
 
@@ -34,18 +34,23 @@ class Texts:
         #: Of those that were in the last step: of how many tokens the checksum is, and the checksum.
         self._sums: dict[Sequence, tuple[int, int]] = {}
 
-    def next_tokens(self, sequences: list[Sequence]) -> list[int]:
+    def next_tokens(self, sequences: list[Sequence], num_steps: int = 1) -> list[list[int]]:
+        """Of each, so many."""
         before, self._sums = self._sums, {}
-        return [self._next_token(sequence, *before.get(sequence, (0, 0))) for sequence in sequences]
+        return [self._next(sequence, num_steps, *before.get(sequence, (0, 0))) for sequence in sequences]
 
-    def _next_token(self, sequence: Sequence, length: int, known: int) -> int:
+    def _next(self, sequence: Sequence, num_steps: int, length: int, known: int) -> list[int]:
         tokens = sequence.tokens
         if length != len(tokens):
             # All that follows the prompt are such tokens, but not what a client sends to be continued.
             known = checksum(tokens, sequence.index)
-        token = token_after(known)
-        self._sums[sequence] = len(tokens) + 1, extended(known, token)
-        return token
+        made = []
+        for _ in range(num_steps):
+            token = token_after(known)
+            known = extended(known, token)
+            made.append(token)
+        self._sums[sequence] = len(tokens) + num_steps, known
+        return made
 
 
 class ClockedModel:
@@ -80,14 +85,30 @@ class ClockedModel:
         self.seconds = self._pricer.seconds(rows, self._in_force)
         self.end = begin + self.seconds
         tokens = iter(self._texts.next_tokens([row.sequence for row in rows if row.samples]))
-        made = [_certain(row, next(tokens) if row.samples else None) for row in rows if row.num_logits]
-        self.late = max(0.0, self._clock.now() - max(self.end, self.looks_at or 0.0))
-        self._clock.wait_until(self.end)
+        made = [_certain(row, next(tokens)[0] if row.samples else None) for row in rows if row.num_logits]
+        self._wait()
         return made
 
-    def seconds_of_next(self, running: list[Sequence]) -> float:
+    def run_on(self, rows: list[Row], most: int, now: float) -> tuple[list[float], list[list[int]]]:
+        """Up to `most` steps in which all of these decode, of those that have begun by `now`: how long each takes, and
+        the tokens of each row.
+        """
+        seconds: list[float] = []
+        while len(seconds) < most and self.end <= now:
+            self.seconds = self._pricer.seconds_of_decode(rows, len(seconds), self._in_force)
+            self.end += self.seconds
+            seconds.append(self.seconds)
+        tokens = self._texts.next_tokens([row.sequence for row in rows], len(seconds))
+        self._wait()
+        return seconds, tokens
+
+    def seconds_of_next(self, sequences: list[Sequence]) -> float:
         """Of a step in which all of these decode."""
-        return self._pricer.seconds([Row.of(sequence, 1) for sequence in running], self._in_force)
+        return self._pricer.seconds_of_decode([Row.of(each, 1) for each in sequences], 0, self._in_force)
+
+    def _wait(self) -> None:
+        self.late = max(0.0, self._clock.now() - max(self.end, self.looks_at or 0.0))
+        self._clock.wait_until(self.end)
 
     def ended(self, is_idle: bool) -> None:
         """After a step: does the next one wait for something?"""
@@ -154,19 +175,51 @@ class ModelledCore(EngineCore):
         now = self.wall.now()
         self.model.looks_at, self._rests_until = min(now, self._rests_until), None
         while self.model.end <= now and self.scheduler.running:
-            self._caught_up.append(self._step_of_what_is_here(self.model.end))
+            silent = self.scheduler.num_silent_steps if self._has_alike_steps else 0
+            report = (
+                self._silent_steps(silent, now) if silent > 1 else self._step_of_what_is_here(self.model.end)
+            )
+            self._caught_up.append(report)
         self.model.looks_at = None
+
+    @property
+    def _has_alike_steps(self) -> bool:
+        return self.scheduler.reserves_all and not self.stats.tells_each_step
+
+    def _silent_steps(self, most: int, now: float) -> StepReport:
+        """As that many single ones, for sequences that only decode, have all their blocks and end no answer."""
+        rows = [Row.of(sequence, 1) for sequence in self.scheduler.running]
+        for row in rows:
+            row.sequence.timer.scheduled(self._num_steps + 1)
+        seconds, made = self.model.run_on(rows, most, now)
+        self._num_steps += len(seconds)
+        for row, tokens in zip(rows, made, strict=True):
+            sequence = row.sequence
+            sequence.tokens += tokens
+            sequence.num_computed += len(tokens)
+            sequence.num_untold += len(tokens)
+            if sequence.sampling.logprobs is not None:
+                sequence.untold_logprobs += map(_entry, tokens)
+            sequence.timer.has_token(self._num_steps)
+            self._commit(sequence)
+        stats = self.stats.of_decode_steps(rows, self.scheduler, self.blocks, self._handoffs, seconds)
+        for statistics, each in zip(stats, seconds, strict=False):
+            statistics["modelled"] = self._modelled(each)
+        return StepReport(self._outbox.take(), self.num_active, self.events.take(), stats)
 
     def _step_of_what_is_here(self, started: float) -> StepReport:
         report = super()._step_of_what_is_here(started)
         self.model.ended(not self.scheduler.has_runnable)
         for statistics in report.stats:
-            statistics["modelled"] = {
-                "stepMS": self.model.seconds * 1000,
-                "lateMS": self.model.late * 1000,
-                "timeScale": self.time_scale,
-            }
+            statistics["modelled"] = self._modelled(self.model.seconds)
         return report
+
+    def _modelled(self, seconds: float) -> dict[str, float]:
+        return {
+            "stepMS": seconds * 1000,
+            "lateMS": self.model.late * 1000,
+            "timeScale": self.time_scale,
+        }
 
 
 def _joined(reports: list[StepReport]) -> StepReport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -75,12 +75,25 @@ class StepPricer:
     num_ranks: int = 1
 
     def seconds(self, rows: Sequence[Row], factors: Factors) -> float:
+        return max(self._of_rank(own, factors) for own in self._by_rank(rows))
+
+    def _by_rank(self, rows: Sequence[Row]) -> Collection[Sequence[Row]]:
         if self.num_ranks == 1:
-            return self._of_rank(rows, factors)
+            return (rows,)
         ranks: defaultdict[int, list[Row]] = defaultdict(list)
         for row in rows:
             ranks[row.sequence.admission_number % self.num_ranks].append(row)
-        return max(self._of_rank(own, factors) for own in ranks.values())
+        return ranks.values()
+
+    def seconds_of_decode(self, rows: Sequence[Row], steps_later: int, factors: Factors) -> float:
+        """Of a step in which all of these decode, with so many tokens more each than they have."""
+        return max(
+            self._of_decodes(len(own), sum(row.num_computed for row in own) + steps_later * len(own), factors)
+            for own in self._by_rank(rows)
+        )
+
+    def _of_decodes(self, num_decode: int, contexts: int, factors: Factors) -> float:
+        return self.times.parts((), num_decode, round(contexts / num_decode)).seconds(0, num_decode, factors)
 
     def _of_rank(self, rows: Sequence[Row], factors: Factors) -> float:
         # In the order of the scheduler, decode rows come first; a chunk may be of one token.

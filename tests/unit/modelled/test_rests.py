@@ -60,17 +60,47 @@ _ARRIVALS = st.lists(
 ).map(sorted)
 
 
-@settings(deadline=None, max_examples=40)
-@given(_ARRIVALS, st.sampled_from([1, 4]))
-def test_clients_hear_the_same_at_the_same_moments_with_and_without_rests(
-    arrivals: list[tuple[float, int, int]], max_batch_size: int
+#: As they come, one at a time, ranks with requests of their own, blocks taken and lost step by step, every step told.
+_ENGINES: list[dict[str, Any]] = [
+    {},
+    {"max_batch_size": 1},
+    {"tensor_parallel_size": 2, "enable_attention_dp": True},
+    {
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+        "kv_cache_config": {"max_tokens": 640},
+    },
+    {"enable_iter_req_stats": True},
+]
+
+
+@settings(deadline=None, max_examples=80)
+@given(_ARRIVALS, st.sampled_from(_ENGINES))
+def test_all_is_told_at_the_same_moments_with_and_without_rests(
+    arrivals: list[tuple[float, int, int]], engine: dict[str, Any]
 ) -> None:
-    awake = Driver(rests=False, max_batch_size=max_batch_size).serve(arrivals)
-    resting = Driver(rests=True, max_batch_size=max_batch_size).serve(arrivals)
-    assert resting.keys() == awake.keys()
-    for request, told in awake.items():
-        assert [tokens for _, tokens in resting[request]] == [tokens for _, tokens in told]
-        assert [at for at, _ in resting[request]] == pytest.approx([at for at, _ in told], abs=1e-9)
+    awake, resting = Driver(rests=False, **engine), Driver(rests=True, **engine)
+    told = awake.serve(arrivals), resting.serve(arrivals)
+    assert told[0].keys() == told[1].keys()
+    for one, other in zip(*(each.values() for each in told), strict=True):
+        assert [tokens for _, tokens in one] == [tokens for _, tokens in other]
+        assert [at for at, _ in one] == pytest.approx([at for at, _ in other], abs=1e-9)
+    cores = awake.core, resting.core
+    assert _tokens(cores[0]) == _tokens(cores[1])
+    assert _stored_blocks(cores[0]) == _stored_blocks(cores[1])
+    for key in ("iter", "iterLatencyMS", "numNewActiveRequests", "numCompletedRequests", "totals"):
+        one, other = ([record[key] for record in core.stats if record["modelled"]] for core in cores)
+        assert one == (pytest.approx(other) if key == "iterLatencyMS" else other)
+    one, other = ([record["modelled"]["stepMS"] for record in core.stats] for core in cores)
+    assert one == pytest.approx(other)
+
+
+def _tokens(core: ModelledTestCore) -> list[list[int]]:
+    return [answer.tokens for answer in core.answers.values()]
+
+
+def _stored_blocks(core: ModelledTestCore) -> list[Any]:
+    stored = [event["data"]["blocks"] for event in core.events if event["data"]["type"] == "stored"]
+    return sorted(block["block_hash"] for blocks in stored for block in blocks)
 
 
 def test_silent_tokens_are_computed_in_a_few_looks() -> None:

@@ -203,10 +203,14 @@ class EngineCore:
             rows,
             self.scheduler,
             self.blocks,
-            (self.connector.num_leases, self.connector.oldest_lease),
+            self._handoffs,
             self.clock() - started,
         )
         return StepReport(self._outbox.take(), self.num_active, self.events.take(), stats)
+
+    @property
+    def _handoffs(self) -> tuple[int, float | None]:
+        return self.connector.num_leases, self.connector.oldest_lease
 
     def _apply(self, event: KvEvent) -> None:
         match event:

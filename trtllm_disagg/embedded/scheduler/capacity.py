@@ -27,6 +27,9 @@ class Capacity:
     paused.
     """
 
+    #: A sequence that runs has all the blocks that it can need.
+    reserves_all = True
+
     def admits(self, num_active: int) -> bool:
         """Whether a sequence may start while so many are active."""
         return True
@@ -56,6 +59,8 @@ class MaxUtilization(Capacity):
     """Blocks for what is known now, and one more whenever it is needed; when there is none, the last one admitted
     is paused.
     """
+
+    reserves_all = False
 
     def __init__(self, blocks: BlockManager, max_util_for_resume: float) -> None:
         """A paused sequence goes on when at most this fraction of the blocks is used then."""

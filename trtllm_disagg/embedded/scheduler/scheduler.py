@@ -246,6 +246,10 @@ class Scheduler:
         return min((s.num_silent for s in self.running), default=0)
 
     @property
+    def reserves_all(self) -> bool:
+        return self._capacity.reserves_all
+
+    @property
     def num_active(self) -> int:
         """Admitted and not done yet, paused ones included."""
         return self._num_in_batch + len(self.paused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -20,6 +21,11 @@ from trtllm_disagg.embedded.scheduler.sequence import Clock, Sequence, Status
 log = logging.getLogger(__name__)
 
 _MEMORY_SECONDS = 0.1
+_NOTHING_NEW = {
+    "newActiveRequestsQueueLatencyMS": 0.0,
+    "numNewActiveRequests": 0,
+    "numCompletedRequests": 0,
+}
 
 
 def request_stats(rows: Seq[Row], scheduler: Scheduler) -> list[dict[str, Any]]:
@@ -184,6 +190,30 @@ class IterationStats:
             "totals": dict(self._totals),
         }
         return [stats | {"requestStats": request_stats(rows, scheduler)} if self._tells_requests else stats]
+
+    @property
+    def tells_each_step(self) -> bool:
+        """More than numbers of the whole engine."""
+        return self._prints or self._tells_requests
+
+    def of_decode_steps(
+        self,
+        rows: Seq[Row],
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        handoffs: tuple[int, float | None],
+        seconds: Seq[float],
+    ) -> list[dict[str, Any]]:
+        """Of steps that had these rows and nothing else to do, after the last of them: a dict each, with what is held
+        by then. `seconds` of each; not where this `tells_each_step`.
+        """
+        records = self.of_step(rows, scheduler, blocks, handoffs, seconds[0])
+        for first, each in itertools.product(records[:1], seconds[1:]):
+            self._iteration += 1
+            self._totals.update(decodeTokens=len(rows))
+            told = {"iter": self._iteration, "iterLatencyMS": each * 1000, "totals": dict(self._totals)}
+            records.append(first | _NOTHING_NEW | told)
+        return records
 
     def _print(self, batch: Batch, scheduler: Scheduler, blocks: BlockManager, seconds: float) -> None:
         log.info(
