@@ -29,8 +29,8 @@ from trtllm_disagg.bench.strategies.starting import of_engines
 #: Tokens that reach the client at once, so that two cores carry the answers of a fast clock. No token is made later;
 #: the first and the last one are never held back.
 _STREAM_INTERVAL = 64
-#: Of answers with thousands of tokens.
-_LONG_ANSWERS = 512
+#: Of answers with thousands of tokens: the first one and the end.
+_LONG_ANSWERS = 8192
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ RUNS = (
     Run(_32B, "chat", 3),
     Run(_8B, "reasoning", 0.5, stream_interval=_LONG_ANSWERS),
     Run(_120B, "reasoning", 0.25, stream_interval=_LONG_ANSWERS),
-    Run(_70B, "reasoning", 0.2, stream_interval=_LONG_ANSWERS),
-    Run(_235B, "reasoning", 0.2, stream_interval=_LONG_ANSWERS),
+    Run(_70B, "reasoning", 0.15, stream_interval=_LONG_ANSWERS),
+    Run(_235B, "reasoning", 0.15, stream_interval=_LONG_ANSWERS),
     Run(_32B, "reasoning", 0.5, stream_interval=_LONG_ANSWERS),
 )
 
