@@ -94,8 +94,9 @@ class ClockedModel:
         the tokens of each row.
         """
         seconds: list[float] = []
+        steps = self._pricer.decode_steps(rows, self._in_force)
         while len(seconds) < most and self.end <= now:
-            self.seconds = self._pricer.seconds_of_decode(rows, len(seconds), self._in_force)
+            self.seconds = next(steps)
             self.end += self.seconds
             seconds.append(self.seconds)
         tokens = self._texts.next_tokens([row.sequence for row in rows], len(seconds))
@@ -104,7 +105,7 @@ class ClockedModel:
 
     def seconds_of_next(self, sequences: list[Sequence]) -> float:
         """Of a step in which all of these decode."""
-        return self._pricer.seconds_of_decode([Row.of(each, 1) for each in sequences], 0, self._in_force)
+        return next(self._pricer.decode_steps([Row.of(each, 1) for each in sequences], self._in_force))
 
     def _wait(self) -> None:
         self.late = max(0.0, self._clock.now() - max(self.end, self.looks_at or 0.0))

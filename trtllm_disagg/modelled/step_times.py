@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -85,12 +86,11 @@ class StepPricer:
             ranks[row.sequence.admission_number % self.num_ranks].append(row)
         return ranks.values()
 
-    def seconds_of_decode(self, rows: Sequence[Row], steps_later: int, factors: Factors) -> float:
-        """Of a step in which all of these decode, with so many tokens more each than they have."""
-        return max(
-            self._of_decodes(len(own), sum(row.num_computed for row in own) + steps_later * len(own), factors)
-            for own in self._by_rank(rows)
-        )
+    def decode_steps(self, rows: Sequence[Row], factors: Factors) -> Iterator[float]:
+        """Of one step after the other in which all of these decode."""
+        ranks = [(len(own), sum(row.num_computed for row in own)) for own in self._by_rank(rows)]
+        for later in itertools.count():
+            yield max(self._of_decodes(count, contexts + later * count, factors) for count, contexts in ranks)
 
     def _of_decodes(self, num_decode: int, contexts: int, factors: Factors) -> float:
         return self.times.parts((), num_decode, round(contexts / num_decode)).seconds(0, num_decode, factors)
