@@ -64,7 +64,8 @@ class ClockedModel:
         self._in_force = factors()
         self._clock = clock
         self._texts = Texts()
-        self._is_idle = True
+        #: The next step waits for something.
+        self.is_idle = True
         #: When the last step ended, and how long it took.
         self.end = 0.0
         self.seconds = 0.0
@@ -79,7 +80,7 @@ class ClockedModel:
 
     def run(self, rows: list[Row]) -> list[Sampled]:
         begin = self.end
-        if self._is_idle:
+        if self.is_idle:
             begin = max(self.end, self._clock.now())
             self._in_force = self._factors()
         self.seconds = self._pricer.seconds(rows, self._in_force)
@@ -110,10 +111,6 @@ class ClockedModel:
     def _wait(self) -> None:
         self.late = max(0.0, self._clock.now() - max(self.end, self.looks_at or 0.0))
         self._clock.wait_until(self.end)
-
-    def ended(self, is_idle: bool) -> None:
-        """After a step: does the next one wait for something?"""
-        self._is_idle = is_idle
 
     def close(self) -> None:
         """It holds nothing."""
@@ -176,16 +173,21 @@ class ModelledCore(EngineCore):
         now = self.wall.now()
         self.model.looks_at, self._rests_until = min(now, self._rests_until), None
         while self.model.end <= now and self.scheduler.running:
-            silent = self.scheduler.num_silent_steps if self._has_alike_steps else 0
-            report = (
-                self._silent_steps(silent, now) if silent > 1 else self._step_of_what_is_here(self.model.end)
-            )
-            self._caught_up.append(report)
+            self._caught_up.append(self._steps(self.model.end, now))
         self.model.looks_at = None
 
-    @property
-    def _has_alike_steps(self) -> bool:
-        return self.scheduler.reserves_all and not self.stats.tells_each_step
+    def _step_of_what_is_here(self, started: float) -> StepReport:
+        """Or several, where this process is late by more than one."""
+        return self._steps(started, self.wall.now() - self.model.seconds)
+
+    def _steps(self, started: float, now: float) -> StepReport:
+        """Of which no client hears and that have begun by `now`; or else the next one."""
+        is_late = self.model.end <= now and not self.model.is_idle
+        if is_late and self.scheduler.reserves_all and not self.stats.tells_each_step:
+            silent = self.scheduler.num_silent_steps
+            if silent > 1:
+                return self._silent_steps(silent, now)
+        return self._single_step(started)
 
     def _silent_steps(self, most: int, now: float) -> StepReport:
         """As that many single ones, for sequences that only decode, have all their blocks and end no answer."""
@@ -208,9 +210,9 @@ class ModelledCore(EngineCore):
             statistics["modelled"] = self._modelled(each)
         return StepReport(self._outbox.take(), self.num_active, self.events.take(), stats)
 
-    def _step_of_what_is_here(self, started: float) -> StepReport:
+    def _single_step(self, started: float) -> StepReport:
         report = super()._step_of_what_is_here(started)
-        self.model.ended(not self.scheduler.has_runnable)
+        self.model.is_idle = not self.scheduler.has_runnable
         for statistics in report.stats:
             statistics["modelled"] = self._modelled(self.model.seconds)
         return report

@@ -234,3 +234,31 @@ def test_while_the_connector_has_something_to_do_there_is_no_rest(
     core, connector = polled
     connector.is_asking = True
     assert core.engine.rest() == 0.0
+
+
+def test_a_process_that_is_late_computes_silent_steps_together_and_says_how_late_it_is() -> None:
+    clock = VirtualClock()
+    core = ModelledTestCore(clock)
+    request = core.add(prompt_of(64), INTERVAL, stream_interval=INTERVAL)
+    core.step()
+    num_before = len(core.stats)
+    clock.time += 0.05
+    core.step()
+    seconds = 2e-3 + 100e-6 + 64 / 1024 * 10e-6
+    late = core.stats[num_before:]
+    assert len(late) == pytest.approx(0.05 / seconds, abs=2)
+    behind = 0.05 - sum(each["modelled"]["stepMS"] for each in late) / 1000
+    assert [each["modelled"]["lateMS"] for each in late] == pytest.approx([1000 * behind] * len(late))
+    core.run(request)
+
+
+def test_a_request_that_comes_to_a_late_process_is_in_its_next_step() -> None:
+    clock = VirtualClock()
+    core = ModelledTestCore(clock)
+    first = core.add(prompt_of(64), INTERVAL, stream_interval=INTERVAL)
+    core.step()
+    clock.time += 0.05
+    second = core.add(prompt_of(64, salt=1), 1)
+    core.step()
+    assert core.answers[second, 0].done
+    core.run(first)

@@ -43,6 +43,8 @@ _LAST_WORDS_SECONDS = 2.0
 
 _commands = msgspec.msgpack.Decoder(Command)
 
+#: Objects, young and old collections; Python's are 700, 10, 10. Steps make few cycles.
+_COLLECTOR_THRESHOLDS = 20_000, 20, 20
 #: After so long without work, memory that steps needed goes back to the system.
 _IDLE_SECONDS = 1.0
 #: So often a step is looked at before its time is over.
@@ -259,6 +261,7 @@ def _lasting() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        gc.set_threshold(*_COLLECTOR_THRESHOLDS)
         gc.enable()
 
 
