@@ -73,7 +73,7 @@ _ENGINES: list[dict[str, Any]] = [
 ]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(_ARRIVALS, st.sampled_from(_ENGINES))
 def test_all_is_told_at_the_same_moments_with_and_without_rests(
     arrivals: list[tuple[float, int, int]], engine: dict[str, Any]
