@@ -32,6 +32,8 @@ class Worker:
     pool_tokens: int
     #: All step times are multiplied by it, as in a side of the sensitivity band.
     factors: Sensitivity = NOMINAL
+    #: A client hears of every so manieth token.
+    stream_interval: int = 1
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Worker:
@@ -39,7 +41,7 @@ class Worker:
         args = ModelledArgs.model_validate(arguments)
         gpus = open_gpus(args)
         pool = num_kv_blocks(args, gpus) * args.kv_cache_config.tokens_per_block
-        return cls(gpus, args.max_batch_size, args.max_num_tokens, pool)
+        return cls(gpus, args.max_batch_size, args.max_num_tokens, pool, stream_interval=args.stream_interval)
 
     def prefill_seconds(self, shape: Shape) -> float:
         """Of the tokens that no cache has, in chunks."""

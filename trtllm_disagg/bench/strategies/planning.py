@@ -33,15 +33,16 @@ from trtllm_disagg.strategies import STRATEGIES, StrategySpec, WorkerRole, spec_
 ASSUMED = Software(first_token_ms=20.0)
 #: Of each time: what our own software may take in the end is a little more (sweep.MOST_SOFTWARE).
 _SHARE = 0.04
-#: Answer tokens that a machine of two cores relays in a second, with time to spare.
-_RELAYED = 1000
+#: Parts of answers that a machine of two cores relays in a second, and tokens of which modelled engines there know the
+#: time, with time to spare.
+_RELAYED, _MODELLED = 1000, 25_000
 #: Of a request at a worker, or of its KV: longer than any takes.
 LONGEST_WAIT_SECONDS = 3600
 #: Of a quick run, wall seconds of an answer. Where TTFT needs a clock on which it takes longer, the clock has what the
 #: SLO needs, and nothing is concluded of TTFT itself.
 _QUICK_ANSWER_SECONDS = 20.0
 #: Of two workloads that need about the same, one deployment does for both.
-_SCALES = tuple(sorted(2.0**power * step for power in range(8) for step in (1, 1.5)))
+_SCALES = tuple(sorted(2.0**power * step for power in range(-2, 8) for step in (1, 1.5)))
 
 #: Of the strategies under which a worker calls another: by what the prompts there have in a cache.
 _NEXT_ROUTER = (flag_of("next_router"), "kv")
@@ -237,14 +238,15 @@ def make_plan(
 
     def scale(side: Sensitivity, gpus: int, name: str) -> float:
         if args.time_scale:
-            return _given_scale(float(args.time_scale), side)
+            return _of_side(float(args.time_scale), side)
         # A quick run has one speed: its rates are such that requests wait for prefill, which makes TTFT long.
         sides, speeds, slo = (
             (workers, nominal, slo_of(args)) if args.quick else ((side,), workers[side], None)
         )
         most = max(capacity(arm, chosen[name].shape, speeds) for arm in equals[gpus])
         requests = max(plans[each, gpus, name].most_requests for each in sides)
-        return scale_for(chosen[name], speeds, most, requests, software.get(name, ASSUMED), quick_slo=slo)
+        own = software.get(name, ASSUMED)
+        return _of_side(scale_for(chosen[name], speeds, most, requests, own, quick_slo=slo), side)
 
     points = tuple(
         plan.point(Point(arm.name, name, rate, repetition, side, time_scale))
@@ -332,7 +334,7 @@ def sensitivities(band: float) -> tuple[Sensitivity, ...]:
     )
 
 
-def _given_scale(scale: float, side: Sensitivity) -> float:
+def _of_side(scale: float, side: Sensitivity) -> float:
     """A clock faster than the wall's asks for all that this machine is able to do. Where decode steps are shorter than
     by the tables it is slower by as much, up to the wall's: they take as long here.
     """
@@ -349,23 +351,31 @@ def scale_for(
 ) -> float:
     """How many times slower the clock has to run for our own software to be a small share of what is measured; of what
     `quick_slo` allows, where a quick run would take too long otherwise. `most`: requests a second of the best arm;
-    `requests`: of a point.
+    `requests`: of a point. Faster than the wall's only where the SLO is what it has to be slow for.
     """
-    shape = traffic.shape
+    shape, fastest = traffic.shape, 1.0
     first_token = min(worker.prefill_seconds(shape) for worker in workers.values())
     alone = min(worker.isolated_seconds(shape) for worker in workers.values())
     first_scale = software.first_token_ms / 1000 / _SHARE / first_token
     if quick_slo is not None and first_scale * alone > _QUICK_ANSWER_SECONDS:
-        limit = quick_slo.ttft or quick_slo.latency or math.inf
+        limit, fastest = quick_slo.ttft or quick_slo.latency or math.inf, _SCALES[0]
         first_scale = max(
             software.first_token_ms / _SHARE / limit, software.first_token_ms / 1000 / _SHARE / alone
         )
+    answers = min(most, requests / alone)
     wanted = max(
+        fastest,
         first_scale,
         software.rest_ms / 1000 / _SHARE / (alone - first_token),
-        min(most, requests / alone) * shape.output_tokens / _RELAYED,
+        answers * _parts(shape.output_tokens, workers) / _RELAYED,
+        answers * shape.output_tokens / _MODELLED,
     )
     return next((scale for scale in _SCALES if scale >= wanted), _SCALES[-1])
+
+
+def _parts(tokens: float, workers: Mapping[str, Worker]) -> float:
+    """Of an answer, as its client hears of it: the first token and the end at least."""
+    return max(tokens / min(worker.stream_interval for worker in workers.values()), min(tokens, 2.0))
 
 
 def settings_of(args: argparse.Namespace, engines: Engines | None) -> dict[str, str]:

@@ -38,6 +38,7 @@ from trtllm_disagg.strategies import spec_of
 _REAL_DRAIN_SECONDS = 15.0
 _LONGEST_AT_URL = 1 << 17
 _QUICK_SECONDS, _LONG_SECONDS = 600, 86400
+_LONG_ANSWER, _FEW_PARTS = 1000, '{"stream_interval": 8192}'
 _SHORTER = "--quick, --workloads, --workers 2, --arms, --repetitions 1 or --band 0; cut off, it goes on later"
 
 #: Of each workload; the first ones only warm up.
@@ -254,7 +255,7 @@ async def measure_all(
             progress = runner.progress()
         seconds = math.ceil(progress.left())
         todo = f"{progress.total - progress.done} points in {len(progress.sending)} deployments"
-        say(f"{todo}: about {duration(seconds)}{_why_long(args, seconds, software)}")
+        say(f"{todo}: about {duration(seconds)}{why_long(args, seconds, software, runner.plan)}")
         await runner.run(progress)
 
     with Interrupts().listening() as interrupts:
@@ -264,10 +265,13 @@ async def measure_all(
         return interrupts.exit_code
 
 
-def _why_long(args: argparse.Namespace, seconds: int, software: Mapping[str, Software]) -> str:
+def why_long(args: argparse.Namespace, seconds: int, software: Mapping[str, Software], plan: Plan) -> str:
     """And what makes it shorter."""
     if not args.quick:
         return f"; shorter by {_SHORTER}" if seconds > _LONG_SECONDS else ""
+    has_long_answers = any(each.output_tokens >= _LONG_ANSWER for each in plan.workloads)
+    if seconds > _QUICK_SECONDS and has_long_answers and "stream_interval" not in args.override_engine_args:
+        return f", since clients hear of each token; shorter by --override-engine-args '{_FEW_PARTS}'"
     most = max((each.first_token_ms for each in software.values()), default=0.0)
     if seconds <= _QUICK_SECONDS or not most:
         return ""

@@ -21,17 +21,19 @@ from trtllm_disagg.bench.strategies.planning import scale_for, sensitivities
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
     Arm,
+    Plan,
     Point,
     PointResult,
     RequestRecord,
     RunDirectory,
     Sensitivity,
     Software,
+    Workload,
 )
 from trtllm_disagg.bench.strategies.running import Deployments, Key, Progress, Runner, batches, duration
 from trtllm_disagg.bench.strategies.simulation import SimulatedPoint, simulate
 from trtllm_disagg.bench.strategies.slo import Slo
-from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls
+from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls, why_long
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Ask
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
@@ -306,6 +308,30 @@ def test_the_clock_of_a_quick_run_is_slow_enough_for_the_slo_where_ttft_would_ta
     assert scale_for(chat, workers, 0.1, 14, software, Slo(ttft=200)) == 4
     # A long prompt's first token is slow enough by itself: 0.5 s.
     assert scale_for(BUILT_IN["rag"], workers, 0.1, 14, software, Slo(ttft=5000)) == 1.5
+
+
+def test_where_clients_hear_of_few_tokens_the_clock_is_as_fast_as_the_slo_allows() -> None:
+    gpus = open_gpus(ModelledArgs.model_validate({"model": "m", "modelled": {"measured": MEASURED}}))
+    each_token, first_and_end = (
+        {"agg": Worker(gpus, 256, 8192, 100_000, stream_interval=interval)} for interval in (1, 8192)
+    )
+    reasoning, software = BUILT_IN["reasoning"], Software(20.0)
+    assert scale_for(reasoning, each_token, 2.5, 200, software, Slo(ttft=2000)) == 12
+    assert scale_for(reasoning, first_and_end, 2.5, 200, software, Slo(ttft=500)) == 1
+    assert scale_for(reasoning, first_and_end, 1.0, 200, software, Slo(ttft=2000)) == 0.25
+    # The engines' own work is a limit, too, and a run that concludes from TTFT itself needs more.
+    assert scale_for(reasoning, first_and_end, 2.5, 200, software, Slo(ttft=2000)) == 0.5
+    assert scale_for(reasoning, first_and_end, 1.0, 200, software) == 8
+
+
+def test_a_quick_run_of_long_answers_says_what_makes_it_shorter() -> None:
+    args = argparse.Namespace(quick=True, override_engine_args="")
+    plan = Plan("s", (), (Workload("reasoning", "", 1024, 4096),), (), True, 1, "c")
+    said = why_long(args, 5000, {}, plan)
+    assert "shorter by --override-engine-args '{\"stream_interval\": 8192}'" in said
+    told = argparse.Namespace(quick=True, override_engine_args='{"stream_interval": 8192}')
+    assert why_long(told, 5000, {}, plan) == ""
+    assert why_long(args, 500, {}, plan) == ""
 
 
 def test_no_more_tokens_come_at_once_than_a_points_requests_have() -> None:
