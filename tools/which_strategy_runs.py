@@ -143,7 +143,7 @@ RUNS = (
     Run(_235B, "chat", 3),
     Run(_32B, "chat", 3),
     Run(_8B, "reasoning", 0.5, stream_interval=_LONG_ANSWERS),
-    Run(_120B, "reasoning", 0.25, stream_interval=_LONG_ANSWERS),
+    Run(_120B, "reasoning", 0.15, stream_interval=_LONG_ANSWERS),
     Run(_70B, "reasoning", 0.15, stream_interval=_LONG_ANSWERS),
     Run(_235B, "reasoning", 0.15, stream_interval=_LONG_ANSWERS),
     Run(_32B, "reasoning", 0.5, stream_interval=_LONG_ANSWERS),
