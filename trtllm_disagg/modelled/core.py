@@ -156,7 +156,7 @@ class ModelledCore(EngineCore):
     def rest(self) -> float:
         """Until the step begins of which a client hears next."""
         silent = self.scheduler.num_silent_steps
-        if not silent or self.connector.has_news:
+        if not silent or self.connector.has_news or self._outbox:
             return 0.0
         now = self.wall.now()
         begins = self.model.end + silent * self.model.seconds_of_next(self.scheduler.running)

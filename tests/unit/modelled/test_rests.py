@@ -55,6 +55,15 @@ class Driver:
         return self.told
 
 
+def decoding() -> tuple[VirtualClock, ModelledTestCore, int]:
+    """An engine with a request that has its first token, and tells of the next ones together."""
+    clock = VirtualClock()
+    core = ModelledTestCore(clock)
+    request = core.add(prompt_of(64), INTERVAL, stream_interval=INTERVAL)
+    core.step()
+    return clock, core, request
+
+
 _ARRIVALS = st.lists(
     st.tuples(st.floats(0.0, 3.0), st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=6
 ).map(sorted)
@@ -170,10 +179,7 @@ def test_a_rest_ends_before_statistics_are_old() -> None:
 
 
 def test_lateness_is_of_what_a_client_hears_not_of_what_it_does_not() -> None:
-    clock = VirtualClock()
-    core = ModelledTestCore(clock)
-    request = core.add(prompt_of(64), INTERVAL, stream_interval=INTERVAL)
-    core.step()
+    clock, core, request = decoding()
     begun = len(core.stats)
     clock.time += core.engine.rest()
     core.step()
@@ -237,10 +243,7 @@ def test_while_the_connector_has_something_to_do_there_is_no_rest(
 
 
 def test_a_process_that_is_late_computes_silent_steps_together_and_says_how_late_it_is() -> None:
-    clock = VirtualClock()
-    core = ModelledTestCore(clock)
-    request = core.add(prompt_of(64), INTERVAL, stream_interval=INTERVAL)
-    core.step()
+    clock, core, request = decoding()
     num_before = len(core.stats)
     clock.time += 0.05
     core.step()
@@ -253,12 +256,35 @@ def test_a_process_that_is_late_computes_silent_steps_together_and_says_how_late
 
 
 def test_a_request_that_comes_to_a_late_process_is_in_its_next_step() -> None:
-    clock = VirtualClock()
-    core = ModelledTestCore(clock)
-    first = core.add(prompt_of(64), INTERVAL, stream_interval=INTERVAL)
-    core.step()
+    clock, core, first = decoding()
     clock.time += 0.05
     second = core.add(prompt_of(64, salt=1), 1)
     core.step()
     assert core.answers[second, 0].done
     core.run(first)
+
+
+def test_a_cancel_during_a_rest_is_told_before_the_next_one() -> None:
+    clock, core, request = decoding()
+    other = core.add(prompt_of(64, salt=1), 500, stream_interval=500)
+    core.step()
+    assert core.engine.rest() > 0
+    clock.time += 0.01
+    core.engine.abort(request)
+    core.step()  # what had begun
+    assert core.engine.rest() == 0.0
+    core.step()
+    assert core.answers[request, 0].finish_reason == "cancelled"
+    core.run(other)
+
+
+def test_a_refusal_during_a_rest_is_told_before_the_next_one() -> None:
+    clock, core, request = decoding()
+    assert core.engine.rest() > 0
+    clock.time += 0.01
+    refused = core.add(prompt_of(64, salt=1), 100_000)
+    core.step()  # what had begun
+    assert core.engine.rest() == 0.0
+    core.step()
+    assert core.answers[refused, 0].error is not None
+    core.run(request)

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -325,13 +326,31 @@ def test_where_clients_hear_of_few_tokens_the_clock_is_as_fast_as_the_slo_allows
 
 
 def test_a_quick_run_of_long_answers_says_what_makes_it_shorter() -> None:
-    args = argparse.Namespace(quick=True, override_engine_args="")
-    plan = Plan("s", (), (Workload("reasoning", "", 1024, 4096),), (), True, 1, "c")
+    args = argparse.Namespace(quick=True, time_scale=None)
+    plan = Plan("s", (), (Workload("reasoning", "", 1024, 4096),), (), settings={"agg.yaml": "{}"})
     said = why_long(args, 5000, {}, plan)
     assert "shorter by --override-engine-args '{\"stream_interval\": 8192}'" in said
-    told = argparse.Namespace(quick=True, override_engine_args='{"stream_interval": 8192}')
-    assert why_long(told, 5000, {}, plan) == ""
     assert why_long(args, 500, {}, plan) == ""
+
+
+@pytest.mark.parametrize(
+    ("time_scale", "changes"),
+    [
+        ("4", {}),
+        (None, {"settings": {"agg.yaml": '{"stream_interval": 64}'}}),
+        (None, {"workloads": (Workload("chat", "", 256, 256),)}),
+        (None, {"is_modelled": False}),
+    ],
+    ids=["the clock is given", "clients hear of few tokens", "answers are short", "nothing is modelled"],
+)
+def test_a_quick_run_names_no_remedy_that_does_not_help(
+    time_scale: str | None, changes: dict[str, Any]
+) -> None:
+    plan = Plan("s", (), (Workload("reasoning", "", 1024, 4096),), (), settings={"agg.yaml": "{}"})
+    assert (
+        why_long(argparse.Namespace(quick=True, time_scale=time_scale), 5000, {}, replace(plan, **changes))
+        == ""
+    )
 
 
 def test_no_more_tokens_come_at_once_than_a_points_requests_have() -> None:
