@@ -200,31 +200,39 @@ class ControlServer:
 
     def _converse(self, connection: socket.socket, peer: str) -> None:
         while (message := receive_message(connection, self._limits)) is not None:
-            connection.sendall(framed(self._answer(message, peer)))
+            request = _decoded(message)
+            try:
+                connection.sendall(framed(self._answer(request, peer)))
+            finally:
+                # The receiver waits for the answer, the engine for free blocks; the answer goes first.
+                if isinstance(request, Finish | Release):
+                    self._on_lease_ended()
 
-    def _answer(self, message: bytes, peer: str) -> bytes:
-        try:
-            request = _requests.decode(message)
-        except UNREADABLE as error:
-            raise UnreadableError(f"unreadable message of {len(message)} bytes: {error}") from error
+    def _answer(self, request: Request, peer: str) -> bytes:
         match request:
             case GetMetadata():
                 return self._metadata
             case Begin(lease, digest):
                 return b"held" if self._leases.begin(lease, digest) else self._why_not(lease)
             case Finish(lease, digest):
-                answer = b"held" if self._leases.finish(lease, digest) else self._why_not(lease)
+                return b"held" if self._leases.finish(lease, digest) else self._why_not(lease)
             case Release(lease):
                 self._leases.release(lease)
-                answer = b"ok"
+                return b"ok"
             case _:
                 handler = self._handlers.get(type(request))
                 return b"bad" if handler is None else handler(request, peer)
-        self._on_lease_ended()
-        return answer
 
     def _why_not(self, lease: bytes) -> bytes:
         return b"late" if self._leases.has_expired(lease) else b"gone"
+
+
+def _decoded(message: bytes) -> Request:
+    try:
+        request: Request = _requests.decode(message)
+        return request
+    except UNREADABLE as error:
+        raise UnreadableError(f"unreadable message of {len(message)} bytes: {error}") from error
 
 
 @dataclass(slots=True)

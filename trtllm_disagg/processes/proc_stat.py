@@ -11,21 +11,23 @@ def birth(pid: int) -> int:
     zombie.
     """
     try:
-        state, *fields = _fields(Path(f"/proc/{pid}/stat"))
+        state, *fields = _fields(f"/proc/{pid}/stat")
     except OSError:
         return 0
-    return 0 if state in "ZX" else int(fields[18])
+    return 0 if state in b"ZX" else int(fields[18])
 
 
 def is_computing(pid: int) -> bool:
     """Whether any thread of that process is running, or would if it had a core."""
     for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):
-            if _fields(thread)[0] == "R":
+            if _fields(str(thread))[0] == b"R":
                 return True
     return False
 
 
-def _fields(stat: Path) -> list[str]:
+def _fields(stat: str) -> list[bytes]:
     """From the state on: the name before it may contain anything, spaces and parentheses too."""
-    return stat.read_text(errors="replace").rpartition(")")[2].split()
+    # Asked before each pull of KV: unbuffered bytes take a third of the time of `Path.read_text`.
+    with open(stat, "rb", buffering=0) as file:
+        return file.read().rpartition(b")")[2].split()
