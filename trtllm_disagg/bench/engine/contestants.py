@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine import other_engines, peer_checkpoints
 from trtllm_disagg.bench.engine.measurement_plan import DTYPES, Plan
 from trtllm_disagg.bench.models import Size
+from trtllm_disagg.embedded.tensor_parallel.launch import on_huge_pages
 from trtllm_disagg.errors import EngineError
 
 EMBEDDED = "embedded"
@@ -113,7 +115,8 @@ class Contestant:
 
 def own(kind: str) -> Contestant:
     """A class of own_engine.py, in the environment in which the engine's process is started."""
-    return Contestant(f"{OWN}:{kind}", variables={"OMP_WAIT_POLICY": "PASSIVE"})
+    variables = {"OMP_WAIT_POLICY": "PASSIVE", **on_huge_pages(os.environ)}
+    return Contestant(f"{OWN}:{kind}", variables=variables)
 
 
 def _peer(kind: str) -> str:

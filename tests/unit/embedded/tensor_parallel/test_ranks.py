@@ -201,6 +201,20 @@ def test_launchers_that_cannot_be_joined_are_named(environment: dict[str, str], 
         require_ranks(2, environment)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.arena_max=2", "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_an_engine_asks_for_huge_pages_unless_its_environment_says_otherwise(
+    given: str, expected: str
+) -> None:
+    assert core_launch(1, 1, {"GLIBC_TUNABLES": given}).environment["GLIBC_TUNABLES"] == expected
+
+
 def test_one_rank_needs_no_mpi() -> None:
     assert "mpiexec" not in core_launch(1, 1, {}).command[0]
 
