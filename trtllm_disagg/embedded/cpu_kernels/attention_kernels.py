@@ -39,10 +39,11 @@ from trtllm_disagg.embedded.cpu_kernels.llvm_ir import (
     splat,
 )
 
-#: Positions with scores made side by side, and with values added to a sum while it is in a register.
-_POSITIONS = 4
-#: At least so many bytes ahead. Measured: docs/log.md.
-_PREFETCH_DISTANCE = 6144
+#: By bytes of a number: so many positions and query heads of a KV head at a time. Their scores are made side by side,
+#: their values added to sums that stay in registers; and so much is prefetched at once. Measured: docs/log.md.
+_TILES = {4: (2, 2), 2: (4, 1)}
+#: At least so many bytes ahead.
+_PREFETCH_DISTANCE = 10240
 _ONE, _ZERO, _TWO = np.float32(1.0), np.float32(0.0), np.float32(2.0)
 #: Beyond it tanh is one, in float32.
 _FLAT = np.float32(10.0)
@@ -57,6 +58,7 @@ class _Run:
 
     def __init__(self, builder: Any, stored: Any, arguments: Any) -> None:
         self.b, (self.load, self.item) = builder, loader_of(stored)
+        self._positions, self._heads = _TILES[self.item]
         self._per_head, self._per_head_stride, self._stored, self.slot_stride, self._head_stride = arguments[
             :5
         ]
@@ -68,8 +70,10 @@ class _Run:
         far = b.icmp_signed("<", slots, self._count)
         self._prefetch_distance = b.select(far, b.mul(slots, stride), self._end)
 
-    def emit(self, body: Callable[[_Run, Any, list[Any], Any], None]) -> None:
-        """`body(run, per_head, stored, per_position)`: addresses of a head; `stored` has one for each position."""
+    def emit(self, body: Body) -> None:
+        """`body(run, per_head, stored, per_position)`: addresses, one for each query head of a tile, in `stored` for
+        each of its positions.
+        """
         b = self.b
 
         def positions(t: Any, n: int) -> None:
@@ -80,17 +84,19 @@ class _Run:
                     self._emit_prefetch(slot, offset)
                 stored = [b.add(b.add(self._stored, slot), offset) for slot in slots]
 
-                def query_head(g: Any, _: Any) -> None:
-                    head = b.add(b.mul(kv, self._group), g)
-                    per_head = b.add(self._per_head, b.mul(head, self._per_head_stride))
-                    per_position = b.add(self._per_position, b.mul(head, self._per_position_stride))
-                    body(self, per_head, stored, b.add(per_position, b.mul(t, I64(4))))
+                def query_heads(g: Any, heads: int) -> None:
+                    first = b.add(b.mul(kv, self._group), g)
+                    numbers = [b.add(first, I64(i)) for i in range(heads)]
+                    per_head = [b.add(self._per_head, b.mul(h, self._per_head_stride)) for h in numbers]
+                    scores = b.add(self._per_position, b.mul(t, I64(4)))
+                    per_position = [b.add(scores, b.mul(h, self._per_position_stride)) for h in numbers]
+                    body(self, per_head, stored, per_position)
 
-                emit_loop(b, I64(0), self._group, 1, [], query_head)
+                emit_in_steps(b, self._group, self._heads, query_heads)
 
             emit_loop(b, I64(0), self._kv_heads, 1, [], kv_head)
 
-        emit_in_steps(b, self._count, _POSITIONS, positions)
+        emit_in_steps(b, self._count, self._positions, positions)
 
     def _emit_prefetch(self, slot: Any, offset: Any) -> None:
         """A head's part of a slot further on in this run, or in the next, `_next_run` bytes behind the end."""
@@ -103,29 +109,40 @@ class _Run:
         )
 
 
-def _emit_scores(run: _Run, query: Any, keys: list[Any], scores: Any) -> None:
+Body = Callable[[_Run, list[Any], list[Any], list[Any]], None]
+
+
+def _emit_scores(run: _Run, queries: list[Any], keys: list[Any], scores: list[Any]) -> None:
     b = run.b
-    for j, score in enumerate(emit_dots(b, query, keys, run.dim, run.load, run.item)):
-        b.store(score, pointer(b, b.add(scores, I64(4 * j)), F32), align=4)
+    dots = iter(emit_dots(b, queries, keys, run.dim, run.load, run.item))
+    for row in scores:
+        for j in range(len(keys)):
+            b.store(next(dots), pointer(b, b.add(row, I64(4 * j)), F32), align=4)
 
 
-def _emit_weighted(run: _Run, sums: Any, values: list[Any], weights: Any) -> None:
+def _emit_weighted(run: _Run, sums: list[Any], values: list[Any], weights: list[Any]) -> None:
     """Sixteen dimensions at a time, then what is left one by one."""
     b = run.b
-    numbers = [load_float32(b, b.add(weights, I64(4 * j)), False) for j in range(len(values))]
-    factors = {LANES: [splat(b, number) for number in numbers], 1: numbers}
+    numbers = [
+        [load_float32(b, b.add(row, I64(4 * j)), False) for j in range(len(values))] for row in weights
+    ]
+    factors = {LANES: [[splat(b, number) for number in row] for row in numbers], 1: numbers}
 
     def add(d: Any, width: int) -> None:
-        place = pointer(b, b.add(sums, b.mul(d, I64(4))), FLOATS if width == LANES else F32)
-        total, offset = b.load(place, align=4), b.mul(d, I64(run.item))
-        for factor, value in zip(factors[width], values, strict=True):
-            total = emit_fma(b, factor, run.load(b, b.add(value, offset), width == LANES), total)
-        b.store(total, place, align=4)
+        at, offset = b.mul(d, I64(4)), b.mul(d, I64(run.item))
+        places = [pointer(b, b.add(row, at), FLOATS if width == LANES else F32) for row in sums]
+        totals = [b.load(place, align=4) for place in places]
+        for j, value in enumerate(values):
+            number = run.load(b, b.add(value, offset), width == LANES)
+            of_heads = zip(factors[width], totals, strict=True)
+            totals = [emit_fma(b, row[j], number, total) for row, total in of_heads]
+        for total, place in zip(totals, places, strict=True):
+            b.store(total, place, align=4)
 
     emit_in_steps(b, run.dim, LANES, add)
 
 
-def _over_run(body: Callable[[_Run, Any, list[Any], Any], None]) -> Any:
+def _over_run(body: Body) -> Any:
     @intrinsic
     def over_run(typing: Any, pool: Any, addresses: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any
 
 from llvmlite import ir
@@ -147,19 +147,21 @@ def emit_in_steps(b: Any, count: Any, step: int, body: Callable[[Any, int], None
     """`body(i, step)` for i from 0 to `count`, `step` at a time, then `body(i, 1)` for what is left."""
     whole = b.and_(count, I64(-step))
     emit_loop(b, I64(0), whole, step, [], lambda i, _: body(i, step))
-    emit_loop(b, whole, count, 1, [], lambda i, _: body(i, 1))
+    if step > 1:
+        emit_loop(b, whole, count, 1, [], lambda i, _: body(i, 1))
 
 
-def emit_dots(b: Any, x: Any, ys: Sequence[Any], count: Any, load_y: Load, item: int) -> list[Any]:
-    """The sum of x[i] * y[i] for each y: float32, elements of y `item` bytes long."""
+def emit_dots(b: Any, xs: Sequence[Any], ys: Sequence[Any], count: Any, load_y: Load, item: int) -> list[Any]:
+    """The sum of x[i] * y[i] for each x and each of its ys: float32, elements of y `item` bytes long."""
 
     def products(i: Any, totals: list[Any], wide: bool) -> list[Any]:
-        value, offset = load_float32(b, b.add(x, b.mul(i, I64(4))), wide), b.mul(i, I64(item))
-        return [
-            emit_fma(b, value, load_y(b, b.add(y, offset), wide), t) for y, t in zip(ys, totals, strict=True)
-        ]
+        at, offset = b.mul(i, I64(4)), b.mul(i, I64(item))
+        values = [load_float32(b, b.add(x, at), wide) for x in xs]
+        others = [load_y(b, b.add(y, offset), wide) for y in ys]
+        pairs = product(values, others)
+        return [emit_fma(b, value, other, t) for (value, other), t in zip(pairs, totals, strict=True)]
 
-    return _emit_sums(b, len(ys), count, products)
+    return _emit_sums(b, len(xs) * len(ys), count, products)
 
 
 def _emit_sums(b: Any, n: int, count: Any, add: Callable[[Any, list[Any], bool], list[Any]]) -> list[Any]:
@@ -238,7 +240,7 @@ def exp(builder: Any, x: Any) -> Any:
 
 @emitted(types.float32, types.intp, types.intp)
 def _square(builder: Any, a: Any, count: Any) -> Any:
-    return emit_dots(builder, a, [a], count, load_float32, 4)[0]
+    return emit_dots(builder, [a], [a], count, load_float32, 4)[0]
 
 
 @emitted(types.float32, types.intp, types.intp)
