@@ -90,11 +90,12 @@ def _vectors_at_once(rows: int) -> int:
     return next(fitting, 1)
 
 
-#: By number of rows: does a pass prefetch? One that reads whole lines one after the other needs it only beside others.
-_PREFETCHES = (False, *(rows == _MOST or _vectors_at_once(rows) < _VECTORS for rows in range(1, _MOST + 1)))
+def _prefetches_alone(rows: int) -> bool:
+    """One pass over the weight, with no other: one that reads whole lines one after the other needs it least."""
+    return rows == _MOST or _vectors_at_once(rows) < _VECTORS
 
 
-def _pass_of(rows: int) -> Any:
+def _pass_of(rows: int, prefetches: bool) -> Any:
     """`rows` rows through one block of one panel, as a function that numba code can call:
 
     (x as an array, (address of the rows, their stride, weights, steps, out, row stride of out, add?, prefetched
@@ -106,7 +107,7 @@ def _pass_of(rows: int) -> Any:
         arithmetic = _BFLOAT16 if x.dtype == types.uint16 else _FLOAT32
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            inner = _function(builder.module, arithmetic, rows)
+            inner = _function(builder.module, arithmetic, rows, prefetches)
             builder.call(inner, unpack_tuple(builder, arguments[1]))
             return context.get_dummy_value()
 
@@ -115,9 +116,10 @@ def _pass_of(rows: int) -> Any:
     return product
 
 
-def _function(module: Any, arithmetic: _Arithmetic, rows: int) -> Any:
+def _function(module: Any, arithmetic: _Arithmetic, rows: int, prefetches: bool) -> Any:
     """A function of its own, which has all registers to itself."""
-    name = f"gemm_{rows}_{'float32' if arithmetic is _FLOAT32 else 'bfloat16'}"
+    kind = "float32" if arithmetic is _FLOAT32 else "bfloat16"
+    name = f"gemm_{rows}_{kind}" + ("_prefetching" if prefetches else "")
     if name in module.globals:
         return module.globals[name]
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 9), name)
@@ -130,7 +132,7 @@ def _function(module: Any, arithmetic: _Arithmetic, rows: int) -> Any:
         before = builder.mul(builder.mul(given[3], by), I64(first))
         vectors = range(first, first + at_once)
         values = [*given, builder.add(prefetched, before), by]
-        _emit_pass(builder, arithmetic, rows, vectors, *values)
+        _emit_pass(builder, arithmetic, rows, prefetches, vectors, *values)
     builder.ret_void()
     return function
 
@@ -139,6 +141,7 @@ def _emit_pass(
     b: Any,
     arithmetic: _Arithmetic,
     rows: int,
+    prefetches: bool,
     vectors: range,
     x: Any,
     x_stride: Any,
@@ -156,7 +159,7 @@ def _emit_pass(
     b.position_at_end(loop)
     step, line, offset, soon = (b.phi(I64) for _ in range(4))
     totals = [[b.phi(FLOATS) for _ in vectors] for _ in range(rows)]
-    if _PREFETCHES[rows]:
+    if prefetches:
         for i in range(len(vectors)):
             emit_prefetch(b, b.add(soon, b.mul(by, I64(i))))
     inputs = [arithmetic.emit_input(b, b.add(start, offset)) for start in starts]
@@ -187,7 +190,11 @@ def _emit_pass(
             b.store(b.select(adds, b.fadd(b.load(place, align=4), new), new), place, align=4)
 
 
-_pass_1, _pass_2, _pass_3, _pass_4, _pass_5, _pass_6 = (_pass_of(rows) for rows in range(1, _MOST + 1))
+_alone_1, _alone_2, _alone_3, _alone_4, _alone_5, _alone_6 = (
+    _pass_of(rows, _prefetches_alone(rows)) for rows in range(1, _MOST + 1)
+)
+#: Each prefetches its share of what the first one of the next block reads.
+_beside_3, _beside_4, _beside_5, _beside_6 = (_pass_of(rows, True) for rows in range(3, _MOST + 1))
 
 
 @compiled()
@@ -198,35 +205,45 @@ def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -
     """
     rows, inputs = x.shape
     item, x_stride, out_stride = x.itemsize, x.strides[0], out.strides[0]
-    groups = (rows + _MOST - 1) // _MOST
-    odd = rows - _MOST * (groups - 1)
-    # Every prefetching pass takes an equal share of the next block: all of it at once would fill the line buffers.
-    prefetching = groups if _PREFETCHES[odd] else max(groups - 1, 1)
-    by = (CACHE_LINE + prefetching - 1) // prefetching
+    passes = (rows + _MOST - 1) // _MOST
+    # Passes of equal rows: each has time for an equal share of the prefetches (docs/log.md).
+    fewest, larger = rows // passes, rows % passes
+    by = (CACHE_LINE + passes - 1) // passes
     for panel in range(first, last):
         for start in range(0, inputs, block):
             steps = min(block, inputs - start) * item // 4
             w = weight + (panel * inputs + start) * item * PANEL
             prefetched = w + steps * _STEP_BYTES
-            # The odd rows first: they find the panel where the last passes' prefetches have put it.
-            row, count = 0, odd
-            while row < rows:
+            row = 0
+            for number in range(passes):
+                count = fewest + (1 if number < larger else 0)
                 a = x.ctypes.data + row * x_stride + item * start
                 o = out.ctypes.data + row * out_stride + 4 * PANEL * panel
-                addresses = (a, x_stride, w, steps, o, out_stride, start, prefetched, by)
-                if count == 1:
-                    _pass_1(x, addresses)
-                elif count == 2:
-                    _pass_2(x, addresses)
-                elif count == 3:
-                    _pass_3(x, addresses)
-                elif count == 4:
-                    _pass_4(x, addresses)
-                elif count == 5:
-                    _pass_5(x, addresses)
-                else:
-                    _pass_6(x, addresses)
-                if _PREFETCHES[count]:
-                    prefetched += steps * _VECTORS * by
+                _run_pass(count, passes, x, (a, x_stride, w, steps, o, out_stride, start, prefetched, by))
+                prefetched += steps * _VECTORS * by
                 row += count
-                count = _MOST
+
+
+@compiled(inline="always")
+def _run_pass(count: Any, passes: Any, x: Any, addresses: Any) -> None:
+    if passes == 1:
+        if count == 1:
+            _alone_1(x, addresses)
+        elif count == 2:
+            _alone_2(x, addresses)
+        elif count == 3:
+            _alone_3(x, addresses)
+        elif count == 4:
+            _alone_4(x, addresses)
+        elif count == 5:
+            _alone_5(x, addresses)
+        else:
+            _alone_6(x, addresses)
+    elif count == 3:
+        _beside_3(x, addresses)
+    elif count == 4:
+        _beside_4(x, addresses)
+    elif count == 5:
+        _beside_5(x, addresses)
+    else:
+        _beside_6(x, addresses)

@@ -32,7 +32,7 @@ def test_a_row_has_the_same_bits_in_any_company(outputs: int, inputs: int, bias:
     x = torch.randn(MOST_ROWS + 20, inputs)
     with torch.inference_mode():
         every = packed(x)
-        for rows in (1, 2, 5, 6, 7, 13, 48):
+        for rows in range(1, MOST_ROWS + 1):
             assert torch.equal(packed(x[:rows]), every[:rows]), rows
 
 
