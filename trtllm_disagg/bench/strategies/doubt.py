@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from trtllm_disagg.bench.strategies.records import Sensitivity
+
+
+class WantedRate(NamedTuple):
+    """At which an arm would show what it is able to do."""
+
+    sensitivity: Sensitivity
+    requests_s: float
+    #: The highest, or lowest, rate that was compared.
+    beyond: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +26,8 @@ class Doubt:
     remedy: str
     #: Two arms do alike, by as much as that can be told apart.
     is_tie: bool = False
+    #: A run with rates of its own choice measures it by itself (further.py).
+    wanted: WantedRate | None = None
 
     def __bool__(self) -> bool:
         return bool(self.why)

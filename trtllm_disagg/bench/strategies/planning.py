@@ -229,7 +229,7 @@ def make_plan(
         for side in sensitivities(args.band)
     }
     plans = {
-        (side, gpus, name): _PointPlan.of(_rates_by_arm(args, simulations), simulations)
+        (side, gpus, name): PointPlan.of(_rates_by_arm(args, simulations), simulations)
         for side, of_side in workers.items()
         for gpus, of_gpus in equals.items()
         for name, traffic in chosen.items()
@@ -286,7 +286,9 @@ def _sweep(args: argparse.Namespace, knees: Mapping[str, float], side: Sensitivi
 
 
 @dataclass(frozen=True, slots=True)
-class _PointPlan:
+class PointPlan:
+    """How many requests the points of some arms under one workload have, and how long the last answers take."""
+
     #: By arm.
     rates: Mapping[str, tuple[float, ...]]
     #: By rate.
@@ -295,7 +297,7 @@ class _PointPlan:
     drains: Mapping[tuple[str, float], float]
 
     @classmethod
-    def of(cls, own: Mapping[str, tuple[float, ...]], simulations: ArmSimulations) -> _PointPlan:
+    def of(cls, own: Mapping[str, tuple[float, ...]], simulations: ArmSimulations) -> PointPlan:
         """`own`: rates, by arm."""
         requests = {rate: simulations.requests(rate) for of_arm in own.values() for rate in of_arm}
         drains = {

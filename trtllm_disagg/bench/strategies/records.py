@@ -208,6 +208,8 @@ class Plan:
     arms: tuple[Arm, ...]
     workloads: tuple[Workload, ...]
     points: tuple[Point, ...]
+    #: Added by the run itself, at rates that `points` turned out to lack (further.py).
+    further: tuple[Point, ...] = ()
     #: Whether times are modelled; False: of a real deployment.
     is_modelled: bool = True
     #: GPUs of one worker.
@@ -219,6 +221,10 @@ class Plan:
     #: All that it was made of, to tell another run in the same directory: settings by name.
     settings: Mapping[str, str] = field(default_factory=dict)
     version: int = VERSION
+
+    @property
+    def every_point(self) -> tuple[Point, ...]:
+        return self.points + self.further
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
@@ -274,7 +280,7 @@ class RunDirectory:
 
     def results(self) -> Iterator[PointResult]:
         """Of the points that were measured, in the plan's order."""
-        return (self.result(point) for point in self.plan().points if self.has(point))
+        return (self.result(point) for point in self.plan().every_point if self.has(point))
 
     @property
     def _plan(self) -> Path:

@@ -122,7 +122,7 @@ def _workload(sweep: Sweep, slo: Slo, plan: Plan) -> WorkloadReport:
     gpus = sweep.arms[0].gpus
     planned = [
         point
-        for point in plan.points
+        for point in plan.every_point
         if point.workload == sweep.workload.name and plan.arm(point.arm).gpus == gpus
     ]
     rates, percent = sweep.calm_rates, max(sweep.percentiles, default=50)

@@ -203,18 +203,24 @@ class Runner:
 
     def groups(self) -> list[tuple[Key, list[Point]]]:
         """What is there already is not measured again."""
-        missing = [point for point in self.plan.points if not self.directory.has(point)]
+        missing = [point for point in self.plan.every_point if not self.directory.has(point)]
         return list(batches(missing, self.is_quick))
 
     def progress(self) -> Progress:
         """Its `left` is what the run is expected to take."""
         groups = self.groups()
-        count = len(self.plan.points)
+        count = len(self.plan.every_point)
         progress = Progress(count, done=count - sum(len(points) for _, points in groups))
         progress.sending = [
             Schedule.of([(p, self._lengths(p)) for p in points]).seconds for _, points in groups
         ]
         return progress
+
+    def going_on_with(self, further: Sequence[Point]) -> Runner:
+        """The same run with more points, which are in its directory's plan too."""
+        plan = replace(self.plan, further=(*self.plan.further, *further))
+        self.directory.save_plan(plan)
+        return replace(self, plan=plan)
 
     async def run(self, progress: Progress) -> None:
         groups = self.groups()

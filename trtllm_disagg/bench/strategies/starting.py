@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from trtllm_disagg.bench.http_client import Connection, completion_request
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
 from trtllm_disagg.bench.strategies.estimate import Worker
+from trtllm_disagg.bench.strategies.further import further_points, told
 from trtllm_disagg.bench.strategies.measuring import Target
 from trtllm_disagg.bench.strategies.planning import (
     Engines,
@@ -257,12 +258,24 @@ async def measure_all(
         todo = f"{progress.total - progress.done} points in {len(progress.sending)} deployments"
         say(f"{todo}: about {duration(seconds)}{why_long(args, seconds, software, runner.plan)}")
         await runner.run(progress)
+        while further := _further(args, runner):
+            runner = runner.going_on_with(further)
+            progress = runner.progress()
+            say(f"{told(further)}: about {duration(math.ceil(progress.left()))}")
+            await runner.run(progress)
 
     with Interrupts().listening() as interrupts:
         if await interrupts.allow(work()):
             return ExitCode.DONE
         say(f"interrupted; the same command goes on from {directory.path}")
         return interrupts.exit_code
+
+
+def _further(args: argparse.Namespace, runner: Runner) -> tuple[Point, ...]:
+    if not isinstance(runner.targets, Deployments):
+        return ()
+    engines, results = runner.targets.engines, runner.directory.results()
+    return further_points(args, engines, runner.traffics, runner.plan, results)
 
 
 def why_long(args: argparse.Namespace, seconds: int, software: Mapping[str, Software], plan: Plan) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal
 
 from trtllm_disagg.bench.figures import Sample
-from trtllm_disagg.bench.strategies.doubt import GO_ON, NO_DOUBT, Doubt, remedies
+from trtllm_disagg.bench.strategies.doubt import GO_ON, NO_DOUBT, Doubt, WantedRate, remedies
 from trtllm_disagg.bench.strategies.measures import Measured, front_area
 from trtllm_disagg.bench.strategies.records import NOMINAL, Sensitivity
 from trtllm_disagg.bench.strategies.slo import Slo
@@ -307,12 +307,11 @@ def _doubt_of_rates(sweep: Sweep, measure: Measure, other: str, variant: Sensiti
     highest = max(max(curve) for curve in curves)
     needed = max(_requests_to_fill(curve[max(curve)]) for curve in curves)
     fewest = min(len(curve[max(curve)].result.requests) for curve in curves)
-    return Doubt(
-        f"{other} could take more than {highest:g} requests/s, the highest rate compared{_with(variant)}",
-        f"give --requests {needed}: with {fewest} all have come before GPUs are full"
-        if fewest < needed
-        else f"give --rates of your own, up to {number(1.5 * highest)}",
-    )
+    why = f"{other} could take more than {highest:g} requests/s, the highest rate compared{_with(variant)}"
+    if fewest < needed:
+        return Doubt(why, f"give --requests {needed}: with {fewest} all have come before GPUs are full")
+    wanted = WantedRate(variant, _rounded(1.5 * highest), highest)
+    return Doubt(why, f"give --rates of your own, up to {wanted.requests_s:,g}", wanted=wanted)
 
 
 def _requests_to_fill(measured: Measured) -> int:
@@ -334,9 +333,11 @@ def _doubt_of_lower_rates(sweep: Sweep, measure: Measure, other: str, best_score
     lowest = past_at_every_rate(sweep, measure, other)
     if lowest is None or best_score >= LEAD_ONCE * lowest:
         return NO_DOUBT
+    wanted = WantedRate(NOMINAL, _rounded(lowest / 2), lowest)
     return Doubt(
         f"{other} may do better below {lowest:g} requests/s, the lowest rate compared",
-        f"give --rates of your own, down to {number(lowest / 2)}",
+        f"give --rates of your own, down to {wanted.requests_s:,g}",
+        wanted=wanted,
     )
 
 
@@ -360,6 +361,10 @@ def spread(sample: Sample) -> str:
     """The median and, in brackets, from where to where the repetitions lie."""
     low, high = min(sample.values), max(sample.values)
     return number(sample.median) + (f" ({number(low)} to {number(high)})" if len(sample.values) > 1 else "")
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.3g}")
 
 
 def number(value: float) -> str:
