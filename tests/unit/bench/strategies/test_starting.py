@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.unit.bench.strategies.synthetic import Behaviour, result_of
 from trtllm_disagg.bench.strategies import add_arguments, settle, simulation, starting
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
 from trtllm_disagg.bench.strategies.estimate import Worker, requests_to_fill
@@ -35,6 +36,8 @@ from trtllm_disagg.bench.strategies.running import Deployments, Key, Progress, R
 from trtllm_disagg.bench.strategies.simulation import SimulatedPoint, simulate
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls, why_long
+from trtllm_disagg.bench.strategies.sweep import sweeps_of
+from trtllm_disagg.bench.strategies.verdict import goodput, judge
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Ask
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
@@ -521,6 +524,107 @@ async def test_software_is_measured_before_the_first_run_and_kept_for_those_that
     started.clear()
     assert await starting.measure_all(args, AIPERF, directory, said.append) == ExitCode.DONE
     assert started == [(first.arm, NOMINAL, 6.0)]
+
+
+class TestFurtherRates:
+    """Every arm is better, or worse, than the simulation that the plan's rates are from."""
+
+    @pytest.fixture
+    def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[Point]:
+        """In this order; by deployments that keep the SLO for `self.capacities` requests a second."""
+        points: list[Point] = []
+
+        @asynccontextmanager
+        async def serving(targets: Deployments, key: Key) -> AsyncIterator[Elsewhere]:
+            yield Elsewhere("http://there", "m")
+
+        async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
+            new = [stretch.point for stretch in schedule.stretches]
+            points.extend(new)
+            return [result_of(point, self.behaviours[point.arm]) for point in new]
+
+        monkeypatch.setattr(Deployments, "serving", serving)
+        monkeypatch.setattr(Runner, "_measure", measure)
+        monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
+        return points
+
+    def behave(self, agg: float, pair: float) -> None:
+        self.behaviours = {
+            "2 agg": Behaviour(agg),
+            "1P1D prefill_first": Behaviour(pair, strategy="prefill_first"),
+            "1P1D decode_first": Behaviour(pair, strategy="decode_first"),
+        }
+
+    def arguments(self, model: Path, configs: Path, *flags: str) -> argparse.Namespace:
+        return parsed(model, configs, "--quick", "--time-scale", "1", "--slo", "ttft=500,tpot=30", *flags)
+
+    def highest_planned(self, model: Path, configs: Path) -> float:
+        args = self.arguments(model, configs)
+        plan = of_engines(args, AIPERF, RunDirectory(model.parent / "elsewhere")).plan
+        return max(point.rate for point in plan.points if point.sensitivity == NOMINAL)
+
+    async def ran(self, model: Path, configs: Path, *flags: str) -> tuple[RunDirectory, list[str]]:
+        said: list[str] = []
+        args = self.arguments(model, configs, *flags)
+        directory = RunDirectory(args.out)
+        assert await starting.measure_all(args, AIPERF, directory, said.append) == ExitCode.DONE
+        return directory, said
+
+    async def test_a_run_goes_on_with_higher_rates_until_an_arm_that_could_take_more_is_decided(
+        self, model: Path, configs: Path, measured: list[Point]
+    ) -> None:
+        highest = self.highest_planned(model, configs)
+        self.behave(agg=1.8 * highest, pair=1.1 * highest)
+        directory, said = await self.ran(model, configs)
+        plan = directory.plan()
+        assert plan.further == tuple(measured[len(plan.points) :])
+        assert any("the rates so far decide nothing: " in line for line in said)
+        for arm in self.behaviours:
+            own = [point for point in plan.further if point.arm == arm and point.sensitivity == NOMINAL]
+            assert all(highest < point.rate <= 2.5 * highest for point in own)
+            assert all(point.requests and point.drain_s for point in own)
+        (sweep,) = sweeps_of(plan, directory.results())
+        assert judge(sweep, goodput(Slo(ttft=500, tpot=30))).winner == "2 agg"
+
+    async def test_an_arm_that_a_lower_rate_has_exhausted_is_not_asked_for_more(
+        self, model: Path, configs: Path, measured: list[Point]
+    ) -> None:
+        highest = self.highest_planned(model, configs)
+        self.behave(agg=0.4 * highest, pair=1.3 * highest)
+        directory, _ = await self.ran(model, configs)
+        further = {point.arm for point in directory.plan().further if point.sensitivity == NOMINAL}
+        assert further == {"1P1D prefill_first", "1P1D decode_first"}
+
+    async def test_a_run_that_was_cut_off_among_its_further_rates_goes_on_with_these(
+        self, model: Path, configs: Path, measured: list[Point]
+    ) -> None:
+        highest = self.highest_planned(model, configs)
+        self.behave(agg=1.8 * highest, pair=1.1 * highest)
+        directory, _ = await self.ran(model, configs)
+        plan = directory.plan()
+        lost = plan.further[0]
+        (directory.path / "points" / lost.file_name).unlink()
+        measured.clear()
+        again, _ = await self.ran(model, configs)
+        assert measured == [lost]
+        assert again.plan() == plan
+
+    async def test_a_run_with_the_users_own_rates_has_these_only(
+        self, model: Path, configs: Path, measured: list[Point]
+    ) -> None:
+        self.behave(agg=9.0, pair=8.0)
+        directory, _ = await self.ran(model, configs, "--rates", "1,2")
+        assert {point.rate for point in measured} == {1.0, 2.0}
+        assert not directory.plan().further
+
+    async def test_rates_that_are_ever_too_low_are_not_raised_for_ever(
+        self, model: Path, configs: Path, measured: list[Point]
+    ) -> None:
+        self.behave(agg=1e6, pair=1e6)
+        directory, _ = await self.ran(model, configs)
+        planned = self.highest_planned(model, configs)
+        further = sorted({point.rate for point in directory.plan().further})
+        assert further == [pytest.approx(1.5 * planned), pytest.approx(2.25 * planned)]
 
 
 def test_real_deployments_are_arms_by_their_names(model: Path, configs: Path) -> None:
