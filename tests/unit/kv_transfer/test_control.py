@@ -38,9 +38,16 @@ class Server:
     def __init__(self, authentication: PeerAuthentication, limits: Limits | None = None) -> None:
         self.authentication = authentication
         self.leases = LeaseTable(60.0)
+        #: The engine was told of a lease that ended; it may be slow to listen.
         self.ended = threading.Event()
-        self.control = ControlServer(authentication, self.leases, self.ended.set, limits)
+        self.listens = threading.Event()
+        self.listens.set()
+        self.control = ControlServer(authentication, self.leases, self._tell, limits)
         self.control.start(METADATA)
+
+    def _tell(self) -> None:
+        self.listens.wait(2 * SECONDS)
+        self.ended.set()
 
     def lease(self, request_id: int = 1) -> KvHandle:
         lease = self.leases.grant(request_id, [1, 2])
@@ -110,9 +117,19 @@ def test_a_card_comes_as_it_was_given(server: Server, client: ControlClient) -> 
 def test_confirming_ends_the_lease_and_wakes_the_engine(server: Server, client: ControlClient) -> None:
     handle = server.lease()
     assert client.confirm(handle, SECONDS)
-    assert server.ended.is_set()
+    assert server.ended.wait(SECONDS)
     assert len(server.leases) == 0
     assert not client.confirm(handle, SECONDS)
+
+
+def test_a_receiver_has_its_answer_before_the_senders_engine_is_told(
+    server: Server, client: ControlClient
+) -> None:
+    server.listens.clear()
+    assert client.confirm(server.lease(), SECONDS)
+    assert not server.ended.is_set()
+    server.listens.set()
+    assert server.ended.wait(SECONDS)
 
 
 def test_a_changed_handle_is_not_confirmed_and_ends_nothing(server: Server, client: ControlClient) -> None:
@@ -140,7 +157,7 @@ def test_beginning_too_late_is_told_apart_from_a_wrong_handle(server: Server, cl
 def test_releasing_ends_the_lease(server: Server, client: ControlClient) -> None:
     client.release(server.lease(), SECONDS)
     assert len(server.leases) == 0
-    assert server.ended.is_set()
+    assert server.ended.wait(SECONDS)
 
 
 def test_no_peer_is_answered_after_close(server: Server, client: ControlClient) -> None:
