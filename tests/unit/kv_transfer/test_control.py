@@ -249,10 +249,12 @@ def test_one_slow_peer_does_not_delay_another(server: Server, client: ControlCli
         assert client.metadata(server.lease().endpoint, SECONDS) == METADATA
 
 
-def test_closing_leaves_no_thread(server: Server, client: ControlClient) -> None:
+def test_closing_leaves_no_thread(authentication: PeerAuthentication, client: ControlClient) -> None:
+    before = set(threading.enumerate())
+    server = Server(authentication)
     client.metadata(server.lease().endpoint, SECONDS)
     server.control.close()
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("kv-control"):
             thread.join(SECONDS)
             assert not thread.is_alive()

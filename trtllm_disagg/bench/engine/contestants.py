@@ -15,7 +15,6 @@ from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine import other_engines, peer_checkpoints
 from trtllm_disagg.bench.engine.measurement_plan import DTYPES, Plan
 from trtllm_disagg.bench.models import Size
-from trtllm_disagg.embedded.tensor_parallel.launch import on_huge_pages
 from trtllm_disagg.errors import EngineError
 
 EMBEDDED = "embedded"
@@ -84,6 +83,8 @@ class Contestant:
     install: str = ""
     environment: Environment | None = None
     variables: dict[str, str] = field(default_factory=dict)
+    #: Its process has the environment of an engine's.
+    is_own: bool = False
 
     def absence(self, dtype: str, cache: Path) -> str | None:
         """Why it cannot take part."""
@@ -105,18 +106,25 @@ class Contestant:
             max_batch=max(rows, *plan.batches),
             max_tokens=max(tokens, plan.longest),
         )
-        from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+        # Not at the top: `--help` needs no engine.
+        from trtllm_disagg.embedded.cpu_kernels.cpu import on_huge_pages, this_cpu
 
         level = _AVX2_OF_PEERS if this_cpu().level == "avx2" else {}
-        variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **level, **self.variables}
+        pages = on_huge_pages(os.environ) if self.is_own else {}
+        variables = {
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            **level,
+            **pages,
+            **self.variables,
+        }
         interpreter = str(self.environment.interpreter(cache)) if self.environment else sys.executable
         return ChildProcess(self.factory, start, variables, interpreter=interpreter)
 
 
 def own(kind: str) -> Contestant:
     """A class of own_engine.py, in the environment in which the engine's process is started."""
-    variables = {"OMP_WAIT_POLICY": "PASSIVE", **on_huge_pages(os.environ)}
-    return Contestant(f"{OWN}:{kind}", variables=variables)
+    return Contestant(f"{OWN}:{kind}", variables={"OMP_WAIT_POLICY": "PASSIVE"}, is_own=True)
 
 
 def _peer(kind: str) -> str:

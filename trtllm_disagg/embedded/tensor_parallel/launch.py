@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from trtllm_disagg.embedded.cpu_kernels.cpu import environment_of
+from trtllm_disagg.embedded.cpu_kernels.cpu import environment_of, on_huge_pages
 from trtllm_disagg.embedded.params.checkpoint import read_json
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.dev_shm import DIRECTORY, MPICH_PER_RANK, free_bytes, how_to_get, in_mib
@@ -44,10 +44,6 @@ _EXTRA = "mpi4py and mpich (pip install 'trtllm-disagg[mpi]')"
 #: handful of them, and to make one takes no time that can be measured; by default each keeps 1024.
 _PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _KEPT_PRODUCTS = "64"
-_MALLOC = "GLIBC_TUNABLES"
-#: With it glibc's malloc asks for huge pages, which Linux gives to those who ask. With pages of 4 KiB a processor
-#: spends much of a small step, which reads every weight once, on looking up addresses (docs/log.md).
-_HUGE_PAGES = "glibc.malloc.hugetlb"
 #: Of mpich's process manager: the ranks themselves notice and report a death, on this host, whatever batch system it
 #: belongs to.
 _MPIEXEC_OPTIONS = (
@@ -173,14 +169,6 @@ def core_launch(size: int, num_threads: int, environment: Mapping[str, str]) -> 
         return Launch(python(*_CORE, IN_JOB), environment, () if fd is None else (int(fd),))
     command = (str(_mpiexec()), *_MPIEXEC_OPTIONS, "-n", str(size), *python(*_CORE))
     return Launch(command, environment, by_mpiexec=True)
-
-
-def on_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a process finds in its environment for weights on huge pages. A choice in `environment` stays."""
-    tunables = [each for each in environment.get(_MALLOC, "").split(":") if each]
-    if any(each.startswith(_HUGE_PAGES) for each in tunables):
-        return {}
-    return {_MALLOC: ":".join([*tunables, f"{_HUGE_PAGES}=1"])}
 
 
 def serve_as_rank(size: int, num_threads: int, environment: Mapping[str, str]) -> bool:
