@@ -26,6 +26,7 @@ from trtllm_disagg.kv_transfer.base import KvLayout, PeerMetadata
 from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer, LeaseTable
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle, split_endpoint
 from trtllm_disagg.kv_transfer.listener import MAX_MESSAGE_BYTES, Limits
+from trtllm_disagg.kv_transfer.messages import Finish
 
 METADATA = PeerMetadata("prefill-1", "SHARED_MEMORY", KvLayout("m", 4, 32, 2, 16, "float32"), 8, b"address")
 SECONDS = 5.0
@@ -35,9 +36,14 @@ TIGHT = Limits(connections=3, newcomers=4, greeting=0.3, idle=0.3, frame=0.3)
 
 
 class Server:
-    def __init__(self, authentication: PeerAuthentication, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        authentication: PeerAuthentication,
+        limits: Limits | None = None,
+        leases: LeaseTable | None = None,
+    ) -> None:
         self.authentication = authentication
-        self.leases = LeaseTable(60.0)
+        self.leases = LeaseTable(60.0) if leases is None else leases
         #: The engine was told of a lease that ended; it may be slow to listen.
         self.ended = threading.Event()
         self.listens = threading.Event()
@@ -130,6 +136,33 @@ def test_a_receiver_has_its_answer_before_the_senders_engine_is_told(
     assert not server.ended.is_set()
     server.listens.set()
     assert server.ended.wait(SECONDS)
+
+
+class SlowLeases(LeaseTable):
+    def __init__(self) -> None:
+        super().__init__(60.0)
+        self.has_finished, self.goes_on = threading.Event(), threading.Event()
+
+    def finish(self, lease_id: bytes, digest: bytes) -> bool:
+        is_held = super().finish(lease_id, digest)
+        self.has_finished.set()
+        self.goes_on.wait(SECONDS)
+        return is_held
+
+
+def test_a_receiver_that_hangs_up_before_its_answer_wakes_the_senders_engine_all_the_same(
+    authentication: PeerAuthentication,
+) -> None:
+    leases = SlowLeases()
+    server = Server(authentication, leases=leases)
+    handle, connection = server.lease(), server.connect()
+    question = msgspec.msgpack.encode(Finish(handle.lease, handle.digest()))
+    connection.sendall(struct.pack("<I", len(question)) + question)
+    assert leases.has_finished.wait(SECONDS)
+    connection.close()
+    leases.goes_on.set()
+    assert server.ended.wait(SECONDS)
+    server.control.close()
 
 
 def test_a_changed_handle_is_not_confirmed_and_ends_nothing(server: Server, client: ControlClient) -> None:

@@ -258,7 +258,7 @@ async def measure_all(
         todo = f"{progress.total - progress.done} points in {len(progress.sending)} deployments"
         say(f"{todo}: about {duration(seconds)}{why_long(args, seconds, software, runner.plan)}")
         await runner.run(progress)
-        while further := _further(args, runner):
+        while further := _further(args, runner, say):
             runner = runner.going_on_with(further)
             progress = runner.progress()
             say(f"{told(further)}: about {duration(math.ceil(progress.left()))}")
@@ -271,11 +271,12 @@ async def measure_all(
         return interrupts.exit_code
 
 
-def _further(args: argparse.Namespace, runner: Runner) -> tuple[Point, ...]:
+def _further(args: argparse.Namespace, runner: Runner, say: Callable[[str], None]) -> tuple[Point, ...]:
     if not isinstance(runner.targets, Deployments):
         return ()
     engines, results = runner.targets.engines, runner.directory.results()
-    return further_points(args, engines, runner.traffics, runner.plan, results)
+    with without_silence(say, "judging what was measured"):
+        return further_points(args, engines, runner.traffics, runner.plan, results)
 
 
 def why_long(args: argparse.Namespace, seconds: int, software: Mapping[str, Software], plan: Plan) -> str:

@@ -152,7 +152,7 @@ def emit_in_steps(b: Any, count: Any, step: int, body: Callable[[Any, int], None
 
 
 def emit_dots(b: Any, xs: Sequence[Any], ys: Sequence[Any], count: Any, load_y: Load, item: int) -> list[Any]:
-    """The sum of x[i] * y[i] for each x and each of its ys: float32, elements of y `item` bytes long."""
+    """The sum of x[i] * y[i] for each x, and of each x for each y: float32, elements of y `item` bytes long."""
 
     def products(i: Any, totals: list[Any], wide: bool) -> list[Any]:
         at, offset = b.mul(i, I64(4)), b.mul(i, I64(item))

@@ -531,7 +531,7 @@ class TestFurtherRates:
 
     @pytest.fixture
     def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[Point]:
-        """In this order; by deployments that keep the SLO for `self.capacities` requests a second."""
+        """In this order; each arm does as `self.behaviours` says."""
         points: list[Point] = []
 
         @asynccontextmanager
