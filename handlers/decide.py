@@ -16,10 +16,9 @@ from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.handlers.occupancy import (
     Occupancies,
     OwnOccupancy,
-    RunningAlone,
+    RunningRequests,
     most_tokens,
 )
-from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 #: (block before it, its tokens as bytes); the first block hangs on its salt.
@@ -123,7 +122,7 @@ class FactSources:
     queue: QueueDepth
     own: OwnOccupancy = field(default_factory=OwnOccupancy)
     other: Occupancies = field(default_factory=Occupancies)
-    kept: RunningAlone = field(default_factory=RunningAlone)
+    kept: RunningRequests = field(default_factory=RunningRequests)
 
     def facts(self, request: GenerateRequest) -> Facts:
         num_prompt = len(request.token_ids)
@@ -189,8 +188,8 @@ class Auto:
 
     local: little to compute, a queue in front of the other stage, or no healthy instance there.
 
-    Otherwise the order that has this worker as first stage; the other order when this worker decodes as much as fits
-    into its batch, so that another decode worker can be found.
+    Otherwise the order that has this worker as first stage; the other order when this worker's engine decodes as much
+    as fits into its batch, so that another decode worker can be found.
     """
 
     def __init__(
@@ -199,51 +198,29 @@ class Auto:
         ways: dict[str, Generate],
         orders: tuple[str, str],
         num_healthy: Callable[[], int],
-        max_batch_size: int,
+        has_room: Callable[[], bool],
     ) -> None:
-        """`orders`: this worker's own, and the other one."""
+        """`orders`: this worker's own, and the other one. `num_healthy`: instances of the other stage. `has_room`: can
+        this worker's engine decode one request more?
+        """
         self._decider = decider
         self._ways = ways
         self._own, self._other = orders
-        self._num_well = num_healthy
-        self._room = max_batch_size
-        self._running = 0
+        self._num_healthy = num_healthy
+        self._has_room = has_room
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        return _AutoAnswer(self, request, context)
-
-    def begin(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        """The way that is chosen now; `end` follows."""
         with request.span.child("decide"):
             name, reason = self._chosen(request)
         request.trace.chose(name, f"auto_{reason}")
-        self._running += 1
         return self._ways[name](request, context)
-
-    def end(self) -> None:
-        self._running -= 1
 
     def _chosen(self, request: GenerateRequest) -> tuple[str, str]:
         decision = self._decider(request)
         if not decision.remote:
             return "local", decision.reason
-        if self._num_well() == 0:
+        if self._num_healthy() == 0:
             return "local", "no_peer"
-        if self._running >= self._room:
+        if not self._has_room():
             return self._other, "busy"
         return self._own, decision.reason
-
-
-class _AutoAnswer(PerRequestStream[TokenChunk]):
-    def __init__(self, auto: Auto, request: GenerateRequest, context: RequestContext) -> None:
-        self._auto = auto
-        self._request = request
-        self._context = context
-
-    async def _first(self) -> TokenChunk:
-        self._rest = self._auto.begin(self._request, self._context)
-        return await anext(self._rest)
-
-    async def _finish(self) -> None:
-        if self._rest is not None:
-            self._auto.end()

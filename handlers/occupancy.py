@@ -112,9 +112,9 @@ class StageOccupancy(Occupancies):
             self._told[instance.instance_id] = float(share), self._clock()
 
 
-class RunningAlone:
-    """The requests that this worker serves without the other stage now, for one reason, and the tokens that they may
-    come to: their prompts and the most that may be generated.
+class RunningRequests:
+    """The requests that this worker serves in one way now, and the tokens that they may come to: their prompts and the
+    most that may be generated.
     """
 
     def __init__(self) -> None:
@@ -135,23 +135,23 @@ def most_tokens(request: GenerateRequest) -> int:
 
 class _Counted(PerRequestStream[TokenChunk]):
     def __init__(
-        self, alone: RunningAlone, generate: Generate, request: GenerateRequest, context: RequestContext
+        self, running: RunningRequests, generate: Generate, request: GenerateRequest, context: RequestContext
     ) -> None:
-        self._alone = alone
+        self._running = running
         self._generate = generate
         self._request = request
         self._context = context
 
     async def _first(self) -> TokenChunk:
-        self._alone.requests += 1
-        self._alone.tokens += most_tokens(self._request)
+        self._running.requests += 1
+        self._running.tokens += most_tokens(self._request)
         self._rest = self._generate(self._request, self._context)
         return await anext(self._rest)
 
     async def _finish(self) -> None:
         if self._has_begun:
-            self._alone.requests -= 1
-            self._alone.tokens -= most_tokens(self._request)
+            self._running.requests -= 1
+            self._running.tokens -= most_tokens(self._request)
 
 
 def within_fallback_budget(local: Generate, thresholds: Live[Thresholds]) -> Generate:
@@ -159,17 +159,17 @@ def within_fallback_budget(local: Generate, thresholds: Live[Thresholds]) -> Gen
     own work: a stage that is lost must not drown the other one. Raises OverloadedError beyond `--max-local-fallbacks`
     and `--max-local-fallback-tokens`; one request alone may be as long as the engine takes.
     """
-    alone = RunningAlone()
-    counted = alone.counting(local)
+    running = RunningRequests()
+    counted = running.counting(local)
 
     def bounded(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         limits = thresholds.value
-        running = f"{alone.requests} requests of up to {alone.tokens} tokens"
-        if 0 < limits["max_local_fallbacks"] <= alone.requests:
-            raise _overloaded(f"{running} (--max-local-fallbacks {limits['max_local_fallbacks']})")
+        now = f"{running.requests} requests of up to {running.tokens} tokens"
+        if 0 < limits["max_local_fallbacks"] <= running.requests:
+            raise _overloaded(f"{now} (--max-local-fallbacks {limits['max_local_fallbacks']})")
         most = limits["max_local_fallback_tokens"]
-        if alone.requests and 0 < most < alone.tokens + most_tokens(request):
-            raise _overloaded(f"{running} (--max-local-fallback-tokens {most})")
+        if running.requests and 0 < most < running.tokens + most_tokens(request):
+            raise _overloaded(f"{now} (--max-local-fallback-tokens {most})")
         return counted(request, context)
 
     return bounded

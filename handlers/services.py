@@ -30,7 +30,12 @@ from trtllm_disagg.handlers.decide import (
 from trtllm_disagg.handlers.fallback import FallbackStep, Replays, always, replay_if_needed, with_fallback
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.migration import finish_if_budget_exhausted, resume_migrated
-from trtllm_disagg.handlers.occupancy import Occupancies, OwnOccupancy, within_fallback_budget
+from trtllm_disagg.handlers.occupancy import (
+    Occupancies,
+    OwnOccupancy,
+    RunningRequests,
+    within_fallback_budget,
+)
 from trtllm_disagg.handlers.recall import Recalls, recallable
 from trtllm_disagg.handlers.remote import RemoteDrain, StageClient
 from trtllm_disagg.handlers.route import StrategyRouter, relayed
@@ -127,6 +132,8 @@ class StrategyParts:
     prefills: StageClient | None = None
     #: This worker, as the workers of the other role see it.
     instance_id: int | None = None
+    #: Requests whose second phase is, or will be, this worker's, whichever worker has them from the frontend.
+    decoding: RunningRequests = field(default_factory=RunningRequests)
 
     @property
     def pushes(self) -> bool:
@@ -256,6 +263,7 @@ def _strategy_router(
     )
     first_steps = {name: build_strategy(name, parts) for name in own} | relays
     ways = {name: with_fallback(steps_after(first), replays) for name, first in first_steps.items()}
+    ways |= {name: parts.decoding.counting(ways[name]) for name in own}
     decider = create_decider(config.prefill_decider, sources, live.thresholds)
     deployed = {name: conditional(decider, kept, way) for name, way in ways.items()}
     ways["local"] = kept
@@ -264,7 +272,7 @@ def _strategy_router(
         ways,
         (own[0], others[0]),
         stage.num_healthy,
-        config.max_batch_size,
+        lambda: parts.decoding.requests + sources.kept.requests < config.max_batch_size,
     )
     return StrategyRouter(ways | {"auto": auto}, deployed | {"auto": auto}, live.strategy, stage.check)
 
@@ -311,7 +319,8 @@ def _prefill(parts: StrategyParts) -> Generate:
 
 
 def _decode(parts: StrategyParts) -> Generate:
-    return decode_service(LocalDecode(parts.engine, repeats_first_token=parts.pushes))
+    decode = decode_service(LocalDecode(parts.engine, repeats_first_token=parts.pushes))
+    return parts.decoding.counting(decode)
 
 
 _PHASES = {Role.PREFILL: _prefill, Role.DECODE: _decode}

@@ -21,7 +21,7 @@ from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, FactSources, 
 from trtllm_disagg.handlers.occupancy import (
     Occupancies,
     OwnOccupancy,
-    RunningAlone,
+    RunningRequests,
     StageOccupancy,
     within_fallback_budget,
 )
@@ -64,11 +64,11 @@ def decider(
     own: float = 0.0,
     *,
     role: Role = Role.PREFILL,
-    kept: RunningAlone | None = None,
+    kept: RunningRequests | None = None,
     **values: Any,
 ) -> Decider:
     told = Told(None if decode is None else Occupancy(decode, age=0.1))
-    known = FactSources(role, CachedPrefixes(4), NoQueue(), used(own), told, kept or RunningAlone())
+    known = FactSources(role, CachedPrefixes(4), NoQueue(), used(own), told, kept or RunningRequests())
     return create_decider(NAME, known, live(**values))
 
 
@@ -130,7 +130,7 @@ async def begun(generate: Generate, asked: GenerateRequest) -> AsyncGenerator[To
 
 @pytest.mark.parametrize("limits", [{"max_concurrent": 2}, {"max_budget_tokens": 2 * 13}])
 async def test_no_more_requests_are_kept_than_fit_until_one_of_them_ends(limits: dict[str, Any]) -> None:
-    kept, local, remote = RunningAlone(), Slow(), Slow()
+    kept, local, remote = RunningRequests(), Slow(), Slow()
     generate = conditional(decider(1.0, kept=kept, **limits), kept.counting(local), remote)
     asked = [request(token_ids=[1, 2, 3], max_tokens=10) for _ in range(4)]
 

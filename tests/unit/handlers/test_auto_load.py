@@ -1,0 +1,97 @@
+"""When `auto` sends a request on: while this worker's engine decodes all it has room for, whatever runs elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from tests.support.handling import request
+from tests.support.recording_pair import recording_engine
+from tests.support.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.types import Generate, GenerateRequest, TokenChunk
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+PROMPT = list(range(1, 40))
+ROOM = 2
+
+
+def workers_of_auto() -> tuple[Generate, Generate, RecordingStageClient]:
+    """A prefill worker and a decode worker, which call each other, and the prefill worker's client for that."""
+    to_decode, to_prefill = RecordingStageClient(), RecordingStageClient()
+    settings: dict[str, Any] = {
+        "model": "org/model",
+        "strategy": "auto",
+        "max_batch_size": ROOM,
+        "thresholds": {"max_local_prefill_length": 8},
+    }
+    prefill = build_generate(
+        WorkerConfig(role=Role.PREFILL, **settings), recording_engine(), to_decode, instance_id=1
+    )
+    decode = build_generate(
+        WorkerConfig(role=Role.DECODE, **settings), recording_engine(), to_prefill, instance_id=2
+    )
+    to_decode.serve, to_prefill.serve = decode, prefill
+    return prefill, decode, to_decode
+
+
+async def begun(generate: Generate, **keys: Any) -> tuple[GenerateRequest, AsyncGenerator[TokenChunk, None]]:
+    """A long answer of which the first chunks have come, the second stage's among them."""
+    asked = request(400, token_ids=PROMPT, **keys)
+    chunks = generate(asked, FakeContext())
+    await anext(chunks)
+    await anext(chunks)
+    return asked, chunks
+
+
+def way_of(asked: GenerateRequest) -> tuple[str, str]:
+    return asked.trace.strategy, asked.trace.reason
+
+
+async def test_a_worker_that_decodes_all_it_has_room_for_sends_the_next_request_on() -> None:
+    _, decode, _ = workers_of_auto()
+    own = [await begun(decode) for _ in range(ROOM)]
+    sent_on = await begun(decode)
+    assert [way_of(asked) for asked, _ in own] == [("decode_first", "auto_long")] * ROOM
+    assert way_of(sent_on[0]) == ("prefill_first", "auto_busy")
+    for _, chunks in [*own, sent_on]:
+        await chunks.aclose()
+
+
+async def test_requests_that_were_sent_on_to_another_worker_take_no_room_here() -> None:
+    prefill, _, _ = workers_of_auto()
+    elsewhere = RecordingStageClient(prefill)
+    config = WorkerConfig(
+        model="org/model",
+        role=Role.DECODE,
+        strategy="auto",
+        max_batch_size=ROOM,
+        thresholds={"max_local_prefill_length": 8},
+    )
+    decode = build_generate(config, recording_engine(), elsewhere, instance_id=3)
+    own = [await begun(decode) for _ in range(ROOM)]
+    sent_on = [await begun(decode) for _ in range(ROOM)]
+    assert [way_of(asked) for asked, _ in sent_on] == [("prefill_first", "auto_busy")] * ROOM
+    for _, chunks in own:
+        await chunks.aclose()
+    after = await begun(decode)
+    assert way_of(after[0]) == ("decode_first", "auto_long")
+    for _, chunks in [*sent_on, after]:
+        await chunks.aclose()
+
+
+async def test_decodes_that_prefill_workers_ask_for_take_room_here() -> None:
+    prefill, decode, to_decode = workers_of_auto()
+    theirs = [await begun(prefill, annotations=["disagg:prefill_first"]) for _ in range(ROOM)]
+    asked, chunks = await begun(decode)
+    assert way_of(asked) == ("prefill_first", "auto_busy")
+    for _, each in [*theirs, (asked, chunks)]:
+        await each.aclose()
+    await to_decode.idle()
+    asked, chunks = await begun(decode)
+    assert way_of(asked) == ("decode_first", "auto_long")
+    await chunks.aclose()
