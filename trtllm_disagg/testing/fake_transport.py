@@ -31,13 +31,6 @@ class Fails:
 
 
 @dataclass(frozen=True, slots=True)
-class TakesTooLong:
-    """Raises ReadTimeoutError although it may land later, until `ended` is set."""
-
-    ended: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass(frozen=True, slots=True)
 class MovesPart:
     """Moves so many blocks, and fails then."""
 
@@ -52,6 +45,19 @@ class WaitsFor:
     go: threading.Event = field(default_factory=threading.Event)
     #: As long as a hang is waited for.
     seconds: float = 20.0
+
+    def wait(self) -> None:
+        self.begun.set()
+        if not self.go.wait(self.seconds):
+            raise KvTransferError("the script never let it go on")
+
+
+@dataclass(frozen=True, slots=True)
+class TakesTooLong:
+    """Raises ReadTimeoutError although it may land later, until `ended` is set; before that it waits for `after`."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+    after: WaitsFor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,17 +165,17 @@ class FakeTransport:
                 raise error
             case PeerIsDead():
                 raise KvTransferError(f"{peer.sender} is gone")
-            case TakesTooLong(ended):
+            case TakesTooLong(ended, after):
+                if after is not None:
+                    after.wait()
                 raise ReadTimeoutError(
                     f"took longer than {timeout:.0f} s", may_land_later=True, has_ended=ended.is_set
                 )
             case MovesPart(count):
                 move(peer, remote[:count], local[:count], timeout)
                 raise KvTransferError(f"the wire was cut after {count} of {len(remote)} blocks")
-            case WaitsFor(begun, go, seconds):
-                begun.set()
-                if not go.wait(seconds):
-                    raise KvTransferError("the script never let it go on")
+            case WaitsFor() as held:
+                held.wait()
             case Interrupted(call, after):
                 part = int(len(remote) * after)
                 moved = move(peer, remote[:part], local[:part], timeout) if part else 0

@@ -8,7 +8,7 @@ waits for prefill's work alone.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 
 from trtllm_disagg.embedded.ipc.messages import AddRequest, LogprobEntry, TokenOutput
@@ -112,6 +112,11 @@ class BlocksInTransfer:
 
     def hold(self, transfer: Hashable, blocks: list[int]) -> None:
         self._held[transfer] = blocks
+
+    def take_from(self, transfer: Hashable, blocks: Collection[int]) -> None:
+        """The transfer holds these no longer, if it did: another one accounts for them."""
+        if transfer in self._held:
+            self._held[transfer] = [block for block in self._held[transfer] if block not in blocks]
 
     def quarantine(
         self, transfer: Hashable, peer: str, blocks: list[int] | None = None

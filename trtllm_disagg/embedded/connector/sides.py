@@ -51,8 +51,9 @@ class IncomingReads:
             sequence = self._reading.pop(pull)
             error, late = pull.outcome
             if late is not None:
+                filled = set(pull.local)
                 yield from self._blocks.quarantine(late, pull.handle.sender, pull.local)
-                sequence.blocks = [block for block in sequence.blocks if block not in set(pull.local)]
+                sequence.blocks = [block for block in sequence.blocks if block not in filled]
                 self._late.add(late)
             if error is None and not sequence.aborted:
                 yield self._arrived(sequence, pull)
@@ -120,7 +121,8 @@ class IncomingWrites:
             return sequence.blocks
         offered = expected.blocks[expected.num_known :]
         self._blocks.hold(late, offered)
-        return [block for block in sequence.blocks if block not in set(offered)]
+        kept = set(offered)
+        return [block for block in sequence.blocks if block not in kept]
 
     def poll(self) -> Iterator[KvEvent]:
         now = time.monotonic()
@@ -237,13 +239,11 @@ class OutgoingWrites:
         self._pusher.deliver(push, notice)
 
     def release(self, sequence: Sequence) -> list[int]:
-        """The blocks that no move uses any more."""
+        """The blocks that no move uses; those of a push come free when its last move has ended."""
         pushed = self._pushed.pop(sequence, None)
         if pushed is None:
             return sequence.blocks
         self._pusher.fail(pushed.push, "the request has ended there")
-        if pushed.push.stopped.is_set():
-            return sequence.blocks
         self._blocks.hold(pushed.push, sequence.blocks)
         return []
 
@@ -311,11 +311,15 @@ class OutgoingWrites:
     def _broken(self, move: Move) -> Iterator[KvEvent]:
         error, late = move.outcome
         assert error is not None
-        for sequence in self._sequences_of(move.push):
-            if late is not None and move.filled:
-                yield from self._blocks.quarantine(late, move.push.offer.decode, list(move.filled))
+        sequences = self._sequences_of(move.push)
+        if late is not None and move.filled:
+            # Of the request, or held by the push when the request has been aborted meanwhile.
+            self._blocks.take_from(move.push, move.filled)
+            for sequence in sequences:
                 sequence.blocks = [block for block in sequence.blocks if block not in move.filled]
-                self._late.add(late)
+            yield from self._blocks.quarantine(late, move.push.offer.decode, list(move.filled))
+            self._late.add(late)
+        for sequence in sequences:
             yield KvFailed(sequence.request_id, error)
         if output := self._delivering.pop(move.push, None):
             self._pusher.fail(move.push, str(error))

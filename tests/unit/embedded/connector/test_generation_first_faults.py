@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -259,6 +260,32 @@ def test_a_prefix_that_decode_gave_up_while_it_was_read_poisons_no_cache(make_du
     assert answer.category == "Unavailable"
     assert duo.prefill.engine.blocks.known_keys() == set()
     duo.decode.engine.abort(met.decode or 0)
+    duo.run()
+    duo.assert_idle()
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["while it runs", "when it has timed out"])
+def test_blocks_of_a_late_read_stay_quarantined_when_the_request_is_aborted(
+    make_duo: MakeDuo, is_over: bool
+) -> None:
+    fake, held, landed = FakeTransport(), WaitsFor(), threading.Event()
+    duo = make_duo(transport=fake)
+    stem = prompt(2 * BLOCK)
+    duo.decode.generate(stem, 1)
+    fake.then("read", TakesTooLong(landed, held))
+    met = duo.both([*stem, 5])
+    duo.run_until(held.begun.is_set)
+    assert met.prefill is not None
+    if is_over:
+        duo.prefill.woken.clear()
+        held.go.set()
+        assert duo.prefill.woken.wait(held.seconds)
+    duo.prefill.engine.abort(met.prefill)
+    duo.prefill.step()
+    held.go.set()
+    blocks = duo.prefill.engine.blocks
+    duo.run_until(lambda: blocks.num_quarantined == 2)
+    landed.set()
     duo.run()
     duo.assert_idle()
 
