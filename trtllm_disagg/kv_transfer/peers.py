@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -80,31 +81,48 @@ class PeerWorkers:
 
     def __init__(self) -> None:
         self._workers: dict[str, ThreadPoolExecutor] = {}
-        self._lock = threading.Lock()
+        #: What each has to do.
+        self._pending: Counter[str] = Counter()
+        # Again by the same thread, for work that has ended before its callback is added.
+        self._lock = threading.RLock()
         self._closed = False
 
     def submit(self, endpoint: str, work: Callable[..., None], *args: Any) -> None:
         """From any thread. Nothing happens after `close`."""
         with self._lock:
             if not self._closed:
-                self._worker(endpoint).submit(work, *args)
+                key = self._place_for(endpoint)
+                self._pending[key] += 1
+                self._workers[key].submit(work, *args).add_done_callback(lambda _: self._done(key))
 
     def close(self) -> None:
         """What has begun ends; what waits is dropped."""
         with self._lock:
             self._closed = True
-        for worker in self._workers.values():
+            workers = list(self._workers.values())
+        for worker in workers:
             worker.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers.values():
+        for worker in workers:
             worker.shutdown(wait=True)
 
-    def _worker(self, endpoint: str) -> ThreadPoolExecutor:
-        """The peer's; the last one is shared by all that come when there are too many (restarts, forgeries)."""
-        known = endpoint in self._workers or len(self._workers) < _MAX_WORKERS - 1
-        key = endpoint if known else "others"
+    def _place_for(self, endpoint: str) -> str:
+        """The peer's worker. When there are too many (restarts, forgeries), those with nothing to do end; where all
+        are busy, the last one is shared by all others.
+        """
+        if endpoint not in self._workers and len(self._workers) >= _MAX_WORKERS - 1:
+            for idle in [key for key in self._workers if not self._pending[key]]:
+                self._workers.pop(idle).shutdown(wait=False)
+        has_place = endpoint in self._workers or len(self._workers) < _MAX_WORKERS - 1
+        key = endpoint if has_place else "others"
         if key not in self._workers:
             self._workers[key] = ThreadPoolExecutor(1, "kv-peer")
-        return self._workers[key]
+        return key
+
+    def _done(self, key: str) -> None:
+        with self._lock:
+            self._pending[key] -= 1
+            if not self._pending[key]:
+                del self._pending[key]
 
 
 @dataclass(slots=True, eq=False)

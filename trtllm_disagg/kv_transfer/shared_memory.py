@@ -149,5 +149,7 @@ class SharedMemoryTransport:
 
 def _unmap_the_dead(mappings: dict[str, _Mapping]) -> None:
     """A restarted worker comes under another name; the memory of the old one would stay with us."""
-    for sender in [s for s, mapping in mappings.items() if not mapping.address.process.is_running]:
-        mappings.pop(sender).close()
+    # Each peer has a thread, and any of them may add or drop a mapping meanwhile.
+    for sender, mapping in list(mappings.items()):
+        if not mapping.address.process.is_running and mappings.pop(sender, None) is not None:
+            mapping.close()

@@ -18,6 +18,7 @@ import numpy as np
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.kv_transfer.host import ProcessMark, own_mark
 from trtllm_disagg.modelled.clock import Clock
 
 _MOMENT = struct.Struct("<d")
@@ -34,7 +35,7 @@ class LinkCost(msgspec.Struct, frozen=True):
 
 
 class _Address(msgspec.Struct, frozen=True):
-    pid: int
+    process: ProcessMark
     #: Descriptors there: when the link in, and the link out, is free.
     fd_in: int
     fd_out: int
@@ -88,14 +89,14 @@ class LinkTransport:
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         theirs = self._other(peer)
-        source, target = (theirs.pid, theirs.fd_out), (os.getpid(), self._in.fd)
+        source, target = (theirs.process.pid, theirs.fd_out), (os.getpid(), self._in.fd)
         return self._move(peer, theirs, source, target, local_blocks, timeout)
 
     def write(
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         theirs = self._other(peer)
-        source, target = (os.getpid(), self._out.fd), (theirs.pid, theirs.fd_in)
+        source, target = (os.getpid(), self._out.fd), (theirs.process.pid, theirs.fd_in)
         return self._move(peer, theirs, source, target, local_blocks, timeout)
 
     def forget(self, peer: PeerMetadata) -> None:
@@ -110,13 +111,16 @@ class LinkTransport:
 
     @property
     def _own(self) -> _Address:
-        return _Address(os.getpid(), self._in.fd, self._out.fd, self._cost)
+        return _Address(own_mark(), self._in.fd, self._out.fd, self._cost)
 
     def _other(self, peer: PeerMetadata) -> _Address:
         try:
             address = msgspec.msgpack.decode(peer.address, type=_Address)
         except UNREADABLE as error:
             raise KvTransferError(f"{peer.sender} has no modelled link: {error}") from error
+        # Another process may have this id now, and something else open under these descriptors.
+        if not address.process.is_running:
+            raise KvTransferError(f"{peer.sender} is gone (pid {address.process.pid})")
         mine, theirs = self._cost.time_scale, address.cost.time_scale
         if mine != theirs:
             raise HandoffRefusedError(f"modelled.time_scale is {mine:g} here and {theirs:g} at {peer.sender}")

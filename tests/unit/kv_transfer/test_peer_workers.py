@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.access import SameUserAuthentication
 from trtllm_disagg.kv_transfer.base import KvTimeouts, PeerMetadata
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
-from trtllm_disagg.kv_transfer.peers import Peers
+from trtllm_disagg.kv_transfer.peers import Peers, PeerWorkers
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender, Pull
 
 
@@ -121,3 +122,28 @@ def test_the_number_of_workers_is_bounded(sender: KvSender, peers: Peers) -> Non
         assert threading.active_count() - before <= 64
     finally:
         peers.close()
+
+
+def test_a_new_peer_has_a_thread_of_its_own_after_many_that_are_gone() -> None:
+    workers, ended, go = PeerWorkers(), threading.Semaphore(0), threading.Event()
+    try:
+        for port in range(100):
+            workers.submit(f"unix://@gone:{port}", ended.release)
+            assert ended.acquire(timeout=20)
+        workers.submit("unix://@stalls:1", go.wait, 20)
+        workers.submit("unix://@well:1", ended.release)
+        assert ended.acquire(timeout=10)
+    finally:
+        go.set()
+        workers.close()
+
+
+def test_what_is_submitted_for_one_peer_runs_in_order() -> None:
+    workers, ran = PeerWorkers(), queue.SimpleQueue[int]()
+    try:
+        for number in range(300):
+            workers.submit("unix://@one:1", ran.put, number)
+            workers.submit(f"unix://@other:{number}", bool)
+        assert [ran.get(timeout=20) for _ in range(300)] == list(range(300))
+    finally:
+        workers.close()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -50,6 +53,25 @@ def test_the_memory_of_a_dead_sender_is_given_back_when_its_successor_comes() ->
     receiver.read(successor.card, [0], [0])
     assert mapped_pools() == own
     for pool in (receiver, successor):
+        pool.close()
+
+
+def test_peers_that_come_at_the_same_time_do_not_disturb_each_other() -> None:
+    sender, receiver = Pool("SHARED_MEMORY", 8, "sender"), Pool("SHARED_MEMORY", 8, "receiver")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def read_as_others(name: str) -> None:
+        for number in range(200):
+            card = msgspec.structs.replace(sender.card, sender=f"{name}-{number}")
+            receiver.read(card, [0], [0])
+
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(read_as_others, "abcd"))
+    finally:
+        sys.setswitchinterval(interval)
+    for pool in (sender, receiver):
         pool.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -203,3 +204,11 @@ def test_a_cancel_at_any_point_gives_every_block_back(
         getattr(duo, side).engine.abort(ids[side])
     duo.assert_idle()
     duo.close()
+
+
+def test_the_links_of_a_process_that_was_replaced_are_not_touched(ends: list[End]) -> None:
+    address = msgspec.msgpack.decode(ends[1].card.address)
+    address["process"]["started"] -= 1
+    ends[1].card = msgspec.structs.replace(ends[1].card, address=msgspec.msgpack.encode(address))
+    with pytest.raises(KvTransferError, match=r"engine-1 is gone \(pid \d+\)"):
+        ends[0].seconds_to_read(ends[1], 4, at=10.0)

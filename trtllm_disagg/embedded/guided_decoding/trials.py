@@ -8,6 +8,7 @@ import contextlib
 import json
 import queue
 import select
+import signal
 import subprocess
 import threading
 from collections import OrderedDict
@@ -23,6 +24,8 @@ _PROCESS = "trtllm_disagg.embedded.guided_decoding.trial_process"
 _REMEMBERED = 256
 #: To read a large tokenizer on a busy machine.
 _START_SECONDS = 120.0
+#: From its last sign to its end.
+_END_SECONDS = 1.0
 
 
 class TrialStart(msgspec.Struct, frozen=True):
@@ -50,15 +53,25 @@ class TrialProcess:
         )
 
     def passes(self, grammar: str) -> bool:
-        """False when the process died of it; then it is of no more use. Raises EngineError when it cannot start."""
+        """False when the process died of it; then it is of no more use. Raises EngineError when it cannot start, and
+        when its end says nothing about the grammar.
+        """
         if not self._is_started:
             self._is_started = self._answers(msgspec.json.encode(self._start), _START_SECONDS)
         if not self._is_started:
             raise EngineError("its process does not start")
-        return self._answers(json.dumps(grammar).encode(), self._start.wall_seconds)
+        if self._answers(json.dumps(grammar).encode(), self._start.wall_seconds):
+            return True
+        try:
+            killed = self._process.wait(_END_SECONDS) == -signal.SIGKILL
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"its process did not get on for {self._start.wall_seconds:g} s") from None
+        if killed:  # by the kernel, which had no memory left, or by hand: its own limits end it otherwise
+            raise EngineError("its process was killed")
+        return False
 
     def kill(self) -> None:
-        """From any thread: `passes` returns False."""
+        """From any thread: `passes` raises EngineError."""
         self._process.kill()
 
     def close(self) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.guiding import tokens_of
+from tests.support.meeting import wait_until
 from tests.support.models import EOS, VOCAB
 from trtllm_disagg.embedded import LLM, RequestError, SamplingParams
 from trtllm_disagg.embedded.guided_decoding.grammars import grammar_of
@@ -112,10 +114,29 @@ def test_a_grammar_that_needs_too_much_memory_is_refused(start: TrialStart) -> N
     heard.trials.close()
 
 
-def test_a_process_that_does_not_get_on_is_ended(start: TrialStart) -> None:
+def test_a_process_that_does_not_get_on_is_ended_and_the_grammar_not_blamed(start: TrialStart) -> None:
     heard = Heard(msgspec.structs.replace(start, cpu_seconds=60.0, wall_seconds=0.2))
-    heard.enter(1, ENDLESS)
-    assert isinstance(heard.next()[1], InvalidRequestError)
+    for request in (1, 2):
+        heard.enter(request, ENDLESS)
+        error = heard.next()[1]
+        assert isinstance(error, EngineError)
+        assert str(error).endswith("its process did not get on for 0.2 s")
+    heard.trials.close()
+
+
+def test_a_grammar_with_a_process_that_is_killed_is_tried_again(start: TrialStart) -> None:
+    heard = Heard(msgspec.structs.replace(start, cpu_seconds=60.0))
+    heard.enter(1, FINE)
+    assert heard.next() == (1, None)
+    (process,) = (each for each in psutil.Process().children() if "trial_process" in " ".join(each.cmdline()))
+    heard.enter(2, ENDLESS)
+    wait_until(lambda: process.cpu_percent(0.05) > 1)
+    process.kill()
+    error = heard.next()[1]
+    assert isinstance(error, EngineError)
+    assert str(error).endswith("its process was killed")
+    heard.enter(3, FINE)
+    assert heard.next() == (3, None)
     heard.trials.close()
 
 
