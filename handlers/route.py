@@ -70,10 +70,12 @@ class StrategyRouter:
         self._check = check
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        """Raises InvalidRequestError for a name that is none."""
+        """Raises InvalidRequestError for a name that is none, PeerUnavailableError when a worker has chosen it."""
         self._check(request)
         if request.phase_request is not None and request.phase_request.strategy is not None:
-            name, reason = self._known(request.phase_request.strategy), "asked_by_worker"
+            name, reason = request.phase_request.strategy, "asked_by_worker"
+            if name not in self._ways:  # of another version
+                raise PeerUnavailableError(f"this worker does not know the strategy {name!r}")
         elif (asked := self._asked(request)) is not None:
             name, reason = asked, "annotation"
         else:

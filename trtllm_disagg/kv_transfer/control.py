@@ -74,7 +74,7 @@ class LeaseTable:
         self._by_id: dict[bytes, Lease] = {}
         self._by_request: dict[int, bytes] = {}
         self._ended: list[Lease] = []
-        self._expired: deque[bytes] = deque(maxlen=_REMEMBERED)
+        self._ended_early: deque[bytes] = deque(maxlen=_REMEMBERED)
         self.expired_total = 0
 
     def grant(self, request_id: int, blocks: list[int]) -> Lease:
@@ -103,23 +103,25 @@ class LeaseTable:
                 self._end(lease)
             return lease is not None
 
-    def has_expired(self, lease_id: bytes) -> bool:
-        """This lease was not finished or released in time. Only the last ones are remembered."""
+    def has_ended_early(self, lease_id: bytes) -> bool:
+        """This lease expired, or was given back by either side, before a receiver had read. Only the last ones are
+        remembered.
+        """
         with self._lock:
-            return lease_id in self._expired
+            return lease_id in self._ended_early
 
     def release(self, lease_id: bytes) -> None:
         """The receiver does not want the blocks."""
         with self._lock:
             if lease := self._by_id.get(lease_id):
-                self._end(lease)
+                self._end_early(lease)
 
     def release_request(self, request_id: int) -> bool:
         with self._lock:
             lease_id = self._by_request.get(request_id)
             if lease_id is None:
                 return False
-            self._end(self._by_id[lease_id])
+            self._end_early(self._by_id[lease_id])
             return True
 
     def take_ended(self) -> list[Lease]:
@@ -156,7 +158,10 @@ class LeaseTable:
 
     def _expire(self, lease: Lease) -> None:
         self.expired_total += 1
-        self._expired.append(lease.id)
+        self._end_early(lease)
+
+    def _end_early(self, lease: Lease) -> None:
+        self._ended_early.append(lease.id)
         self._end(lease)
 
     def _end(self, lease: Lease) -> None:
@@ -224,7 +229,7 @@ class ControlServer:
                 return b"bad" if handler is None else handler(request, peer)
 
     def _why_not(self, lease: bytes) -> bytes:
-        return b"late" if self._leases.has_expired(lease) else b"gone"
+        return b"late" if self._leases.has_ended_early(lease) else b"gone"
 
 
 def _decoded(message: bytes) -> Request:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
 from tests.support.recording_pair import make_pair
-from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -46,3 +46,10 @@ async def test_what_is_not_for_us_is_not_looked_at(order: str) -> None:
     asked = request(4, annotations=["query_instance_id:", "disagg:local", "disagg:local"])
     assert tokens_of(await collect(make_pair(order).generate, asked)) == expected_tokens(4)
     assert asked.trace.strategy == "local"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_an_order_of_a_newer_worker_is_no_mistake_of_the_client(order: str) -> None:
+    asked = request(4, errand={"stage": "whole", "strategy": "decode_twice"})
+    with pytest.raises(PeerUnavailableError, match="does not know the strategy 'decode_twice'"):
+        await collect(make_pair(order).generate, asked)

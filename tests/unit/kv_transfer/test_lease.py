@@ -37,7 +37,7 @@ def test_done_is_confirmed_once(table: LeaseTable) -> None:
     assert not table.finish(lease.id, lease.digest)
     assert [ended.blocks for ended in table.take_ended()] == [[1]]
     assert table.take_ended() == []
-    assert not table.has_expired(lease.id)
+    assert not table.has_ended_early(lease.id)
 
 
 def test_another_digest_ends_nothing(table: LeaseTable) -> None:
@@ -60,7 +60,7 @@ def test_the_end_of_the_time_is_exact(table: LeaseTable, clock: Clock) -> None:
     assert table.finish(in_time.id, in_time.digest)
     clock.now = SECONDS
     assert not table.finish(too_late.id, too_late.digest), "its blocks might be gone by now"
-    assert table.has_expired(too_late.id)
+    assert table.has_ended_early(too_late.id)
     assert [lease.request_id for lease in table.take_ended()] == [1, 2]
     assert table.expired_total == 1
 
@@ -75,7 +75,7 @@ def test_a_read_that_begins_has_the_whole_time_once(table: LeaseTable, clock: Cl
     assert table.next_deadline() == 2 * SECONDS - 1
     clock.now = 2 * SECONDS - 1
     assert not table.finish(lease.id, lease.digest)
-    assert table.has_expired(lease.id)
+    assert table.has_ended_early(lease.id)
 
 
 def test_a_read_that_comes_too_late_does_not_begin(table: LeaseTable, clock: Clock) -> None:
@@ -83,7 +83,7 @@ def test_a_read_that_comes_too_late_does_not_begin(table: LeaseTable, clock: Clo
     assert not table.begin(lease.id, b"x" * 16)
     clock.now = SECONDS
     assert not table.begin(lease.id, lease.digest)
-    assert table.has_expired(lease.id)
+    assert table.has_ended_early(lease.id)
     assert [ended.id for ended in table.take_ended()] == [lease.id]
 
 
@@ -93,7 +93,7 @@ def test_expired_leases_are_taken_without_being_asked_for(table: LeaseTable, clo
     clock.now = SECONDS
     assert [ended.id for ended in table.take_ended()] == [lease.id]
     assert table.next_deadline() is None
-    assert table.has_expired(lease.id)
+    assert table.has_ended_early(lease.id)
     assert not table.finish(lease.id, lease.digest)
 
 
@@ -102,6 +102,20 @@ def test_a_request_can_give_its_lease_back(table: LeaseTable) -> None:
     assert table.release_request(7)
     assert not table.release_request(7)
     assert len(table) == 0
+
+
+@pytest.mark.parametrize("ended_by", ["prefill", "decode"])
+def test_a_lease_that_was_given_back_is_known_as_ended_early(table: LeaseTable, ended_by: str) -> None:
+    """So that its decode worker prefills anew; a handoff that was used before is refused for good."""
+    lease, used = grant(table, 7), grant(table, 8)
+    if ended_by == "prefill":
+        table.release_request(7)
+    else:
+        table.release(lease.id)
+    assert table.finish(used.id, used.digest)
+    assert not table.begin(lease.id, lease.digest)
+    assert table.has_ended_early(lease.id)
+    assert not table.has_ended_early(used.id)
 
 
 class AnyOrder(RuleBasedStateMachine):

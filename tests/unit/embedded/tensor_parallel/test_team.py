@@ -6,14 +6,17 @@ import os
 import queue
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
+from tests.support.meeting import wait_until
 from tests.unit.embedded.tensor_parallel.test_sharding import ThreadCommunicator
 from trtllm_disagg.embedded.ipc.messages import AddRequest, SamplingSpec
 from trtllm_disagg.embedded.ipc.sockets import listen
@@ -35,7 +38,10 @@ from trtllm_disagg.embedded.tensor_parallel.group import (
     connect,
 )
 from trtllm_disagg.embedded.tensor_parallel.team import Team
+from trtllm_disagg.embedded.tensor_parallel.transfers import Done, Read, Shard, TeamTransport, join_addresses
 from trtllm_disagg.errors import ConfigError, EngineError
+from trtllm_disagg.kv_transfer.base import KvLayout, PeerMetadata
+from trtllm_disagg.testing.fake_transport import Fails, FakeTransport
 
 _commands = msgspec.msgpack.Decoder(RankCommand)
 _SECONDS = 10
@@ -157,3 +163,29 @@ def test_a_closed_channel_is_the_end_of_the_messages() -> None:
 
 def test_a_lost_rank_is_an_engine_error() -> None:
     assert issubclass(RankLostError, EngineError)
+
+
+def test_a_read_that_fails_on_rank_0_ends_when_the_other_rank_has_ended() -> None:
+    """Until then its blocks may be written, whatever kind of error rank 0 has met."""
+    listener, address = listen()
+    with listener:
+        other = connect(address, 1)
+        peers = accept(listener, 2)
+    fake = FakeTransport()
+    fake.then("read", Fails(RuntimeError("dictionary changed size")))
+    transport = TeamTransport(fake, peers)
+    transport.allocate((4, 1, 2, 4, 2, 8), torch.float32, torch.device("cpu"))
+    shards = [Shard(f"sender/{rank}", b"") for rank in range(2)]
+    card = PeerMetadata("sender", "FAKE", KvLayout("m", 1, 4, 4, 8, "float32"), 4, join_addresses(shards))
+    blocks = np.zeros(1, np.int32)
+    with ThreadPoolExecutor(1) as thread:
+        read = thread.submit(transport.read, card, blocks, blocks, 10.0)
+        asked = other.transfers.receive(msgspec.msgpack.Decoder(Read))
+        wait_until(lambda: fake.count("read") == 1)
+        assert wait({read}, 0.2).not_done
+        other.transfers.send(Done(asked.id))
+        with pytest.raises(RuntimeError, match="dictionary changed size"):
+            read.result(_SECONDS)
+    for each in (other, *peers):
+        close(each)
+    fake.close()
