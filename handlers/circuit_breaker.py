@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapp
 from contextlib import aclosing, contextmanager
 from typing import Any, NamedTuple
 
-from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.config.worker_config import ScheduleStyle, WorkerConfig
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -70,13 +70,24 @@ class StreamTimeouts(NamedTuple):
     next: float
 
 
+#: Of a worker's description, which it has at hand.
+_DESCRIBE_SECONDS = 5.0
+
+
 def stream_timeouts_of(config: WorkerConfig) -> Mapping[str, StreamTimeouts]:
-    """By the stage of the phase request. A worker that answers a whole request may try several others, then itself."""
+    """By what is asked for. A worker that answers a whole request may try several others, then itself."""
     prefill = StreamTimeouts(config.prefill_timeout, config.prefill_timeout)
-    decode = StreamTimeouts(config.first_decode_token_timeout, config.next_decode_token_timeout)
+    decode = StreamTimeouts(first_decode_token_seconds(config), config.next_decode_token_timeout)
     tries = config.max_tries + 1
     whole = StreamTimeouts(tries * prefill.first, tries * max(decode))
-    return {"prefill": prefill, "decode": decode, "whole": whole}
+    describe = StreamTimeouts(_DESCRIBE_SECONDS, _DESCRIBE_SECONDS)
+    return {"prefill": prefill, "decode": decode, "whole": whole, "describe": describe}
+
+
+def first_decode_token_seconds(config: WorkerConfig) -> float:
+    """From the dispatch of decode to its first token; under generation_first prefill is dispatched then, too."""
+    with_prefill = config.schedule_style is ScheduleStyle.GENERATION_FIRST
+    return config.first_decode_token_timeout + (config.prefill_timeout if with_prefill else 0.0)
 
 
 class IdleTimer:
@@ -138,7 +149,7 @@ class CircuitBreakerClient:
     def __init__(
         self, stage: StageClient, breaker: CircuitBreaker, timeouts: Mapping[str, StreamTimeouts]
     ) -> None:
-        """`timeouts`: by the stage of the phase request."""
+        """`timeouts`: by the stage of the phase request, and for `describe`."""
         self._stage = stage
         self._breaker = breaker
         self._timeouts = timeouts
@@ -210,7 +221,10 @@ class CircuitBreakerInstance:
         return self._instance.instance_id
 
     async def describe(self) -> dict[str, Any]:
-        return await self._instance.describe()
+        """Raises StageTimeoutError, besides what the instance raises."""
+        with self._judged(), IdleTimer(self.instance_id) as timer:
+            timer.arm("description", self._timeouts["describe"].first)
+            return await self._instance.describe()
 
     async def tell(self, notice: dict[str, Any]) -> None:
         await self._instance.tell(notice)

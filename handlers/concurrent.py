@@ -86,15 +86,23 @@ class RemotePush:
         self._client = client
         self._protocol = protocol
         self._engine = engine
+        #: Of each instance, for as long as it lives: where its engine is met, and on which rank.
+        self._places: dict[int, tuple[str, int | None]] = {}
 
     async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
         # Else both stages would be asked first.
         self._engine.require_room(request)
         instance = await selected(self._client, request)
+        endpoint, rank = self._places.get(instance.instance_id) or await self._place_of(instance)
+        return self._protocol.adapt(self._engine.rendezvous(endpoint, rank)), partial(self._call, instance)
+
+    async def _place_of(self, instance: StageInstance) -> tuple[str, int | None]:
         described = await instance.describe()
         endpoint = _reachable(described.get("ctx_info_endpoint"), "the prefill worker's engine")
-        rendezvous = self._engine.rendezvous(endpoint, described.get("ctx_dp_rank"))
-        return self._protocol.adapt(rendezvous), partial(self._call, instance)
+        there = {*self._client.instance_ids(), instance.instance_id}
+        self._places = {each: place for each, place in self._places.items() if each in there}
+        self._places[instance.instance_id] = endpoint, described.get("ctx_dp_rank")
+        return self._places[instance.instance_id]
 
     async def _call(self, instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
         with dispatched(instance, request) as dispatch:

@@ -16,7 +16,12 @@ from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.chain import decode_service
-from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, stream_timeouts_of
+from trtllm_disagg.handlers.circuit_breaker import (
+    CircuitBreaker,
+    CircuitBreakerClient,
+    first_decode_token_seconds,
+    stream_timeouts_of,
+)
 from trtllm_disagg.handlers.concurrent import LocalPush, push_service
 from trtllm_disagg.handlers.decide import (
     Auto,
@@ -222,7 +227,7 @@ def _worker_side(
         watched,
         config.schedule_style,
         config.prefill_timeout,
-        config.first_decode_token_timeout,
+        first_decode_token_seconds(config),
         choose_protocol(config.handoff_protocol),
         through_queue,
         instance_id,

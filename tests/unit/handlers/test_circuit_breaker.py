@@ -12,6 +12,7 @@ from tests.support.clock import Clock
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
 from tests.support.recording_pair import Pair, make_pair
 from tests.support.stage_client import FakeContext
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -26,6 +27,7 @@ from trtllm_disagg.handlers.circuit_breaker import (
     CircuitBreakerClient,
     IdleTimer,
     StreamTimeouts,
+    stream_timeouts_of,
 )
 from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.types import GenerateRequest, RequestContext
@@ -41,7 +43,7 @@ class Instance:
         self._call = call
 
     async def describe(self) -> dict[str, Any]:
-        return {}
+        return await anext(self._call())
 
     def call(
         self, request: dict[str, Any], context: RequestContext | None
@@ -97,7 +99,8 @@ def failing(error: DisaggError, after: int = 0) -> Call:
 
 def with_breaker(stage: Stage, clock: Clock | None = None, seconds: float = 30.0) -> CircuitBreakerClient:
     breaker = CircuitBreaker(2, 5.0, clock or Clock())
-    return CircuitBreakerClient(stage, breaker, {"prefill": StreamTimeouts(seconds, 2 * seconds)})
+    timeouts = {"prefill": StreamTimeouts(seconds, 2 * seconds), "describe": StreamTimeouts(seconds, seconds)}
+    return CircuitBreakerClient(stage, breaker, timeouts)
 
 
 async def call(stage: CircuitBreakerClient) -> tuple[int, list[dict[str, Any]]]:
@@ -263,3 +266,26 @@ async def test_a_phase_that_hangs_here_ends_too(order: str, word: str) -> None:
     with pytest.raises(StageTimeoutError, match=f"{word} .*within 0.5 s"):
         await collect(pair.generate, request(4))
     await let_go(gate, pair)
+
+
+async def test_an_instance_that_does_not_describe_itself_is_given_up_and_skipped_later() -> None:
+    stage = with_breaker(Stage(i1=silent, i2=well), seconds=0.01)
+    for _ in range(2):
+        instance = await stage.pick(request())
+        assert instance.instance_id == 1
+        with pytest.raises(StageTimeoutError, match=r"no description within 0\.01 s"):
+            await instance.describe()
+    assert (await stage.pick(request())).instance_id == 2
+
+
+@pytest.mark.parametrize(("style", "seconds"), [("context_first", 3.0), ("generation_first", 10.0)])
+def test_decode_has_the_time_of_the_prefill_that_it_is_dispatched_with(style: str, seconds: float) -> None:
+    config = WorkerConfig(
+        model="m",
+        role=Role.PREFILL,
+        strategy="prefill_first",
+        schedule_style=ScheduleStyle(style),
+        prefill_timeout=7.0,
+        first_decode_token_timeout=3.0,
+    )
+    assert stream_timeouts_of(config)["decode"].first == seconds
