@@ -54,7 +54,11 @@ class LocalPush:
         """Raises ConfigError for an engine that no decode engine can reach."""
         self._engine = engine
         self._protocol = protocol
-        self._endpoint = _reachable(engine.ctx_info_endpoint, "this engine")
+        if not engine.ctx_info_endpoint:
+            raise ConfigError(
+                "this engine says no ctx_info_endpoint, which --schedule-style generation_first needs"
+            )
+        self._endpoint = engine.ctx_info_endpoint
         self._rank = engine.ctx_dp_rank
 
     async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
@@ -98,7 +102,9 @@ class RemotePush:
 
     async def _place_of(self, instance: StageInstance) -> tuple[str, int | None]:
         described = await instance.describe()
-        endpoint = _reachable(described.get("ctx_info_endpoint"), "the prefill worker's engine")
+        endpoint = described.get("ctx_info_endpoint")
+        if not endpoint:
+            raise PeerUnavailableError("the prefill worker's engine says no ctx_info_endpoint")
         there = {*self._client.instance_ids(), instance.instance_id}
         self._places = {each: place for each, place in self._places.items() if each in there}
         self._places[instance.instance_id] = endpoint, described.get("ctx_dp_rank")
@@ -120,14 +126,6 @@ def push_service(push: LocalPush) -> Generate:
         yield await push(request, context)
 
     return generate
-
-
-def _reachable(endpoint: str | None, engine: str) -> str:
-    if not endpoint:
-        raise ConfigError(
-            f"{engine} says no ctx_info_endpoint, which --schedule-style generation_first needs"
-        )
-    return endpoint
 
 
 def concurrent(prefill: PushPhase, decode: DecodePhase) -> Generate:

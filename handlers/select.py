@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import random
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 _REMEMBERED = 4096
 
 _KV_ROUTER_SECONDS = 1.0
+#: Before a router that has not answered is asked again.
+_KV_ROUTER_PAUSE_SECONDS = 5.0
 
 
 class Directory(Protocol):
@@ -88,13 +91,22 @@ Overlaps = Callable[[GenerateRequest], Awaitable[Mapping[int, int]]]
 class BestCached:
     """The least work: what is not cached of this prompt there, plus what is in flight there."""
 
-    def __init__(self, overlaps: Overlaps, in_flight: InFlight, seconds: float = _KV_ROUTER_SECONDS) -> None:
+    def __init__(
+        self,
+        overlaps: Overlaps,
+        in_flight: InFlight,
+        seconds: float = _KV_ROUTER_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`seconds` for the router's answer; it takes less than one thousandth of that."""
         self._overlaps = overlaps
         self._seconds = seconds
+        self._clock = clock
         self._in_flight = in_flight
         self._turns = RoundRobin()
         self._is_failing = False
+        #: A router that hangs would cost each request `seconds`.
+        self._asked_again_at = 0.0
 
     async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
         cached = await self._cached(request)
@@ -104,6 +116,8 @@ class BestCached:
 
     async def _cached(self, request: GenerateRequest) -> Mapping[int, int]:
         """Nothing, when the router cannot tell: a request does not fail of that."""
+        if self._clock() < self._asked_again_at:
+            return {}
         try:
             async with asyncio.timeout(self._seconds):
                 cached = await self._overlaps(request)
@@ -111,6 +125,8 @@ class BestCached:
             if not self._is_failing:
                 log.warning("the KV router does not answer, so load alone decides: %r", error)
             self._is_failing = True
+            if isinstance(error, TimeoutError):
+                self._asked_again_at = self._clock() + _KV_ROUTER_PAUSE_SECONDS
             return {}
         self._is_failing = False
         return cached

@@ -99,12 +99,14 @@ class LiveState:
 
 
 async def watch_policy_file(path: Path, live: LiveState) -> None:
-    """Returns never. A file that is wrong now is reported once, and the old values stay."""
-    seen = _stamp(path)
+    """Returns never. A file that is wrong now is reported once, and the old values stay. It is read at once: it may
+    have changed since the worker's start.
+    """
+    seen = None
     while True:
-        await asyncio.sleep(_WATCH_SECONDS)
         stamp = _stamp(path)
         if stamp == seen:
+            await asyncio.sleep(_WATCH_SECONDS)
             continue
         seen = stamp
         try:

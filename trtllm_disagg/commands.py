@@ -183,7 +183,10 @@ class KeyVerifier:
             raise CommandRefusedError(
                 f"{CONTROL}: signed with another key ({signed.key[:12]!r}) than this worker's ({self._key.id})"
             )
-        payload = msgspec.json.decode(signed.order, type=SignedPayload)
+        try:
+            payload = msgspec.json.decode(signed.order, type=SignedPayload)
+        except msgspec.DecodeError as error:  # of another version
+            raise InvalidRequestError(f"{CONTROL}: {error}") from None
         self._require_fresh(payload)
         return decode_command(payload.command)
 

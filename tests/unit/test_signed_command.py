@@ -123,6 +123,13 @@ def test_what_is_no_command_is_refused(raw: Any) -> None:
         KeyVerifier(KEY, ME).command_of(raw)
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "nonsense"])
+def test_a_signed_command_of_another_version_is_refused(text: str) -> None:
+    signed = {"order": text, "key": KEY.id, "signature": KEY.signature(text)}
+    with pytest.raises(InvalidRequestError, match=CONTROL):
+        KeyVerifier(KEY, ME).command_of(signed)
+
+
 # -- the file
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from http.client import HTTPException
 from typing import Any, Protocol
 from urllib.request import Request, urlopen
 
@@ -104,7 +105,7 @@ def _would_send(url: str, body: dict[str, Any], instance_id: int) -> bool:
         with urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
             answer = json.load(response)
             return bool(answer["nvext"]["worker_id"]["decode_worker_id"] == instance_id)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, HTTPException, ValueError, KeyError, TypeError):
         return False
 
 

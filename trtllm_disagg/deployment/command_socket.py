@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 from collections import Counter
@@ -29,6 +30,8 @@ from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.framing import peer_process
 from trtllm_disagg.strategies import spec_of, switchable
+
+log = logging.getLogger(__name__)
 
 COMMAND_SOCKET = "orders.sock"
 #: Each is a process of its own; a slip of the finger shall not take the machine.
@@ -92,6 +95,9 @@ class CommandServer:
                     tell("refused", str(error))
                 except DisaggError as error:
                     tell("failed", str(error))
+                except Exception as error:
+                    log.exception("a command failed unexpectedly")
+                    tell("failed", f"{type(error).__name__}: {error}")
                 async with asyncio.timeout(self._limits.idle_seconds):
                     await writer.drain()
                     writer.write_eof()

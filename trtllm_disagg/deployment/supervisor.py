@@ -95,7 +95,8 @@ class Restarts:
             async with asyncio.TaskGroup() as restarts:
                 while True:
                     process = await deaths.get()
-                    self._tasks[process] = restarts.create_task(self._after(process))
+                    if self._owner.keeps(process):
+                        self._tasks[process] = restarts.create_task(self._after(process))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
@@ -232,6 +233,10 @@ class Supervisor:
                 raise DeploymentFailedError(death_report(process, "before it was ready"))
         finally:
             self._starting_or_stopping.discard(process)
+
+    def keeps(self, process: ManagedProcess) -> bool:
+        """It is to run: it may have been removed between its death and this question."""
+        return process in self.processes and process not in self._starting_or_stopping
 
     async def remove(self, process: ManagedProcess) -> bool:
         """Stops one worker as soon as its requests have ended, and forgets it. Whether it ended by itself."""

@@ -108,8 +108,12 @@ def fresh_prompt(sizes: Sizes, num_blocks: int = 4) -> str:
 class HttpFrontend:
     def __init__(self, url: str, seconds: float) -> None:
         """`seconds` for an answer. Raises ConfigError for what is no URL."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # of a port that cannot be
+            is_whole = False
+        if not is_whole:
             raise ConfigError.bad_value("--url", url, "the URL of a frontend, as in http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._seconds = seconds

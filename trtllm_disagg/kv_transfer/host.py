@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
 
-import msgspec
 import torch
-
-from trtllm_disagg.processes.proc_stat import birth
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -35,20 +31,3 @@ def new_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     if device.type == "cpu":
         return huge_page_tensor(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-# Is a process of this host still the one that it was? Process ids are used again.
-
-
-class ProcessMark(msgspec.Struct, frozen=True):
-    pid: int
-    #: `birth` of that process.
-    started: int
-
-    @property
-    def is_running(self) -> bool:
-        return birth(self.pid) == self.started
-
-
-def own_mark() -> ProcessMark:
-    return ProcessMark(os.getpid(), birth(os.getpid()))

@@ -27,7 +27,8 @@ from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.access import OneHost, TransferScope
 from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
-from trtllm_disagg.kv_transfer.host import ProcessMark, huge_page_tensor, new_memory, own_mark
+from trtllm_disagg.kv_transfer.host import huge_page_tensor, new_memory
+from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.access import TransferScope
 from trtllm_disagg.kv_transfer.base import PeerMetadata, common_runs
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
-from trtllm_disagg.kv_transfer.host import ProcessMark, own_mark
+from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
 
 #: Every page from the start; otherwise the first read of each block would pay for its pages.
 _PRESENT = mmap.MAP_SHARED | mmap.MAP_POPULATE

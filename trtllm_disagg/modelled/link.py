@@ -18,8 +18,8 @@ import numpy as np
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
-from trtllm_disagg.kv_transfer.host import ProcessMark, own_mark
 from trtllm_disagg.modelled.clock import Clock
+from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
 
 _MOMENT = struct.Struct("<d")
 

@@ -20,6 +20,7 @@ from nats.js.errors import APIError, BadRequestError, NotFoundError, ServiceUnav
 
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.errors import ConfigError, OverloadedError, QueueUnusableError
+from trtllm_disagg.kv_transfer.listener import RateLimitedLog
 from trtllm_disagg.prefill_queue.messages import CONSUMER, MAX_BYTES, NO, YES, Names
 
 log = logging.getLogger(__name__)
@@ -337,11 +338,12 @@ class Broker:
 
     async def _return(self) -> None:
         """It may be another server, or the same one without its memory."""
+        warn = RateLimitedLog(log)
         while self._client.is_connected:
             try:
                 await preserve_cancellation(self._make_stream())
             except NATS_ERRORS as error:
-                log.warning("NATS is back, but has no stream yet: %s", error)
+                warn("NATS is back, but has no stream yet: %s", error)
                 await asyncio.sleep(_RECONNECT_SECONDS)
                 continue
             log.info("NATS is back")

@@ -142,7 +142,12 @@ class Puller:
         while not self._stopping.is_set():
             await self._room.wait()
             await self._broker.wait_until_usable()
-            message = await self._ask()
+            try:
+                message = await self._ask()
+            except Exception:  # this worker is in discovery: requests wait for what it pulls
+                log.exception("pulling from the prefill queue failed; it is tried again")
+                await asyncio.sleep(_PULL_SECONDS)
+                continue
             if message is None:
                 continue
             if self._stopping.is_set():
@@ -322,6 +327,11 @@ class DepthWatch:
             try:
                 await self._look()
             except QueueUnusableError:
+                self._num_waiting, self._oldest = 0, None
+            except (
+                Exception
+            ):  # a depth that stays as it is would keep every request away from the queue, or none
+                log.exception("looking at the prefill queue failed; it counts as empty")
                 self._num_waiting, self._oldest = 0, None
             await asyncio.sleep(_ASK_SECONDS)
 

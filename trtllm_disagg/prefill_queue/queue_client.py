@@ -25,6 +25,7 @@ from trtllm_disagg.handlers.cancellation import in_background
 from trtllm_disagg.handlers.remote import QUEUE_ID
 from trtllm_disagg.prefill_queue.broker import Broker
 from trtllm_disagg.prefill_queue.messages import (
+    MAX_AVOIDED,
     NO,
     YES,
     Answer,
@@ -207,7 +208,9 @@ class QueueClient:
     ) -> AsyncGenerator[dict[str, Any], None]:
         """What a prefill worker answers. Raises a DisaggError with `peer`."""
         request_id = context.id() if context is not None else None
-        item = Item(uuid.uuid4().hex, self._id, request_id, sorted(request.avoid), raw)
+        # More than fit come from the circuit breaker, in a fleet of which much is down.
+        avoid = sorted(request.avoid)[:MAX_AVOIDED]
+        item = Item(uuid.uuid4().hex, self._id, request_id, avoid, raw)
         on_claim = partial(note_claim, request, time.monotonic())
         pushed = Pushed(item, self._timeout, on_claim, self._broker.limits.claims)
         self._pushed[item.id] = pushed

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
+
+import msgspec
 
 
 def birth(pid: int) -> int:
@@ -15,6 +18,22 @@ def birth(pid: int) -> int:
     except OSError:
         return 0
     return 0 if state in b"ZX" else int(fields[18])
+
+
+class ProcessMark(msgspec.Struct, frozen=True):
+    """Tells a process of this host from a later one with the same id."""
+
+    pid: int
+    #: `birth` of that process.
+    started: int
+
+    @property
+    def is_running(self) -> bool:
+        return birth(self.pid) == self.started
+
+
+def own_mark() -> ProcessMark:
+    return ProcessMark(os.getpid(), birth(os.getpid()))
 
 
 def is_computing(pid: int) -> bool:

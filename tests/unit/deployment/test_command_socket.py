@@ -111,6 +111,24 @@ def alive(supervisor: Supervisor) -> list[str]:
     return [record.name for record in read_processes(supervisor.config.run_dir) if is_alive(record)]
 
 
+async def test_a_command_that_fails_unexpectedly_says_why_and_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Status):
+        def note(self, text: str) -> None:
+            raise RuntimeError("the terminal is gone")
+
+    run_dir = RunDir.claim(tmp_path / "run")
+    supervisor = Supervisor(worker_config(run_dir.path), [], run_dir, Broken())
+    try:
+        async with serving_commands(supervisor):
+            with pytest.raises(DisaggError, match="RuntimeError: the terminal is gone"):
+                await tell(supervisor, Switch("prefill_first"))
+    finally:
+        await supervisor.kill()
+    assert "a command failed unexpectedly" in caplog.text
+
+
 async def test_only_its_user_may_open_the_socket(supervisor: Supervisor) -> None:
     mode = (supervisor.config.run_dir / COMMAND_SOCKET).stat().st_mode
     assert stat.S_ISSOCK(mode)

@@ -20,6 +20,7 @@ from trtllm_disagg.errors import (
     DisaggError,
     InvalidRequestError,
     KvTransferError,
+    PeerUnavailableError,
     RequestCancelledError,
 )
 from trtllm_disagg.handlers.concurrent import LocalPush, Push, RemotePush, concurrent
@@ -187,7 +188,7 @@ def test_an_unreachable_engine_is_refused_before_it_serves() -> None:
 
 async def test_a_prefill_worker_that_cannot_be_met_is_named(engines: dict[Role, Engine]) -> None:
     push = RemotePush(RecordingStageClient(), engines[Role.DECODE])
-    with pytest.raises(ConfigError, match="ctx_info_endpoint"):
+    with pytest.raises(PeerUnavailableError, match="ctx_info_endpoint"):
         await push.open_rendezvous(request())
 
 

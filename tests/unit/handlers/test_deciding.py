@@ -202,7 +202,9 @@ async def test_a_policy_file_is_watched(tmp_path: Path, caplog: pytest.LogCaptur
     file = tmp_path / "policy.yaml"
     file.write_text("max_local_prefill_length: 7\n")
     live = live_state(policy_file=str(file))
+    file.write_text("max_local_prefill_length: 6\n")
     watcher = asyncio.create_task(watch_policy_file(file, live))
+    await until(lambda: live.thresholds.value.values["max_local_prefill_length"] == 6)
 
     async def edited(content: str) -> None:
         other = tmp_path / "new"

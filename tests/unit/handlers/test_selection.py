@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.clock import Clock
 from tests.support.handling import request
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
@@ -143,6 +144,25 @@ async def test_a_router_that_hangs_delays_no_request(caplog: pytest.LogCaptureFi
     load.add(1, 5)
     assert await BestCached(hanging, load, seconds=0.01).choose(request(), [1, 2]) == 2
     assert "TimeoutError" in caplog.text
+
+
+async def test_a_router_that_hangs_is_asked_again_after_a_pause() -> None:
+    asked = 0
+
+    async def hanging(request: GenerateRequest) -> Mapping[int, int]:
+        nonlocal asked
+        asked += 1
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    clock = Clock()
+    selector = BestCached(hanging, InFlight(), seconds=0.01, clock=clock)
+    for _ in range(3):
+        await selector.choose(request(), [1, 2])
+    assert asked == 1
+    clock.now += 5.0
+    await selector.choose(request(), [1, 2])
+    assert asked == 2
 
 
 async def test_a_router_that_works_again_may_fail_again(caplog: pytest.LogCaptureFixture) -> None:

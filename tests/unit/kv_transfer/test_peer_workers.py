@@ -126,11 +126,15 @@ def test_the_number_of_workers_is_bounded(sender: KvSender, peers: Peers) -> Non
 
 def test_a_new_peer_has_a_thread_of_its_own_after_many_that_are_gone() -> None:
     workers, ended, go = PeerWorkers(), threading.Semaphore(0), threading.Event()
+
+    def stall() -> None:
+        go.wait(20)
+
     try:
         for port in range(100):
             workers.submit(f"unix://@gone:{port}", ended.release)
             assert ended.acquire(timeout=20)
-        workers.submit("unix://@stalls:1", go.wait, 20)
+        workers.submit("unix://@stalls:1", stall)
         workers.submit("unix://@well:1", ended.release)
         assert ended.acquire(timeout=10)
     finally:
@@ -143,7 +147,7 @@ def test_what_is_submitted_for_one_peer_runs_in_order() -> None:
     try:
         for number in range(300):
             workers.submit("unix://@one:1", ran.put, number)
-            workers.submit(f"unix://@other:{number}", bool)
+            workers.submit(f"unix://@other:{number}", threading.Event().set)
         assert [ran.get(timeout=20) for _ in range(300)] == list(range(300))
     finally:
         workers.close()

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.handling import until
 from trtllm_disagg.errors import DisaggError, EngineError, StageTimeoutError
 from trtllm_disagg.handlers.remote import QUEUE_ID
 from trtllm_disagg.prefill_queue.broker import preserve_cancellation
 from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, Failed, FromPuller, Item
-from trtllm_disagg.prefill_queue.nats_queue import Room
+from trtllm_disagg.prefill_queue.nats_queue import DepthWatch, Room
 from trtllm_disagg.prefill_queue.queue_client import Pushed
 
 ID = uuid.uuid4().hex
@@ -141,3 +142,33 @@ async def test_a_cancel_that_comes_with_the_result_is_not_lost() -> None:
     assert await cancelled_with_the_result(keep=True)
     if sys.version_info < (3, 12):
         assert not await cancelled_with_the_result(keep=False), "else there is no need for it"
+
+
+class BrokenOnce:
+    """A broker whose first answer is an error that no layer foresees."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def wait_until_usable(self) -> None:
+        """It is."""
+
+    async def waiting(self) -> tuple[int, int]:
+        self.asked += 1
+        if self.asked == 1:
+            raise KeyError("num_pending")
+        return 3, 7
+
+    async def pushed_at(self, place: int) -> float | None:
+        return None
+
+    is_usable = True
+
+
+async def test_the_depth_is_watched_on_after_an_unforeseen_error(caplog: pytest.LogCaptureFixture) -> None:
+    broker = BrokenOnce()
+    watch = DepthWatch(broker, list)  # type: ignore[arg-type]
+    await watch.start()
+    await until(lambda: watch.depth() == 3)
+    await watch.stop()
+    assert "looking at the prefill queue failed" in caplog.text
