@@ -79,6 +79,8 @@ _CMA_NEEDED = (
     "SHARED_MEMORY for workers on one host"
 )
 _ROOM_NEEDED = f"more room ({{}}): {how_to_get(UCX_FREE)}; or set SHARED_MEMORY for workers on one host"
+_NIXL_REMEDY = ": pip install nixl-cu12==1.5.1; or set SHARED_MEMORY for workers on one host"
+_KEY = "cache_transceiver_config.backend"
 _TIMEOUT_SECONDS = 20.0
 _MARK = b"trtllm-disagg\0"
 
@@ -105,60 +107,37 @@ def create_transport(
     read other processes' memory, which `needs_cma` asks for; between hosts TLS, or NIXL for a GPU's memory or where
     there is RDMA. Raises ConfigError for any other name, and where a transport would not work.
     """
-    if backend == "DEFAULT":
-        if isinstance(scope, Network) and not on_gpu and not _has_rdma():
-            return _create("TLS", scope)
-        return _default(scope, needs_cma)
-    if backend not in TRANSPORTS:
-        raise ConfigError.bad_value(
-            "cache_transceiver_config.backend",
-            backend,
-            f"one of {', '.join(backends())} on the embedded engine",
-        )
-    if backend == "NIXL" and (reason := _why_no_room(scope)):
-        raise ConfigError.bad_value("cache_transceiver_config.backend", backend, _ROOM_NEEDED.format(reason))
-    if backend == "NIXL" and needs_cma and (reason := why_no_cma()):
-        raise ConfigError.bad_value("cache_transceiver_config.backend", backend, _CMA_NEEDED.format(reason))
+    if backend not in backends():
+        raise ConfigError.bad_value(_KEY, backend, f"one of {', '.join(backends())} on the embedded engine")
+    is_default = backend == "DEFAULT"
+    if is_default and isinstance(scope, Network) and not on_gpu and not _has_rdma():
+        return _create("TLS", scope)
+    name = "NIXL" if is_default else backend
     try:
-        return _create(backend, scope)
+        reason = _why_not(name, scope, needs_cma)
+        if not reason:
+            return _create(name, scope)
     except ImportError as error:
-        raise ConfigError(
-            f"cache_transceiver_config.backend: {backend} is not installed ({error}); "
-            "pip install nixl-cu12==1.5.1, or set SHARED_MEMORY for workers on one host"
-        ) from error
-
-
-def _default(scope: TransferScope, needs_cma: bool) -> StagingTransport:
-    try:
-        transport = _create("NIXL", scope)
-    except ImportError as error:
-        if isinstance(scope, Network):
-            raise ConfigError(
-                f"KV of a GPU, or over RDMA, moves between hosts by NIXL, which is not installed ({error})"
-            ) from error
-        log.warning("NIXL is not installed (%s): KV moves through shared memory, on this host only", error)
+        remedy = _NIXL_REMEDY if name == "NIXL" else ""
+        reason = f"a machine on which {name} is installed ({error}){remedy}"
+    if is_default and isinstance(scope, OneHost):
+        log.warning("KV moves through shared memory, on this host only; NIXL needs %s", reason)
         return _create("SHARED_MEMORY", scope)
-    if reason := _why_no_room(scope):
-        log.warning(
-            "NIXL has no room (%s): KV moves through memory without a name, on this host only", reason
-        )
-        return _create("SHARED_MEMORY", scope)
-    if needs_cma and (reason := why_no_cma()):
-        log.warning(
-            "processes may not read each other's memory here (process_vm_readv: %s): KV moves through shared "
-            "memory, on this host only",
-            reason,
-        )
-        return _create("SHARED_MEMORY", scope)
-    return transport
+    raise ConfigError.bad_value(_KEY, backend, reason)
 
 
-def _why_no_room(scope: TransferScope) -> str:
-    """Empty where there is enough. Between hosts UCX does without."""
-    free = free_bytes()
-    if not isinstance(scope, OneHost) or free >= UCX_FREE:
+def _why_not(name: str, scope: TransferScope, needs_cma: bool) -> str:
+    """What that transport needs and does not have here; empty when it would work."""
+    if name != "NIXL":
         return ""
-    return f"{DIRECTORY} has {in_mib(free)} free of the {in_mib(UCX_FREE)} that UCX asks for"
+    free = free_bytes()
+    # Between hosts UCX does without.
+    if isinstance(scope, OneHost) and free < UCX_FREE:
+        free_now = f"{DIRECTORY} has {in_mib(free)} free of the {in_mib(UCX_FREE)} that UCX asks for"
+        return _ROOM_NEEDED.format(free_now)
+    if needs_cma and (reason := why_no_cma()):
+        return _CMA_NEEDED.format(reason)
+    return ""
 
 
 def _has_rdma() -> bool:

@@ -116,7 +116,7 @@ def test_default_falls_back_to_shared_memory_and_says_so(caplog: pytest.LogCaptu
 
 @pytest.mark.usefixtures("without_nixl")
 def test_nixl_by_name_does_not_fall_back() -> None:
-    with pytest.raises(ConfigError, match=r"NIXL is not installed .* pip install nixl-cu12"):
+    with pytest.raises(ConfigError, match=r"'NIXL' is not allowed; expected .* pip install nixl-cu12"):
         create_transport("NIXL", ONE_HOST)
 
 

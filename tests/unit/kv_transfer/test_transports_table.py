@@ -9,8 +9,9 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.unit.embedded.core.test_core_handoff import prompt
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.access import OneHost
-from trtllm_disagg.kv_transfer.transports import TRANSPORTS, TransportSpec, backends
+from trtllm_disagg.kv_transfer.transports import TRANSPORTS, TransportSpec, backends, create_transport
 
 TOY = TransportSpec("TOY", "trtllm_disagg.testing.fake_transport:FakeTransport", (OneHost,), "never")
 
@@ -46,3 +47,13 @@ def test_a_line_in_the_table_is_enough_for_a_handoff(
 def test_a_name_that_is_not_in_the_table_is_refused(checkpoints: Checkpoints, backend: str) -> None:
     with pytest.raises(ValueError, match=f"{' or '.join(map(repr, [*backends()][-2:]))}.*'{backend}'"):
         Core(checkpoints(), cache_transceiver_config={"backend": backend})
+
+
+def test_a_transport_with_a_library_that_is_not_here_is_refused_without_advice_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    absent = TransportSpec("ABSENT", "no_such_library.transport:Transport", (OneHost,), "never")
+    monkeypatch.setitem(TRANSPORTS, "ABSENT", absent)
+    with pytest.raises(ConfigError, match="a machine on which ABSENT is installed") as refused:
+        create_transport("ABSENT", OneHost())
+    assert "nixl" not in str(refused.value)

@@ -45,7 +45,7 @@ def test_nixl_by_name_is_refused_where_ucx_has_no_room(leave: Leave) -> None:
 def test_default_falls_back_where_ucx_has_no_room(leave: Leave, caplog: pytest.LogCaptureFixture) -> None:
     leave(UCX_FREE - 1)
     assert create_transport("DEFAULT", OneHost()).name == "SHARED_MEMORY"
-    assert "NIXL has no room" in caplog.text
+    assert "NIXL needs more room" in caplog.text
     leave(UCX_FREE)
     assert create_transport("DEFAULT", OneHost()).name == "NIXL"
 
