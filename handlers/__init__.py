@@ -1,8 +1,8 @@
-"""How a worker answers a request: phases (local, remote), their composition (chain), and what a worker serves.
+"""How a worker answers a request: the phases (local, remote), their composition (chain) and all around it (services).
 
 Lives in the top-level folder `handlers/`, imported as `trtllm_disagg.handlers` (docs/explanation/structure.md).
 """
 
 if __name__ != "trtllm_disagg.handlers":
-    # A second copy under another name would have classes that are not the same classes.
+    # Under a second name the modules would be loaded twice, with different classes.
     raise ImportError("import this package as trtllm_disagg.handlers")

@@ -1,7 +1,6 @@
-"""Refuses a request at the door, before any engine works on it, when too many wait here already.
+"""Admission control: refuses a request, before any engine works on it, when too many requests wait on this worker.
 
-A request waits from its arrival to its first chunk. So those that are being prefilled count, and those that already
-decode do not.
+A request waits from its arrival to its first chunk: requests in prefill count, requests in decode do not.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _LOG_SECONDS = 10.0
 
 @dataclass(slots=True)
 class Queued:
-    """What waits now, and how many requests were refused since the start."""
+    """The requests that wait now, and the number of refused ones since the start."""
 
     requests: int = 0
-    #: Of their prompts.
+    #: Prompt tokens of the waiting requests.
     tokens: int = 0
-    shed: int = 0
+    num_refused: int = 0
 
 
 class Admission:
@@ -44,20 +43,20 @@ class Admission:
         self._quiet_until = clock()
 
     def admitting(self, generate: Generate) -> Generate:
-        """Raises OverloadedError for what finds no room."""
+        """`generate`, which raises OverloadedError for a request that finds no room."""
 
         def admitted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
             return _Admitted(self, generate, request, context)
 
         return admitted
 
-    def enter(self, request: GenerateRequest) -> _Wait:
-        """The request waits from now on."""
+    def enter(self, request: GenerateRequest) -> _WaitingRequest:
+        """From now on the request waits. Raises OverloadedError."""
         self._require_room(len(request.token_ids))
-        return _Wait(self._queued, len(request.token_ids))
+        return _WaitingRequest(self._queued, len(request.token_ids))
 
     def _require_room(self, tokens: int) -> None:
-        """One prompt alone may be as long as the engine takes."""
+        """Raises OverloadedError. When no other request waits, the prompt may be of any length."""
         limits, queued = self._thresholds.value, self._queued
         if 0 < limits["max_queued_requests"] <= queued.requests:
             self._refuse(f"--max-queued-requests {limits['max_queued_requests']}")
@@ -65,18 +64,20 @@ class Admission:
             self._refuse(f"--max-queued-tokens {limits['max_queued_tokens']}")
 
     def _refuse(self, bound: str) -> None:
-        self._queued.shed += 1
+        self._queued.num_refused += 1
         waiting = f"{self._queued.requests} requests with {self._queued.tokens} prompt tokens"
         if self._clock() >= self._quiet_until:
             self._quiet_until = self._clock() + _LOG_SECONDS
-            log.warning("overloaded: %s wait, %s; %d refused so far", waiting, bound, self._queued.shed)
+            log.warning(
+                "overloaded: %s wait, %s; %d refused so far", waiting, bound, self._queued.num_refused
+            )
         raise OverloadedError(
             f"overloaded: {waiting} wait for their first token here ({bound}); try again later"
         )
 
 
-class _Wait:
-    """Of one request; it ends once."""
+class _WaitingRequest:
+    """The wait of one request. `end` is idempotent."""
 
     __slots__ = ("_queued", "_tokens", "_waits")
 
@@ -100,7 +101,7 @@ class _Admitted(PerRequestStream[TokenChunk]):
         self._generate = generate
         self._request = request
         self._context = context
-        self._wait: _Wait | None = None
+        self._wait: _WaitingRequest | None = None
 
     async def _first(self) -> TokenChunk:
         self._wait = self._admission.enter(self._request)

@@ -1,4 +1,4 @@
-"""The client left -> the engine's abort, once and at the right moment."""
+"""Cancellation: aborts a request on the engine, once and not too early, when its client has left."""
 
 from __future__ import annotations
 
@@ -11,31 +11,36 @@ from weakref import WeakKeyDictionary
 from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.types import RequestContext
 
+log = logging.getLogger(__name__)
+
 _running: set[asyncio.Task[None]] = set()
 
 
 def num_in_background() -> int:
-    """Work of `in_background` that has not ended."""
+    """The number of tasks of `in_background` that have not ended."""
     return len(_running)
 
 
-def in_background(work: Coroutine[Any, Any, None]) -> None:
-    """Work for a request that goes on after its answer has ended."""
-    task = asyncio.create_task(work)
-    # The event loop alone would let a task be collected while it waits.
+def in_background(work: Coroutine[Any, Any, None], what: str) -> None:
+    """Run `work`, which may outlive the answer that it is for. If it fails, the log names it as `what`."""
+    task = asyncio.create_task(work, name=what)
+    # The event loop has only weak references: without this one a task could be collected while it waits.
     _running.add(task)
-    task.add_done_callback(_running.discard)
+    task.add_done_callback(_ended)
 
 
-log = logging.getLogger(__name__)
+def _ended(task: asyncio.Task[None]) -> None:
+    _running.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("background work %r failed", task.get_name(), exc_info=error)
 
 
 class AbortGuard:
-    """Aborts a RequestOutput, once: as a context manager when `context` is stopped, and when its block is left before
-    the result is done.
+    """A context manager that aborts a RequestOutput, once: when `context` is stopped, or when the block is left before
+    the result has finished.
 
     A generation_only request must not be aborted while its KV is on the way: TensorRT-LLM has leaked blocks
-    and crashed on that (Dynamo #7489). Such an abort, `deferred`, waits for `may_abort`, which is at the first output.
+    and crashed on that (Dynamo #7489). With `deferred` the abort waits for `may_abort`, at the first output.
     """
 
     def __init__(self, result: RequestOutput, context: RequestContext, *, deferred: bool = False) -> None:
@@ -57,20 +62,20 @@ class AbortGuard:
             return
         self.abort()
         if not self._allowed:
-            in_background(_read_on(self._result, self))
+            in_background(_read_on(self._result, self), "deferred abort of a decode")
 
     def abort(self) -> None:
         self._wanted = True
         self._abort_if_due()
 
     def may_abort(self) -> None:
-        """At each output; the context is looked at then, too."""
+        """Call this at each output. It checks the context too."""
         self._allowed = True
         self._wanted = self._wanted or self._context.is_stopped()
         self._abort_if_due()
 
     def failed(self) -> None:
-        """The engine has raised: TensorRT-LLM's result does not say `finished` then, and to read on waits for ever."""
+        """The engine has raised: TensorRT-LLM's result never becomes `finished` then, and reading on would hang."""
         self._has_failed = True
 
     def _abort_if_due(self) -> None:
@@ -80,42 +85,42 @@ class AbortGuard:
 
 
 class _Contexts:
-    """Those of the requests that run on one event loop, looked at together. Dynamo can be asked to say when one is
-    stopped, but settles such a future in a thread of its own: 40 us of CPU a request, stopped or not.
+    """Polls the contexts of all requests on one event loop. Dynamo can report a stopped context by a future, but sets
+    that from a thread of its own: 40 us of CPU a request, stopped or not.
     """
 
     def __init__(self) -> None:
         self._watched: dict[AbortGuard, RequestContext] = {}
-        self._looks = False
+        self._is_polling = False
 
     def add(self, guard: AbortGuard, context: RequestContext) -> None:
         if context.is_stopped():
             guard.abort()
             return
         self._watched[guard] = context
-        if not self._looks:
-            self._look_again()
+        if not self._is_polling:
+            self._poll_later()
 
     def discard(self, guard: AbortGuard) -> None:
         self._watched.pop(guard, None)
 
-    def _look_again(self) -> None:
-        self._looks = bool(self._watched)
-        if self._looks:
-            asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+    def _poll_later(self) -> None:
+        self._is_polling = bool(self._watched)
+        if self._is_polling:
+            asyncio.get_running_loop().call_later(POLL_SECONDS, self._poll)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         try:
             stopped = [guard for guard, context in self._watched.items() if context.is_stopped()]
             for guard in stopped:
                 self.discard(guard)
                 guard.abort()
         finally:
-            self._look_again()
+            self._poll_later()
 
 
-#: About a step of most engines.
-LOOK_SECONDS = 0.02
+#: About the duration of a step of most engines.
+POLL_SECONDS = 0.02
 _by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Contexts] = WeakKeyDictionary()
 
 
@@ -136,9 +141,9 @@ async def _read_on(result: RequestOutput, guard: AbortGuard) -> None:
 
 
 class Wait:
-    """A wait that something else than its own task can end.
+    """A wait of one task that other code can `end`.
 
-    Armed and disarmed as often as one likes: no task and no timer for each, which would cost 5 us a token.
+    It is armed and disarmed for each token, without a task or a timer of its own, which would cost 5 us a token.
     """
 
     def __init__(self) -> None:
@@ -166,8 +171,8 @@ class Wait:
             self._waiting.cancel()
 
     def was_ended(self, error: BaseException | None) -> bool:
-        """Whether `error`, which ends the wait, comes of `end`, and of nothing else: the task may have been cancelled
-        at the same time, and that comes first.
+        """Whether `error`, which has ended the wait, was caused by `end` alone. If the task was cancelled at the same
+        time, that takes precedence.
         """
         task = self._waiting
         if not self._was_ended or task is None or not isinstance(error, asyncio.CancelledError):

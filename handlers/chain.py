@@ -1,4 +1,4 @@
-"""The one composition: every disaggregated request is a prefill, its first token, and a decode."""
+"""The composition of the two phases: a prefill, its first token, and a decode. (generation_first: `concurrent.py`.)"""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 def chain(prefill: PrefillPhase, decode: DecodePhase) -> Generate:
     """prefill_first: chain(local prefill, remote decode); decode_first: chain(remote prefill, local decode).
 
-    The first token leaves here exactly once, straight from prefill and before any KV has moved; a decode
-    phase in a chain drops its repeat of it. On every way out the prefill's KV is fetched or released.
+    The client gets the first token exactly once, straight from prefill and before any KV has moved; a decode phase
+    in a chain drops its repeat of it. However the request ends, the prefill's KV is fetched or released.
     """
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -52,11 +52,11 @@ class _Chain(PerRequestStream[TokenChunk]):
     async def _first(self) -> TokenChunk:
         self._handoff = handoff = await self._prefill(self._request, self._context)
         if not handoff.is_final:
-            waits = self._request.span.child("handoff")
+            span = self._request.span.child("handoff")
             decode = self._decode(self._request.with_handoff(handoff), self._context, handoff)
             if handoff.of_prompt is not None:
                 decode = _ending_with(handoff.of_prompt, decode)
-            self._rest = _AfterHandoff(waits, decode)
+            self._rest = _AfterHandoff(span, decode)
         return handoff.first
 
     async def _finish(self) -> None:
@@ -67,7 +67,7 @@ class _Chain(PerRequestStream[TokenChunk]):
 async def _ending_with(
     of_prompt: dict[str, Any], chunks: AsyncGenerator[TokenChunk, None]
 ) -> AsyncGenerator[TokenChunk, None]:
-    """`chunks`, where the last one tells `of_prompt` too."""
+    """`chunks`, with `of_prompt` added to the `engine_data` of the last one."""
     async with aclosing(chunks):
         async for chunk in chunks:
             if chunk.finish_reason is not None:
@@ -76,42 +76,38 @@ async def _ending_with(
 
 
 class _AfterHandoff(PerRequestStream[TokenChunk]):
-    """Decode begins when the first token has gone its way."""
+    """Decode, from when the client has the first token: the span `handoff` ends then."""
 
-    def __init__(self, handoff: Span, decode: AsyncGenerator[TokenChunk, None]) -> None:
-        self._handoff = handoff
+    def __init__(self, span: Span, decode: AsyncGenerator[TokenChunk, None]) -> None:
+        self._span = span
         self._rest = decode
 
     async def _first(self) -> TokenChunk:
         assert self._rest is not None
-        self._handoff.end()
+        self._span.end()
         return await anext(self._rest)
 
     async def _finish(self) -> None:
-        self._handoff.end()
+        self._span.end()
 
 
 def decode_service(decode: DecodePhase) -> Generate:
-    """The decode phase as a service, for a first stage or Dynamo's router that brings the handoff."""
+    """The decode phase as a service, for a first stage or Dynamo's router, which sends the handoff and releases it."""
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        return decode(request, context, _OF_THE_SENDER)
+        return decode(request, context, Handoff.not_ours())
 
     return generate
 
 
-#: The worker that sent the request has the duty to release.
-_OF_THE_SENDER = Handoff(TokenChunk([]), None)
-
-
-#: Told of each handoff that was answered: its request, and how to take it back.
-PassedOn = Callable[[GenerateRequest, Callable[[], None]], None]
+#: Called for each handoff that was delivered to the caller: (its request, a function that takes it back).
+OnDelivered = Callable[[GenerateRequest, Callable[[], None]], None]
 
 
 def prefill_service(
     prefill: PrefillPhase,
     protocol: HandoffProtocol = DYNAMO,
-    passed_on: PassedOn = lambda request, take_back: None,
+    on_delivered: OnDelivered = lambda request, take_back: None,
 ) -> Generate:
     """The prefill phase as a service: one chunk, with the first token and the handoff."""
 
@@ -124,7 +120,7 @@ def prefill_service(
             delivered = not context.is_stopped()
         finally:
             if delivered and not handoff.is_final:
-                passed_on(request, handoff.passed_on())
+                on_delivered(request, handoff.caller_has_it())
             handoff.release()
 
     return generate

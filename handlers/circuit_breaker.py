@@ -1,4 +1,4 @@
-"""Calls of the other stage, with deadlines for their answers, and a circuit breaker for each instance."""
+"""Calls of workers of the other role, with idle timeouts and a circuit breaker for each instance."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from trtllm_disagg.handlers.cancellation import Wait
 from trtllm_disagg.handlers.remote import StageClient, StageInstance
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
 from trtllm_disagg.types import GenerateRequest, RequestContext
+from trtllm_disagg.wire.bodies import kind_of
 
 log = logging.getLogger(__name__)
 
 
 class CircuitBreaker:
-    """An instance that failed several times in a row is skipped for a while; then one failure more is enough."""
+    """Skips an instance for a while after `failures` failures in a row, and again after each further failure."""
 
     def __init__(self, failures: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = failures
@@ -44,7 +45,7 @@ class CircuitBreaker:
         return frozenset(i for i, until in self._open_until.items() if now < until)
 
     def num_open(self) -> int:
-        """From any thread."""
+        """The number of instances that are skipped now. May be called from any thread."""
         now = self._clock()
         return sum(now < until for until in list(self._open_until.values()))
 
@@ -63,10 +64,10 @@ class CircuitBreaker:
 
 
 class StreamTimeouts(NamedTuple):
-    """Seconds that a call of another worker may be silent, before its first answer and before each further one."""
+    """Seconds that a called worker may be silent, before its first chunk and before each further one."""
 
     first: float
-    #: A worker that is frozen keeps its connections: nothing else tells that it will never answer.
+    #: A worker that hangs keeps its connections: only this timeout detects it.
     next: float
 
 
@@ -75,7 +76,7 @@ _DESCRIBE_SECONDS = 5.0
 
 
 def stream_timeouts_of(config: WorkerConfig) -> Mapping[str, StreamTimeouts]:
-    """By what is asked for. A worker that answers a whole request may try several others, then itself."""
+    """By `PhaseRequest.kind`, or "describe". A worker that answers a whole request may try several others, then itself."""
     prefill = StreamTimeouts(config.prefill_timeout, config.prefill_timeout)
     decode = StreamTimeouts(first_decode_token_seconds(config), config.next_decode_token_timeout)
     tries = config.max_tries + 1
@@ -94,22 +95,22 @@ class IdleTimer:
     """Ends a wait that takes too long. One timer for all waits of a call: one for each would cost 5 us a token."""
 
     def __init__(self, peer: int) -> None:
-        """`peer`: the instance that is waited for."""
+        """`peer`: the instance that the call waits for."""
         self._peer = peer
         self._loop = asyncio.get_running_loop()
         self._due = 0.0
         self._missing, self._seconds = "", 0.0
         self._wait = Wait()
         self._timer: asyncio.TimerHandle | None = None
-        self._next_look = math.inf
+        self._timer_at = math.inf
 
     def arm(self, what: str, seconds: float) -> None:
         """From now on the current task waits, until `disarm`."""
         self._wait.arm()
         self._missing, self._seconds = what, seconds
         self._due = due = self._loop.time() + seconds
-        if due < self._next_look:
-            self._look_at(due)
+        if due < self._timer_at:
+            self._set_timer(due)
 
     def disarm(self) -> None:
         self._wait.disarm()
@@ -118,7 +119,7 @@ class IdleTimer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raises StageTimeoutError when it was this timer that ended the wait."""
+        """Raises StageTimeoutError when this timer has ended the wait."""
         if self._timer is not None:
             self._timer.cancel()
         if self._wait.was_ended(error):
@@ -126,30 +127,32 @@ class IdleTimer:
             late.peer = self._peer
             raise late from None
 
-    def _look_at(self, when: float) -> None:
+    def _set_timer(self, when: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self._next_look = self._loop.call_at(when, self._look), when
+        self._timer, self._timer_at = self._loop.call_at(when, self._on_timer), when
 
-    def _look(self) -> None:
-        self._timer, self._next_look = None, math.inf
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, math.inf
         if not self._wait.is_armed:
-            return  # the next wait sets it again
+            return  # the next `arm` sets the timer
         if self._loop.time() < self._due:
-            self._look_at(self._due)
+            self._set_timer(self._due)
             return
         self._wait.end()
 
 
-#: What speaks against an instance. An overloaded one is well, and a bad request is none of its faults.
+#: Errors that count as failures of the instance. Overload and a bad request do not.
 _FAULTS = (PeerUnavailableError, StageTimeoutError, EngineError)
 
 
 class CircuitBreakerClient:
+    """A StageClient that skips failing instances, and whose calls have idle timeouts."""
+
     def __init__(
         self, stage: StageClient, breaker: CircuitBreaker, timeouts: Mapping[str, StreamTimeouts]
     ) -> None:
-        """`timeouts`: by the stage of the phase request, and for `describe`."""
+        """`timeouts`: as `stream_timeouts_of` makes them."""
         self._stage = stage
         self._breaker = breaker
         self._timeouts = timeouts
@@ -162,15 +165,15 @@ class CircuitBreakerClient:
         self._stage.check(request)
 
     def num_healthy(self) -> int:
-        """Number of instances that are not skipped."""
+        """The number of instances that are not skipped."""
         return len(set(self.instance_ids()) - self._breaker.open())
 
     def depth(self) -> int:
-        """Calls of this worker without an answer yet, beyond one for each instance: those wait."""
+        """The number of calls by this worker that wait: those without an answer yet, beyond one for each instance."""
         return max(0, self._unanswered.count - len(self.instance_ids()))
 
     async def pick(self, request: GenerateRequest) -> CircuitBreakerInstance:
-        """One that is not skipped; if all are, any: better a doubtful instance than none."""
+        """An instance that is not skipped; any instance when all are skipped, because none at all would be worse."""
         cautious = request
         if skipped := self._breaker.open():
             request.span.event("breaker_open", {"instances": [f"{each:x}" for each in sorted(skipped)]})
@@ -188,7 +191,7 @@ class CircuitBreakerClient:
 
 
 class Unanswered:
-    """How many calls wait for their first answer."""
+    """Counts the calls that wait for their first answer."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -209,7 +212,7 @@ class CircuitBreakerInstance:
         unanswered: Unanswered,
         span: Span = NO_SPAN,
     ) -> None:
-        """`span` is told of a failure that counts."""
+        """`span` gets an event for each failure that counts."""
         self._span = span
         self._instance = instance
         self._breaker = breaker
@@ -221,23 +224,27 @@ class CircuitBreakerInstance:
         return self._instance.instance_id
 
     async def describe(self) -> dict[str, Any]:
-        """Raises StageTimeoutError, besides what the instance raises."""
-        with self._judged(), IdleTimer(self.instance_id) as timer:
-            timer.arm("description", self._timeouts["describe"].first)
-            return await self._instance.describe()
+        """Raises StageTimeoutError, besides what the instance raises. A description says nothing of its calls."""
+        try:
+            with IdleTimer(self.instance_id) as timer:
+                timer.arm("description", self._timeouts["describe"].first)
+                return await self._instance.describe()
+        except DisaggError as error:
+            self._count_failure(error)
+            raise
 
-    async def tell(self, notice: dict[str, Any]) -> None:
-        await self._instance.tell(notice)
+    async def notify(self, notice: dict[str, Any]) -> None:
+        await self._instance.notify(notice)
 
     async def call(
         self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        stage = str(request["errand"]["stage"])
-        timeouts = self._timeouts[stage]
-        further = f"further answer to {stage}"
-        with self._judged(), IdleTimer(self.instance_id) as timer:
+        kind = kind_of(request)
+        timeouts = self._timeouts[kind]
+        further = f"further answer to {kind}"
+        with self._counting_failures(), IdleTimer(self.instance_id) as timer:
             async with aclosing(self._instance.call(request, context)) as answers:
-                timer.arm(f"answer to {stage}", timeouts.first)
+                timer.arm(f"answer to {kind}", timeouts.first)
                 with self._unanswered:
                     first = await anext(answers, None)
                 if first is None:
@@ -251,14 +258,17 @@ class CircuitBreakerInstance:
                     timer.arm(further, timeouts.next)
 
     @contextmanager
-    def _judged(self) -> Iterator[None]:
-        """The call inside speaks for its instance or against it; one that its reader leaves does neither."""
+    def _counting_failures(self) -> Iterator[None]:
+        """The call inside counts as a success or a failure of the instance; one that its reader closes, as neither."""
         try:
             yield
         except DisaggError as error:
-            if isinstance(error, _FAULTS) and not isinstance(error, QueueUnusableError):
-                self._breaker.failed(self.instance_id)
-                failure = {"instance": f"{self.instance_id:x}", "because": str(error)}
-                self._span.event("breaker_failure", failure)
+            self._count_failure(error)
             raise
         self._breaker.succeeded(self.instance_id)
+
+    def _count_failure(self, error: DisaggError) -> None:
+        if isinstance(error, _FAULTS) and not isinstance(error, QueueUnusableError):
+            self._breaker.failed(self.instance_id)
+            failure = {"instance": f"{self.instance_id:x}", "because": str(error)}
+            self._span.event("breaker_failure", failure)

@@ -1,4 +1,4 @@
-"""The composition for schedule style generation_first: both phases at once, and decode has the answer."""
+"""The composition for schedule style generation_first: both phases run at once, and decode makes the whole answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trtllm_disagg.handlers.cancellation import AbortGuard
 from trtllm_disagg.handlers.engine_spans import record_engine
 from trtllm_disagg.handlers.local import finished
 from trtllm_disagg.handlers.outputs import OutputCursor
-from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance, dispatched, selected
+from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance, dispatch_span, select_instance
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handlers.trace import record_cache_hit
 from trtllm_disagg.types import (
@@ -35,7 +35,7 @@ from trtllm_disagg.types import (
 )
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
-#: Runs to the end of the prefill. Raises a DisaggError.
+#: Runs the prefill to its end. Raises a DisaggError.
 Push = Callable[[GenerateRequest, RequestContext], Awaitable[object]]
 
 
@@ -43,12 +43,12 @@ class PushPhase(Protocol):
     """A prefill phase that writes into a decode engine's blocks, while that engine's decode phase waits for them."""
 
     async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
-        """Where decode finds the prefill engine that the push will run on."""
+        """Return where decode finds the prefill engine, and the push that will run on that engine."""
         ...
 
 
 class LocalPush:
-    """context_only on this worker's engine. What it answers reaches the client through decode."""
+    """context_only on this worker's engine. The client gets all tokens, the first one too, from decode."""
 
     def __init__(self, engine: Engine, protocol: HandoffProtocol = DYNAMO) -> None:
         """Raises ConfigError for an engine that no decode engine can reach."""
@@ -56,7 +56,7 @@ class LocalPush:
         self._protocol = protocol
         if not engine.ctx_info_endpoint:
             raise ConfigError(
-                "this engine says no ctx_info_endpoint, which --schedule-style generation_first needs"
+                "this engine has no ctx_info_endpoint, which --schedule-style generation_first needs"
             )
         self._endpoint = engine.ctx_info_endpoint
         self._rank = engine.ctx_dp_rank
@@ -76,17 +76,17 @@ class LocalPush:
         if not chunks or chunks[0].finish_reason == "cancelled":
             if context.is_stopped():
                 raise RequestCancelledError("the client left during prefill")
-            raise KvTransferError("the engine gave the prefill up")
+            raise KvTransferError("the engine has abandoned the prefill")
         record_cache_hit(request, result)
         record_engine(self._engine, request, result)
         return chunks[0]
 
 
 class RemotePush:
-    """The same on an instance of the other stage."""
+    """context_only on a prefill worker, which pushes into this worker's engine."""
 
     def __init__(self, client: StageClient, engine: Engine, protocol: HandoffProtocol = DYNAMO) -> None:
-        """`engine` makes the ids."""
+        """`engine` is this worker's: it makes the ids of rendezvous."""
         self._client = client
         self._protocol = protocol
         self._engine = engine
@@ -94,9 +94,9 @@ class RemotePush:
         self._places: dict[int, tuple[str, int | None]] = {}
 
     async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
-        # Else both stages would be asked first.
+        # Refused here, before either phase is dispatched.
         self._engine.require_room(request)
-        instance = await selected(self._client, request)
+        instance = await select_instance(self._client, request)
         endpoint, rank = self._places.get(instance.instance_id) or await self._place_of(instance)
         return self._protocol.adapt(self._engine.rendezvous(endpoint, rank)), partial(self._call, instance)
 
@@ -104,14 +104,14 @@ class RemotePush:
         described = await instance.describe()
         endpoint = described.get("ctx_info_endpoint")
         if not endpoint:
-            raise PeerUnavailableError("the prefill worker's engine says no ctx_info_endpoint")
+            raise PeerUnavailableError("the prefill worker's engine has no ctx_info_endpoint")
         there = {*self._client.instance_ids(), instance.instance_id}
         self._places = {each: place for each, place in self._places.items() if each in there}
         self._places[instance.instance_id] = endpoint, described.get("ctx_dp_rank")
         return self._places[instance.instance_id]
 
     async def _call(self, instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
-        with dispatched(instance, request) as dispatch:
+        with dispatch_span(instance, request) as dispatch:
             raw = self._protocol.encode(request.within(dispatch), PREFILL)
             async with aclosing(instance.call(raw, context)) as answers:
                 num_answers = len([answer async for answer in answers])
@@ -120,7 +120,7 @@ class RemotePush:
 
 
 def push_service(push: LocalPush) -> Generate:
-    """The phase as a service, for a decode worker that waits for it."""
+    """The push phase as a service, for a decode worker that waits for the KV."""
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         yield await push(request, context)
@@ -131,8 +131,8 @@ def push_service(push: LocalPush) -> Generate:
 def concurrent(prefill: PushPhase, decode: DecodePhase) -> Generate:
     """prefill_first: concurrent(local push, remote decode); decode_first: concurrent(remote push, local decode).
 
-    Decode gives its blocks first, prefill writes into them. Both are dispatched here, so neither waits for the
-    other to be asked; whichever fails ends the other.
+    Decode allocates blocks and prefill writes into them. Both phases are dispatched here, at once; when one fails
+    the other is cancelled.
     """
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -156,8 +156,9 @@ class _Concurrent(PerRequestStream[TokenChunk]):
             rendezvous, push = await self._prefill.open_rendezvous(self._request.within(span))
         request = self._request.with_rendezvous(rendezvous)
         self._pushing = asyncio.ensure_future(push(request, self._context))
-        self._rest = self._decode(request, self._context, _NO_HANDOFF)
-        first = await _first_of(self._rest, self._pushing)
+        # The engines transfer the KV among themselves: nothing is to be released here.
+        self._rest = self._decode(request, self._context, Handoff.not_ours())
+        first = await _first_chunk(self._rest, self._pushing)
         if first is None:
             raise StopAsyncIteration
         return first
@@ -167,14 +168,10 @@ class _Concurrent(PerRequestStream[TokenChunk]):
             await _end(self._pushing)
 
 
-#: The engines hand the KV over among themselves.
-_NO_HANDOFF = Handoff(TokenChunk([]), None)
-
-
-async def _first_of(
+async def _first_chunk(
     chunks: AsyncGenerator[TokenChunk, None], pushing: asyncio.Future[Any]
 ) -> TokenChunk | None:
-    """Decode's first chunk, None when it has none. A push that fails before it ends the wait, with its error."""
+    """Decode's first chunk; None when decode ends without one. Raises the error of a push that fails before it."""
     first = asyncio.ensure_future(anext(chunks, None))
     try:
         await asyncio.wait({first, pushing}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Conditional disaggregation: is a request worth the way to another worker, or does this one answer it alone?
+"""Conditional disaggregation: decides whether another worker takes part in a request or this worker answers it alone.
 
 `trtllm_disagg.config.deciders` has the rules.
 """
@@ -21,12 +21,12 @@ from trtllm_disagg.handlers.occupancy import (
 )
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
-#: (block before it, its tokens as bytes); the first block hangs on its salt.
+#: Identifies a block: (hash of the block before it, its tokens as bytes); the first block has the cache salt as hash.
 _Key = tuple[int | str, bytes]
 
 
 class CachedPrefix:
-    """Hears of whole blocks as the KV router does, and answers in O(blocks of the prompt). As large as the pool."""
+    """The blocks in a prefix cache, kept up to date by KV events. A lookup takes O(blocks of the prompt)."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -37,7 +37,7 @@ class CachedPrefix:
         return len(self._keys)
 
     def num_cached(self, tokens: Sequence[int], salt: str | None = None) -> int:
-        """Tokens from the start. The last one of a prompt is computed in any case: it gives the first logits."""
+        """Cached tokens at the start of a prompt. Its last token never counts: it is computed for its logits."""
         count = 0
         before: int | str = salt or ""
         for block in self._blocks(tokens):
@@ -47,7 +47,7 @@ class CachedPrefix:
             before, count = found, count + self._size
         return min(count, len(tokens) - 1)
 
-    # -- what `publisher.kv_events` tells
+    # -- called by `publisher.kv_events`
 
     def publish_stored(
         self,
@@ -70,7 +70,7 @@ class CachedPrefix:
             self._forget(block_hash)
 
     def clear(self) -> None:
-        """Events were lost: what is not known for sure counts as not cached until it is stored again."""
+        """Events were lost: every block counts as not cached until it is stored again."""
         self._hashes.clear()
         self._keys.clear()
 
@@ -86,7 +86,7 @@ class CachedPrefix:
 
 
 class CachedPrefixes:
-    """One for each rank of attention DP; what one of them drops, the others may keep."""
+    """A `CachedPrefix` for each rank of attention DP: a block that one rank drops may stay on others."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -98,24 +98,24 @@ class CachedPrefixes:
         return self._ranks[rank]
 
     def num_cached(self, tokens: Sequence[int], salt: str | None = None, rank: int | None = None) -> int:
-        """On the rank that the request runs on; where the engine has yet to choose one, on the best of them."""
+        """Cached tokens on the rank of the request; while the engine has not chosen one, on the best rank."""
         chosen = self._ranks if rank is None or rank >= len(self._ranks) else [self._ranks[rank]]
         return max(each.num_cached(tokens, salt) for each in chosen)
 
 
 class QueueDepth(Protocol):
     def depth(self) -> int:
-        """Requests that wait for the other stage, beyond those that it works on. Never waits itself."""
+        """The number of requests that wait for the other role, without those that its workers run. Never waits."""
         ...
 
 
-#: Does a request go to the other stage, too?
+#: Decides whether a request goes to a worker of the other role, too.
 Decider = Callable[[GenerateRequest], Decision]
 
 
 @dataclass(frozen=True, slots=True)
 class FactSources:
-    """Where the facts of a decision come from: this engine, the other stage, and what this worker serves alone."""
+    """Where the facts of a decision come from: this worker, the other role's workers, requests that run here alone."""
 
     role: Role
     cached: CachedPrefixes
@@ -142,8 +142,8 @@ class FactSources:
 
 
 def create_decider(name: str, sources: FactSources, thresholds: Live[Thresholds]) -> Decider:
-    """The rule of that name in `DECIDERS`; the request trace has what a decision is based on."""
-    if name == ALWAYS:  # nothing is looked up for it
+    """The rule of that name in `DECIDERS`. The facts of each decision are added to the request trace."""
+    if name == ALWAYS:  # needs no facts
         return lambda request: Decision(True, ALWAYS)
 
     def decide(request: GenerateRequest) -> Decision:
@@ -155,7 +155,7 @@ def create_decider(name: str, sources: FactSources, thresholds: Live[Thresholds]
 
 
 def create_auto_decider(name: str, sources: FactSources, thresholds: Live[Thresholds]) -> Decider:
-    """`auto` has a rule of its own, and that of occupancy where the worker has it: both stages when both say so."""
+    """`auto` uses length_and_queue whatever --prefill-decider is; with decode_occupancy, both rules have to agree."""
     by_length = create_decider("length_and_queue", sources, thresholds)
     if name != DECODE_OCCUPANCY:
         return by_length
@@ -165,14 +165,14 @@ def create_auto_decider(name: str, sources: FactSources, thresholds: Live[Thresh
         decision = by_length(request)
         if not decision.remote:
             return decision
-        other = by_occupancy(request)
-        return decision if other.remote else other
+        second = by_occupancy(request)
+        return decision if second.remote else second
 
     return decide
 
 
 def conditional(decider: Decider, local: Generate, remote: Generate) -> Generate:
-    """One of both, decided once a request."""
+    """`local` or `remote`, decided once for each request."""
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         with request.span.child("decide"):

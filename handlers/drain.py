@@ -1,6 +1,6 @@
-"""The end of a worker, as its requests see it: they are waited for, then handed back to their frontend.
+"""The drain of a leaving worker: it waits for its requests, then hands the unfinished ones back to the frontend.
 
-Whether a request ends because its client left or because this worker does is decided here, and nowhere else.
+Only this module decides whether a request has ended because its client left or because this worker does.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import Wait
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
-#: A request that is told to end does so at once, unless it waits for something that cannot be cancelled.
+#: How long `cut` waits. A cancelled request ends at once, unless it waits for something that cannot be cancelled.
 _END_SECONDS = 5.0
 
-#: Sees every chunk on its way, and may put another one in its place.
-See = Callable[[TokenChunk], TokenChunk]
-#: Begins with a request and ends with it.
-Recording = Callable[[GenerateRequest, RequestContext], AbstractContextManager[See]]
+#: Gets every chunk on its way and returns it, or another one in its place.
+OnChunk = Callable[[TokenChunk], TokenChunk]
+#: Makes the context manager around one request.
+ChunkObserver = Callable[[GenerateRequest, RequestContext], AbstractContextManager[OnChunk]]
 
 
-def no_record(request: GenerateRequest, context: RequestContext) -> AbstractContextManager[See]:
+def no_observer(request: GenerateRequest, context: RequestContext) -> AbstractContextManager[OnChunk]:
     return nullcontext(lambda chunk: chunk)
 
 
 class WorkerDrain:
+    """Counts the requests of a worker that may leave, and ends them when it does."""
+
     def __init__(self) -> None:
         self._reason: str | None = None
         self._is_over = False
@@ -40,18 +42,18 @@ class WorkerDrain:
 
     @property
     def num_running(self) -> int:
-        """Requests that this worker answers or relays, however idle its engine is."""
+        """The number of requests that this worker answers or relays, with its engine or without."""
         return len(self._running)
 
     def begin(self, reason: str) -> None:
-        """From now on the worker is leaving; `reason` completes "this worker ends: ...". The first one counts."""
+        """From now on the worker is leaving; `reason` completes "this worker ends: ...". The first reason stays."""
         self._reason = self._reason or reason
 
     async def none_runs(self) -> None:
         await self._none_runs.wait()
 
     async def cut(self) -> None:
-        """End what still runs, and whatever comes, with WorkerLeavingError."""
+        """End all running and all new requests with WorkerLeavingError."""
         self._is_over = True
         for wait in self._running:
             wait.end()
@@ -59,15 +61,15 @@ class WorkerDrain:
             async with asyncio.timeout(_END_SECONDS):
                 await self.none_runs()
 
-    def tracking(self, generate: Generate, record: Recording = no_record) -> Generate:
-        """`generate`, counted, ended when the worker is, and recorded: in one, since each is work for every chunk."""
+    def tracking(self, generate: Generate, observer: ChunkObserver = no_observer) -> Generate:
+        """`generate`, counted, ended by `cut` and observed: all in one stream, since each layer costs time a chunk."""
 
         async def tracked(
             request: GenerateRequest, context: RequestContext
         ) -> AsyncGenerator[TokenChunk, None]:
             self._raise_if_over()
             has_ended, choices_left = False, request.num_choices
-            with self._counted() as wait, record(request, context) as see:
+            with self._counted() as wait, observer(request, context) as on_chunk:
                 async with aclosing(generate(request, context)) as chunks:
                     wait.arm()
                     async for chunk in chunks:
@@ -75,12 +77,12 @@ class WorkerDrain:
                         if chunk.finish_reason is not None:
                             choices_left -= 1
                             has_ended = choices_left <= 0
-                        yield see(chunk)
+                        yield on_chunk(chunk)
                         if not has_ended:
                             self._raise_if_over()
                         wait.arm()
             if self.has_begun and not has_ended:
-                # A runtime that is shut down stops all contexts: to a handler that looks as if the client had left.
+                # A runtime that shuts down stops all contexts: the handler ended as if the client had left.
                 raise self._error()
 
         return tracked

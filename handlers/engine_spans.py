@@ -1,4 +1,4 @@
-"""A phase that runs on this worker's engine, as a span, and what the engine itself measured of it, as parts of that."""
+"""Spans of phases that run on this worker's engine, and below them spans from the engine's own measurements."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Phase = Callable[[GenerateRequest], AsyncGenerator[TokenChunk, None]]
 
 
 def spanned(name: str, request: GenerateRequest, stream: Phase) -> AsyncGenerator[TokenChunk, None]:
-    """For a request that is not traced no token passes through anything of this."""
+    """`stream` within a span of this name; `stream` itself for a request that is not traced."""
     return Spanned(name, request, stream) if request.span.is_recording else stream(request)
 
 
 class Spanned(PerRequestStream[TokenChunk]):
-    """From when the stream is first read until it is closed."""
+    """A stream with a span from its first read until it is closed."""
 
     def __init__(self, name: str, request: GenerateRequest, stream: Phase) -> None:
         self._name = name
@@ -44,8 +44,8 @@ class Spanned(PerRequestStream[TokenChunk]):
 
 
 def record_engine(engine: Engine, request: GenerateRequest, result: RequestOutput) -> None:
-    """The times that the engine tells of a finished RequestOutput, below the request's span, which is around all of it:
-    waiting, KV on its way, computing. An engine that measures nothing adds nothing.
+    """Add the engine's times of a finished RequestOutput as spans below the request's span: waiting, KV transfer,
+    computing. Without measurements nothing is added.
     """
     span = request.span
     if not span.is_recording:
@@ -56,60 +56,60 @@ def record_engine(engine: Engine, request: GenerateRequest, result: RequestOutpu
     times = _Times(*(getattr(timing, name).total_seconds() * engine.time_scale for name in ENGINE_TIMES))
     if times.has_fetched:
         _record_transfer(span, times, timing.kv_cache_size, engine.kv_transport, _link(request))
-    waits_from = max(times.arrival, times.fetched) if times.has_fetched else times.arrival
-    if waits_from and times.scheduled:
-        span.measured("engine_queue", waits_from, times.scheduled)
-        span.note({"gen_ai.latency.time_in_queue": max(0.0, times.scheduled - waits_from)})
-    computes_from = max(times.scheduled, waits_from)
-    if computes_from and times.first_token > computes_from:
+    ready_at = max(times.arrival, times.fetched) if times.has_fetched else times.arrival
+    if ready_at and times.scheduled:
+        span.measured("engine_queue", ready_at, times.scheduled)
+        span.note({"gen_ai.latency.time_in_queue": max(0.0, times.scheduled - ready_at)})
+    computing_since = max(times.scheduled, ready_at)
+    if computing_since and times.first_token > computing_since:
         if times.has_fetched:
-            span.measured("first_decode_token", computes_from, times.first_token)
+            span.measured("first_decode_token", computing_since, times.first_token)
         else:
-            _record_prompt(span, computes_from, times.first_token, result, engine.time_scale)
+            _record_prompt(span, computing_since, times.first_token, result, engine.time_scale)
     if times.first_token and times.last_token > times.first_token:
         span.measured("decode_steps", times.first_token, times.last_token)
         span.note({"gen_ai.latency.time_in_model_decode": times.last_token - times.first_token})
 
 
 class _Times(NamedTuple):
-    """`ENGINE_TIMES`, in seconds by one clock; 0: it has not come to that."""
+    """`ENGINE_TIMES` in seconds of one clock; 0: the request did not come that far."""
 
     arrival: float
     scheduled: float
     first_token: float
     last_token: float
-    fetches: float
+    fetch_began: float
     fetched: float
 
     @property
     def has_fetched(self) -> bool:
-        return self.fetched > self.fetches
+        return self.fetched > self.fetch_began
 
 
 def _record_transfer(
     span: Span, times: _Times, num_bytes: int, transport: str | None, link: str | None
 ) -> None:
-    seconds = times.fetched - times.fetches
+    seconds = times.fetched - times.fetch_began
     notes = {
         "kv_transfer.bytes": num_bytes,
         "kv_transfer.gb_per_second": num_bytes / seconds / 1e9,
         "kv_transfer.transport": transport,
         "kv_transfer.link": link,
     }
-    span.measured("kv_wait", times.arrival, times.fetches)
-    span.measured("kv_transfer", times.fetches, times.fetched, notes)
+    span.measured("kv_wait", times.arrival, times.fetch_began)
+    span.measured("kv_transfer", times.fetch_began, times.fetched, notes)
     span.note({"gen_ai.latency.kv_cache_transfer_time": seconds})
 
 
 def _record_prompt(span: Span, begin: float, end: float, result: RequestOutput, time_scale: float) -> None:
-    """Of several steps the last one has a span of its own. Only from it on may KV be complete."""
+    """The span of the prompt's steps. The last of several has a span of its own: only it may complete the KV."""
     breakdown = getattr(result, "time_breakdown_metrics", None) or {}
     chunks = breakdown.get("ctx_chunk_metrics") or []
     compute = span.measured("compute", begin, end, {"chunks": len(chunks) or None})
     span.note({"gen_ai.latency.time_in_model_prefill": end - begin})
     last = chunks[-1] if len(chunks) > 1 else {}
     if "token_time" in last:
-        # TensorRT-LLM has these times by another clock than the others.
+        # TensorRT-LLM takes these times from another clock than the others.
         seconds = (last["token_time"] - last["forward_start_time"]) * time_scale
         compute.measured("last_chunk", end - seconds, end)
 
@@ -118,9 +118,9 @@ _THIS_HOST = "this host"
 
 
 def _link(request: GenerateRequest) -> str | None:
-    """The host that KV came from, where the handoff says it."""
-    met, handoff = request.rendezvous, request.prefill_result
-    endpoint = met.ctx_info_endpoint if met is not None else None
+    """The host that the KV came from; None where the handoff does not name it."""
+    rendezvous, handoff = request.rendezvous, request.prefill_result
+    endpoint = rendezvous.ctx_info_endpoint if rendezvous is not None else None
     if handoff is not None:
         endpoint = handoff.disaggregated_params.get("ctx_info_endpoint")
     place = split_endpoint(str(endpoint))

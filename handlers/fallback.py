@@ -1,4 +1,4 @@
-"""Fallback: when one way to answer fails, the next step goes on where it stopped."""
+"""Fallback: when one way to answer fails, the next fallback step continues the answer where it stopped."""
 
 from __future__ import annotations
 
@@ -27,21 +27,19 @@ log = logging.getLogger(__name__)
 
 
 class Remainder(Protocol):
-    """The rest of an answer after its worker has failed, nothing repeated and nothing left out: what is asked for, and
-    what of its answer is new to the client.
-    """
+    """Continues an answer after its worker has failed: `request` asks for the rest, `new` drops what the client has."""
 
     @property
     def request(self) -> GenerateRequest: ...
 
     def new(self, chunk: TokenChunk) -> TokenChunk | None:
-        """None when the client has all of it. Raises EngineError when it is another answer than the first one."""
+        """The part of `chunk` that the client does not have, or None. Raises EngineError when it has other tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Everything:
-    """Nothing has been delivered."""
+    """The client has no token: the whole answer is the rest."""
 
     request: GenerateRequest
 
@@ -50,11 +48,10 @@ class Everything:
 
 
 class Appended:
-    """What the client has becomes part of the prompt, as Dynamo's migration does it.
+    """Appends the delivered tokens to the prompt, as Dynamo's migration does it.
 
-    For answers with a next token that depends on text, position and seed only (`depends_on_text_only`).
-    Prefill computes a token's KV by other sums than decoding did, so of two tokens that are all but equally likely
-    the other one may come.
+    For answers whose next token depends on text, position and seed only (`depends_on_text_only`). Not exact: prefill
+    sums a token's KV in another order than decode, so of two almost equally likely tokens the other one may come.
     """
 
     def __init__(self, request: GenerateRequest, delivered: list[int]) -> None:
@@ -86,10 +83,10 @@ class Appended:
 
 
 class Replayed:
-    """The same request once more, and its answer without what the client has.
+    """Runs the request once more and drops the tokens that the client has.
 
-    Exact, and right for answers that depend on more than the text, too: penalties count generated tokens only, a
-    grammar starts with the answer. With a seed (or none to draw) the engine gives the same tokens again.
+    Correct also for answers that depend on more than the text: penalties count generated tokens only, a grammar
+    starts with the answer. With a seed, or with greedy sampling, the engine generates the same tokens again.
     """
 
     def __init__(self, request: GenerateRequest, delivered: list[int]) -> None:
@@ -108,17 +105,17 @@ class Replayed:
         return _without_first(chunk, count)
 
 
-#: Is the answer to this request gone on with by giving it once more?
+#: Whether the answer to this request is continued by `Replayed`, and not by `Appended`.
 Replays = Callable[[GenerateRequest], bool]
 
 
-def always(request: GenerateRequest) -> bool:
-    """For engines that give the same answer again to the bit. It takes as long as it did the first time."""
+def always_replay(request: GenerateRequest) -> bool:
+    """For engines that generate bit-identical answers. The replay takes as long as the first time."""
     return True
 
 
 def replay_if_needed(request: GenerateRequest) -> bool:
-    """For all others: what can be appended is."""
+    """For all other engines: append where that is correct."""
     return not depends_on_text_only(request)
 
 
@@ -131,14 +128,14 @@ def remainder_of(
 
 
 def depends_on_text_only(request: GenerateRequest) -> bool:
-    """Prompt and answer may be one text to the sampler."""
+    """Whether the sampler treats prompt tokens and generated tokens alike."""
     sampling = request.sampling
     penalties = (sampling.presence_penalty, sampling.frequency_penalty)
     return not any(penalties) and sampling.repetition_penalty in (None, 1.0) and not sampling.guided_decoding
 
 
 def with_seed(request: GenerateRequest) -> GenerateRequest:
-    """An answer that may have to be given twice needs a seed, or it would be another one."""
+    """The request with a seed, drawn if it has none: without one a replay would give another answer."""
     sampling = request.sampling
     if sampling.seed is not None:
         return request
@@ -152,7 +149,7 @@ def with_seed(request: GenerateRequest) -> GenerateRequest:
 
 
 def has_ended(request: GenerateRequest, delivered: list[int]) -> bool:
-    """The client has the last token; only the end itself was lost."""
+    """Whether the client has the last token already, and only the finish reason was lost."""
     limit = request.stop.max_tokens
     return limit is not None and len(delivered) >= limit
 
@@ -175,21 +172,21 @@ def _without_first(chunk: TokenChunk, count: int) -> TokenChunk:
 
 
 class FallbackStep(NamedTuple):
-    """One way to answer a whole request. `to` names it in logs, metrics and answers."""
+    """One way to answer a whole request. `to` (a `Fallback`) names it in logs, metrics and answers."""
 
     to: str
     generate: Generate
-    #: What runs then, if it is not what was chosen.
+    #: The strategy that this step runs; None: the chosen one.
     strategy: str | None = None
-    #: It has no use for this worker's own engine, and is for requests that have lost their engine.
+    #: The step does not use this worker's engine, and is only for requests that have lost that engine.
     without_engine: bool = False
 
 
 def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_needed) -> Generate:
-    """The first step, else the next one, bounded by their number.
+    """A way to answer that tries the steps in order until one finishes the answer.
 
-    The caller's faults are final, and so is what this worker's own engine fails at, unless it is dead. Each step makes
-    a handoff of its own. An instance that has failed is not asked again for this request.
+    The caller's faults are final, and so are errors of this worker's own engine, unless it is dead. Each step makes
+    a handoff of its own. An instance that has failed is not called again for this request.
     """
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -221,6 +218,7 @@ def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_ne
                     raise
                 progress.failed(step, error)
         if progress.error is not None:
+            log.warning("request %s: no fallback step left: %s", context.id(), progress.error)
             raise progress.error
 
     return generate
@@ -230,52 +228,55 @@ def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_ne
 async def _running(
     step: FallbackStep, request: GenerateRequest, span: Span, context: RequestContext
 ) -> AsyncIterator[AsyncGenerator[TokenChunk, None]]:
-    """Its chunks; the span is around them."""
+    """The step's chunks, inside `span`."""
     with span:
         async with aclosing(step.generate(request.within(span), context)) as chunks:
             yield chunks
 
 
 class _Progress:
-    """Of one request through the steps: what its client has, and what has failed."""
+    """The state of one request on its way through the steps: what its client has, and what has failed."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        #: Avoids the instances that have failed.
+        #: The request, which avoids the instances that have failed.
         self.request = request
         self.delivered: list[int] = []
         self.is_over = False
-        #: What the request fails with when no step is left.
+        #: The error that the request fails with when no step is left.
         self.error: DisaggError | None = None
-        #: The step that has found no instance, if that was the last one.
-        self._without_instance: FallbackStep | None = None
+        self._failed_step = ""
+        self._last_found_no_instance = False
         self._has_lost_engine = False
 
     def can_try(self, step: FallbackStep) -> bool:
-        """False for a step that would find no instance either, or that is for requests of the other kind."""
-        finds_none = self._without_instance is not None and self._without_instance.to == step.to
+        """False after the same step has found no instance, and for a step that does not suit the engine's state."""
+        finds_none = self._last_found_no_instance and self._failed_step == step.to
         return step.without_engine is self._has_lost_engine and not finds_none
 
     def failed(self, step: FallbackStep, error: DisaggError) -> None:
-        finds_none = isinstance(error, NoInstanceError)
-        # Why the last instance failed says more than that there is no other one.
-        if self.error is None or not finds_none:
+        self._failed_step = step.to
+        self._last_found_no_instance = isinstance(error, NoInstanceError)
+        # The failure of the last instance is a better reason than that there is no other one.
+        if self.error is None or not self._last_found_no_instance:
             self.error = error
-        self._without_instance = step if finds_none else None
         self._has_lost_engine = self._has_lost_engine or isinstance(error, WorkerLeavingError)
         if error.peer is not None:
             self.request = self.request.avoiding(error.peer)
 
     def fall_back(self, step: FallbackStep, context: RequestContext) -> Span:
-        """Record that `step` goes on; the span is around what it does."""
+        """Record that `step` is tried next, and return the span for it."""
         assert self.error is not None, "the first step is no fallback"
         request, error = self.request, self.error
-        log.warning("request %s: %s after %d tokens: %s", context.id(), step.to, len(self.delivered), error)
+        log.warning(
+            "request %s: %s failed after %d tokens (%s); trying %s",
+            *(context.id(), self._failed_step, len(self.delivered), error, step.to),
+        )
         request.trace.fell_back(step.to, error)
         request.trace.strategy = step.strategy or request.trace.strategy
         return request.span.child("fallback", {"to": step.to, "because": str(error)})
 
 
 def _may_go_on(error: DisaggError) -> bool:
-    if isinstance(error, EngineError):  # of another worker's engine
+    if isinstance(error, EngineError):  # only if another worker's engine failed
         return error.peer is not None
     return isinstance(error, (PeerUnavailableError, StageTimeoutError, OverloadedError, WorkerLeavingError))

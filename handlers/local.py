@@ -1,9 +1,10 @@
-"""The phases that run on this worker's own engine."""
+"""The phases on this worker's own engine: prefill, decode, and both together."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
@@ -35,6 +36,8 @@ from trtllm_disagg.types import (
 )
 from trtllm_disagg.wire.bodies import encode_disaggregated_params, names_a_sender
 
+log = logging.getLogger(__name__)
+
 
 class LocalPrefill:
     """context_only: the prompt's KV, and the first token."""
@@ -46,8 +49,8 @@ class LocalPrefill:
         *,
         sees_callers_max_tokens: bool = True,
     ) -> None:
-        """`drain` has a decode worker fetch a handoff that no decode takes, for an engine that cannot release it.
-        Dynamo's router calls prefill with max_tokens 1; that says nothing about what the caller wants.
+        """`drain` has a decode worker fetch an unused handoff, for an engine that cannot release one.
+        `sees_callers_max_tokens` is false behind Dynamo's router, which calls prefill with max_tokens 1 in any case.
         """
         self._engine = engine
         self._drain = None if RELEASES_HANDOFFS in engine.capabilities else drain
@@ -58,7 +61,7 @@ class LocalPrefill:
             return await self._run(request.within(span), context)
 
     async def _run(self, request: GenerateRequest, context: RequestContext) -> Handoff:
-        if self._is_all(request):
+        if self._first_token_is_the_answer(request):
             return await self._whole(request, context)
         result = self._engine.start_prefill(request)
         guard = AbortGuard(result, context)
@@ -67,13 +70,14 @@ class LocalPrefill:
             if context.is_stopped():
                 raise RequestCancelledError("the client left during prefill")
         except BaseException:
-            if result.finished:  # meanwhile
-                self._let_go(request, result, guard)
+            # It finished while the cancellation was on its way: its KV is held and must be released.
+            if result.finished:
+                self._release_unanswered(request, result, guard)
             raise
         return self._handoff(request, context, result)
 
-    def _is_all(self, request: GenerateRequest) -> bool:
-        """The first token is the answer: KV that was kept for a decode would wait for none."""
+    def _first_token_is_the_answer(self, request: GenerateRequest) -> bool:
+        """No decode will follow, so no KV has to be held for one."""
         is_the_only_one = self._sees_callers_max_tokens and request.stop.max_tokens == 1
         return is_the_only_one and not request.decode_follows
 
@@ -106,17 +110,20 @@ class LocalPrefill:
         except BaseException:
             result.abort()
             raise
-        ended = self._engine.handoffs.hold()
-        handoff = Handoff(chunk.without_end(), passed, _ended=ended, of_prompt=chunk.of_prompt)
-        handoff.on_release(lambda: self._release(request, context, result, handoff))
-        return handoff
+        return Handoff(
+            chunk.without_end(),
+            passed,
+            on_release=lambda handoff: self._release(request, context, result, handoff),
+            on_end=self._engine.handoffs.hold(),
+            of_prompt=chunk.of_prompt,
+        )
 
     def _result(self, chunk: TokenChunk, result: RequestOutput) -> PrefillResult:
         params = result.outputs[0].disaggregated_params
         encoded = encode_disaggregated_params(params) if params is not None else {}
         if not names_a_sender(encoded):
             raise EngineError("the engine finished the prefill without disaggregated_params")
-        # TensorRT-LLM tells the id that it was given under this name alone, and its decode may look for the other one.
+        # TensorRT-LLM returns its id only under this name, and its decode may read the other one.
         if (context_id := encoded.get("ctx_request_id")) is not None:
             encoded.setdefault("disagg_request_id", context_id)
         usage = chunk.completion_usage
@@ -127,36 +134,36 @@ class LocalPrefill:
     ) -> None:
         if self._drain is None:
             result.abort()
-        elif not (handoff.is_asked_for and context.is_stopped()):
-            # A decode worker that loses its client fetches before it stops; to fetch twice is an error of its engine.
+        elif not (handoff.was_sent_to_decode and context.is_stopped()):
+            # A decode worker whose client has left fetches before it stops; a second fetch would fail on its engine.
             self._drain(request.with_handoff(handoff))
 
-    def _let_go(self, request: GenerateRequest, result: RequestOutput, guard: AbortGuard) -> None:
-        """Of a prefill that has ended, and that no answer speaks of."""
+    def _release_unanswered(self, request: GenerateRequest, result: RequestOutput, guard: AbortGuard) -> None:
+        """Release the KV of a prefill that has finished without an answer to its caller."""
         if self._drain is None:
             guard.abort()
             return
-        with contextlib.suppress(DisaggError):  # there is nothing to fetch
+        with contextlib.suppress(DisaggError):  # the prefill left no KV
             passed = self._result(self._first(request, result), result)
             self._drain(msgspec.structs.replace(request, prefill_result=passed))
 
 
 async def finished(engine: Engine, result: RequestOutput, guard: AbortGuard) -> None:
-    """Wait for the end of a request; a client that leaves ends it, by `guard`."""
+    """Wait until the engine has finished a request; `guard` aborts it when its client leaves."""
     with guard:
         async with engine_errors(engine, guard):
             await engine.finished(result)
 
 
-#: context_only ends like this after its one token; it says nothing about the answer.
+#: context_only ends with one of these after its one token; they say nothing about the end of the answer.
 _ENDS_OF_EVERY_PREFILL = ("length", "not_finished", None)
 
 
 class LocalDecode:
-    """generation_only: fetches the KV and goes on from the first token."""
+    """generation_only: fetches the KV and generates from the first token on."""
 
     def __init__(self, engine: Engine, *, repeats_first_token: bool) -> None:
-        """The engine's answer starts with prefill's token; say whether the client has to get it from here."""
+        """`repeats_first_token`: the client gets prefill's token from here; the engine's answer starts with it."""
         self._engine = engine
         self._skip = 0 if repeats_first_token else 1
 
@@ -170,7 +177,7 @@ class LocalDecode:
     ) -> AsyncGenerator[TokenChunk, None]:
         def start() -> RequestOutput:
             result = self._engine.start_decode(request)
-            handoff.taken()
+            handoff.decode_has_it()
             return result
 
         prefill = request.prefill_result
@@ -186,26 +193,28 @@ class LocalDecode:
             record_transfer(request.trace, result)
             record_engine(self._engine, request, result)
 
-        # With a rendezvous nothing may ever come, so an abort does not wait for it.
+        # With a rendezvous the KV may never come, so an abort must not wait for the first output.
         deferred = request.rendezvous is None
         return _stream(self._engine, start, cursor, context, finished, deferred_abort=deferred)
 
     def drain(self, request: GenerateRequest) -> None:
-        """Fetch and drop an unused handoff: that is how its sender's blocks come free.
-
-        One token, in the background. It works the same on every engine, which a release message would not.
+        """Fetch and drop an unused handoff, which frees its sender's blocks: a decode of one token, in the background.
+        It works on every engine; a release message would not.
         """
 
         async def fetch() -> None:
-            # Best effort: the lease ends by itself.
-            with contextlib.suppress(self._engine.request_error, DisaggError), request.span.child("drain"):
-                await self._engine.start_decode(request, max_tokens=1).aresult()
+            try:
+                with request.span.child("drain"):
+                    await self._engine.start_decode(request, max_tokens=1).aresult()
+            except (self._engine.request_error, DisaggError) as error:
+                # Best effort: the lease ends by itself.
+                log.info("an unused handoff waits for the end of its lease: %s", error)
 
-        in_background(fetch())
+        in_background(fetch(), "drain of an unused handoff")
 
 
 class LocalAgg:
-    """context_and_generation: the whole answer here."""
+    """context_and_generation: the whole answer on this worker."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -232,7 +241,7 @@ async def _stream(
     *,
     deferred_abort: bool = False,
 ) -> AsyncGenerator[TokenChunk, None]:
-    """`start` asks the engine once a chunk is wanted; `finished` hears of the result before its end leaves."""
+    """The chunks of an engine request. `start` is called at the first read, `finished` before the last chunk."""
     result = start()
     with AbortGuard(result, context, deferred=deferred_abort) as guard:
         async with (
@@ -248,7 +257,7 @@ async def _stream(
 
 @contextlib.asynccontextmanager
 async def engine_errors(engine: Engine, guard: AbortGuard) -> AsyncIterator[None]:
-    """What the engine raises -> ours. `guard` hears of it: there is nothing left to abort."""
+    """Raises a DisaggError for an error of the engine, and marks `guard` as failed: nothing is left to abort."""
     try:
         yield
     except asyncio.CancelledError:
@@ -264,7 +273,7 @@ async def engine_errors(engine: Engine, guard: AbortGuard) -> AsyncIterator[None
 
 
 def prefill_within(seconds: float, prefill: PrefillPhase) -> PrefillPhase:
-    """Raises StageTimeoutError; leaving the phase aborts it."""
+    """`prefill`, which raises StageTimeoutError, and is aborted, after so many seconds."""
 
     async def timed(request: GenerateRequest, context: RequestContext) -> Handoff:
         try:
@@ -277,7 +286,7 @@ def prefill_within(seconds: float, prefill: PrefillPhase) -> PrefillPhase:
 
 
 def first_token_within(seconds: float, decode: DecodePhase) -> DecodePhase:
-    """The transfer of the KV is in that time."""
+    """`decode`, which raises StageTimeoutError after so many seconds, KV transfer included, without a token."""
 
     def timed(
         request: GenerateRequest, context: RequestContext, handoff: Handoff

@@ -1,4 +1,4 @@
-"""Migration: when a worker dies, Dynamo's frontend sends its requests, with the tokens so far, to another one."""
+"""Migration: when a worker dies, Dynamo's frontend sends its requests, with the tokens so far, to another worker."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, Token
 
 
 def finish_if_budget_exhausted(generate: Generate) -> Generate:
-    """Answers a request for the end of an answer only: a worker died when it had given the last token and not yet
-    said so, and the frontend migrates the request with `max_tokens` 0.
+    """`generate`; a request that lacks nothing but its finish reason is answered here. Such a request is migrated with
+    `max_tokens` 0, when a worker died between its last token and its finish reason.
     """
 
     def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -32,33 +32,32 @@ async def _end(request: GenerateRequest, delivered: list[int]) -> AsyncGenerator
     yield end_chunk(request, delivered)
 
 
-#: Starts our trace ids: a tracing library's are to be told from them.
+#: Prefix of our trace ids, to distinguish them from those of a tracing library.
 _MARK = "7472746c6c6d6467"
 _HEX = re.compile(r"[0-9a-f]{16}")
 _LINK = "migration_link"
 
 
 class MigrationLink(NamedTuple):
-    """How a request began, as its answer says it to the worker that goes on with it after a migration.
+    """How a request began, for the worker that continues it after a migration.
 
-    Dynamo appends the tokens that the client has to the prompt and takes them from `max_tokens`. That forgets which of
+    Dynamo appends the tokens that the client has to the prompt and subtracts them from `max_tokens`. It loses which of
     them were generated: penalties begin anew, usage counts them as prompt, and where prefill's sums differ from
-    decode's another token may come. Dynamo does not say where the prompt ends, but it returns to the next worker what
-    the last one has put into `worker_trace_link`, as `migration_link` (decision 22). So each answer says there how
-    long its prompt is, and which seed it was given.
+    decode's another token may come. But Dynamo passes the `worker_trace_link` of the last worker's answer to the next
+    worker as `migration_link` (decision 22). So each answer has the length of its prompt and its seed there.
     """
 
     num_prompt: int
-    #: Drawn by the first worker for a request without one; 0 when the request had one.
+    #: The seed that the first worker drew; 0 when the request had a seed.
     seed: int
 
     def encode(self) -> dict[str, str]:
-        """As W3C ids look: 32 and 16 hexadecimal digits."""
+        """The link in the form of W3C ids: 32 and 16 hexadecimal digits."""
         return {"trace_id": f"{_MARK}{self.seed:016x}", "span_id": f"{self.num_prompt:016x}"}
 
     @classmethod
     def read(cls, link: object) -> MigrationLink | None:
-        """None for what is no link of ours."""
+        """None for a link that no worker of this project has made."""
         if not isinstance(link, dict):
             return None
         trace_id, span_id = str(link.get("trace_id")), str(link.get("span_id"))
@@ -69,15 +68,14 @@ class MigrationLink(NamedTuple):
 
 
 def resume_migrated(generate: Generate, replays: Replays) -> Generate:
-    """`generate`, for requests from frontends; what was migrated is given once more, without what the client has.
-
-    `replays` says of which requests; the others go on as Dynamo has them.
+    """`generate` for requests from frontends: a migrated request that `replays` accepts is run from its beginning, and
+    the tokens that the client has are dropped. All others continue as Dynamo sends them.
     """
 
     def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         link = MigrationLink.read(request.raw.get(_LINK))
-        asked, delivered = _as_it_began(request, link) if link is not None else (request, [])
-        # Which tokens of several choices the client has is said by none.
+        asked, delivered = _before_migration(request, link) if link is not None else (request, [])
+        # With several choices it is unknown which choice's tokens the client has.
         if request.phase_request is not None or request.num_choices > 1 or not replays(asked):
             return generate(request, context)
         if delivered and has_ended(asked, delivered):
@@ -89,13 +87,13 @@ def resume_migrated(generate: Generate, replays: Replays) -> Generate:
         rest = remainder_of(asked, delivered, replays)
         chunks = generate(rest.request, context)
         if delivered:
-            chunks = _new_ones(rest, chunks)
+            chunks = _new_chunks(rest, chunks)
         return _Linked(MigrationLink(len(asked.token_ids), seed).encode(), chunks)
 
     return answer
 
 
-async def _new_ones(
+async def _new_chunks(
     rest: Remainder, chunks: AsyncGenerator[TokenChunk, None]
 ) -> AsyncGenerator[TokenChunk, None]:
     async with aclosing(chunks):
@@ -106,7 +104,7 @@ async def _new_ones(
 
 
 class _Linked(PerRequestStream[TokenChunk]):
-    """The first chunk has the link: in each chunk it would cost 0.1 kB a token."""
+    """Adds the link to the first chunk only: in every chunk it would cost 0.1 kB a token."""
 
     def __init__(self, link: dict[str, str], chunks: AsyncGenerator[TokenChunk, None]) -> None:
         self._link = link
@@ -117,8 +115,8 @@ class _Linked(PerRequestStream[TokenChunk]):
         return msgspec.structs.replace(await anext(self._rest), worker_trace_link=self._link)
 
 
-def _as_it_began(request: GenerateRequest, link: MigrationLink) -> tuple[GenerateRequest, list[int]]:
-    """The request before it was migrated, and the tokens that the client has."""
+def _before_migration(request: GenerateRequest, link: MigrationLink) -> tuple[GenerateRequest, list[int]]:
+    """(the request as it was before its migration, the tokens that the client has)."""
     tokens = request.token_ids
     if not 0 < link.num_prompt <= len(tokens):
         return request, []

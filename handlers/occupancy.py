@@ -1,5 +1,5 @@
-"""How full workers are: the share of its engine's KV blocks that are in use, here and at the other stage; and what this
-worker has taken upon itself besides its own stage's part.
+"""How full workers are: the share of KV blocks in use, on this worker and on those of the other role; and how many
+requests this worker runs alone.
 """
 
 from __future__ import annotations
@@ -21,58 +21,59 @@ from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, Token
 
 log = logging.getLogger(__name__)
 
-#: In a worker's description.
+#: Key in a worker's description.
 KV_OCCUPANCY = "kv_occupancy"
 
-#: While requests come, each instance is asked this often, and believed for this long.
-_REFRESH_SECONDS, _BELIEVED_SECONDS = 0.25, 2.0
+#: While requests come, each instance is asked this often; its answer counts for so long.
+_REFRESH_SECONDS, _VALID_SECONDS = 0.25, 2.0
 _ANSWER_SECONDS = 1.0
 
 
 class OwnOccupancy:
-    """Of this worker, from its engine's statistics; the mean over ranks of attention DP. An engine has no statistics
-    before its first step, and is empty then.
+    """This worker's occupancy, from its engine's statistics: the mean over ranks of attention DP. It is 0 before the
+    engine's first step, when there are no statistics.
     """
 
     def __init__(self) -> None:
         self._ranks: dict[Any, float] = {}
 
     def update(self, stat: Mapping[str, Any]) -> None:
-        """One record of `get_stats_async`."""
+        """`stat`: one record of `get_stats_async`."""
         blocks = stat.get("kvCacheStats") or {}
         used, most = blocks.get("usedNumBlocks"), blocks.get("maxNumBlocks")
         if used is not None and most:
             self._ranks[stat.get("attentionDpRank")] = used / most
 
     def clear(self) -> None:
-        """The engine rests."""
+        """The engine is idle."""
         self._ranks.clear()
 
     @property
     def share(self) -> float:
-        ranks = list(self._ranks.values())  # the thread that reads statistics writes it
+        ranks = list(self._ranks.values())  # copied: the thread that reads statistics may add a rank
         return sum(ranks) / len(ranks) if ranks else 0.0
 
 
 class Occupancies:
-    """As it is, for a worker that has no other stage, or does not ask it."""
+    """The occupancy of the other role's workers; always unknown for a worker that does not ask them."""
 
     def now(self) -> Occupancy | None:
-        """Of the other stage; None when it is not known. Never waits."""
+        """None when it is not known. Never waits."""
         return None
 
 
 class StageOccupancy(Occupancies):
-    """Of the other stage, as its workers tell it: the mean over those that have answered lately.
+    """The mean occupancy of the other role's workers that have answered lately.
 
-    Workers are asked while requests are decided, in the background, so a decision never waits; the first one after a
-    pause finds nothing known.
+    `now` starts to ask them in the background, so that a decision never waits. The first decision after a pause finds
+    it unknown.
     """
 
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
-        self._told: dict[int, tuple[float, float]] = {}
+        #: By instance: (its share, when it answered).
+        self._shares: dict[int, tuple[float, float]] = {}
         self._asked_at = -_REFRESH_SECONDS
         self._is_asking = False
 
@@ -80,12 +81,12 @@ class StageOccupancy(Occupancies):
         now = self._clock()
         if not self._is_asking and now - self._asked_at >= _REFRESH_SECONDS:
             self._is_asking, self._asked_at = True, now
-            in_background(self._ask_all())
+            in_background(self._ask_all(), "question for the occupancy of other workers")
         there = set(self._directory.instance_ids())
         known = [
             (share, now - at)
-            for instance_id, (share, at) in self._told.items()
-            if instance_id in there and now - at <= _BELIEVED_SECONDS
+            for instance_id, (share, at) in self._shares.items()
+            if instance_id in there and now - at <= _VALID_SECONDS
         ]
         if not known:
             return None
@@ -94,7 +95,7 @@ class StageOccupancy(Occupancies):
     async def _ask_all(self) -> None:
         try:
             there = self._directory.instance_ids()
-            self._told = {each: told for each, told in self._told.items() if each in there}
+            self._shares = {each: share for each, share in self._shares.items() if each in there}
             await asyncio.gather(*(self._ask(self._directory.instance(each)) for each in there))
         finally:
             self._is_asking = False
@@ -102,19 +103,19 @@ class StageOccupancy(Occupancies):
     async def _ask(self, instance: StageInstance) -> None:
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                told: object = await instance.describe()
+                description: object = await instance.describe()
         except (DisaggError, TimeoutError) as error:
-            # What it said last is forgotten in a moment, and a request that is sent to it shows what is wrong.
-            log.debug("instance %x does not tell its load: %s", instance.instance_id, error)
+            # Its last answer expires soon, and the next request that is sent to it fails with the reason.
+            log.debug("instance %x did not report its occupancy: %s", instance.instance_id, error)
             return
-        share = told.get(KV_OCCUPANCY) if isinstance(told, dict) else None
+        share = description.get(KV_OCCUPANCY) if isinstance(description, dict) else None
         if isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1:
-            self._told[instance.instance_id] = float(share), self._clock()
+            self._shares[instance.instance_id] = float(share), self._clock()
 
 
 class RunningRequests:
-    """The requests that this worker serves in one way now, and the tokens that they may come to: their prompts and the
-    most that may be generated.
+    """Counts the requests that this worker runs in one way now, and their tokens: the prompts and the most that may be
+    generated.
     """
 
     def __init__(self) -> None:
@@ -129,7 +130,7 @@ class RunningRequests:
 
 
 def most_tokens(request: GenerateRequest) -> int:
-    """The prompt, and all that may be generated. Frontends fill in `max_tokens`; without one only the prompt counts."""
+    """The tokens of the prompt and `max_tokens`, which frontends fill in; without it only the prompt counts."""
     return len(request.token_ids) + (request.stop.max_tokens or 0)
 
 
@@ -155,9 +156,9 @@ class _Counted(PerRequestStream[TokenChunk]):
 
 
 def within_fallback_budget(local: Generate, thresholds: Live[Thresholds]) -> Generate:
-    """`local`, for requests that the other stage has failed, and no more of them than this worker can bear besides its
-    own work: a stage that is lost must not drown the other one. Raises OverloadedError beyond `--max-local-fallbacks`
-    and `--max-local-fallback-tokens`; one request alone may be as long as the engine takes.
+    """`local`, limited to what this worker can run besides its own work: when all workers of one role are lost, their
+    work must not overload those of the other role. Raises OverloadedError beyond `--max-local-fallbacks` and
+    `--max-local-fallback-tokens`; when no other one runs, a request may be of any length.
     """
     running = RunningRequests()
     counted = running.counting(local)

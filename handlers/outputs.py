@@ -1,4 +1,4 @@
-"""An engine's RequestOutput, which is cumulative, as TokenChunks of what is new; read as fast as it comes."""
+"""Turns an engine's cumulative RequestOutput into TokenChunks with the new tokens, reading as fast as outputs come."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trtllm_disagg.types import PROMPT_LOGPROBS, TokenChunk, Usage
 
 
 class OutputCursor:
-    """RequestOutput (cumulative) -> TokenChunks (what is new), for one choice."""
+    """RequestOutput (cumulative) -> TokenChunks (new tokens), for one choice."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class OutputCursor:
         was_fetched: bool = False,
         choice: int = 0,
     ) -> None:
-        """`skip` tokens have reached the client already; `cached_tokens` wins over this engine's count, which of KV
-        that `was_fetched` has all of it. `choice` is a place in the result's `outputs`.
+        """`skip`: number of tokens that the client has already. `cached_tokens`: replaces this engine's count, which
+        after a KV transfer (`was_fetched`) is the whole prompt. `choice`: index in the result's `outputs`.
         """
         self._num_prompt = num_prompt
         self._position = skip
@@ -38,7 +38,7 @@ class OutputCursor:
         self._has_ended = False
 
     def advance(self, result: RequestOutput) -> Sequence[TokenChunk]:
-        """What came since the last call, one chunk or none. Raises StageTimeoutError."""
+        """The tokens since the last call, in one chunk or none. Raises StageTimeoutError."""
         output = result.outputs[self._choice]
         tokens = output.token_ids[self._position :]
         if self._has_ended or not (tokens or output.finish_reason):
@@ -52,13 +52,13 @@ class OutputCursor:
         return (chunk,) if output.finish_reason is None else (self._end(chunk, result, output),)
 
     def _end(self, chunk: TokenChunk, result: RequestOutput, output: CompletionOutput) -> TokenChunk:
-        if output.finish_reason == "timeout":  # Dynamo's frontend has no such end
+        if output.finish_reason == "timeout":  # a finish reason that Dynamo's frontend does not know
             raise StageTimeoutError("the engine ran out of time for this request")
         self._has_ended = True
         cached, engine_data = self._cached(result, output)
         if (of_prompt := _prompt_logprobs(output)) is not None:
             engine_data[PROMPT_LOGPROBS] = of_prompt
-        # What the other choices have so far; the last one to end has all.
+        # Of all choices so far; the chunk of the last choice to end has the total.
         num_made = sum(len(each.token_ids) for each in result.outputs)
         return msgspec.structs.replace(
             chunk,
@@ -69,7 +69,7 @@ class OutputCursor:
         )
 
     def _cached(self, result: RequestOutput, output: CompletionOutput) -> tuple[int, dict[str, Any]]:
-        """Tokens of the prompt that no engine had to compute, and what to tell of the engine's own count."""
+        """(prompt tokens that no engine had to compute, `engine_data` with the engine's own count if it differs)."""
         if self._cached_tokens is not None:
             return self._cached_tokens, {}
         counted = min(result.cached_tokens or 0, self._num_prompt)
@@ -84,7 +84,7 @@ class OutputCursor:
 
 
 class ChoicesCursor:
-    """The same for a request with several choices: a chunk for each that has grown."""
+    """An OutputCursor for a request with several choices: a chunk for each choice with new tokens."""
 
     def __init__(self, num_prompt: int, num_choices: int) -> None:
         self._cursors = [OutputCursor(num_prompt, choice=choice) for choice in range(num_choices)]
@@ -96,8 +96,8 @@ class ChoicesCursor:
 def _logprobs(
     tokens: list[int], entries: list[Any]
 ) -> tuple[list[float] | None, list[list[dict[str, Any]]] | None]:
-    """(of each token, of its alternatives), by the engine's entry for each token; None when one is missing: a shorter
-    list would be read as the logprobs of other tokens.
+    """(logprob of each token, its alternatives) from the engine's entry for each token; (None, None) when an entry is
+    missing: a shorter list would be read as the logprobs of other tokens.
     """
     if not tokens or len(entries) < len(tokens):
         return None, None
@@ -105,7 +105,7 @@ def _logprobs(
         return list(entries), None
     if not all(entries):
         return None, None
-    # Some TensorRT-LLM leaves out the token that it has drawn; Dynamo's worker takes the likeliest one's instead.
+    # Some TensorRT-LLM versions omit the sampled token; like Dynamo's worker, use the likeliest one's logprob then.
     chosen = [
         (entry.get(token) or next(iter(entry.values()))).logprob
         for token, entry in zip(tokens, entries, strict=True)
@@ -121,7 +121,7 @@ def _logprobs(
 
 
 def _prompt_logprobs(output: CompletionOutput) -> list[dict[str, dict[str, Any]] | None] | None:
-    """As Dynamo's frontend reads them; None when the engine has computed none."""
+    """The prompt's logprobs as Dynamo's frontend reads them; None when the engine has computed none."""
     if not output.prompt_logprobs:
         return None
     return [
@@ -134,41 +134,40 @@ def _prompt_logprobs(output: CompletionOutput) -> list[dict[str, dict[str, Any]]
     ]
 
 
-#: Inside, the task, which reads the result, is cancelled when what it waits for is gone.
+#: A context manager that cancels the task, which reads the result, when the engine can give no result any more.
 AwaitedBy = Callable[[asyncio.Future[Any], RequestOutput], AbstractContextManager[None]]
 
 
-def _as_long_as_it_takes(reading: asyncio.Future[Any], result: RequestOutput) -> AbstractContextManager[None]:
+def _never_cancelled(reading: asyncio.Future[Any], result: RequestOutput) -> AbstractContextManager[None]:
     return nullcontext()
 
 
 async def newest_states(
-    result: RequestOutput, on_output: Callable[[], None], awaited_by: AwaitedBy = _as_long_as_it_takes
+    result: RequestOutput, on_output: Callable[[], None], awaited_by: AwaitedBy = _never_cancelled
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Reads an engine's output as fast as it comes, however slow the way to the client is: `result` (a RequestOutput,
-    cumulative) when it has grown: once for all that came while the caller was busy. What
-    comes alone never waits. Raises what iterating the result raises, behind the last state, and CancelledError when
-    `awaited_by` has ended it.
+    """Yields `result` (cumulative) when it has grown: once for all outputs that came while the caller was busy. A task
+    reads the engine's outputs as fast as they come, however slow the client is.
 
-    `on_output` is called for each output of the engine, also while the caller is busy.
+    `on_output` is called for each output, also while the caller is busy. Raises what iterating the result raises,
+    after the last state, and CancelledError when `awaited_by` has cancelled the reading.
     """
-    news = asyncio.Event()
+    has_grown = asyncio.Event()
 
     async def read() -> None:
         try:
             async for _ in result:
                 on_output()
-                news.set()
+                has_grown.set()
         finally:
-            news.set()
+            has_grown.set()
 
     reader = asyncio.create_task(read(), name="read-ahead")
     try:
         with awaited_by(reader, result):
             has_ended = False
             while not has_ended:
-                await news.wait()
-                news.clear()
+                await has_grown.wait()
+                has_grown.clear()
                 has_ended = reader.done()
                 yield result
         await reader

@@ -1,8 +1,9 @@
-"""Prefills with an answer that is lost: the decode worker is told to stop waiting just as it comes, or dies with it.
+"""A prefill worker has answered, and its answer never reached a decode engine. Two messages keep the KV from waiting
+for the end of its lease.
 
-The prefill worker has answered, so it counts the KV as the caller's. A decode worker that has no answer recalls the
-attempt; one that has it says "taken" when its engine has been asked to fetch. What a decode worker that is gone has not
-taken, the prefill worker takes back by itself. Taken back means: the KV is fetched as if no answer had been given.
+`recall`: a decode worker that received no answer asks the prefill worker to release the KV. `taken`: it reports that
+its engine has begun to fetch. If a decode worker disappears from discovery, the prefill worker releases by itself what
+that one had not reported as taken. Both messages are notices (`PhaseRequest.is_notice`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
-
-import msgspec
 
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError, OverloadedError
 from trtllm_disagg.handlers.cancellation import in_background
@@ -30,55 +29,58 @@ from trtllm_disagg.types import (
     RequestContext,
     TokenChunk,
 )
+from trtllm_disagg.wire.bodies import encode_notice
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
 log = logging.getLogger(__name__)
 
-#: Of one notice, with its way.
+#: Time for one notice to be delivered.
 NOTICE_SECONDS = 5.0
-#: The next prefill says what was taken, or a notice when none follows; so long a decode worker that dies may have begun
-#: to fetch what is fetched once more. To Dynamo's counters a notice is a request.
-TOGETHER_SECONDS = 1.0
-LOOK_SECONDS = 1.0
-#: A lease that does not end is remembered no longer.
+#: Seconds for which `taken` reports are collected before a notice carries them, unless a prefill does so first.
+#: If a decode worker dies within that time, KV that it had begun to fetch may be drained a second time.
+COLLECT_SECONDS = 1.0
+CHECK_SECONDS = 1.0
+#: An answer is forgotten after this time, even if its lease is longer.
 _LONGEST_SECONDS = 600.0
-_NOTHING: tuple[TokenChunk, ...] = ()
+_NO_CHUNKS: tuple[TokenChunk, ...] = ()
 
-#: The prefill worker has said that there is no KV.
+#: Errors after which the prefill worker holds no KV.
 _REFUSALS = (InvalidRequestError, OverloadedError, EngineError)
 
 
-# -- on the worker that asks
+# -- on the decode worker
 
 
-class Teller(Protocol):
-    """The instance that was asked (`remote.StageInstance`)."""
+class Notifiable(Protocol):
+    """The prefill worker that was called (`remote.StageInstance`)."""
 
     @property
     def instance_id(self) -> int: ...
 
-    async def tell(self, notice: dict[str, Any]) -> None: ...
+    async def notify(self, notice: dict[str, Any]) -> None: ...
 
 
 class Notices:
     def __init__(self, sender: int | None) -> None:
-        """`sender`: the instance that asks. None: it is not to be missed when it is gone."""
+        """`sender`: this worker's instance id. None: `taken` is not reported."""
         self._sender = sender
-        self._taken: dict[int, tuple[Teller, list[str]]] = {}
-        self._will_tell = False
-        #: Older workers.
-        self._deaf: set[int] = set()
+        #: By instance: attempts to be reported as taken.
+        self._taken: dict[int, tuple[Notifiable, list[str]]] = {}
+        self._is_scheduled = False
+        #: Instances of older versions, which refuse notices.
+        self._without_notices: set[int] = set()
 
-    def prefill(self, instance: Teller) -> PhaseRequest:
+    def prefill(self, instance: Notifiable) -> PhaseRequest:
+        """The phase request for a new attempt; it carries the collected `taken` reports."""
         _, taken = self._taken.pop(instance.instance_id, (instance, ()))
         attempt = secrets.token_hex(8)
         return PhaseRequest("prefill", attempts=(attempt,), sender=self._sender, taken=tuple(taken))
 
     @contextmanager
-    def recalled_without(
-        self, answers: Collection[Handoff], instance: Teller, asked: PhaseRequest
+    def recalled_if_lost(
+        self, answers: Collection[Handoff], instance: Notifiable, asked: PhaseRequest
     ) -> Iterator[None]:
-        """Inside, the answer is waited for; outside, one that is not there is lost."""
+        """The call of the prefill worker runs inside. If `answers` is empty after it, the attempt is recalled."""
         is_refused = False
         try:
             yield
@@ -87,55 +89,54 @@ class Notices:
             raise
         finally:
             if not answers:
-                # It may not have heard.
-                self._tell_later(instance, asked.taken)
+                # The prefill worker may not have got this request, nor the reports in it.
+                self._report_later(instance, asked.taken)
             if not answers and not is_refused:
-                in_background(self._tell(instance, PhaseRequest("recall", attempts=asked.attempts)))
+                in_background(self._send(instance, PhaseRequest("recall", attempts=asked.attempts)), "recall")
 
-    def taken(self, instance: Teller, asked: PhaseRequest) -> None:
-        self._tell_later(instance, asked.attempts)
+    def taken(self, instance: Notifiable, asked: PhaseRequest) -> None:
+        self._report_later(instance, asked.attempts)
 
-    def _tell_later(self, instance: Teller, attempts: Sequence[str]) -> None:
-        if not attempts or self._sender is None or instance.instance_id in self._deaf:
+    def _report_later(self, instance: Notifiable, attempts: Sequence[str]) -> None:
+        if not attempts or self._sender is None or instance.instance_id in self._without_notices:
             return
-        _, untold = self._taken.setdefault(instance.instance_id, (instance, []))
-        untold.extend(attempts)
-        del untold[:-MOST_ATTEMPTS]
-        if not self._will_tell:
-            self._will_tell = True
-            asyncio.get_running_loop().call_later(TOGETHER_SECONDS, self._tell_taken)
+        _, collected = self._taken.setdefault(instance.instance_id, (instance, []))
+        collected.extend(attempts)
+        del collected[:-MOST_ATTEMPTS]
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_later(COLLECT_SECONDS, self._report)
 
-    def _tell_taken(self) -> None:
-        self._will_tell = False
+    def _report(self) -> None:
+        self._is_scheduled = False
         taken, self._taken = self._taken, {}
         for instance, attempts in taken.values():
-            in_background(self._tell(instance, PhaseRequest("taken", attempts=tuple(attempts))))
+            in_background(self._send(instance, PhaseRequest("taken", attempts=tuple(attempts))), "taken")
 
-    async def _tell(self, instance: Teller, said: PhaseRequest) -> None:
+    async def _send(self, instance: Notifiable, notice: PhaseRequest) -> None:
         try:
             async with asyncio.timeout(NOTICE_SECONDS):
-                await instance.tell({"token_ids": [], "errand": msgspec.to_builtins(said)})
+                await instance.notify(encode_notice(notice))
         except (DisaggError, TimeoutError) as error:
             if isinstance(error, InvalidRequestError):
-                self._deaf.add(instance.instance_id)
+                self._without_notices.add(instance.instance_id)
             # Best effort: the lease ends by itself.
-            log.info("instance %x does not hear %r: %s", instance.instance_id, said.stage, error)
+            log.info("instance %x did not accept the notice %r: %s", instance.instance_id, notice.kind, error)
 
 
 class NoNotices:
-    """For a way that knows what became of its answers."""
+    """For the prefill queue, whose messages confirm that an answer has arrived."""
 
-    def prefill(self, instance: Teller) -> PhaseRequest:
+    def prefill(self, instance: Notifiable) -> PhaseRequest:
         return PhaseRequest("prefill")
 
     @contextmanager
-    def recalled_without(
-        self, answers: Collection[Handoff], instance: Teller, asked: PhaseRequest
+    def recalled_if_lost(
+        self, answers: Collection[Handoff], instance: Notifiable, asked: PhaseRequest
     ) -> Iterator[None]:
         yield
 
-    def taken(self, instance: Teller, asked: PhaseRequest) -> None:
-        """The queue has heard of it."""
+    def taken(self, instance: Notifiable, asked: PhaseRequest) -> None: ...
 
 
 # -- on the prefill worker
@@ -148,7 +149,7 @@ class _Answered(NamedTuple):
 
 
 class Recalls:
-    """What was answered and not yet taken, and what was recalled, by attempt."""
+    """A prefill worker's record, by attempt, of answers that are not taken yet and of attempts that were recalled."""
 
     def __init__(
         self,
@@ -156,21 +157,21 @@ class Recalls:
         lease_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`senders`: the instances that may ask, as far as they are there."""
+        """`senders`: the decode workers that are in discovery now."""
         self._senders = senders
         self._lease_seconds = min(lease_seconds, _LONGEST_SECONDS)
         self._clock = clock
         self._running: set[str] = set()
         self._recalled: set[str] = set()
         self._answered: dict[str, _Answered] = {}
-        #: A worker that has just started may ask before it is seen: only one that was there can be gone.
+        #: Senders that discovery has listed. A worker that has just started may send before that: it is not gone.
         self._seen: set[int] = set()
         self._missing: set[int] = set()
-        self._is_looking = False
+        self._is_scheduled = False
 
     @contextmanager
     def running(self, attempts: Collection[str]) -> Iterator[None]:
-        """Until its end, however late, a prefill may be recalled."""
+        """The prefill runs inside. A recall of it is remembered until its end, however late."""
         self._running.update(attempts)
         try:
             yield
@@ -188,7 +189,7 @@ class Recalls:
             self._answered[attempt] = _Answered(asked.sender, self._clock() + seconds, take_back)
             if asked.sender is not None and asked.sender not in self._seen:
                 self._seen.update({asked.sender}.intersection(self._senders()))
-            self._look_later()
+            self._check_later()
 
     def taken(self, attempts: Collection[str]) -> None:
         for attempt in attempts:
@@ -199,13 +200,13 @@ class Recalls:
             if (answered := self._answered.pop(attempt, None)) is not None:
                 answered.take_back()
                 continue
-            # It may overtake the answer that it is about.
+            # The recall may come before the answer of this worker that it is about.
             self._recalled.add(attempt)
             if attempt not in self._running:
                 self._forget_recall(attempt)
 
-    def look(self) -> None:
-        """For decode workers that are gone since the last look; so a list that is empty for a moment says nothing."""
+    def check_senders(self) -> None:
+        """Recall the attempts of decode workers that two checks in a row, not one alone, have found missing."""
         now, there = self._clock(), set(self._senders())
         for attempt, answered in list(self._answered.items()):
             if answered.forgotten_at <= now:
@@ -213,57 +214,57 @@ class Recalls:
         waiting = {each.sender for each in self._answered.values() if each.sender is not None}
         self._seen = (self._seen | there) & (waiting | there)
         missing = (waiting & self._seen) - there
-        # One has to be there to fetch what another one has left.
+        # A drain needs a decode worker: without any, the leases end by themselves.
         for gone in missing & self._missing if there else ():
-            left = [attempt for attempt, each in self._answered.items() if each.sender == gone]
-            log.warning("decode worker %x is gone; it had %d of this worker's handoffs", gone, len(left))
-            self.recall(left)
+            abandoned = [attempt for attempt, each in self._answered.items() if each.sender == gone]
+            log.warning("decode worker %x is gone; it had %d of this worker's handoffs", gone, len(abandoned))
+            self.recall(abandoned)
         self._missing = missing
 
-    def _look_later(self) -> None:
-        if self._is_looking or not self._answered:
+    def _check_later(self) -> None:
+        if self._is_scheduled or not self._answered:
             return
-        self._is_looking = True
-        asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+        self._is_scheduled = True
+        asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check)
 
-    def _look(self) -> None:
-        self._is_looking = False
-        self.look()
-        self._look_later()
+    def _check(self) -> None:
+        self._is_scheduled = False
+        self.check_senders()
+        self._check_later()
 
     def _forget_recall(self, attempt: str) -> None:
         asyncio.get_running_loop().call_later(NOTICE_SECONDS, self._recalled.discard, attempt)
 
 
 def recallable(prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtocol = DYNAMO) -> Generate:
-    """The prefill phase as a service for decode workers."""
-    hear = {"recall": recalls.recall, "taken": recalls.taken}
+    """The prefill phase as a service for decode workers, which takes their notices too."""
+    on_notice = {"recall": recalls.recall, "taken": recalls.taken}
 
     async def running(request: GenerateRequest, context: RequestContext) -> Handoff:
         with recalls.running(_asked(request).attempts):
             return await prefill(request, context)
 
-    def passed_on(request: GenerateRequest, take_back: Callable[[], None]) -> None:
+    def on_delivered(request: GenerateRequest, take_back: Callable[[], None]) -> None:
         recalls.answered(_asked(request), take_back)
 
-    phase = prefill_service(running, protocol, passed_on)
+    phase = prefill_service(running, protocol, on_delivered)
 
-    async def notice(said: PhaseRequest) -> AsyncGenerator[TokenChunk, None]:
-        hear[said.stage](said.attempts)
-        for chunk in _NOTHING:
+    async def take_notice(notice: PhaseRequest) -> AsyncGenerator[TokenChunk, None]:
+        on_notice[notice.kind](notice.attempts)
+        for chunk in _NO_CHUNKS:
             yield chunk
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         asked = _asked(request)
         recalls.taken(asked.taken)
-        return notice(asked) if asked.is_notice else phase(request, context)
+        return take_notice(asked) if asked.is_notice else phase(request, context)
 
     return generate
 
 
 def beside_requests(notices: Generate, requests: Generate) -> Generate:
-    """What a worker serves: `requests`, and what other workers say of theirs, which finds room in any worker and
-    is no request to a log, a counter or a drain.
+    """A worker's service: `requests`, and beside it `notices` of other workers, which no admission refuses and which
+    are no requests to a log, a counter or a drain.
     """
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:

@@ -19,6 +19,7 @@ from trtllm_disagg.handlers.cancellation import in_background
 from trtllm_disagg.handlers.recall import NoNotices, Notices
 from trtllm_disagg.tracing.spans import Span
 from trtllm_disagg.types import (
+    Fallback,
     GenerateRequest,
     Handoff,
     PhaseRequest,
@@ -26,7 +27,7 @@ from trtllm_disagg.types import (
     RequestContext,
     TokenChunk,
 )
-from trtllm_disagg.wire.bodies import decode_chunk
+from trtllm_disagg.wire.bodies import decode_chunk, limited_to_one_token
 from trtllm_disagg.wire.handoff_formats import result_of
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
@@ -34,51 +35,49 @@ log = logging.getLogger(__name__)
 
 
 class StageClient(Protocol):
-    """The way to the workers of the other role."""
+    """The client of the workers of the other role."""
 
     async def pick(self, request: GenerateRequest) -> StageInstance:
-        """One that this request may be sent to: none of `request.avoid`. Raises NoInstanceError when there
-        is none.
-        """
+        """An instance for this request, none of `request.avoid`. Raises NoInstanceError when there is none."""
         ...
 
     def instance_ids(self) -> Collection[int]:
-        """Those that are there now."""
+        """The instances in discovery now."""
         ...
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise InvalidRequestError when it wishes for an instance that never was."""
+        """Raise InvalidRequestError when the request pins an instance that never existed."""
         ...
 
 
 class StageInstance(Protocol):
-    """One of them."""
+    """One worker of the other role."""
 
     @property
     def instance_id(self) -> int: ...
 
     async def describe(self) -> dict[str, Any]:
-        """What it says of itself (`pairing.describe_worker`). Raises a DisaggError."""
+        """The worker's description of itself (`pairing.describe_worker`). Raises a DisaggError."""
         ...
 
     def call(
         self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Its chunks, with the same request id, metadata and trace; a stopped context stops it too, and then
-        the iteration just ends. Without a context no client waits for the answer. Raises a DisaggError with this
-        instance as `peer`, whatever became of it.
+        """Call the worker, with the request id, metadata and trace of `context`, and yield its chunks. When the context
+        is stopped, so is the call, and the chunks just end; None: no client waits for the answer. Raises a DisaggError
+        with this instance as `peer`.
         """
         ...
 
-    async def tell(self, notice: dict[str, Any]) -> None:
-        """A request that has no answer (`PhaseRequest.is_notice`): it is no load there, and says nothing of how well
-        the instance is. Raises a DisaggError.
+    async def notify(self, notice: dict[str, Any]) -> None:
+        """Send a request that has no answer (`PhaseRequest.is_notice`). It counts neither as load nor for the circuit
+        breaker. Raises a DisaggError.
         """
         ...
 
 
 class NoStage:
-    """The stage client of a worker that calls no other."""
+    """The StageClient of a worker that calls no other."""
 
     async def pick(self, request: GenerateRequest) -> StageInstance:
         raise AssertionError("this worker has no second stage")
@@ -87,10 +86,10 @@ class NoStage:
         return ()
 
     def check(self, request: GenerateRequest) -> None:
-        """No instance is there to wish for."""
+        """Accept every request: a pin has no effect here."""
 
 
-#: As an instance, the prefill queue: to be blamed, and avoided, for what no worker has done.
+#: The instance id that stands for the prefill queue when a prefill failed before a worker took it.
 QUEUE_ID = 0
 
 PREFILL, DECODE = PhaseRequest("prefill"), PhaseRequest("decode")
@@ -104,8 +103,8 @@ class RemotePrefill:
         protocol: HandoffProtocol = DYNAMO,
         notices: Notices | NoNotices | None = None,
     ) -> None:
-        """`drain` lets a handoff's KV go when no decode was started: only a decode can tell its holder. `notices` None:
-        it goes through the queue, which knows what became of its answers.
+        """`drain` frees the KV of a handoff that no decode was started for, by a decode that only fetches it. `notices`
+        None: `client` is the prefill queue, which needs none.
         """
         self._client = client
         self._drain = drain
@@ -117,13 +116,13 @@ class RemotePrefill:
             return await self._run(request.within(span), context)
 
     async def _run(self, request: GenerateRequest, context: RequestContext) -> Handoff:
-        instance = await selected(self._client, request)
-        if instance.instance_id != QUEUE_ID:  # the worker that takes it from there says so itself
+        instance = await select_instance(self._client, request)
+        if instance.instance_id != QUEUE_ID:  # otherwise the worker's claim records its id
             request.trace.facts["prefill_instance"] = f"{instance.instance_id:x}"
         asked = self._notices.prefill(instance)
         handoffs: list[Handoff] = []
         with _released_on_error(handoffs):
-            with self._notices.recalled_without(handoffs, instance, asked):
+            with self._notices.recalled_if_lost(handoffs, instance, asked):
                 await self._receive(handoffs, instance, asked, request, context)
             if context.is_stopped():
                 raise RequestCancelledError("the client left during remote prefill")
@@ -139,29 +138,32 @@ class RemotePrefill:
         request: GenerateRequest,
         context: RequestContext,
     ) -> None:
-        """Adds each answer to `handoffs` as it comes: whatever ends the call, its caller has those to let go."""
-        taken = partial(self._notices.taken, instance, asked)
-        dispatch = dispatched(instance, request)
+        """Add each answer to `handoffs` as it comes, so that the caller can release them however this ends."""
+        on_taken = partial(self._notices.taken, instance, asked)
+        dispatch = dispatch_span(instance, request)
         raw_request = self._protocol.encode(request.within(dispatch), asked)
         async with aclosing(instance.call(raw_request, context)) as answers:
             with dispatch:
                 async for raw in answers:
-                    handoffs.append(self._handoff(request, decode_chunk(raw), taken))
+                    handoffs.append(self._handoff(request, decode_chunk(raw), on_taken))
 
-    def _handoff(self, request: GenerateRequest, chunk: TokenChunk, taken: Callable[[], None]) -> Handoff:
+    def _handoff(self, request: GenerateRequest, chunk: TokenChunk, on_taken: Callable[[], None]) -> Handoff:
         result = result_of(chunk)
         if result is None:
             if chunk.finish_reason is None:
-                raise PeerUnavailableError("the prefill worker's answer is neither whole nor a handoff")
+                raise PeerUnavailableError("the prefill worker's answer has no finish reason and no handoff")
             return Handoff(chunk, None)
         if len(chunk.token_ids) != 1:
             raise PeerUnavailableError(
                 f"the prefill worker sent {len(chunk.token_ids)} tokens instead of one"
             )
-        handoff = Handoff(chunk.without_end(), result, _ended=taken, of_prompt=chunk.of_prompt)
-        with_kv = request.with_handoff(handoff)
-        handoff.on_release(lambda: self._drain(with_kv))
-        return handoff
+        return Handoff(
+            chunk.without_end(),
+            result,
+            on_release=lambda handoff: self._drain(request.with_handoff(handoff)),
+            on_end=on_taken,
+            of_prompt=chunk.of_prompt,
+        )
 
 
 @contextmanager
@@ -185,17 +187,17 @@ class RemoteDecode:
         chunk: TokenChunk | None = None
         with request.span.child("remote_decode") as span:
             request = request.within(span)
-            instance = await selected(self._client, request)
+            instance = await select_instance(self._client, request)
             request.trace.facts["decode_instance"] = f"{instance.instance_id:x}"
-            handoff.is_asked_for = True
-            dispatch = dispatched(instance, request)
+            handoff.was_sent_to_decode = True
+            dispatch = dispatch_span(instance, request)
             raw_request = self._protocol.encode(request.within(dispatch), DECODE)
             async with aclosing(instance.call(raw_request, context)) as answers:
                 with dispatch:
                     first = await anext(answers, None)
                 if first is not None:
-                    # It answers, so it has the KV.
-                    handoff.taken()
+                    # An answer means that decode has the KV.
+                    handoff.decode_has_it()
                     with span.child("relay"):
                         chunk = decode_chunk(first)
                         yield chunk
@@ -204,18 +206,18 @@ class RemoteDecode:
                             yield chunk
         has_ended = chunk is not None and chunk.finish_reason is not None
         if not has_ended and not context.is_stopped():
-            raise _fault(instance, "the decode worker's answer stops without an end")
+            raise _fault(instance, "the decode worker's answer stops without a finish reason")
 
 
-async def selected(client: StageClient, request: GenerateRequest) -> StageInstance:
+async def select_instance(client: StageClient, request: GenerateRequest) -> StageInstance:
     with request.span.child("select") as span:
         instance = await client.pick(request.within(span))
         span.note({"instance": f"{instance.instance_id:x}"})
         return instance
 
 
-def dispatched(instance: StageInstance, request: GenerateRequest) -> Span:
-    """From the call of an instance to its first answer. What that instance records is below it."""
+def dispatch_span(instance: StageInstance, request: GenerateRequest) -> Span:
+    """The span from the call of an instance to its first answer, parent of that worker's spans."""
     return request.span.child("dispatch", {"instance": f"{instance.instance_id:x}"})
 
 
@@ -226,8 +228,8 @@ def _fault(instance: StageInstance, what: str) -> PeerUnavailableError:
 
 
 class RemoteDrain:
-    """Has a decode worker fetch and drop the KV of another prefill worker that no decode has begun to fetch, as
-    `LocalDecode.drain` does where there is an engine for that.
+    """On a prefill worker: has a decode worker fetch and drop KV that no decode has begun to fetch. (A decode worker
+    does that itself: `LocalDecode.drain`.)
     """
 
     def __init__(self, client: StageClient, protocol: HandoffProtocol = DYNAMO) -> None:
@@ -235,50 +237,47 @@ class RemoteDrain:
         self._protocol = protocol
 
     def __call__(self, request: GenerateRequest) -> None:
-        in_background(self._fetch(request))
+        in_background(self._fetch(request), "drain of an unused handoff")
 
     async def _fetch(self, request: GenerateRequest) -> None:
         with request.span.child("drain") as span:
-            await self._drain(request.within(span))
-
-    async def _drain(self, request: GenerateRequest) -> None:
-        one_token = self._protocol.encode(request, DECODE) | {"stop_conditions": {"max_tokens": 1}}
-        try:
-            instance = await self._client.pick(request)
-            async with aclosing(instance.call(one_token, None)) as answers:
-                async for _ in answers:
-                    pass
-        except DisaggError as error:
-            # Best effort: the lease ends by itself.
-            log.info("an unused handoff waits for the end of its lease: %s", error)
+            request = request.within(span)
+            one_token = limited_to_one_token(self._protocol.encode(request, DECODE))
+            try:
+                instance = await self._client.pick(request)
+                async with aclosing(instance.call(one_token, None)) as answers:
+                    async for _ in answers:
+                        pass
+            except DisaggError as error:
+                # Best effort: the lease ends by itself.
+                log.info("an unused handoff waits for the end of its lease: %s", error)
 
 
 def queued(
-    through: PrefillPhase,
+    through_queue: PrefillPhase,
     direct: PrefillPhase,
-    passes_by: Callable[[GenerateRequest], bool] = lambda request: False,
+    bypasses_queue: Callable[[GenerateRequest], bool] = lambda request: False,
 ) -> PrefillPhase:
-    """A prefill through the queue. `direct` runs a request that is too large for it, that it has lost with all that it
-    had, or that
-    `passes_by`, because the worker with room may not be the one that it asks for.
+    """A prefill through the queue. `direct` runs a request that the queue cannot take or has lost, and one that
+    `bypasses_queue` because it pins prefill workers, which the queue cannot choose.
     """
 
     async def prefill(request: GenerateRequest, context: RequestContext) -> Handoff:
-        if passes_by(request):
+        if bypasses_queue(request):
             return await direct(request, context)
         try:
-            return await through(request, context)
+            return await through_queue(request, context)
         except QueueUnusableError as error:
             if context.is_stopped():
                 raise
             unusable = error
-        log.warning("request %s: direct: %s", context.id(), unusable)
-        request.trace.fell_back("direct", unusable)
-        # The worker that had it does not answer any more.
+        log.warning("request %s: the prefill queue failed (%s); trying direct", context.id(), unusable)
+        request.trace.fell_back(Fallback.DIRECT, unusable)
+        # The worker that had claimed the item will not answer.
         request.trace.facts.pop("prefill_instance", None)
         try:
             return await direct(request, context)
         except NoInstanceError:
-            raise unusable from None  # says more than that no other instance is there
+            raise unusable from None  # the better reason
 
     return prefill

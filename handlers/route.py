@@ -1,4 +1,4 @@
-"""Which way a request is answered: as it asks itself, as another worker has decided, or as this worker does."""
+"""Chooses the way to answer a request: the one that it asks for, or another worker's choice, or the deployment's."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from contextlib import aclosing
 
 from trtllm_disagg.config.thresholds import Live
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError, PeerUnavailableError
-from trtllm_disagg.handlers.remote import StageClient, dispatched, selected
+from trtllm_disagg.handlers.remote import StageClient, dispatch_span, select_instance
 from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import decode_chunk, encode_request
 
-# Dynamo's frontend takes our first stage for whole workers. So it holds `decode_worker_id` (and the header
-# x-dynamo-worker-instance-id) against that stage, answers 400 for any other instance, and passes `prefill_worker_id`
-# (x-dynamo-prefill-instance-id) on without a look. Both may come with any instance, whatever its role; measured in
-# both orders (docs/log.md).
+# Dynamo's frontend takes our first stage for aggregated workers. It requires that `decode_worker_id` (and the header
+# x-dynamo-worker-instance-id) is an instance of that stage, answers 400 otherwise, and forwards `prefill_worker_id`
+# (x-dynamo-prefill-instance-id) unchecked. Both may name an instance of either role; measured in both orders
+# (docs/log.md).
 
 
-#: `nvext.annotations: ["disagg:next=1a2b,3c4d"]`: ids as logs print them, or decimal, as Dynamo does.
+#: `nvext.annotations: ["disagg:next=1a2b,3c4d"]`: ids hexadecimal, as in logs, or decimal, as in Dynamo's requests.
 NEXT = "disagg:next="
 
 _ID = re.compile(r"[0-9a-f]{1,16}|[0-9]{1,20}")
 
 
 def pins_of(request: GenerateRequest, own_id: int, known: Collection[int]) -> list[int]:
-    """The annotation's ids, else Dynamo's; this worker itself is no wish. `known` tells how a number was meant.
-    Raises InvalidRequestError for what is no id.
+    """The ids of the annotation, else Dynamo's pins but for this worker itself. A number that could be hexadecimal or
+    decimal means the id that is in `known`. Raises InvalidRequestError for what is no id.
     """
     words = [w for a in request.annotations if a.startswith(NEXT) for w in a.removeprefix(NEXT).split(",")]
     if words:
@@ -35,7 +35,7 @@ def pins_of(request: GenerateRequest, own_id: int, known: Collection[int]) -> li
 
 
 def names_prefill(request: GenerateRequest) -> bool:
-    """On a decode worker: whether it asks for certain prefill workers."""
+    """On a decode worker: whether the request asks for certain prefill workers."""
     return request.pins.get("prefill") is not None or any(a.startswith(NEXT) for a in request.annotations)
 
 
@@ -61,8 +61,8 @@ class StrategyRouter:
         strategy: Live[str],
         check: Callable[[GenerateRequest], None],
     ) -> None:
-        """`ways`, by the names that a request may ask for, do exactly that. `deployed` are those that a deployment
-        may have as its `strategy`; a decider is in them. `check` is for what else a request wishes for.
+        """`ways`: by name, for requests that ask for a way by name. `deployed`: by deployment strategy, for all other
+        requests; these have the decider in them. `check` validates the request's pins.
         """
         self._ways = ways
         self._deployed = deployed
@@ -70,7 +70,7 @@ class StrategyRouter:
         self._check = check
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        """Raises InvalidRequestError for a name that is none, PeerUnavailableError when a worker has chosen it."""
+        """Raises InvalidRequestError when a client, PeerUnavailableError when a worker asks for an unknown way."""
         self._check(request)
         if request.phase_request is not None and request.phase_request.strategy is not None:
             name, reason = request.phase_request.strategy, "asked_by_worker"
@@ -86,7 +86,7 @@ class StrategyRouter:
         return self._ways[name](request, context)
 
     def _asked(self, request: GenerateRequest) -> str | None:
-        """Raises InvalidRequestError when it asks for two."""
+        """The way that the request's annotations name. Raises InvalidRequestError when they name two."""
         words = [a for a in request.annotations if a.startswith(PREFIX) and not a.startswith(NEXT)]
         names = [self._known(word.removeprefix(PREFIX)) for word in dict.fromkeys(words)]
         if len(names) > 1:
@@ -106,22 +106,22 @@ class StrategyRouter:
 
 
 def relayed(stage: StageClient, strategy: str) -> Generate:
-    """A worker of the other role answers the whole request, because it is to run in that worker's order."""
-    wanted = PhaseRequest("whole", strategy)
+    """A way to answer that sends the whole request to a worker of the other role, the first stage of this strategy."""
+    whole = PhaseRequest("whole", strategy)
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         if request.phase_request is not None:
-            # Two workers without engines would send it to and fro.
+            # Two workers whose engines are lost would relay it back and forth.
             raise NoInstanceError("this request was relayed already")
         has_ended = False
         with request.span.child("other_stage") as span:
             request = request.within(span)
-            instance = await selected(stage, request)
+            instance = await select_instance(stage, request)
             request.trace.facts["first_stage"] = f"{instance.instance_id:x}"
-            dispatch = dispatched(instance, request)
-            raw = encode_request(request.within(dispatch), wanted)
-            # A wish for an instance has been heard here; the other worker calls another one.
-            raw["annotations"] = [each for each in request.annotations if not each.startswith(NEXT)]
+            dispatch = dispatch_span(instance, request)
+            # Pins are for this worker's call, not for the call that the other worker makes.
+            annotations = [each for each in request.annotations if not each.startswith(NEXT)]
+            raw = encode_request(request.within(dispatch), whole, annotations=annotations)
             async with aclosing(instance.call(raw, context)) as answers:
                 with dispatch:
                     async for raw in answers:
@@ -129,7 +129,7 @@ def relayed(stage: StageClient, strategy: str) -> Generate:
                         has_ended = chunk.finish_reason is not None
                         yield chunk
         if not has_ended and not context.is_stopped():
-            error = PeerUnavailableError("the other worker's answer stops without an end")
+            error = PeerUnavailableError("the other worker's answer stops without a finish reason")
             error.peer = instance.instance_id
             raise error
 

@@ -1,4 +1,4 @@
-"""Which instance of the other stage gets a request: `--next-router`, and pins that a request brings along."""
+"""Selects the instance of the other role for a request: by the request's pins, or by `--next-router`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError, 
 from trtllm_disagg.handlers.remote import StageClient, StageInstance
 from trtllm_disagg.handlers.route import pins_of
 from trtllm_disagg.handlers.streams import PerRequestStream
-from trtllm_disagg.types import GenerateRequest, RequestContext
+from trtllm_disagg.types import Fallback, GenerateRequest, RequestContext
 
 log = logging.getLogger(__name__)
 
-#: Instances that were there once and are remembered, so that a pin to one of them is a wish and no mistake.
+#: So many former instances are remembered: a pin to one of them is valid, though it cannot be met.
 _REMEMBERED = 4096
 
 _KV_ROUTER_SECONDS = 1.0
@@ -27,7 +27,7 @@ _KV_ROUTER_PAUSE_SECONDS = 5.0
 
 
 class Directory(Protocol):
-    """The instances of the other stage."""
+    """The instances of the other role in discovery."""
 
     def instance_ids(self) -> Collection[int]: ...
 
@@ -36,12 +36,12 @@ class Directory(Protocol):
 
 class Selector(Protocol):
     async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
-        """One of `candidates`, of which there is one at least."""
+        """One of `candidates`, which are not empty."""
         ...
 
 
 class InFlight:
-    """What this worker has running on each instance, in tokens of their prompts."""
+    """The load that this worker has on each instance: the prompt tokens of its running calls."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}
@@ -50,9 +50,9 @@ class InFlight:
         return self._tokens.get(instance_id, 0)
 
     def add(self, instance_id: int, tokens: int) -> None:
-        rest = self[instance_id] + tokens
-        if rest:
-            self._tokens[instance_id] = rest
+        total = self[instance_id] + tokens
+        if total:
+            self._tokens[instance_id] = total
         else:
             self._tokens.pop(instance_id, None)
 
@@ -74,7 +74,7 @@ class Random:
 
 
 class LeastLoaded:
-    """The fewest prompt tokens in flight from here; among equals, in turn."""
+    """Chooses the instance with the fewest prompt tokens in flight from this worker; among equals, in turn."""
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight = in_flight
@@ -84,12 +84,12 @@ class LeastLoaded:
         return await _cheapest(request, candidates, self._in_flight.__getitem__, self._turns)
 
 
-#: Tokens of a prompt that each instance has in its cache. May fail.
+#: Returns how many tokens of the prompt each instance has in its cache. May fail.
 Overlaps = Callable[[GenerateRequest], Awaitable[Mapping[int, int]]]
 
 
 class BestCached:
-    """The least work: what is not cached of this prompt there, plus what is in flight there."""
+    """Chooses the instance with the least work: the uncached part of this prompt, plus the prompt tokens in flight."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class BestCached:
         seconds: float = _KV_ROUTER_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`seconds` for the router's answer; it takes less than one thousandth of that."""
+        """`seconds`: time for the KV router's answer, which usually takes less than a thousandth of that."""
         self._overlaps = overlaps
         self._seconds = seconds
         self._clock = clock
@@ -115,7 +115,7 @@ class BestCached:
         )
 
     async def _cached(self, request: GenerateRequest) -> Mapping[int, int]:
-        """Nothing, when the router cannot tell: a request does not fail of that."""
+        """Empty when the KV router fails: the request must not fail for that."""
         if self._clock() < self._asked_again_at:
             return {}
         try:
@@ -146,13 +146,13 @@ class SelectedStage:
     def __init__(
         self, directory: Directory, selector: Selector, in_flight: InFlight, role: str, own_id: int = 0
     ) -> None:
-        """`role` of the other stage: prefill or decode. `own_id` is this worker's instance."""
+        """`role`: the other role, prefill or decode. `own_id`: this worker's instance id."""
         self._own_id = own_id
         self._directory = directory
         self._selector = selector
         self._in_flight = in_flight
         self._role = role
-        #: In the order in which they were last seen.
+        #: Present and former instances, in the order in which they were last seen.
         self._known: dict[int, None] = {}
 
     def instance_ids(self) -> Collection[int]:
@@ -165,41 +165,48 @@ class SelectedStage:
         return ids
 
     async def pick(self, request: GenerateRequest) -> CountedInstance:
-        allowed = [each for each in self.instance_ids() if each not in request.avoid]
+        there = self.instance_ids()
+        allowed = [each for each in there if each not in request.avoid]
+        if not there:
+            raise NoInstanceError(f"no {self._role} instance is in discovery")
         if not allowed:
-            raise NoInstanceError(f"no {self._role} instance is there that this request may be sent to")
+            raise NoInstanceError(
+                f"none of {len(there)} {self._role} instances can take this request: they failed it, do not fit this "
+                "worker or are skipped"
+            )
         chosen = await self._selector.choose(request, self._pinned(request, allowed) or allowed)
         instance = self._directory.instance(chosen)
         return CountedInstance(instance, self._in_flight, len(request.token_ids))
 
     def check(self, request: GenerateRequest) -> None:
         if request.phase_request is not None:
-            return  # the worker that sent it has looked
+            return  # the worker that sent it has checked it
         there = self.instance_ids()
-        strangers = [pin for pin in self._pins(request) if pin not in self._known]
-        if strangers:
+        unknown = [pin for pin in self._pins(request) if pin not in self._known]
+        if unknown:
             names = ", ".join(f"{each:x}" for each in sorted(there)) or "none, no instance is there"
             raise InvalidRequestError(
-                f"pinned {self._role} instance {strangers[0]:x} is not known; expected one of {names}"
+                f"pinned {self._role} instance {unknown[0]:x} is not known; expected one of {names}"
             )
 
     def _pins(self, request: GenerateRequest) -> list[int]:
         return pins_of(request, self._own_id, self._known)
 
     def _pinned(self, request: GenerateRequest, allowed: Sequence[int]) -> list[int]:
+        """The pins that are allowed. When there are pins and none is, the request trace gets the reason, once."""
         pins = [pin for pin in self._pins(request) if pin in self._known]
-        there_too = [pin for pin in pins if pin in allowed]
-        if pins and not there_too:
+        allowed_pins = [pin for pin in pins if pin in allowed]
+        if pins and not allowed_pins:
             names = ", ".join(f"{pin:x}" for pin in pins)
             why = "is gone" if not set(pins) & request.avoid else "failed or is skipped"
             because = f"pinned {self._role} instance {names} {why}"
-            if not any(because in told for told in request.trace.fallbacks):
-                request.trace.fell_back("other_instance", because)
-        return there_too
+            if not any(because in recorded for recorded in request.trace.fallbacks):
+                request.trace.fell_back(Fallback.OTHER_INSTANCE, because)
+        return allowed_pins
 
 
 class CountedInstance:
-    """Its calls count as load while they run."""
+    """A StageInstance whose calls count as load of the instance while they run."""
 
     def __init__(self, instance: StageInstance, in_flight: InFlight, tokens: int) -> None:
         self._instance = instance
@@ -220,8 +227,8 @@ class CountedInstance:
             self._instance.call(request, context), self._in_flight, self.instance_id, self._tokens
         )
 
-    async def tell(self, notice: dict[str, Any]) -> None:
-        await self._instance.tell(notice)
+    async def notify(self, notice: dict[str, Any]) -> None:
+        await self._instance.notify(notice)
 
 
 class _CountedCall(PerRequestStream[dict[str, Any]]):
@@ -247,13 +254,13 @@ class _CountedCall(PerRequestStream[dict[str, Any]]):
             self._in_flight.add(self._instance_id, -self._tokens)
 
 
-#: It is a round trip; an instance that takes longer is not well, and the call's own deadline is for that.
+#: A description takes one round trip. An instance that takes longer has a fault, which the call's own timeout detects.
 _DESCRIBE_SECONDS = 1.0
 
 
 class CompatibilityFilter:
-    """A StageClient of the instances that this worker fits together with. Instances come at any time, and each is asked
-    for its description once, by the first request that could go there.
+    """A StageClient of the instances that fit this worker. Each instance is asked for its description once, before the
+    first request that could go there.
     """
 
     def __init__(
@@ -262,7 +269,7 @@ class CompatibilityFilter:
         require_fit: Callable[[dict[str, Any]], None],
         describe_seconds: float = _DESCRIBE_SECONDS,
     ) -> None:
-        """`require_fit` raises ConfigError for an instance that says of itself what does not fit."""
+        """`require_fit` raises ConfigError for the description of an instance that does not fit."""
         self._stage = stage
         self._require_fit = require_fit
         self._describe_seconds = describe_seconds
@@ -292,7 +299,7 @@ class CompatibilityFilter:
             log.error("instance %x is not called: %s", instance.instance_id, error)
             return self._remember(instance, False)
         except (DisaggError, TimeoutError):
-            # The call itself will show it, and the next request asks again.
+            # The call itself will fail with the reason; the next request asks for the description again.
             return True
         return self._remember(instance, True)
 
@@ -304,8 +311,8 @@ class CompatibilityFilter:
 
 
 class RequireConsumers:
-    """A StageClient: the queue, as long as there is a prefill worker. Otherwise a request would wait in it for
-    `--queue-timeout` before this worker serves it alone.
+    """The prefill queue's StageClient, but with NoInstanceError when no prefill worker is in discovery. Without it such
+    a request would wait in the queue for `--queue-timeout` before this worker serves it alone.
     """
 
     def __init__(self, queue: StageClient, workers: StageClient) -> None:
@@ -320,5 +327,5 @@ class RequireConsumers:
 
     async def pick(self, request: GenerateRequest) -> StageInstance:
         if not self._workers.instance_ids():
-            raise NoInstanceError("no prefill worker is there to take anything from the queue")
+            raise NoInstanceError("no prefill worker is in discovery to pull from the prefill queue")
         return await self._queue.pick(request)

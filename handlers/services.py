@@ -1,4 +1,4 @@
-"""What a worker answers: a frontend the whole request, a worker of the other role its phase or the whole."""
+"""Builds a worker's answer: to a frontend the whole request, to a worker of the other role one phase or the whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +31,13 @@ from trtllm_disagg.handlers.decide import (
     create_auto_decider,
     create_decider,
 )
-from trtllm_disagg.handlers.fallback import FallbackStep, Replays, always, replay_if_needed, with_fallback
+from trtllm_disagg.handlers.fallback import (
+    FallbackStep,
+    Replays,
+    always_replay,
+    replay_if_needed,
+    with_fallback,
+)
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.migration import finish_if_budget_exhausted, resume_migrated
 from trtllm_disagg.handlers.occupancy import (
@@ -47,28 +52,29 @@ from trtllm_disagg.handlers.route import StrategyRouter, relayed
 from trtllm_disagg.handlers.select import RequireConsumers
 from trtllm_disagg.handlers.trace import RequestSink
 from trtllm_disagg.strategies import orders, spec_of
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.types import Fallback, Generate, GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import require_splittable
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol, choose_protocol
 
 log = logging.getLogger(__name__)
 
+#: How often the policy file is checked.
 _WATCH_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """What changes while a worker serves: settings, by a command or the policy file, and what it observes."""
+    """State that changes while a worker serves: settings (by a command or the policy file) and observations."""
 
     strategy: Live[str]
     thresholds: Live[Thresholds]
     cached: CachedPrefixes
     breaker: CircuitBreaker
-    #: Hear of every request that ends.
+    #: Called for every request that ends.
     sinks: list[RequestSink] = field(default_factory=list)
     queued: Queued = field(default_factory=Queued)
     occupancy: OwnOccupancy = field(default_factory=OwnOccupancy)
-    #: Of the other stage's instances.
+    #: The occupancy of the other role's workers.
     other_occupancy: Occupancies = field(default_factory=Occupancies)
 
     @classmethod
@@ -88,7 +94,7 @@ class LiveState:
         return live
 
     def set_thresholds(self, values: Mapping[str, Any], source: str) -> list[str]:
-        """The differences. Raises ConfigError, and then nothing has changed."""
+        """Set thresholds and return the differences as texts. Raises ConfigError without changing anything."""
         old = self.thresholds.value
         new = old.changed(values, source)
         differences = old.differences(new)
@@ -99,8 +105,8 @@ class LiveState:
 
 
 async def watch_policy_file(path: Path, live: LiveState) -> None:
-    """Returns never. A file that is wrong now is reported once, and the old values stay. It is read at once: it may
-    have changed since the worker's start.
+    """Apply the file's thresholds whenever it changes, and now: it may have changed while the worker started. Never
+    returns. An error in it is logged once a change.
     """
     seen = None
     while True:
@@ -125,19 +131,20 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class StrategyParts:
-    """What a worker answers with: its own engine, and the way to the workers of the other role."""
+    """What a strategy's builder gets: this worker's engine, and the client of the workers of the other role."""
 
     role: Role
     engine: Engine
     stage: StageClient
     style: ScheduleStyle = ScheduleStyle.CONTEXT_FIRST
-    #: Seconds for the phases that run here.
+    #: Seconds, for a prefill on this worker's engine.
     prefill_timeout: float = 120.0
+    #: Seconds, for a decode on this worker's engine.
     first_decode_token_timeout: float = 60.0
     protocol: HandoffProtocol = DYNAMO
     #: The prefill queue, under --prefill-dispatch queue.
-    prefills: StageClient | None = None
-    #: This worker, as the workers of the other role see it.
+    prefill_queue: StageClient | None = None
+    #: This worker's id in discovery.
     instance_id: int | None = None
     #: Requests whose second phase is, or will be, this worker's, whichever worker has them from the frontend.
     decoding: RunningRequests = field(default_factory=RunningRequests)
@@ -153,7 +160,7 @@ class SharedQueue(QueueDepth, Protocol):
 
     @property
     def client(self) -> StageClient | None:
-        """The way to whichever prefill worker has room; None where there is no queue."""
+        """The client of the first prefill worker with room; None where there is no queue."""
         ...
 
 
@@ -165,26 +172,24 @@ def build_generate(
     queue: SharedQueue | None = None,
     instance_id: int | None = None,
 ) -> Generate:
-    """How this worker, the instance `instance_id`, answers a request. `stage` is the way to the workers of the other
-    role.
-    """
+    """A worker's answer to a request. `stage`: the client of the other role's workers; `instance_id`: this worker."""
     if config.role is Role.AGG:
         return resume_migrated(_in_one_way("agg", config, engine, stage), _replays_of(engine))
     if spec_of(config.strategy).is_worker_side:
         live = live or LiveState.of(config, config.kv_block_size)
         generate = _worker_side(config, engine, stage, live, queue, instance_id)
     else:
-        # Not resumed: under router, Dynamo's migration link is from the prefill worker to the decode worker.
+        # No resume_migrated: under router, Dynamo's migration link goes from the prefill to the decode worker.
         generate = _in_one_way(config.strategy, config, engine, stage)
-    return _splittable(generate, config)
+    return _refusing_unsplittable(generate, config)
 
 
 def _replays_of(engine: Engine) -> Replays:
-    return always if engine.is_exact else replay_if_needed
+    return always_replay if engine.is_exact else replay_if_needed
 
 
 def _in_one_way(name: str, config: WorkerConfig, engine: Engine, stage: StageClient) -> Generate:
-    """The strategy of that name for every request: no worker calls another, so there is nothing to choose."""
+    """The strategy `name` for every request: no worker calls another, so there is nothing to choose."""
     whole = build_strategy(name, StrategyParts(config.role, engine, stage))
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -194,14 +199,14 @@ def _in_one_way(name: str, config: WorkerConfig, engine: Engine, stage: StageCli
     return finish_if_budget_exhausted(generate)
 
 
-def _splittable(generate: Generate, config: WorkerConfig) -> Generate:
-    """Whether this worker would share a request or not: what only one that runs it whole can serve is refused."""
-    is_told_of_prompts = (
+def _refusing_unsplittable(generate: Generate, config: WorkerConfig) -> Generate:
+    """Refuses requests that cannot be split over two workers, even if this one would have kept them."""
+    gets_prompt_logprobs = (
         spec_of(config.strategy).is_worker_side and config.schedule_style is ScheduleStyle.CONTEXT_FIRST
     )
 
     def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        require_splittable(request, is_told_of_prompts=is_told_of_prompts)
+        require_splittable(request, gets_prompt_logprobs=gets_prompt_logprobs)
         return generate(request, context)
 
     return answer
@@ -217,33 +222,35 @@ def _worker_side(
 ) -> Generate:
     """A worker that calls, or is called by, workers of the other role."""
     timeouts = stream_timeouts_of(config)
-    watched = CircuitBreakerClient(stage, live.breaker, timeouts)
+    guarded = CircuitBreakerClient(stage, live.breaker, timeouts)
     through_queue: StageClient | None = None
-    waiting: QueueDepth = watched
+    waiting: QueueDepth = guarded
     if queue is not None and queue.client is not None:
         consumed = _require_consumers(config, queue.client, stage)
         through_queue, waiting = CircuitBreakerClient(consumed, live.breaker, timeouts), queue
     parts = StrategyParts(
         config.role,
         engine,
-        watched,
-        config.schedule_style,
-        config.prefill_timeout,
-        first_decode_token_seconds(config),
-        choose_protocol(config.handoff_protocol),
-        through_queue,
-        instance_id,
+        stage=guarded,
+        style=config.schedule_style,
+        prefill_timeout=config.prefill_timeout,
+        first_decode_token_timeout=first_decode_token_seconds(config),
+        protocol=choose_protocol(config.handoff_protocol),
+        prefill_queue=through_queue,
+        instance_id=instance_id,
     )
     sources = FactSources(config.role, live.cached, waiting, live.occupancy, live.other_occupancy)
     replays = _replays_of(engine)
-    whole = _strategy_router(config, parts, watched, sources, live, replays)
+    whole = _strategy_router(config, parts, guarded, sources, live, replays)
     return resume_migrated(finish_if_budget_exhausted(served(parts, whole)), replays)
 
 
 def _require_consumers(config: WorkerConfig, queue: StageClient, workers: StageClient) -> StageClient:
-    """Under `local` nothing waits in it for a worker that is not there; a prefill worker is there itself."""
-    waits = config.role is Role.PREFILL or config.on_missing_stage == "fail"
-    return queue if waits else RequireConsumers(queue, workers)
+    """Under `--on-missing-stage local` no request waits in the queue while there is no prefill worker. A prefill worker
+    needs no check: it pulls itself.
+    """
+    may_wait = config.role is Role.PREFILL or config.on_missing_stage == "fail"
+    return queue if may_wait else RequireConsumers(queue, workers)
 
 
 def _strategy_router(
@@ -254,64 +261,77 @@ def _strategy_router(
     live: LiveState,
     replays: Replays,
 ) -> StrategyRouter:
-    """`local`, each order of the two phases and `auto`, as ways to answer. Behind each order are its fallback steps;
-    before the deployment's own one is the decider, which may keep a request on this worker.
+    """The ways to answer: `local`, each order of the two phases with its fallback steps, and `auto`. A deployment's own
+    order has the decider before it, which may keep a request on this worker.
     """
-    local = LocalAgg(parts.engine)
-    kept = sources.kept.counting(local)
-    own = [order.name for order in orders() if order.entry_role == parts.role]
-    others = [order.name for order in orders() if order.entry_role != parts.role]
-    relays = {name: relayed(stage, name) for name in others}
-    steps_after = partial(
-        _fallback_steps,
-        config,
-        local=within_fallback_budget(local, live.thresholds),
-        relay=FallbackStep("other_stage", relays[others[0]], others[0], without_engine=True),
-    )
-    first_steps = {name: build_strategy(name, parts) for name in own} | relays
-    ways = {name: with_fallback(steps_after(first), replays) for name, first in first_steps.items()}
-    ways |= {name: parts.decoding.counting(ways[name]) for name in own}
+    ways = _orders_with_fallback_steps(config, parts, stage, live, replays)
+    ways |= {name: parts.decoding.counting(ways[name]) for name in _own_orders(parts.role)}
+    kept = sources.kept.counting(LocalAgg(parts.engine))
     decider = create_decider(config.prefill_decider, sources, live.thresholds)
     deployed = {name: conditional(decider, kept, way) for name, way in ways.items()}
     ways["local"] = kept
     auto = Auto(
         create_auto_decider(config.prefill_decider, sources, live.thresholds),
         ways,
-        (own[0], others[0]),
+        (_own_orders(parts.role)[0], _relayed_orders(parts.role)[0]),
         stage.num_healthy,
         lambda: parts.decoding.requests + sources.kept.requests < config.max_batch_size,
     )
     return StrategyRouter(ways | {"auto": auto}, deployed | {"auto": auto}, live.strategy, stage.check)
 
 
+def _own_orders(role: Role) -> list[str]:
+    """The orders that have a worker of this role as first stage."""
+    return [order.name for order in orders() if order.entry_role == role]
+
+
+def _relayed_orders(role: Role) -> list[str]:
+    """The orders for which a worker of this role relays the request to a worker of the other role."""
+    return [order.name for order in orders() if order.entry_role != role]
+
+
+def _orders_with_fallback_steps(
+    config: WorkerConfig, parts: StrategyParts, stage: StageClient, live: LiveState, replays: Replays
+) -> dict[str, Generate]:
+    own_ways = {name: build_strategy(name, parts) for name in _own_orders(parts.role)}
+    relays = {name: relayed(stage, name) for name in _relayed_orders(parts.role)}
+    relayed_order = _relayed_orders(parts.role)[0]
+    relay = FallbackStep(Fallback.OTHER_STAGE, relays[relayed_order], relayed_order, without_engine=True)
+    local = within_fallback_budget(LocalAgg(parts.engine), live.thresholds)
+    return {
+        name: with_fallback(_fallback_steps(config, first, local, relay), replays)
+        for name, first in (own_ways | relays).items()
+    }
+
+
 def _fallback_steps(
-    config: WorkerConfig, first: Generate, *, local: Generate, relay: FallbackStep
+    config: WorkerConfig, first: Generate, local: Generate, relay: FallbackStep
 ) -> list[FallbackStep]:
     """`first`, again on other instances; then this worker alone, if it may. `relay` is for a request that has lost this
     worker's engine.
     """
-    steps = [FallbackStep("other_instance", first)] * config.max_tries
+    steps = [FallbackStep(Fallback.OTHER_INSTANCE, first)] * config.max_tries
     if config.on_missing_stage == "local":
-        steps.append(FallbackStep("local", local, "local"))
+        steps.append(FallbackStep(Fallback.LOCAL, local, "local"))
     return steps + [relay] * config.max_tries
 
 
 def build_strategy(name: str, parts: StrategyParts) -> Generate:
-    """How a worker of that strategy's entry role answers a whole request."""
+    """The answer of a worker of the strategy's entry role to a whole request."""
     return spec_of(name).load_builder()(parts)
 
 
 def served(parts: StrategyParts, whole: Generate) -> Generate:
-    """`whole`, and this role's phase for the workers of the other role."""
+    """`whole` for whole requests, and this role's phase for workers of the other role."""
     own = parts.role.value
     phase = _PHASES[parts.role](parts)
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         asked = request.phase_request
-        if asked is None or asked.stage == "whole":
+        if asked is None or asked.kind == "whole":
             return whole(request, context)
-        if (Role.PREFILL if asked.is_notice else asked.stage) != own:
-            raise PeerUnavailableError(f"a {own} worker was asked for the phase {asked.stage}")
+        if (Role.PREFILL if asked.is_notice else asked.kind) != own:
+            raise PeerUnavailableError(f"a {own} worker was asked for the phase {asked.kind}")
         return phase(request, context)
 
     return generate

@@ -1,4 +1,4 @@
-"""What wraps a stream of chunks and has nothing to do for most of them: it costs nothing for those."""
+"""A base class for wrappers of chunk streams that work on the first chunk and at the end, and cost nothing between."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class PerRequestStream(AsyncGenerator[T, None]):
-    """An async generator in two parts: `_first` makes its first element and names the stream that has the others, of
-    which each comes from that stream without passing through a frame of this one. An async generator that only hands
-    its elements on would cost half a microsecond a token.
+    """An async generator in two parts: `_first` makes the first element and sets `_rest`, the stream of all others.
+    These do not pass through a frame of this class: an async generator that only passed its elements on would cost
+    half a microsecond a token.
 
-    As every stream here it has to be closed by its reader, after an error and at its end too: `_finish` runs then.
+    Like every stream here it has to be closed by its reader, after an error and at its end too: `_finish` runs then.
     """
 
     _rest: AsyncGenerator[T, None] | None = None
@@ -25,11 +25,11 @@ class PerRequestStream(AsyncGenerator[T, None]):
 
     @abstractmethod
     async def _first(self) -> T:
-        """Sets `_rest` before it waits for it, if there is to be one. Raises StopAsyncIteration when nothing comes."""
+        """Make the first element; set `_rest` before awaiting it. Raises StopAsyncIteration for an empty stream."""
         ...
 
     async def _finish(self) -> None:
-        """Once, when `_rest` is closed; also when the stream was never read."""
+        """Called once, after `_rest` was closed; also when the stream was never read."""
 
     def __anext__(self) -> Coroutine[Any, Any, T]:
         if self._next is not None:
@@ -37,7 +37,7 @@ class PerRequestStream(AsyncGenerator[T, None]):
         if not self._has_begun or self._rest is None:
             return self._begin()
         element = self._rest.__anext__()
-        # Past all streams of this kind that only hand on by now.
+        # If `_rest` is such a stream and past its first element, skip it too.
         self._next = self._rest._next if isinstance(self._rest, PerRequestStream) else self._rest.__anext__
         return element
 
@@ -67,5 +67,5 @@ class PerRequestStream(AsyncGenerator[T, None]):
         trace: TracebackType | None = None,
         /,
     ) -> T:
-        """No reader of these streams throws into them."""
+        """Not supported: no reader of these streams needs it."""
         raise NotImplementedError

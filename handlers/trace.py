@@ -1,6 +1,6 @@
-"""One log line per request and worker, and one tree of spans: what was done for it here, why, and when.
+"""The request trace of each request on this worker, as a log line and a tree of spans: what was done, why, and when.
 
-What was done and why is also in the first and the last chunk of the answer, and counted.
+What was done and why is also in the first and the last chunk of the answer, and counted in metrics.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from trtllm_disagg.engine.llm_api import RequestOutput
-from trtllm_disagg.handlers.drain import WorkerDrain
+from trtllm_disagg.handlers.drain import OnChunk, WorkerDrain
 from trtllm_disagg.tracing.spans import Attributes, RequestClock
 from trtllm_disagg.tracing.trace_file import LONGEST_GAP, LONGEST_GAP_AFTER, SCOPE
 from trtllm_disagg.tracing.tracer import NoTracer, Tracer
@@ -23,23 +23,24 @@ from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, Reque
 
 log = logging.getLogger(__name__)
 
-#: What the engine measured of a request (`--publish-metrics`); the answer and /metrics have it.
+#: Facts that the engine measured of a request (`--publish-metrics`), for the answer and /metrics.
 KV_TRANSFER_MS = "kv_transfer_ms"
 KV_TRANSFER_BYTES = "kv_transfer_bytes"
 
-#: The key of `engine_data` under which the request trace is.
+#: The key of the request trace in `engine_data`.
 ENGINE_DATA = "disagg"
 
-#: Dynamo's key there, in the last chunk: what its KV router reads of the worker that it chose.
+#: Dynamo's key of the cache hit in `engine_data` of the last chunk, for its KV router.
 KV_CACHE_HIT = "kv_cache_hit"
 
-#: Starts every line of the request log.
-PREFIX = "journal "
-_MOMENT_SECONDS = 0.05
+#: The log line of every request starts with this.
+REQUEST_TRACE_PREFIX = "request_trace "
+#: Lines are collected for this long and then written together.
+_COLLECT_SECONDS = 0.05
 
 
 def record_transfer(trace: RequestTrace, result: RequestOutput) -> None:
-    """How long the request's KV was on its way here, and how much of it came. `result` is a finished RequestOutput."""
+    """Record duration and size of the KV transfer to this worker. `result`: the finished RequestOutput of a decode."""
     timing = _record_times(trace, result)
     if timing is None:
         return
@@ -50,14 +51,14 @@ def record_transfer(trace: RequestTrace, result: RequestOutput) -> None:
 
 
 def record_cache_hit(request: GenerateRequest, result: RequestOutput) -> None:
-    """What the engine found of the prompt in its cache. `result` is the RequestOutput of a prefill that ran here."""
+    """Record how many prompt tokens were in the engine's cache. `result`: the finished RequestOutput of a prefill."""
     _record_times(request.trace, result)
     if result.cached_tokens is not None:
         reused = result.cached_tokens
         request.trace.cache_hit = {"prompt_tokens": len(request.token_ids), "reused_tokens": reused}
 
 
-#: Of TensorRT-LLM's timing metrics, what the request log tells: on one machine, all engines' are on one clock.
+#: The timing metrics of TensorRT-LLM that the log line has; all engines on one machine use the same clock.
 ENGINE_TIMES = (
     "arrival_time",
     "first_scheduled_time",
@@ -69,13 +70,13 @@ ENGINE_TIMES = (
 
 
 def timing_of(result: RequestOutput) -> Any:
-    """TensorRT-LLM's timing metrics of a request; None where it is not measured."""
+    """TensorRT-LLM's timing metrics of a request; None where requests are not measured."""
     measured = result.outputs[0].request_perf_metrics
     return measured.timing_metrics if measured is not None else None
 
 
 def _record_times(trace: RequestTrace, result: RequestOutput) -> Any:
-    """The engine's timing metrics of a request; None where it is not measured."""
+    """Record the engine's times and return `timing_of(result)`."""
     trace.measured = result.metrics_dict
     timing = timing_of(result)
     if timing is not None:
@@ -86,11 +87,11 @@ def _record_times(trace: RequestTrace, result: RequestOutput) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """Of one request on this worker, for metrics. Seconds since it came; None for what did not come."""
+    """An ended request on this worker, for metrics. Times are in seconds since its arrival; None: no such chunk."""
 
     request: GenerateRequest
     num_tokens: int
-    #: Its client left before the end.
+    #: The client left before the end.
     is_aborted: bool
     seconds: float
     first_chunk: float | None = None
@@ -104,11 +105,11 @@ class RequestEnd:
     def phase(self) -> str:
         """`whole`, or the phase that a worker of the other role asked for."""
         asked = self.request.phase_request
-        return "whole" if asked is None else asked.stage
+        return "whole" if asked is None else asked.kind
 
     @property
     def transfer(self) -> tuple[float, int] | None:
-        """Seconds and bytes of the KV that came for it, where the engine has measured that."""
+        """(seconds, bytes) of the KV transfer to this worker; None where the engine has measured none."""
         facts = self.trace.facts
         return (facts[KV_TRANSFER_MS] / 1000, facts[KV_TRANSFER_BYTES]) if KV_TRANSFER_MS in facts else None
 
@@ -119,19 +120,18 @@ class RequestSink(Protocol):
     def ended(self, end: RequestEnd) -> None: ...
 
 
-#: Takes what the line of a request says, once that has ended.
+#: Writes the log line of an ended request.
 Write = Callable[[dict[str, Any]], None]
 
 
 def write_line(entry: dict[str, Any]) -> None:
     if log.isEnabledFor(logging.INFO):
-        log.info("%s%s", PREFIX, json.dumps(entry))
+        log.info("%s%s", REQUEST_TRACE_PREFIX, json.dumps(entry))
 
 
 class LinesTogether:
-    """Writes the lines of all requests that end within a moment one after the other. A line that is written by itself,
-    between the tokens of other requests, takes some 100 us of CPU. A worker that is killed has not written those of its
-    last moment.
+    """Collects log lines for a moment and writes them together. A single line, written between the tokens of other
+    requests, takes some 100 us of CPU. A worker that is killed loses the lines of its last moment.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class LinesTogether:
 
     def write(self, entry: dict[str, Any]) -> None:
         if not self._entries:
-            asyncio.get_running_loop().call_later(_MOMENT_SECONDS, self.flush)
+            asyncio.get_running_loop().call_later(_COLLECT_SECONDS, self.flush)
         self._entries.append(entry)
 
     def flush(self) -> None:
@@ -156,27 +156,27 @@ def with_request_log(
     tracer: Tracer | None = None,
     write: Write = write_line,
 ) -> Generate:
-    """`generate` under `drain`, with a log line for each request, and a span around each. `part` names the worker's
-    role and strategy; `sinks` may get longer later.
+    """`generate` under `drain`, with a log line and a span for each request. `part`: the worker's role and strategy,
+    for the log line. `sinks` may be extended later.
     """
-    hearing: list[RequestSink] = [] if sinks is None else sinks
+    shared_sinks: list[RequestSink] = [] if sinks is None else sinks
     tracer = tracer or NoTracer()
 
     def record(request: GenerateRequest, context: RequestContext) -> _Record:
-        phase = request.phase_request
-        name = "request" if phase is None or phase.stage == "whole" else f"{phase.stage}_stage"
+        asked = request.phase_request
+        name = "request" if asked is None or asked.kind == "whole" else f"{asked.kind}_stage"
         clock = RequestClock()
         request.trace.root = tracer.begin(
             name, context.id(), request.traceparent, request.trace_headers, clock
         )
-        return _Record(request, context, part, hearing, clock, write)
+        return _Record(request, context, part, shared_sinks, clock, write)
 
     return (drain or WorkerDrain()).tracking(generate, record)
 
 
 class _Record:
-    """Of one request. Its line has the times of the request's span, in seconds since the epoch, so that logs of several
-    processes on one machine can be put together.
+    """Records one request. Its log line has the times of the request's span, in seconds since the epoch, so that logs
+    of several processes on one machine can be merged.
     """
 
     def __init__(
@@ -194,27 +194,27 @@ class _Record:
         self._sinks = sinks
         self._clock = clock
         self._write = write
-        #: Of the first two chunks.
+        #: When the first two chunks came.
         self._times: list[int] = []
         self._num_tokens = 0
         self._finish_reason: str | None = None
-        #: The longest time between two chunks behind the first two, in ticks, and how many tokens there were before it.
+        #: The longest gap between two chunks after the first two, in ticks, and the number of tokens before it.
         self._longest_gap = self._tokens_before_gap = 0
         self._tick = clock.tick
-        self._seen_at = 0
+        self._last_chunk_at = 0
 
-    def __enter__(self) -> Callable[[TokenChunk], TokenChunk]:
-        return self._see_and_time if self._request.trace.root.is_recording else self._see
+    def __enter__(self) -> OnChunk:
+        return self._on_timed_chunk if self._request.trace.root.is_recording else self._on_chunk
 
-    def _see_and_time(self, chunk: TokenChunk) -> TokenChunk:
-        # For every token: one call of C and three attributes.
+    def _on_timed_chunk(self, chunk: TokenChunk) -> TokenChunk:
+        # For every token: one call of a C function and three attributes.
         now = self._tick()
-        if now - self._seen_at > self._longest_gap and len(self._times) == 2:
-            self._longest_gap, self._tokens_before_gap = now - self._seen_at, self._num_tokens
-        self._seen_at = now
-        return self._see(chunk)
+        if now - self._last_chunk_at > self._longest_gap and len(self._times) == 2:
+            self._longest_gap, self._tokens_before_gap = now - self._last_chunk_at, self._num_tokens
+        self._last_chunk_at = now
+        return self._on_chunk(chunk)
 
-    def _see(self, chunk: TokenChunk) -> TokenChunk:
+    def _on_chunk(self, chunk: TokenChunk) -> TokenChunk:
         self._num_tokens += len(chunk.token_ids)
         if len(self._times) < 2:
             self._times.append(self._clock.now())
@@ -223,7 +223,7 @@ class _Record:
         elif chunk.finish_reason is None:
             return chunk
         self._finish_reason = chunk.finish_reason or self._finish_reason
-        # At the end it is complete, but a stop string's end is the frontend's and not ours.
+        # Only the last chunk's trace is complete, but at a stop string the frontend ends the answer without that chunk.
         if len(self._times) == 1 or chunk.finish_reason is not None:
             return _with_trace(chunk, self._request.trace)
         return chunk
@@ -238,7 +238,7 @@ class _Record:
             try:
                 sink.ended(end)
             except Exception:
-                # The client has its answer; a fault in counting it is the operator's to hear of.
+                # The client has its answer; only the operator has to know that metrics lack it.
                 log.exception("request %s is not counted", self._context.id())
         entry = {
             "request": self._context.id(),
@@ -252,7 +252,7 @@ class _Record:
             "end": now / 1e9,
         }
         parts = {"disagg": trace, "engine": self._request.trace.engine_times}
-        self._write(entry | {name: said for name, said in parts.items() if said})
+        self._write(entry | {name: values for name, values in parts.items() if values})
         self._end_span(error, now, is_aborted=is_aborted)
 
     def _since_start(self, at: int) -> float:
@@ -281,7 +281,7 @@ class _Record:
 
 
 def _attributes(request: GenerateRequest, request_id: str | None) -> Attributes:
-    """By the conventions for generative AI, with the names that TensorRT-LLM's own spans have; what is ours says so."""
+    """Attributes named by the conventions for generative AI, as on TensorRT-LLM's own spans; ours have our prefix."""
     sampling = request.sampling
     attributes: dict[str, Any] = {
         "gen_ai.request.id": request_id,
@@ -297,9 +297,9 @@ def _attributes(request: GenerateRequest, request_id: str | None) -> Attributes:
 
 
 def _with_trace(chunk: TokenChunk, trace: RequestTrace) -> TokenChunk:
-    """Where Dynamo lets a worker add to the answer: `nvext.extra_fields: ["engine_data"]`."""
+    """The chunk with the request trace in `engine_data`; clients get it with `nvext.extra_fields: ["engine_data"]`."""
     data = dict(chunk.engine_data or {})
-    # Of another worker's cache; the router has chosen this one.
+    # Another worker's hit is of no use: the router has chosen this worker.
     data.pop(KV_CACHE_HIT, None)
     if chunk.finish_reason is not None and trace.cache_hit is not None:
         data[KV_CACHE_HIT] = trace.cache_hit

@@ -6,17 +6,17 @@
     │   ├── HandoffRefusedError 400  a handoff that is malformed, foreign, or of another prompt
     │   └── CommandRefusedError 400  a control command without the deployment's key
     ├── OverloadedError         529  full; try again later
-    ├── PeerUnavailableError    503  the other stage is gone; may be retried elsewhere
-    │   ├── NoInstanceError     503  no instance is there
+    ├── PeerUnavailableError    503  the worker of the other role is gone; may be retried elsewhere
+    │   ├── NoInstanceError     503  no instance can take the request
     │   ├── QueueUnusableError  503  the prefill queue cannot take the request, or has lost it
     │   └── KvTransferError     503  the KV did not arrive: lease over, sender gone, read failed
-    ├── WorkerLeavingError      503  this worker ends; the frontend goes on with the request on another one
-    ├── StageTimeoutError       504  a stage took too long
+    ├── WorkerLeavingError      503  this worker ends; the frontend continues the request on another one
+    ├── StageTimeoutError       504  a phase took too long
     ├── RequestCancelledError   499  the client left
     └── EngineError             500  the engine failed this request
-        └── EngineLostError          no request's: the worker ends because its engine is dead, or does not end
+        └── EngineLostError          of the worker, not of a request: it ends because its engine is dead or hangs
 
-`category` is the word under which an error crosses the wire between two workers (`runtime.py` maps it to and
+`category` is the name of an error on the wire between two workers (`dynamo_runtime/error_mapping.py` maps it to and
 from Dynamo's exceptions), `status` the HTTP status that the client sees.
 """
 
@@ -26,10 +26,10 @@ import re
 from reprlib import Repr
 from typing import ClassVar
 
-#: What a command's last line on stderr starts with when it failed, in every command.
+#: The last line on stderr of every command that failed starts with this.
 ERROR_PREFIX = "error: "
 
-#: A value in a message may be anything that a file or a request brings along, however large.
+#: Shortens values in messages: a file or a request may contain anything, however large.
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _MOST_CHARS = 200
 
@@ -39,14 +39,14 @@ def _shown(value: object) -> str:
     return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 3] + "..."
 
 
-#: What a terminal obeys, or takes for the end of a line. Tabs and newlines are not among them.
+#: Characters that a terminal executes or takes for the end of a line, except tabs and newlines.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
-#: The start of a further line, where a log could have a line of its own.
+#: A newline without an indented line after it: what follows would look like a line of the log.
 _LINE = re.compile(r"\n(?!  )")
 
 
 def _harmless(text: str) -> str:
-    """A client may have written a part of it: no terminal obeys it, and no log has a line that starts with it."""
+    """Escape control characters and indent further lines, because a client may have written part of the text."""
     shown = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
     return _LINE.sub("\n  ", shown)
 
@@ -54,7 +54,7 @@ def _harmless(text: str) -> str:
 class DisaggError(Exception):
     category: ClassVar[str] = "Internal"
     status: ClassVar[int] = 500
-    #: The instance of the other stage that failed, where it is known.
+    #: The instance of the other role that failed, where it is known.
     peer: int | None = None
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class HandoffRefusedError(InvalidRequestError):
 
 
 class CommandRefusedError(InvalidRequestError):
-    """A control command that does not prove that it comes from a holder of the deployment's key."""
+    """A control command without a valid signature by the deployment's key."""
 
 
 class OverloadedError(DisaggError):
@@ -93,14 +93,14 @@ class OverloadedError(DisaggError):
 
 
 class PeerUnavailableError(DisaggError):
-    """The other stage cannot be reached, or died while it was answering."""
+    """The worker of the other role cannot be reached, or died while it was answering."""
 
     category = "Unavailable"
     status = 503
 
 
 class NoInstanceError(PeerUnavailableError):
-    """No instance of the other stage is there that this request may be sent to."""
+    """No instance of the other role can take this request."""
 
 
 class QueueUnusableError(PeerUnavailableError):
@@ -108,12 +108,12 @@ class QueueUnusableError(PeerUnavailableError):
 
 
 class KvTransferError(PeerUnavailableError):
-    """KV blocks did not arrive whole. Nothing of them is used."""
+    """KV blocks did not arrive whole. None of them is used."""
 
 
 class WorkerLeavingError(DisaggError):
-    """This worker ends, because its engine died or it was told to stop, before this request has. Another worker can
-    go on with it: with `--migration-limit` the frontend has one do so.
+    """This worker ends before the request is finished: its engine died, or it was told to stop. With
+    `--migration-limit` the frontend continues the request on another worker.
     """
 
     category = "Leaving"
@@ -135,10 +135,10 @@ class EngineError(DisaggError):
 
 
 class EngineLostError(EngineError):
-    """The engine is dead or does not end. Its threads may keep the process from ending by itself."""
+    """The engine is dead or does not stop. Its threads may keep the process from ending by itself."""
 
 
 def named(kind: str, message: str) -> DisaggError | None:
-    """The error of this class name, as another process of the same engine raised it; None when it is none of these."""
+    """The error of class `kind`, raised by another process of the same engine; None for a class not defined here."""
     found = globals().get(kind)
     return found(message) if isinstance(found, type) and issubclass(found, DisaggError) else None

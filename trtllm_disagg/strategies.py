@@ -1,5 +1,5 @@
-"""The one list of strategies. Configuration, deployment, commands, demo, scripts and tests read it; a new strategy is
-one file that builds its answer and one line here.
+"""The one list of strategies. Configuration, deployment, commands, demo, scripts and tests read it. A new strategy is
+one line here and one file with its builder (`handlers/strategies/`).
 
 For scripts: `python -m trtllm_disagg.strategies STRATEGY` prints the roles that the frontend routes to, and on the next
 line the roles in the order in which they stop.
@@ -24,21 +24,21 @@ WorkerRole = Literal["agg", "prefill", "decode"]
 @dataclass(frozen=True, slots=True)
 class StrategySpec:
     name: str
-    #: Of its workers.
+    #: The roles of the deployment's workers.
     roles: tuple[WorkerRole, ...]
-    #: Takes requests from the frontend and calls the other role; None where the frontend calls each role itself.
+    #: The role that takes requests from the frontend and calls the other role; None: the frontend calls each role.
     entry_role: WorkerRole | None
     #: A running deployment of another switchable strategy can become this one.
     switchable: bool
     #: A worker that is called stops after its callers, so that a request in flight still finds its next stage.
     stop_order: tuple[WorkerRole, ...]
-    #: "module:function" that makes of `handlers.services.StrategyParts` the answer to a whole request; None where the
-    #: order of each request is chosen among the other strategies when it comes.
+    #: "module:function" that turns `handlers.services.StrategyParts` into a `Generate` for whole requests; None: each
+    #: request runs as one of the other strategies, chosen when it comes.
     builder: str | None
 
     @property
     def kv_routed_roles(self) -> tuple[WorkerRole, ...]:
-        """The frontend picks among these workers by what their KV caches hold."""
+        """The roles that the frontend's KV router picks workers of."""
         return self.roles if self.entry_role is None else (self.entry_role,)
 
     @property
@@ -47,16 +47,16 @@ class StrategySpec:
 
     @property
     def is_worker_side(self) -> bool:
-        """A worker calls a worker."""
+        """Workers call workers of the other role."""
         return self.is_disaggregated and self.entry_role is not None
 
     @property
     def is_order(self) -> bool:
-        """Worker-side, and the same for each request."""
+        """A worker-side strategy that runs every request in the same order of phases."""
         return self.is_worker_side and self.builder is not None
 
     def load_builder(self) -> Callable[[Any], Generate]:
-        """Imported now: the table, which is below the handlers, loads none of them and cannot name `StrategyParts`."""
+        """Import the builder only now: this module is below the handlers and must not import them at its start."""
         assert self.builder is not None, f"{self.name} chooses among the others"
         module, _, function = self.builder.partition(":")
         build: Callable[[Any], Generate] = getattr(import_module(module), function)
@@ -76,7 +76,7 @@ STRATEGIES: dict[str, StrategySpec] = {
             "decode_first", _BOTH, "decode", True, _DECODE_STOPS_FIRST, f"{_BUILDERS}.decode_first:build"
         ),
         StrategySpec("router", _BOTH, None, False, _BOTH, f"{_BUILDERS}.router:build"),
-        # Registered as decode_first.
+        # Its workers register with the frontend as those of decode_first do.
         StrategySpec("auto", _BOTH, "decode", True, _DECODE_STOPS_FIRST, None),
     )
 }
@@ -91,7 +91,7 @@ def spec_of(name: str) -> StrategySpec:
 
 
 def disaggregated() -> tuple[str, ...]:
-    """What `--disaggregation-strategy` takes."""
+    """The values of `--disaggregation-strategy`."""
     return tuple(name for name, spec in STRATEGIES.items() if spec.is_disaggregated)
 
 
@@ -108,7 +108,7 @@ def switchable() -> tuple[str, ...]:
 
 
 def require_switchable(name: str, key: str = "--to") -> None:
-    """Raises ConfigError, naming `key`, for what no running deployment can become."""
+    """Raises ConfigError, naming `key`, for a strategy that a running deployment cannot switch to."""
     if name not in switchable():
         raise ConfigError.bad_value(
             key,

@@ -1,7 +1,6 @@
-"""The nouns of a request's life, in the order in which it meets them. Imports only what is
-recorded of them, `tracing.spans`.
+"""The types that a request passes through, in that order. This module imports only `tracing.spans`.
 
-The Structs are wire forms too: their field names are Dynamo's keys. Unknown keys
+The Structs are wire forms too: their encoded field names are Dynamo's keys. Unknown keys
 of a request are ignored here and forwarded as they came.
 """
 
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -48,14 +48,14 @@ class OutputOptions(msgspec.Struct, frozen=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
-    #: Stop tokens are returned too.
+    #: True: stop tokens are returned to the client too.
     no_stop_trim: bool | None = None
 
 
 class Routing(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     dp_rank: int | None = None
-    #: Pins of the second stage, as Dynamo's headers and `nvext` become.
+    #: Pins of the second stage; Dynamo's frontend reads them from headers and `nvext`.
     prefill_worker_id: int | None = None
     decode_worker_id: int | None = None
 
@@ -65,13 +65,13 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PrefillResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the prefill phase gave: the engine's handle, and what the answer's usage needs to know."""
+    """The prefill phase's result: the engine's handle, and the counts that the answer's usage needs."""
 
     disaggregated_params: dict[str, Any]
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-#: Bounds of what the network says: a host name, a TCP port, a number of 63 bits, a block's index.
+#: Bounds of values from the network: a host name, a TCP port, a number of 63 bits, a block's index.
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Number63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -79,7 +79,7 @@ BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class KvTransferParams(msgspec.Struct, frozen=True):
-    """The two-phase protocol's word on a handoff, with vLLM's names; the last two are ours."""
+    """A handoff in the two-phase protocol, with vLLM's names; the last two are this project's."""
 
     do_remote_decode: bool
     do_remote_prefill: bool
@@ -93,12 +93,12 @@ class KvTransferParams(msgspec.Struct, frozen=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True, omit_defaults=True):
-    """By what the two phases of a request find each other when both are dispatched at once."""
+    """Where decode finds the prefill engine when both phases of a request are dispatched at once."""
 
     disagg_request_id: int
-    #: One endpoint; until 0.2.0 a list of one.
+    #: The prefill engine's endpoint; until 0.2.0 a list with one endpoint.
     ctx_info_endpoint: str | list[str]
-    #: None: decode asks all ranks of attention DP.
+    #: The prefill engine's rank of attention DP; None: decode asks all ranks.
     ctx_dp_rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class Rendezvous(msgspec.Struct, frozen=True, omit_defaults=True):
             msgspec.structs.force_setattr(self, "ctx_info_endpoint", self.ctx_info_endpoint[0])
 
 
-#: So many prefills are named at once.
+#: A message names at most this many prefills.
 MOST_ATTEMPTS = 1000
 Attempts = Annotated[
     tuple[Annotated[str, msgspec.Meta(max_length=64)], ...], msgspec.Meta(max_length=MOST_ATTEMPTS)
@@ -116,22 +116,22 @@ Attempts = Annotated[
 
 
 class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one worker wants of another; a request from a frontend has none, and means the whole answer."""
+    """What one worker asks of another. A request from a frontend has none: it asks for the whole answer."""
 
-    stage: Literal["prefill", "decode", "whole", "recall", "taken"]
+    kind: Literal["prefill", "decode", "whole", "recall", "taken"] = msgspec.field(name="stage")
     #: For "whole": the order that the sender has chosen.
     strategy: str | None = None
-    #: The name of this prefill; for "recall" and "taken", of those that they are about. A retry has another one.
+    #: The id of this prefill attempt (a retry has another id); for "recall" and "taken": the attempts concerned.
     attempts: Attempts = ()
     #: For "prefill": the instance that asks.
     sender: int | None = None
-    #: Of its earlier ones, those that its engine has been asked to fetch since it last said so.
+    #: For "prefill": earlier attempts, not reported before, whose KV the sender's engine has begun to fetch.
     taken: Attempts = ()
 
     @property
     def is_notice(self) -> bool:
-        """A word about prefills that this worker has answered: no work for an engine, and no request of a client."""
-        return self.stage in ("recall", "taken")
+        """A notice is about prefills that this worker has answered: no engine works on it, no client waits for it."""
+        return self.kind in ("recall", "taken")
 
 
 class WireRequest(msgspec.Struct, frozen=True):
@@ -146,58 +146,67 @@ class WireRequest(msgspec.Struct, frozen=True):
     prefill_result: PrefillResult | None = None
     priority: float | None = None
     rendezvous: Rendezvous | None = None
-    errand: PhaseRequest | None = None
+    phase_request: PhaseRequest | None = msgspec.field(name="errand", default=None)
     kv_transfer_params: KvTransferParams | None = None
     bootstrap_host: Host | None = None
     bootstrap_port: Port | None = None
     bootstrap_room: Number63 | None = None
-    #: Of the span in which the first stage sends it.
+    #: W3C id of the span in which the first stage sends the request.
     traceparent: Annotated[str, msgspec.Meta(max_length=128)] | None = None
+
+
+class Fallback(StrEnum):
+    """The fallback steps: how a request is continued after a failure, as logs, metrics and answers name it."""
+
+    OTHER_INSTANCE = "other_instance"  # also names the first try, and any instance in place of a pinned one
+    LOCAL = "local"  # this worker alone
+    OTHER_STAGE = "other_stage"  # a worker of the other role answers the whole request
+    DIRECT = "direct"  # a prefill worker, without the prefill queue
 
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What was done for one request on one worker, and why: its log line, metrics and its answer have it."""
+    """What was done for one request on one worker, and why; for its log line, its answer and metrics."""
 
     #: What ran: prefill_first, decode_first, local (this worker did both phases), router or agg.
     strategy: str = ""
-    #: Why that: "default", "annotation", or a decider's word.
+    #: Why that strategy ran: "default", "annotation", or a decider's reason.
     reason: str = ""
-    #: One entry a fallback step: "other_instance: ...", "local: ...".
+    #: One entry for each fallback step: "other_instance: ...", "local: ...".
     fallbacks: list[str] = field(default_factory=list)
-    #: The same for metrics: (where it went on, the name of the failure).
+    #: The same for metrics: (the `Fallback`, the class name of the failure).
     steps: list[tuple[str, str]] = field(default_factory=list)
-    #: Further facts that the answer tells: {"prefill_instance": "1a2b", ...}.
+    #: Further facts for the answer: {"prefill_instance": "1a2b", ...}.
     facts: dict[str, Any] = field(default_factory=dict)
-    #: What this worker's cache had of the prompt, for Dynamo's router; None where the engine does not tell.
+    #: Tokens of the prompt, and those found in this worker's cache, for Dynamo's router; None: the engine counts none.
     cache_hit: dict[str, int] | None = None
-    #: When its engine did what for it, by the names of TensorRT-LLM's timing metrics, in seconds of the engine's clock;
-    #: empty where requests are not measured (`--publish-metrics`).
+    #: TensorRT-LLM's timing metrics of the request by name, in seconds of the engine's clock; empty where requests
+    #: are not measured (`--publish-metrics`).
     engine_times: dict[str, float] = field(default_factory=dict)
-    #: Around all that this worker does for the request.
+    #: The span around all that this worker does for the request.
     root: Span = NO_SPAN
-    #: What the engine measured of it: the `metrics_dict` of its last result here.
+    #: The `metrics_dict` of the engine's last result for the request on this worker.
     measured: Mapping[Any, Any] = field(default_factory=dict)
 
     def chose(self, strategy: str, reason: str) -> None:
-        """Later, lower decisions win: they are closer to what ran."""
+        """Record the choice. The last one recorded counts: it is closest to what ran."""
         self.strategy, self.reason = strategy, reason
 
     def fell_back(self, to: str, because: object) -> None:
-        """`because`: an error, or a sentence about a wish that could not be met."""
+        """Record a fallback step. `because`: an error, or a sentence about a wish that could not be met."""
         self.fallbacks.append(f"{to}: {because}")
         self.steps.append((to, "wish" if isinstance(because, str) else type(because).__name__))
 
     def to_json(self) -> dict[str, Any]:
-        """JSON; without what did not happen."""
-        said: dict[str, Any] = {"strategy": self.strategy, "reason": self.reason, "fallbacks": self.fallbacks}
-        return {name: value for name, value in said.items() if value} | self.facts
+        """The trace without its empty fields, JSON-safe."""
+        own: dict[str, Any] = {"strategy": self.strategy, "reason": self.reason, "fallbacks": self.fallbacks}
+        return {name: value for name, value in own.items() if value} | self.facts
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """A validated request. `raw` is how it came: the second stage gets that, unknown keys included.
+    """A validated request. `raw` is the body as it came: the second stage gets it, unknown keys included.
 
-    No wire form: a Struct because each step of its way makes a changed copy, which takes a dataclass 7 us.
+    Not a wire form. It is a Struct because each step makes a changed copy: of a dataclass that takes 7 us.
     """
 
     raw: dict[str, Any]
@@ -211,22 +220,22 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     prefill_result: PrefillResult | None = None
     rendezvous: Rendezvous | None = None
     phase_request: PhaseRequest | None = None
-    #: By role, the instance of the other stage that the caller wants.
+    #: The instance of each role that the caller asks for.
     pins: dict[str, int | None] = msgspec.field(default_factory=dict)
     #: The rank of attention DP that a router has chosen on this worker.
     dp_rank: int | None = None
-    #: The conversation that it belongs to.
+    #: The conversation that the request belongs to.
     session_id: str | None = None
-    #: Of the span around it, for the engine's own spans.
+    #: W3C headers of the span around the request, for the engine's own spans.
     trace_headers: dict[str, str] | None = None
-    #: The same of the worker that sent it.
+    #: W3C id of the span in which the sending worker called this one.
     traceparent: str | None = None
-    #: A decode comes after this prefill, whatever `stop.max_tokens` says.
+    #: True: a decode comes after this prefill, whatever `stop.max_tokens` is.
     decode_follows: bool = False
     #: Instances that failed this request already.
     avoid: frozenset[int] = frozenset()
     trace: RequestTrace = msgspec.field(default_factory=RequestTrace)
-    #: What is done for it now, of which what is done next is a part.
+    #: The span of the current step; the spans of its parts are children of it.
     step: Span = NO_SPAN
 
     @property
@@ -271,7 +280,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
-#: Of `engine_data`, as Dynamo's frontend reads it.
+#: The key of `engine_data` under which Dynamo's frontend reads the prompt's logprobs.
 PROMPT_LOGPROBS = "prompt_logprobs"
 
 
@@ -281,7 +290,7 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: list[int]
     index: int = 0
     log_probs: list[float] | None = None
-    #: For each token its alternatives, the chosen one among them: {rank, token_id, token, logprob}.
+    #: For each token the alternatives, the chosen one included: {rank, token_id, token, logprob}.
     top_logprobs: list[list[dict[str, Any]]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -289,41 +298,49 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     disaggregated_params: dict[str, Any] | None = None
     engine_data: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    #: Dynamo gives it to the worker that goes on with this answer when this one dies (`handlers/migration.py`).
+    #: Dynamo passes it to the worker that continues this answer when this worker dies (`handlers/migration.py`).
     worker_trace_link: dict[str, str] | None = None
 
     @property
     def of_prompt(self) -> dict[str, Any] | None:
-        """Of `engine_data`, what only the engine that computed the prompt can tell."""
+        """The part of `engine_data` that only the engine that computed the prompt can provide."""
         of_prompt = (self.engine_data or {}).get(PROMPT_LOGPROBS)
         return None if of_prompt is None else {PROMPT_LOGPROBS: of_prompt}
 
     def without_end(self) -> TokenChunk:
-        """The same tokens without the end that every prefill phase has."""
+        """The same tokens without finish reason and usage: a prefill phase's chunk always has these."""
         return TokenChunk(self.token_ids, self.index, self.log_probs, self.top_logprobs)
 
 
 @dataclass(slots=True)
 class Handoff:
-    """The end of the prefill phase: the whole answer (`is_final`), or the first token and a way to go on."""
+    """The result of the prefill phase: the whole answer (`is_final`), or the first token and a handle on the KV.
+
+    Its owner has the duty to see that a decode fetches the KV, or to call `release`.
+    """
 
     first: TokenChunk
     result: PrefillResult | None
-    #: Lets the prefill side's KV go when no decode will fetch it; never waits.
-    _release: Callable[[], None] | None = field(default=None)
-    #: Tells the prefill side that its KV is read by no worker any more.
-    _ended: Callable[[], None] | None = field(default=None)
-    #: A decode worker was called with it: it may have begun to fetch the KV.
-    is_asked_for: bool = False
+    #: Frees the prefill engine's KV, which no decode will fetch; never waits.
+    on_release: Callable[[Handoff], None] | None = None
+    #: Called once when the duty ends here: decode has the KV, or it was released.
+    on_end: Callable[[], None] | None = None
+    #: A decode worker was called with this handoff: it may have begun to fetch the KV.
+    was_sent_to_decode: bool = False
     #: For the `engine_data` of the answer's last chunk.
     of_prompt: dict[str, Any] | None = None
+
+    @classmethod
+    def not_ours(cls) -> Handoff:
+        """For a decode whose KV another worker, or the engines themselves, have the duty to release."""
+        return cls(TokenChunk([]), None)
 
     @property
     def is_final(self) -> bool:
         return self.result is None
 
     def as_chunk(self, num_prompt: int) -> TokenChunk:
-        """How a prefill worker answers another process; Dynamo's own PrefillRouter reads the same keys."""
+        """A prefill worker's answer to another process; Dynamo's own PrefillRouter reads the same keys."""
         if self.result is None:
             return self.first
         details = self.result.prompt_tokens_details or PromptTokensDetails(0)
@@ -335,37 +352,34 @@ class Handoff:
             engine_data=self.of_prompt,
         )
 
-    def taken(self) -> None:
-        """Decode has the KV."""
-        self._release = None
+    def decode_has_it(self) -> None:
+        """A decode engine fetches the KV, or has fetched it: nothing is left to release."""
+        self.on_release = None
         self._end()
 
-    def passed_on(self) -> Callable[[], None]:
-        """Another worker has the duty to fetch or release the KV, which is still here. What is returned takes that
-        back, and releases it.
+    def caller_has_it(self) -> Callable[[], None]:
+        """From now on the caller, another worker, has the duty; the KV is still here. Return a function that takes the
+        duty back and releases the KV.
         """
-        release, self._release = self._release, None
+        on_release, self.on_release = self.on_release, None
 
         def take_back() -> None:
-            self._release = release
+            self.on_release = on_release
             self.release()
 
         return take_back
 
-    def on_release(self, release: Callable[[], None]) -> None:
-        self._release = release
-
     def release(self) -> None:
-        """Idempotent; nothing happens after `taken` or `passed_on`."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        """Idempotent; does nothing after `decode_has_it` or `caller_has_it`."""
+        on_release, self.on_release = self.on_release, None
+        if on_release is not None:
+            on_release(self)
             self._end()
 
     def _end(self) -> None:
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            ended()
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end()
 
 
 class RequestContext(Protocol):
@@ -380,7 +394,7 @@ class RequestContext(Protocol):
 
 class PrefillPhase(Protocol):
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
-        """context_only. Raises a DisaggError; RequestCancelledError when the client left meanwhile."""
+        """Run context_only. Raises a DisaggError; RequestCancelledError when the client left meanwhile."""
         ...
 
 
@@ -388,10 +402,10 @@ class DecodePhase(Protocol):
     def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
-        """generation_only. Ends early, without an error, when the client left; closing it ends it too."""
+        """Run generation_only. The stream ends early, without an error, when the client left or it is closed."""
         ...
 
 
-#: A worker's whole service: one request in, chunks out. Its reader closes it, at once and not by the
-#: garbage collector: that is when an engine hears that its tokens are not wanted any more.
+#: A way to answer a request: one request in, chunks out. Its reader has to close it, and not leave that to the
+#: garbage collector: closing it is what aborts the request on the engine.
 Generate = Callable[[GenerateRequest, RequestContext], AsyncGenerator[TokenChunk, None]]

@@ -1,1 +1,1 @@
-"""One file a strategy: how a request is answered as a whole. `trtllm_disagg.strategies` lists them."""
+"""One file for each strategy: the builder of its answer to whole requests. `trtllm_disagg.strategies` lists them."""

@@ -1,4 +1,4 @@
-"""No disaggregation: one worker does both phases."""
+"""agg: no disaggregation; one worker runs both phases."""
 
 from trtllm_disagg.handlers.local import LocalAgg
 from trtllm_disagg.handlers.services import StrategyParts

@@ -1,4 +1,4 @@
-"""Requests are routed to decode workers, on their cache; a decode worker has a prefill worker start them."""
+"""decode_first: the frontend routes requests to decode workers, by their caches; these call prefill workers."""
 
 from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.concurrent import RemotePush, concurrent
@@ -19,7 +19,7 @@ def build(parts: StrategyParts) -> Generate:
     prefill: PrefillPhase = RemotePrefill(
         parts.stage, decode.drain, parts.protocol, Notices(parts.instance_id)
     )
-    if parts.prefills is not None:
-        through = RemotePrefill(parts.prefills, decode.drain, parts.protocol)
-        prefill = queued(through, prefill, passes_by=names_prefill)
+    if parts.prefill_queue is not None:
+        through_queue = RemotePrefill(parts.prefill_queue, decode.drain, parts.protocol)
+        prefill = queued(through_queue, prefill, bypasses_queue=names_prefill)
     return chain(prefill, timed)

@@ -1,4 +1,4 @@
-"""Requests are routed to prefill workers, by their cache; a prefill worker has a decode worker go on."""
+"""prefill_first: the frontend routes requests to prefill workers, by their caches; these call decode workers."""
 
 from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.concurrent import LocalPush, concurrent
@@ -17,9 +17,9 @@ def build(parts: StrategyParts) -> Generate:
 
 
 def _prefill(parts: StrategyParts) -> PrefillPhase:
-    """Here, or by the queue on whichever prefill worker has room, this one among them."""
+    """On this worker; with the queue, on the first prefill worker with room, which may be this one."""
     drain = RemoteDrain(parts.stage, parts.protocol)
     here = prefill_within(parts.prefill_timeout, LocalPrefill(parts.engine, drain))
-    if parts.prefills is None:
+    if parts.prefill_queue is None:
         return here
-    return queued(RemotePrefill(parts.prefills, drain, parts.protocol), here)
+    return queued(RemotePrefill(parts.prefill_queue, drain, parts.protocol), here)

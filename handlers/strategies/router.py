@@ -1,4 +1,4 @@
-"""Dynamo's frontend chains prefill and decode itself (its PrefillRouter); no worker calls another."""
+"""router: Dynamo's frontend chains prefill and decode itself (its PrefillRouter); no worker calls another."""
 
 from collections.abc import AsyncGenerator
 
@@ -12,7 +12,7 @@ from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, Token
 
 def build(parts: StrategyParts) -> Generate:
     if parts.role is Role.PREFILL:
-        # The decode workers answer whole requests, of which one with a handoff is a decode.
+        # A decode worker runs a drain like any request with a handoff: as a decode (`with_bypass`).
         drain = RemoteDrain(parts.stage)
         return prefill_service(LocalPrefill(parts.engine, drain, sees_callers_max_tokens=False))
     decode = decode_service(LocalDecode(parts.engine, repeats_first_token=True))
@@ -20,7 +20,7 @@ def build(parts: StrategyParts) -> Generate:
 
 
 def with_bypass(decode: Generate, agg: Generate) -> Generate:
-    """The router leaves prefill out when decode has most of the prompt (conditional disaggregation)."""
+    """`agg` for requests without a handoff: the router skips prefill when decode has most of the prompt cached."""
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         phase = agg if request.prefill_result is None else decode

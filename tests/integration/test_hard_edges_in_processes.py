@@ -19,7 +19,7 @@ from tests.conftest import Checkpoints
 from tests.support.dynamo_deployment import COMPLETIONS, DynamoDeployment
 from tests.support.hard_worker import KV_DIRECTORY, STANDS_STILL, KvFiles, held_in
 from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.handlers.trace import PREFIX
+from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX
 
 pytestmark = pytest.mark.process
 
@@ -77,7 +77,7 @@ class Pair:
         return {row["rule"]: (row["verdict"], row["value"]) for row in said["rows"]}
 
     def num_served(self, worker: str) -> int:
-        return self.place.log(worker).count(PREFIX)
+        return self.place.log(worker).count(REQUEST_TRACE_PREFIX)
 
     def nothing_is_held(self, seconds: float = 15.0) -> None:
         self.place.wait_until(lambda: held_in(self.kv) == 0, "no context waits for a decode", seconds)

@@ -116,7 +116,7 @@ class Queueing:
         client = QueueClient(broker, timeout)
         listening = AsyncExitStack()
         await listening.enter_async_context(client.listening())
-        watch = DepthWatch(broker, client.waits)
+        watch = DepthWatch(broker, client.waiting_ages)
         await watch.start()
         engine = recording_engine()
         role = Role(spec_of(self.strategy).entry_role or "decode")

@@ -149,7 +149,7 @@ class RecordingStageClient:
     async def describe(self) -> Raw:
         return self.description
 
-    async def tell(self, notice: Raw) -> None:
+    async def notify(self, notice: Raw) -> None:
         self.notices.append(notice)
         if self.serve is not None:
             async with aclosing(self.serve(decode_request(notice), FakeContext())) as nothing:

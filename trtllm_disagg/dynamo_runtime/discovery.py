@@ -64,7 +64,7 @@ class DynamoStageInstance:
                 return answer
         raise errors.PeerUnavailableError("an instance of the other stage did not describe itself")
 
-    async def tell(self, notice: dict[str, Any]) -> None:
+    async def notify(self, notice: dict[str, Any]) -> None:
         async with aclosing(self.call(notice, None)) as answers:
             async for _ in answers:
                 pass

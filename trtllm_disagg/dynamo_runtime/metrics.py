@@ -227,7 +227,7 @@ class EngineMetrics(Collector):
         yield _gauge("handoffs_oldest_seconds", "For how long the oldest of them has waited", oldest_seconds)
         queued = self._queued
         shed = "Requests that were refused because too many waited on this worker"
-        yield CounterMetricFamily(PREFIX + "requests_shed", shed, value=queued.shed)
+        yield CounterMetricFamily(PREFIX + "requests_shed", shed, value=queued.num_refused)
         waiting = "Requests that this worker has taken on and that have no first token yet"
         yield _gauge("queued_requests", waiting, queued.requests)
         yield _gauge("queued_tokens", "Prompt tokens of those requests", queued.tokens)

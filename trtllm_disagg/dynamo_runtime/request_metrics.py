@@ -18,6 +18,7 @@ from trtllm_disagg.dynamo_runtime.metrics import PREFIX, LabelValues
 from trtllm_disagg.errors import PeerUnavailableError
 from trtllm_disagg.handlers.trace import RequestEnd
 from trtllm_disagg.strategies import STRATEGIES
+from trtllm_disagg.types import Fallback
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _BYTES = tuple(4.0**power for power in range(6, 18))
@@ -115,7 +116,7 @@ class RequestMetrics:
             for point in CANCEL_POINTS:
                 self._cancelled.labels(phase, point)
         self._first_tokens = {source: first_tokens.labels(source) for source in FIRST_TOKEN_SOURCES}
-        for step in ("other_instance", "local", "other_stage", "direct"):
+        for step in Fallback:
             self._fallbacks.labels(step, PeerUnavailableError.__name__)
 
     def ended(self, end: RequestEnd) -> None:

@@ -1,5 +1,5 @@
-"""Prefills in a global queue on NATS JetStream: a worker that needs one pushes, prefill workers pull (decision 12).
-Here as a worker sees the queue, or none.
+"""A queue of prefills on NATS JetStream: a worker that needs a prefill pushes it, prefill workers pull (decision 12).
+This module has what a worker uses of the queue, or of none.
 """
 
 from __future__ import annotations
@@ -17,57 +17,53 @@ if TYPE_CHECKING:
 class PrefillQueue(Protocol):
     @property
     def client(self) -> StageClient | None:
-        """The way to the prefill workers; None where there is no queue."""
+        """The client that reaches prefill workers through the queue; None where there is no queue."""
         ...
 
     def depth(self) -> int:
-        """Prefills that no worker has begun; never waits."""
+        """The number of prefills that no worker has begun; never waits."""
         ...
 
     async def start(self, generate: Generate, instance_id: int, endpoint: Any) -> None:
-        """A prefill worker begins to pull, for `generate` to answer. The gauges are on /metrics of `endpoint`."""
+        """Publish the gauges on /metrics of `endpoint`; on a prefill worker, begin to pull prefills for `generate`."""
         ...
 
     async def leave(self) -> None:
-        """No further item is begun here."""
+        """Begin no further item on this worker."""
         ...
 
     async def drained(self) -> None:
-        """After `leave`: until all that was begun here has ended."""
+        """After `leave`: wait until every item that this worker has begun has ended."""
         ...
 
     async def aclose(self) -> None: ...
 
 
 class NoPrefillQueue:
-    """Prefills are sent to one worker each."""
+    """The queue of a worker that sends each prefill straight to a prefill worker."""
 
     client = None
 
     def depth(self) -> int:
         return 0
 
-    async def start(self, generate: Generate, instance_id: int, endpoint: Any) -> None:
-        """Nothing to pull."""
+    async def start(self, generate: Generate, instance_id: int, endpoint: Any) -> None: ...
 
-    async def leave(self) -> None:
-        """Nothing to leave."""
+    async def leave(self) -> None: ...
 
-    async def drained(self) -> None:
-        """Nothing was begun."""
+    async def drained(self) -> None: ...
 
-    async def aclose(self) -> None:
-        """Nothing is open."""
+    async def aclose(self) -> None: ...
 
 
 async def open_prefill_queue(
     config: WorkerConfig, kind: str, limits: QueueLimits | None = None
 ) -> PrefillQueue:
-    """That of all workers of this kind (`pairing.kind_of`). Raises ConfigError when NATS is not there."""
-    # A decode worker that is a second stage pushes after a switch.
+    """The queue of all workers of this kind (`pairing.kind_of`). Raises ConfigError when NATS cannot be reached."""
+    # A decode worker that is a second stage now pushes after a switch, so it opens the queue too.
     if config.prefill_dispatch == "direct" or not config.may_switch:
         return NoPrefillQueue()
-    # NATS' client and aiohttp, which it imports, are a third of the imports of a worker.
+    # Imported only here: NATS' client and its aiohttp are a third of all imports of a worker.
     from trtllm_disagg.prefill_queue.nats_queue import NatsPrefillQueue
 
     return await NatsPrefillQueue.open(config, kind, limits)

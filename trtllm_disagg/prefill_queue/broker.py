@@ -1,4 +1,4 @@
-"""The connection to NATS: the only module that makes its client. What it cannot do ends in an error of ours."""
+"""The connection to NATS: the only module that makes its client. Its failures are raised as DisaggErrors."""
 
 from __future__ import annotations
 
@@ -28,54 +28,54 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RECONNECT_SECONDS = 0.2
-#: A server that hangs is given up after two of these.
+#: The connection to a server that misses two pings is closed.
 _PING_SECONDS = 2
-#: No request waits so long: what is older is left of pushers that are gone, where no worker pulls.
+#: No request waits this long: an older item is from a pusher that is gone, in a queue that no worker pulls from.
 _MAX_AGE_SECONDS = 3600.0
 _MAX_ITEMS = 10_000
 _MAX_STREAM_BYTES = 256 << 20
 _NAME_IN_USE, _TOO_MANY = 10058, (10077, 10054, 10122)
 
-#: Of its client; a TimeoutError is an OSError.
+#: Errors of NATS' client; TimeoutError is an OSError.
 NATS_ERRORS = (nats.errors.Error, OSError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """Seconds, and how often an item may change hands."""
+    """Times in seconds, and how often an item may change hands."""
 
-    #: To reach the server at the start.
+    #: Time to reach the server at the start.
     connect: float = 3.0
-    #: For an answer of NATS, or of another worker.
+    #: Time for a reply of NATS, or of another worker.
     reply: float = 2.0
-    #: A prefill worker that is silent about an item for longer has lost it.
+    #: JetStream delivers an item again when its prefill worker is silent about it for longer than this.
     ack: float = 3.0
-    #: Between two words of a prefill worker about an item that it is at.
+    #: Time between two Beats of a prefill worker that runs an item.
     beat: float = 1.0
-    #: An item that so many workers have lost is not given to another one.
+    #: The item fails when this many workers have claimed and lost it.
     claims: int = 3
-    #: An item that a worker must not run is offered again so often before it fails.
+    #: An item is given back this often, by workers that must not run it, before it fails.
     offers: int = 40
 
 
 class NatsClient(Client):
-    """NATS's client takes tls:// for a wish; here it is a condition."""
+    """NATS' client, where tls:// requires TLS; the original takes it as a preference."""
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        """The server's first word, before it is told anything. Without this, one that offers no TLS would be sent the
-        password and all else in the clear.
+        """Handles the server's first message, before anything is sent. Without the check, the password and all else
+        would go unencrypted to a server without TLS.
         """
         wants_tls = self._current_server is not None and self._current_server.uri.scheme == "tls"
         if wants_tls and not info.get("tls_required"):
-            raise nats.errors.Error("this one offers no TLS")
+            raise nats.errors.Error("this server offers no TLS")
         await super()._process_info(info, initial_connection=initial_connection)
 
 
 async def preserve_cancellation(answer: Awaitable[T]) -> T:
-    """The result of `answer`; a cancel of this task that comes meanwhile is raised here in any case.
+    """The result of `answer`. Raises CancelledError whenever this task is cancelled meanwhile.
 
-    `asyncio.wait_for` of Python 3.11 forgets a cancel that comes in the same turn as its result, and NATS's client
-    makes another error of some. Waiting for the cancelled task would then never end.
+    `asyncio.wait_for` of Python 3.11 loses a cancel that comes in the same turn as its result, and NATS' client
+    turns some into another error. Waiting for the cancelled task would then never end.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -88,7 +88,7 @@ async def preserve_cancellation(answer: Awaitable[T]) -> T:
 
 
 async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
-    """Raises TimeoutError. NATS's client can lose a cancel and hang after it, so its end is not waited for."""
+    """Raises TimeoutError. NATS' client can lose a cancel and hang after it, so the cancelled work is not awaited."""
     task = asyncio.create_task(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -102,9 +102,9 @@ async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
 class Reply(Enum):
     YES = "yes"
     NO = "no"
-    #: There is no such subscriber.
+    #: The subject has no subscriber.
     NO_RECEIVER = "no receiver"
-    #: It did not come in time, or NATS is gone.
+    #: No reply came in time, or NATS is gone.
     NONE = "none"
 
 
@@ -119,8 +119,8 @@ class Broker:
         self._pulling: JetStreamContext.PullSubscription | None = None
         self._usable = asyncio.Event()
         self._on_lost: list[Callable[[str], None]] = []
-        #: When the queue was made, by NATS's clock: a later time is another queue.
-        self._born: datetime | None = None
+        #: When the queue's consumer was made, by NATS' clock: a later time means another queue.
+        self._created_at: datetime | None = None
         self._num_made = 0
         self._returning: asyncio.Task[None] | None = None
 
@@ -128,7 +128,7 @@ class Broker:
     async def connect(
         cls, servers: str, names: Names, limits: QueueLimits | None = None, client: NatsClient | None = None
     ) -> Self:
-        """`client`: instead of NATS's. Raises ConfigError when there is no such NATS server, or it has no JetStream."""
+        """`client`: in place of a new one. Raises ConfigError when no NATS server with JetStream can be reached."""
         broker = cls(names, limits or QueueLimits(), client or NatsClient())
         try:
             await _within(broker.limits.connect, broker._open(servers.split(",")))
@@ -151,7 +151,7 @@ class Broker:
         await self._usable.wait()
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
-        """It is told why what was pushed is lost."""
+        """`callback` is called with the reason when all pushed items are lost."""
         self._on_lost.append(callback)
 
     async def close(self) -> None:
@@ -164,7 +164,7 @@ class Broker:
     # -- the stream
 
     async def push(self, data: bytes) -> int:
-        """Its place in the stream. Raises QueueUnusableError or OverloadedError."""
+        """Push an item and return its place in the stream. Raises QueueUnusableError or OverloadedError."""
         if len(data) > min(self._client.max_payload, MAX_BYTES):
             raise QueueUnusableError(
                 f"a request of {len(data)} bytes does not fit the prefill queue: NATS takes "
@@ -180,12 +180,12 @@ class Broker:
         return ack.seq
 
     async def withdraw(self, sequence: int) -> None:
-        """As far as possible; an item without a waiting request is skipped anyway."""
+        """Delete an item, best effort: prefill workers skip items that no request waits for."""
         with contextlib.suppress(*NATS_ERRORS):
             await preserve_cancellation(self._stream.delete_msg(self.names.stream, sequence))
 
     async def pull(self, seconds: float) -> Msg | None:
-        """The next item, None when there is none in this time, or NATS is gone."""
+        """The next item; None when none comes within `seconds`, or NATS is gone."""
         try:
             if self._pulling is None:
                 self._pulling = await self._stream.pull_subscribe_bind(CONSUMER, self.names.stream)
@@ -200,7 +200,7 @@ class Broker:
         return message
 
     async def waiting(self) -> tuple[int, int]:
-        """(items that no worker has been given yet, place of the oldest one). Raises QueueUnusableError."""
+        """(number of items not yet delivered to a worker, place of the oldest one). Raises QueueUnusableError."""
         if not self.is_usable:
             raise QueueUnusableError("the prefill queue cannot be reached: NATS is gone")
         num_made = self._num_made
@@ -212,7 +212,7 @@ class Broker:
             except NotFoundError:
                 consumer = None
         if consumer is None or self._is_another(consumer):
-            # After NATS was gone `_return` makes the queue, and may have overtaken this answer.
+            # When NATS comes back `_return` makes the queue, and may have done so since this answer was sent.
             if self.is_usable and self._num_made == num_made:
                 await self._make_anew()
             return 0, 1
@@ -220,7 +220,7 @@ class Broker:
         return consumer.num_pending or 0, delivered + 1
 
     async def pushed_at(self, sequence: int) -> float | None:
-        """When the first item from this place on was pushed, in seconds since the epoch by NATS's clock."""
+        """When the first item at or after this place was pushed, in seconds since the epoch by NATS' clock."""
         try:
             message = await preserve_cancellation(
                 self._stream.get_msg(self.names.stream, sequence, subject=self.names.items, next=True)
@@ -232,18 +232,18 @@ class Broker:
     # -- plain messages
 
     @contextlib.asynccontextmanager
-    async def listening(self, subject: str, hear: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
-        """What is asked or pushed inside comes after this. Raises QueueUnusableError."""
+    async def listening(self, subject: str, handle: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
+        """Subscribed inside: NATS gets all that is sent inside after the subscription. Raises QueueUnusableError."""
         with _unusable():
-            subscription = await self._client.subscribe(subject, cb=hear)
+            subscription = await self._client.subscribe(subject, cb=handle)
         try:
             yield
         finally:
             with contextlib.suppress(*NATS_ERRORS):
                 await subscription.unsubscribe()
 
-    async def tell(self, subject: str, data: bytes) -> None:
-        """Best effort."""
+    async def send(self, subject: str, data: bytes) -> None:
+        """Send a message that has no reply, best effort."""
         with contextlib.suppress(*NATS_ERRORS):
             await self._client.publish(subject, data)
 
@@ -268,16 +268,16 @@ class Broker:
             reconnect_time_wait=_RECONNECT_SECONDS,  # type: ignore[arg-type]
             ping_interval=_PING_SECONDS,
             max_outstanding_pings=2,
-            # What cannot be sent now fails now.
+            # Without a connection a send fails at once.
             pending_size=0,
-            error_cb=_noted,
+            error_cb=_log_error,
             disconnected_cb=self._lost,
             reconnected_cb=self._back,
         )
         await self._make_stream()
 
     async def _make_stream(self) -> None:
-        """Idempotent. Each item is for one worker, and comes back when that one does not finish it."""
+        """Idempotent. JetStream delivers each item to one worker, and again if that worker does not finish it."""
         stream = api.StreamConfig(
             name=self.names.stream,
             subjects=[self.names.items],
@@ -302,32 +302,32 @@ class Broker:
             max_deliver=-1,
             max_ack_pending=-1,
         )
-        self._born = (await self._stream.add_consumer(self.names.stream, consumer)).created
+        self._created_at = (await self._stream.add_consumer(self.names.stream, consumer)).created
         self._num_made += 1
 
     def _is_another(self, consumer: api.ConsumerInfo) -> bool:
-        """Than the one of this connection. An older one is not: a server that starts may answer before it has restored
-        what it had, and then has that.
+        """Whether the consumer is newer than this connection's. An older one is not another one: a server that starts
+        may let this connection make a consumer before it has restored its own.
         """
-        if consumer.created is None or self._born is None:
-            return consumer.created != self._born
-        return consumer.created > self._born
+        if consumer.created is None or self._created_at is None:
+            return consumer.created != self._created_at
+        return consumer.created > self._created_at
 
     async def _make_anew(self) -> None:
-        """The stream was deleted in NATS, with what waited in it. Raises QueueUnusableError."""
+        """The stream was deleted in NATS, with all waiting items. Raises QueueUnusableError."""
         log.warning("the prefill queue was deleted in NATS, and is made anew")
         with _unusable():
             await preserve_cancellation(self._make_stream())
-        self._tell_lost("it was deleted in NATS")
+        self._notify_lost("it was deleted in NATS")
 
     async def _lost(self) -> None:
         if not self._usable.is_set():
             return
         log.warning("NATS is gone: no prefill goes through the queue until it is back")
         self._usable.clear()
-        self._tell_lost("NATS is gone (--nats-server)")
+        self._notify_lost("NATS is gone (--nats-server)")
 
-    def _tell_lost(self, why: str) -> None:
+    def _notify_lost(self, why: str) -> None:
         for callback in self._on_lost:
             callback(why)
 
@@ -337,7 +337,7 @@ class Broker:
         self._returning = asyncio.create_task(self._return())
 
     async def _return(self) -> None:
-        """It may be another server, or the same one without its memory."""
+        """Make the stream again: the server may be another one, or may have lost its data."""
         warn = RateLimitedLog(log)
         while self._client.is_connected:
             try:
@@ -353,7 +353,7 @@ class Broker:
 
 @contextlib.contextmanager
 def _unusable() -> Iterator[None]:
-    """Raises QueueUnusableError for what NATS's client raises."""
+    """Raises QueueUnusableError for errors of NATS' client."""
     try:
         yield
     except NATS_ERRORS as error:
@@ -362,13 +362,13 @@ def _unusable() -> Iterator[None]:
         ) from error
 
 
-async def _noted(error: Exception) -> None:
+async def _log_error(error: Exception) -> None:
     log.debug("NATS: %s: %s", type(error).__name__, error)
 
 
 def _why_not(error: BaseException, earlier: BaseException | None) -> str:
     if isinstance(error, (ServiceUnavailableError, nats.errors.NoRespondersError)):
-        return "this one has none"
+        return "this server has no JetStream"
     return str(error) or str(earlier or "no answer")
 
 

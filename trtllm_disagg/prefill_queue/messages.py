@@ -1,4 +1,4 @@
-"""What travels over NATS: MessagePack of the types below, bounded and validated where it arrives; and its subjects."""
+"""The messages on NATS: MessagePack of the types below, bounded and validated where it arrives; and their subjects."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from trtllm_disagg import errors
 from trtllm_disagg.config.settings import EndpointParts, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 
-#: Nothing larger is read. NATS itself refuses more than its max_payload, which is 1 MiB unless told otherwise.
+#: Larger messages are not read. NATS itself refuses more than its max_payload, 1 MiB by default.
 MAX_BYTES = 8 << 20
 MAX_AVOIDED = 64
 MAX_ERROR_CHARS = 2000
 
-#: Makes a subject, so nothing else may be in it.
+#: An id becomes part of a NATS subject, so it may have no other characters.
 Id = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 InstanceId = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One prefill that a request waits for. The answer of the prefill worker goes to `pusher`."""
+    """One prefill that a request waits for. The prefill worker sends its answer to `pusher`."""
 
     id: Id
     pusher: Id
     request_id: Annotated[str, msgspec.Meta(max_length=256)] | None
     #: Instances that failed this request already.
     avoid: Annotated[list[InstanceId], msgspec.Meta(max_length=MAX_AVOIDED)]
-    #: As it goes to any worker (`wire.encode_request`).
+    #: The body, as for any other worker (`wire.bodies.encode_request`).
     request: dict[str, Any]
 
 
 class _OfAttempt(msgspec.Struct, frozen=True, tag=True):
-    """From the prefill worker to the pusher. JetStream counts the deliveries of an item: that is the attempt."""
+    """A message from the prefill worker to the pusher. `attempt`: JetStream's count of deliveries of the item."""
 
     item: Id
     attempt: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Claim(_OfAttempt, frozen=True, tag=True):
-    """May I? Answered with YES or NO."""
+    """The prefill worker asks whether it may run the item. Answered with YES or NO."""
 
     worker: InstanceId
 
 
 class Beat(_OfAttempt, frozen=True, tag=True):
-    """Still at it."""
+    """The prefill worker still runs the item."""
 
 
 class Answer(_OfAttempt, frozen=True, tag=True):
-    """The one chunk of a prefill. A pusher that answers YES takes it, and with it the duty to release the KV."""
+    """The one chunk of a prefill. A pusher that answers YES takes over the duty to release the KV."""
 
     chunk: dict[str, Any]
 
@@ -61,7 +61,7 @@ class Failed(_OfAttempt, frozen=True, tag=True):
     message: Annotated[str, msgspec.Meta(max_length=MAX_ERROR_CHARS)]
 
     def error(self) -> errors.DisaggError:
-        """What the prefill worker has raised; what has no known category is its engine's."""
+        """The error that the prefill worker has raised; of an unknown category: EngineError."""
         return _BY_CATEGORY.get(self.category, errors.EngineError)(self.message)
 
 
@@ -70,7 +70,7 @@ FromPuller = Claim | Beat | Answer | Failed
 YES, NO = b"+", b"-"
 
 _BY_CATEGORY: dict[str, type[errors.DisaggError]] = {
-    # A worker that leaves, or drops a request with a client that is still there, counts as gone.
+    # A prefill worker that leaves, or cancels a request whose client has not left, counts as gone.
     errors.WorkerLeavingError.category: errors.PeerUnavailableError,
     errors.RequestCancelledError.category: errors.PeerUnavailableError,
     errors.InvalidRequestError.category: errors.InvalidRequestError,
@@ -81,7 +81,7 @@ _BY_CATEGORY: dict[str, type[errors.DisaggError]] = {
 
 
 class UnreadableError(ValueError):
-    """Not one of ours, or a forgery."""
+    """The bytes are no message of this queue."""
 
 
 def encode(message: Item | FromPuller) -> bytes:
@@ -104,10 +104,10 @@ CONSUMER = "prefill_workers"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names in NATS of one queue: that of the prefill workers of one kind (`startup.kind_of`) behind one endpoint.
+    """The names in NATS of one queue: that of the prefill workers of one kind (`pairing.kind_of`) behind one endpoint.
 
-    Endpoints alone would not do: deployments that know nothing of each other may use one NATS server, and all have
-    the same endpoints unless they are told otherwise.
+    The endpoint alone would not do: independent deployments may share one NATS server, and all have the same
+    endpoints by default.
     """
 
     endpoint: EndpointParts
@@ -115,9 +115,9 @@ class Names:
 
     @classmethod
     def of(cls, config: WorkerConfig, kind: str) -> Names:
-        """The same for all workers of a deployment, whichever stage they were when they started."""
+        """The names are the same for all workers of a deployment, whichever stage they were when they started."""
         endpoint_id = config.peer_endpoint_id if config.role is Role.PREFILL else config.partner_endpoint_id
-        assert endpoint_id is not None, "a worker of both roles has no use for the queue"
+        assert endpoint_id is not None, "an agg worker does not use the queue"
         return cls(parse_endpoint_id(endpoint_id), kind)
 
     @property
@@ -130,11 +130,11 @@ class Names:
         return f"{self._root}.items"
 
     def pusher(self, pusher_id: str) -> str:
-        """Where a pusher hears of its items."""
+        """The subject of messages to a pusher about its items."""
         return f"{self._root}.pusher.{pusher_id}"
 
     def cancel(self, item_id: str) -> str:
-        """Where a prefill worker that is at an item hears that no request waits for it any more."""
+        """The subject on which the pusher tells the prefill worker that runs an item to stop."""
         return f"{self._root}.cancel.{item_id}"
 
     @property

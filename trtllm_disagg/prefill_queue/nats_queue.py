@@ -1,4 +1,4 @@
-"""A worker's share in the prefill queue, from connecting to leaving it."""
+"""A worker's use of the prefill queue: connecting, pulling prefills, watching the depth, leaving."""
 
 from __future__ import annotations
 
@@ -33,24 +33,22 @@ from trtllm_disagg.prefill_queue.queue_client import QueueClient
 from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
-_ASK_SECONDS = 0.25
-
-
 log = logging.getLogger(__name__)
 
-#: Also how long a worker that is told to stop may still get an item; it gives that back at once.
+#: How often the depth of the queue is asked for.
+_ASK_SECONDS = 0.25
+#: One pull takes at most this long. A worker that is told to stop may get an item so long; it gives that back at once.
 _PULL_SECONDS = 0.5
-#: An item that this worker must not run is offered again so soon.
+#: JetStream offers an item that this worker must not run again after this time.
 _OFFER_AGAIN_SECONDS = 0.05
 
 
 class Room:
-    """How much a prefill worker takes on at once: what one step of its engine computes, and no more.
+    """Limits a prefill worker to what one step of its engine computes.
 
-    A worker pulls while fewer than `max_tokens` prompt tokens and `max_items` items are in it.
-
-    So short prompts fill a step together, a long one is alone, and the engine always has its next step's work. What
-    waits beyond that waits in the queue, where any worker may take it.
+    A worker pulls while it runs fewer than `max_tokens` prompt tokens and `max_items` items. So short prompts fill a
+    step together, a long one is alone, and the engine always has work for its next step. All other items wait in the
+    queue, where any worker may take them.
     """
 
     def __init__(self, max_items: int, max_tokens: int) -> None:
@@ -77,7 +75,7 @@ class Room:
 
 
 class PulledContext:
-    """The RequestContext of a request that came through the queue: stopped when its pusher says so, or is gone."""
+    """The RequestContext of a request from the queue: stopped when the pusher cancels it or refuses the answer."""
 
     def __init__(self, request_id: str | None) -> None:
         self._id = request_id
@@ -95,15 +93,15 @@ class PulledContext:
     def stop(self) -> None:
         self._stopped.set()
 
-    async def heard_cancel(self, message: Msg) -> None:
+    async def on_cancel(self, message: Msg) -> None:
         self.stop()
 
 
 class Puller:
-    """From `start` on it pulls; `stop` leaves what it has not begun to the others."""
+    """Pulls items and runs them, from `start` until `stop`."""
 
     def __init__(self, broker: Broker, instance_id: int, room: Room, generate: Generate) -> None:
-        """`generate` is asked for the errand "prefill"."""
+        """`generate` gets phase requests of the kind "prefill" only."""
         self._broker = broker
         self._limits = broker.limits
         self._instance_id = instance_id
@@ -118,20 +116,20 @@ class Puller:
         self._loop = asyncio.create_task(self._pull(), name="prefill-queue")
 
     def stop(self) -> None:
-        """No further item is begun."""
+        """Begin no further item."""
         self._stopping.set()
         if self._loop is not None and not self._is_asking:
             self._loop.cancel()
 
     async def drained(self) -> None:
-        """After `stop`: until all that was begun has ended."""
+        """After `stop`: wait until every item that was begun has ended."""
         if self._loop is not None:
             await asyncio.wait({self._loop})
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def close(self) -> None:
-        """At once: what was begun is stopped."""
+        """Stop and cancel the items that were begun."""
         self.stop()
         tasks = [*self._tasks, *([self._loop] if self._loop is not None else [])]
         for task in tasks:
@@ -156,7 +154,7 @@ class Puller:
                 self._begin(message)
 
     async def _ask(self) -> Msg | None:
-        """Not to be cancelled by `stop`: an item that was on its way would belong to no worker for a while."""
+        """The next item. `stop` must not cancel this: JetStream would count an item on its way as delivered."""
         self._is_asking = True
         try:
             return await self._broker.pull(_PULL_SECONDS)
@@ -167,7 +165,7 @@ class Puller:
         try:
             item: Item = decode(message.data, Item)
         except UnreadableError as error:
-            log.warning("an unreadable item was in the prefill queue, and is dropped: %s", error)
+            log.warning("an unreadable item in the prefill queue is dropped: %s", error)
             task = asyncio.create_task(_settle(message.term()))
         else:
             task = asyncio.create_task(self._serve(message, item))
@@ -189,15 +187,15 @@ class Puller:
             return
         context = PulledContext(item.request_id)
         try:
-            async with self._broker.listening(self._broker.names.cancel(item.id), context.heard_cancel):
-                reply = await self._tell(item, Claim(item.id, attempt, self._instance_id))
+            async with self._broker.listening(self._broker.names.cancel(item.id), context.on_cancel):
+                reply = await self._send(item, Claim(item.id, attempt, self._instance_id))
                 if reply is Reply.YES:
-                    async with self._said_to_go_on(message, item, attempt):
+                    async with self._beating(message, item, attempt):
                         await self._run(item, attempt, context)
         except QueueUnusableError:
             reply = Reply.NONE
         if reply is Reply.NONE and may_be_offered_again:
-            # The pusher may be busy, or NATS on its way back.
+            # The pusher may be busy, or the connection to NATS may come back.
             await _settle(message.nak(self._limits.ack))
             return
         if reply is not Reply.YES:
@@ -205,61 +203,64 @@ class Puller:
         await _settle(message.ack())
 
     async def _run(self, item: Item, attempt: int, context: PulledContext) -> None:
-        """Gives the pusher an answer or an error; without a pusher that takes it, the KV is let go."""
+        """Send the pusher an answer or an error. When the pusher does not take the answer, release the KV."""
         try:
             request = self._read(item)
             async with aclosing(self._generate(request, context)) as chunks:
                 async for chunk in chunks:
                     if not await self._may_be_taken(item, Answer(item.id, attempt, encode_chunk(chunk))):
-                        # Before it goes on: that is how the prefill phase knows that it still has the handoff.
+                        # The prefill phase looks at this when it goes on, and then keeps and releases the handoff.
                         context.stop()
         except DisaggError as error:
             if not context.is_stopped():
                 log.warning("request %s: %s: %s", item.request_id, type(error).__name__, error)
-            await self._tell(item, Failed(item.id, attempt, error.category, str(error)[:MAX_ERROR_CHARS]))
+            await self._send(item, Failed(item.id, attempt, error.category, str(error)[:MAX_ERROR_CHARS]))
         except Exception as error:
             # A bug of ours fails this request, not the worker.
             log.exception("request %s failed unexpectedly", item.request_id)
-            said = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-            await self._tell(item, Failed(item.id, attempt, DisaggError.category, said))
+            text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+            await self._send(item, Failed(item.id, attempt, DisaggError.category, text))
 
     def _read(self, item: Item) -> GenerateRequest:
         request = decode_request(item.request)
-        if request.phase_request is None or request.phase_request.stage != "prefill":
-            raise InvalidRequestError("the prefill queue is for the errand prefill")
+        kind = request.phase_request.kind if request.phase_request is not None else "whole"
+        if kind != "prefill":
+            raise InvalidRequestError(
+                f"the prefill queue takes prefill requests only; this item asks for {kind!r}"
+            )
         if self._instance_id in item.avoid:
             raise PeerUnavailableError("no other prefill worker takes this request")
         return request
 
     async def _may_be_taken(self, item: Item, answer: Answer) -> bool:
-        """False when the pusher certainly does not take the handoff. A pusher that is there and silent may stand still,
-        and take it when it goes on; if not, the lease ends by itself. Without NATS, all that was pushed is void.
+        """False when the pusher certainly does not take the handoff. A pusher that is silent may hang and take it
+        later; if it does not, the lease ends by itself. When NATS is gone, all pushed items are void.
         """
-        reply = await self._tell(item, answer)
+        reply = await self._send(item, answer)
         if reply is Reply.NONE:
-            # It may as well have died with the answer on its way: then this has no receiver.
-            reply = await self._tell(item, Beat(item.id, answer.attempt))
+            # The pusher may have died while the answer was on its way: then this Beat has no receiver.
+            reply = await self._send(item, Beat(item.id, answer.attempt))
             return reply is not Reply.NO_RECEIVER and self._broker.is_usable
         return reply is Reply.YES
 
-    async def _tell(self, item: Item, said: FromPuller) -> Reply:
-        """What the pusher says to it."""
+    async def _send(self, item: Item, message: FromPuller) -> Reply:
+        """Send a message to the item's pusher and return its reply."""
         pusher = self._broker.names.pusher(item.pusher)
         try:
-            data = encode(said)
+            data = encode(message)
         except (TypeError, ValueError, OverflowError) as error:
             raise DisaggError(f"the answer cannot be sent: {error}") from error
         return await self._broker.ask(pusher, data)
 
     @contextlib.asynccontextmanager
-    async def _said_to_go_on(self, message: Msg, item: Item, attempt: int) -> AsyncIterator[None]:
-        """Inside, both JetStream and the pusher hear that the prefill goes on."""
+    async def _beating(self, message: Msg, item: Item, attempt: int) -> AsyncIterator[None]:
+        """Inside, JetStream and the pusher are told again and again that the prefill still runs."""
 
         async def beat() -> None:
             while True:
                 await asyncio.sleep(self._limits.beat)
                 await _settle(message.in_progress())
-                await self._broker.tell(
+                await self._broker.send(
                     self._broker.names.pusher(item.pusher), encode(Beat(item.id, attempt))
                 )
 
@@ -270,14 +271,14 @@ class Puller:
             beating.cancel()
 
 
-async def _settle(saying: Awaitable[None]) -> None:
-    """To JetStream, about an item. If that is lost, the item comes again, and its pusher knows what to do."""
+async def _settle(message: Awaitable[None]) -> None:
+    """Send JetStream a message about an item. If it is lost, the item is delivered again, and its pusher decides."""
     with contextlib.suppress(*NATS_ERRORS):
-        await preserve_cancellation(saying)
+        await preserve_cancellation(message)
 
 
 def _num_tokens(item: Item) -> int:
-    """Of its prompt, before it was validated."""
+    """The number of prompt tokens of an item that is not validated yet."""
     tokens = item.request.get("token_ids")
     if isinstance(tokens, bytes):
         return len(tokens) // 4
@@ -285,32 +286,31 @@ def _num_tokens(item: Item) -> int:
 
 
 class DepthWatch:
-    """A QueueDepth: how much waits in the queue, and for how long, asked in the background and told without waiting.
+    """A QueueDepth: the number of waiting items and the age of the oldest one, at most a quarter of a second old.
 
-    Between `start` and `stop` it knows what was so a quarter of a second ago.
+    A background task asks for them, from `start` until `stop`; `depth` and `age` never wait.
     """
 
-    def __init__(self, broker: Broker, own: Callable[[], Sequence[float]]) -> None:
-        """`own`: for how many seconds each item of this worker has waited. To JetStream an item does not wait any more
-        when some worker has been given it, even if that one hangs.
+    def __init__(self, broker: Broker, own_ages: Callable[[], Sequence[float]]) -> None:
+        """`own_ages`: for how many seconds each item of this worker has waited. They count beside JetStream's, to which
+        an item does not wait any more once it is delivered to a worker, even one that hangs.
         """
         self._broker = broker
-        self._own = own
+        self._own_ages = own_ages
         self._num_waiting = 0
-        #: (place of the oldest one, when it was pushed)
+        #: (place of the oldest item, when it was pushed)
         self._oldest: tuple[int, float] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def depth(self) -> int:
-        """Prefills that no worker has begun. A queue that cannot be reached holds nothing."""
+        """The number of prefills that no worker has begun. A queue that cannot be reached counts as empty."""
         known = self._num_waiting if self._broker.is_usable else 0
-        return max(known, len(self._own()))
+        return max(known, len(self._own_ages()))
 
     def age(self) -> float:
-        """Seconds for which the oldest of them has waited; 0 when there is none."""
-        is_known = self._oldest is not None and self._broker.is_usable
-        known = time.time() - self._oldest[1] if is_known and self._oldest is not None else 0.0
-        return max(0.0, known, *self._own())
+        """Seconds for which the oldest prefill has waited; 0 when none waits."""
+        oldest = self._oldest if self._broker.is_usable else None
+        return max(0.0, time.time() - oldest[1] if oldest is not None else 0.0, *self._own_ages())
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._watch(), name="prefill-queue-depth")
@@ -325,7 +325,7 @@ class DepthWatch:
         while True:
             await self._broker.wait_until_usable()
             try:
-                await self._look()
+                await self._update()
             except QueueUnusableError:
                 self._num_waiting, self._oldest = 0, None
             except (
@@ -335,7 +335,7 @@ class DepthWatch:
                 self._num_waiting, self._oldest = 0, None
             await asyncio.sleep(_ASK_SECONDS)
 
-    async def _look(self) -> None:
+    async def _update(self) -> None:
         self._num_waiting, place = await self._broker.waiting()
         if not self._num_waiting:
             self._oldest = None
@@ -349,15 +349,15 @@ class NatsPrefillQueue:
         self._config = config
         self._broker = broker
         self.client = QueueClient(broker, config.queue_timeout)
-        self._watch = DepthWatch(broker, self.client.waits)
+        self._watch = DepthWatch(broker, self.client.waiting_ages)
         self._puller: Puller | None = None
-        self._open = contextlib.AsyncExitStack()
+        self._subscriptions = contextlib.AsyncExitStack()
 
     @classmethod
     async def open(cls, config: WorkerConfig, kind: str, limits: QueueLimits | None) -> NatsPrefillQueue:
-        """Raises ConfigError when NATS is not there."""
+        """Raises ConfigError when NATS cannot be reached."""
         queue = cls(config, await Broker.connect(config.nats_server, Names.of(config, kind), limits))
-        await queue._open.enter_async_context(queue.client.listening())
+        await queue._subscriptions.enter_async_context(queue.client.listening())
         await queue._watch.start()
         return queue
 
@@ -383,5 +383,5 @@ class NatsPrefillQueue:
         await self._watch.stop()
         if self._puller is not None:
             await self._puller.close()
-        await self._open.aclose()
+        await self._subscriptions.aclose()
         await self._broker.close()

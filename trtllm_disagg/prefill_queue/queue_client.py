@@ -1,4 +1,4 @@
-"""The prefill workers through the queue: a stage client that does not choose, but lets them choose."""
+"""The pushing side of the prefill queue: a StageClient that leaves the choice of the worker to the queue."""
 
 from __future__ import annotations
 
@@ -43,61 +43,61 @@ log = logging.getLogger(__name__)
 
 
 class Pushed:
-    """An item as its pusher sees it: which worker is at it, and what became of it.
+    """An item as its pusher sees it: which worker runs it, and its outcome.
 
-    `outcome` is the answer, which is still to be taken, None when the client has left, or an error.
+    `outcome` is the answer, which `take` has yet to accept; None when the client has left; or an error.
     """
 
     def __init__(
         self, item: Item, timeout: float, on_claim: Callable[[Claim], None], max_claims: int
     ) -> None:
-        """`timeout`: seconds for which no worker may be at it."""
+        """`timeout`: the item fails after so many seconds without a claim or a Beat."""
         self.item = item
         self.outcome: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
-        #: Its place in the stream, once it is there.
+        #: The item's place in the stream, once it is pushed.
         self.sequence: int | None = None
-        #: The latest worker that was let in.
+        #: The latest claim that was accepted.
         self.claim: Claim | None = None
-        #: A worker has answered, and needs to hear no more.
+        #: A worker has answered or failed: it runs the item no more, and there is nothing to cancel.
         self.is_settled = False
         self._num_claims = 0
         self._max_claims = max_claims
         self._timeout = timeout
         self._on_claim = on_claim
-        #: To the answer. Until it is taken its sender keeps the duty to release the KV.
+        #: Replies to the answer. Until the reply is yes, the prefill worker keeps the duty to release the KV.
         self._reply: Callable[[bool], None] = _no_reply
-        self._timer = self._wait()
-        self._began = time.monotonic()
+        self._timer = self._start_timer()
+        self._pushed_at = time.monotonic()
 
     @property
     def age(self) -> float:
-        """Seconds since it was pushed."""
-        return time.monotonic() - self._began
+        """Seconds since the item was pushed."""
+        return time.monotonic() - self._pushed_at
 
     @property
     def is_waiting(self) -> bool:
-        """No worker has begun."""
+        """No worker has begun the item."""
         return self.claim is None and not self.outcome.done()
 
-    def hear(self, said: FromPuller, reply: Callable[[bool], None]) -> None:
-        """Only one attempt is listened to: the latest that was let in."""
+    def receive(self, message: FromPuller, reply: Callable[[bool], None]) -> None:
+        """Handle a prefill worker's message. Only the attempt with the latest accepted claim counts."""
         if self.outcome.done():
             reply(False)
-        elif isinstance(said, Claim):
-            reply(self._let_in(said))
-        elif self.claim is None or said.attempt != self.claim.attempt:
+        elif isinstance(message, Claim):
+            reply(self._accept(message))
+        elif self.claim is None or message.attempt != self.claim.attempt:
             reply(False)
-        elif isinstance(said, Beat):
-            self._wait_anew()
-        elif isinstance(said, Answer):
+        elif isinstance(message, Beat):
+            self._restart_timer()
+        elif isinstance(message, Answer):
             self.is_settled, self._reply = True, reply
-            self.outcome.set_result(said.chunk)
+            self.outcome.set_result(message.chunk)
         else:
             self.is_settled = True
-            self.fail(said.error(), self.claim.worker)
+            self.fail(message.error(), self.claim.worker)
 
     def take(self) -> dict[str, Any]:
-        """The answer, and with it the duty to release its KV."""
+        """Take the answer, and with it the duty to release its KV."""
         chunk = self.outcome.result()
         assert chunk is not None
         self._reply_to_answer(True)
@@ -115,18 +115,18 @@ class Pushed:
             self.outcome.set_result(None)
 
     def close(self) -> None:
-        """The outcome is not asked for any more; an answer that was not taken is refused."""
+        """The outcome is not needed any more; refuse an answer that was not taken."""
         self._timer.cancel()
         if not self.outcome.cancel() and not self.outcome.cancelled():
-            self.outcome.exception()  # else asyncio would log it as never looked at
+            self.outcome.exception()  # else asyncio would log that it was never retrieved
         self._reply_to_answer(False)
 
     def _reply_to_answer(self, is_taken: bool) -> None:
-        """Once."""
+        """Only the first call replies."""
         reply, self._reply = self._reply, _no_reply
         reply(is_taken)
 
-    def _let_in(self, claim: Claim) -> bool:
+    def _accept(self, claim: Claim) -> bool:
         if self.claim is not None and claim.attempt <= self.claim.attempt:
             return False
         if self._num_claims == self._max_claims:
@@ -135,14 +135,14 @@ class Pushed:
         self.claim = claim
         self._num_claims += 1
         self._on_claim(claim)
-        self._wait_anew()
+        self._restart_timer()
         return True
 
-    def _wait_anew(self) -> None:
+    def _restart_timer(self) -> None:
         self._timer.cancel()
-        self._timer = self._wait()
+        self._timer = self._start_timer()
 
-    def _wait(self) -> asyncio.TimerHandle:
+    def _start_timer(self) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(self._timeout, self._time_out)
 
     def _time_out(self) -> None:
@@ -154,11 +154,11 @@ class Pushed:
 
 
 def _no_reply(is_taken: bool) -> None:
-    """No answer has come, or it has its reply."""
+    """In place of a reply when no answer has come, or when it has its reply already."""
 
 
 class QueueClient:
-    """A StageClient. Each pick is an item of its own. Inside `listening` prefill workers can answer."""
+    """A StageClient. Each call of what it picks pushes one item. Prefill workers can answer inside `listening`."""
 
     def __init__(self, broker: Broker, timeout: float) -> None:
         """`timeout`: seconds that an item may wait for a worker."""
@@ -170,24 +170,19 @@ class QueueClient:
 
     @property
     def subject(self) -> str:
-        """Where it hears of its items."""
+        """The subject of prefill workers' messages about this client's items."""
         return self._broker.names.pusher(self._id)
 
     @property
     def items(self) -> list[Item]:
-        """What it has pushed and waits for."""
+        """The items that this client has pushed and waits for."""
         return [pushed.item for pushed in self._pushed.values()]
 
     def listening(self) -> AbstractAsyncContextManager[None]:
-        return self._broker.listening(self.subject, self._hear)
+        return self._broker.listening(self.subject, self._receive)
 
-    @property
-    def num_waiting(self) -> int:
-        """Items of this worker that no prefill worker has begun."""
-        return sum(pushed.is_waiting for pushed in self._pushed.values())
-
-    def waits(self) -> list[float]:
-        """For how many seconds each of them has waited."""
+    def waiting_ages(self) -> list[float]:
+        """For how many seconds each item that no prefill worker has begun has waited."""
         return [pushed.age for pushed in self._pushed.values() if pushed.is_waiting]
 
     async def pick(self, request: GenerateRequest) -> QueuedPrefill:
@@ -201,12 +196,12 @@ class QueueClient:
         return (QUEUE_ID,)
 
     def check(self, request: GenerateRequest) -> None:
-        """A request cannot ask for an instance here: the first prefill worker with room takes the item."""
+        """Pins do not apply to the queue: the first prefill worker with room takes the item."""
 
     async def run(
         self, raw: dict[str, Any], request: GenerateRequest, context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """What a prefill worker answers. Raises a DisaggError with `peer`."""
+        """Push an item and yield a prefill worker's answer. Raises a DisaggError with `peer`."""
         request_id = context.id() if context is not None else None
         # More than fit come from the circuit breaker, in a fleet of which much is down.
         avoid = sorted(request.avoid)[:MAX_AVOIDED]
@@ -219,7 +214,7 @@ class QueueClient:
                 pushed.sequence = await self._broker.push(encode(item))
                 answer = await pushed.outcome
             if answer is not None:
-                # From here to the caller nothing can come between.
+                # No await from here to the caller: a cancel cannot come in between.
                 yield pushed.take()
         except DisaggError as error:
             if error.peer is None:
@@ -229,31 +224,31 @@ class QueueClient:
             del self._pushed[item.id]
             pushed.close()
             if not pushed.is_settled:
-                in_background(self._call_off(pushed))
+                in_background(self._cancel(pushed), "cancel of a queued prefill")
 
-    async def _call_off(self, pushed: Pushed) -> None:
-        """No request waits any more: the item leaves the queue, and a worker that is at it is told."""
+    async def _cancel(self, pushed: Pushed) -> None:
+        """No request waits for the item any more: delete it from the queue, or tell the worker that runs it to stop."""
         if pushed.claim is not None:
-            await self._broker.tell(self._broker.names.cancel(pushed.item.id), b"")
+            await self._broker.send(self._broker.names.cancel(pushed.item.id), b"")
         elif pushed.sequence is not None:
             await self._broker.withdraw(pushed.sequence)
 
-    async def _hear(self, message: Msg) -> None:
+    async def _receive(self, message: Msg) -> None:
         try:
-            said: FromPuller = decode(message.data, FromPuller)
+            decoded: FromPuller = decode(message.data, FromPuller)
         except UnreadableError as error:
             log.warning("an unreadable message about a queued prefill: %s", error)
             return
         reply = partial(self._reply, message.reply)
-        pushed = self._pushed.get(said.item)
+        pushed = self._pushed.get(decoded.item)
         if pushed is None:
             reply(False)
         else:
-            pushed.hear(said, reply)
+            pushed.receive(decoded, reply)
 
     def _reply(self, subject: str, yes: bool) -> None:
         if subject:
-            in_background(self._broker.tell(subject, YES if yes else NO))
+            in_background(self._broker.send(subject, YES if yes else NO), "reply to a queued prefill")
 
     def _lost(self, why: str) -> None:
         for pushed in self._pushed.values():
@@ -261,7 +256,7 @@ class QueueClient:
 
 
 class QueuedPrefill:
-    """A StageInstance: the prefill worker that will take the item, not known yet."""
+    """A StageInstance: stands for the prefill worker that will take the item, which is not known yet."""
 
     instance_id = QUEUE_ID
 
@@ -272,8 +267,8 @@ class QueuedPrefill:
     async def describe(self) -> dict[str, Any]:
         raise PeerUnavailableError("it is not known yet which prefill worker will take this request")
 
-    async def tell(self, notice: dict[str, Any]) -> None:
-        """A puller keeps the KV until its pusher has said that it takes the answer."""
+    async def notify(self, notice: dict[str, Any]) -> None:
+        """Needs no notices: the puller keeps the KV until its pusher has replied that it takes the answer."""
 
     def call(
         self, request: dict[str, Any], context: RequestContext | None

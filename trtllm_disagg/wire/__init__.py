@@ -1,1 +1,1 @@
-"""Requests, results and handoffs as dicts, and the types that the rest of the code knows."""
+"""Conversion of requests, answers and handoffs between dicts, as they are on the wire, and the types of `types.py`."""

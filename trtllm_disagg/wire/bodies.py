@@ -1,4 +1,6 @@
-"""dict <-> types: the only module that knows how a request looks between processes."""
+"""Request and answer bodies, dict <-> types: the only module that knows what a request looks like between processes
+(but for the handoff in it: `handoff_formats.py`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from trtllm_disagg.types import (
 )
 from trtllm_disagg.wire.handoff_formats import HANDOFF_PATHS, given_in
 
-# Which guides of a request can guide: `guided_json` and its like, as Dynamo's frontend forwards them.
+# Guides of a request (`guided_json` and its like, as Dynamo's frontend forwards them).
 
 
 class _Guide(NamedTuple):
@@ -35,8 +37,8 @@ class _Guide(NamedTuple):
 
 
 def require_guides(given: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError, naming the field, for a guide that is empty or of the wrong type: to leave it out
-    would answer with any text. None is no guide. An empty list of choices never comes here: the frontend drops it.
+    """Raises InvalidRequestError, naming the field, for a guide that is empty or of the wrong type: without the guide
+    the answer could be any text. None means no guide. An empty list of choices never comes: the frontend drops it.
     """
     for name, guide in _GUIDES.items():
         value = given.get(name)
@@ -50,7 +52,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-#: By name in `sampling_options.guided_decoding`. An empty schema is one: any JSON.
+#: By name in `sampling_options.guided_decoding`. An empty schema is a guide: any JSON.
 _GUIDES = {
     "json": _Guide(
         lambda value: isinstance(value, dict) or value is True or _is_text(value), "a JSON schema"
@@ -70,25 +72,21 @@ _GUIDES = {
 }
 
 
-_NO_STOP, _NO_SAMPLING, _NO_OUTPUT, _NO_ROUTING = (
-    StopConditions(),
-    SamplingOptions(),
-    OutputOptions(),
-    Routing(),
-)
+_NO_STOP, _NO_SAMPLING = StopConditions(), SamplingOptions()
+_NO_OUTPUT, _NO_ROUTING = OutputOptions(), Routing()
 
-#: Keys that routers add to the parameters on their way.
+#: Keys that routers add to disaggregated_params.
 _FOREIGN_KEYS = ("worker_id", "_epd_metadata")
 
-#: The holder of the KV: TensorRT-LLM's C++ transceiver fills the first, its Python one the second.
+#: Keys that name the engine with the KV: TensorRT-LLM's C++ transceiver fills the first, its Python one the second.
 _SENDER_KEYS = ("opaque_state", "ctx_info_endpoint")
 
 
 def decode_request(
     raw: dict[str, Any], longest_prompt: float = math.inf, trace_headers: dict[str, str] | None = None
 ) -> GenerateRequest:
-    """Raise InvalidRequestError naming the key that does not fit. A prompt of more than `longest_prompt` tokens is
-    refused before anything looks at them.
+    """Raise InvalidRequestError, naming the key, for a request that no worker serves. A prompt of more than
+    `longest_prompt` tokens is refused before its tokens are read.
     """
     _require_length(raw, longest_prompt)
     require_text(raw)
@@ -112,10 +110,10 @@ def decode_request(
         annotations=tuple(wire.annotations or ()),
         prefill_result=given.prefill_result,
         rendezvous=given.rendezvous,
-        phase_request=wire.errand,
+        phase_request=wire.phase_request,
         pins={"prefill": routing.prefill_worker_id, "decode": routing.decode_worker_id},
-        # What another worker sends on was chosen for that one's engine.
-        dp_rank=routing.dp_rank if wire.errand is None else None,
+        # In a request from another worker the rank was chosen for that worker's engine.
+        dp_rank=routing.dp_rank if wire.phase_request is None else None,
         session_id=_session_of(raw),
         trace_headers=trace_headers,
         traceparent=wire.traceparent,
@@ -125,7 +123,7 @@ def decode_request(
     return request
 
 
-#: What Dynamo's frontend adds to a request with images, audio or video in it.
+#: Keys that Dynamo's frontend adds to a request with images, audio or video.
 _MEDIA_KEYS = (
     "multi_modal_data",
     "multi_modal_uuids",
@@ -136,7 +134,7 @@ _MEDIA_KEYS = (
 
 
 def require_text(raw: Any) -> None:
-    """Raises InvalidRequestError for a request with media: its token ids alone would be answered as if it were text."""
+    """Raises InvalidRequestError for a request with media: an answer to its token ids alone would ignore the media."""
     if not isinstance(raw, dict):
         return
     named = next((key for key in _MEDIA_KEYS if raw.get(key)), None) or _media_in_messages(raw)
@@ -147,7 +145,7 @@ def require_text(raw: Any) -> None:
 
 
 def _media_in_messages(raw: dict[str, Any]) -> str | None:
-    """Where the messages, which the frontend passes on beside their tokens, have a part that is no text."""
+    """The path of a part that is not text in the messages, which the frontend forwards beside the tokens."""
     extra = raw.get("extra_args")
     messages = extra.get("messages") if isinstance(extra, dict) else None
     for message in messages if isinstance(messages, list) else ():
@@ -174,7 +172,7 @@ def _require_length(raw: Any, longest: float) -> None:
 
 
 def _with_token_list(raw: Any) -> Any:
-    """With DYN_TOKEN_IDS_AS_BYTES set, Dynamo packs the tokens as little-endian 32-bit numbers."""
+    """The request with a list of tokens: under DYN_TOKEN_IDS_AS_BYTES Dynamo packs them as little-endian int32."""
     packed = raw.get("token_ids") if isinstance(raw, dict) else None
     if not isinstance(packed, (bytes, bytearray, memoryview)):
         return raw
@@ -184,7 +182,7 @@ def _with_token_list(raw: Any) -> Any:
 
 
 def _salt_of_extension(raw: dict[str, Any]) -> str | None:
-    """`nvext.cache_salt`, of frontends that do not make it a routing hint."""
+    """`nvext.cache_salt`, which some frontends do not copy into `routing`."""
     extra = raw.get("extra_args")
     extension = extra.get("nvext") if isinstance(extra, dict) else None
     salt = extension.get("cache_salt") if isinstance(extension, dict) else None
@@ -197,18 +195,18 @@ def _session_of(raw: dict[str, Any]) -> str | None:
     return (session.strip() or None) if isinstance(session, str) else None
 
 
-def require_splittable(request: GenerateRequest, *, is_told_of_prompts: bool) -> None:
-    """Raises InvalidRequestError for what a handoff has no room for: only an agg worker serves it.
+def require_splittable(request: GenerateRequest, *, gets_prompt_logprobs: bool) -> None:
+    """Raises InvalidRequestError for a request that needs what a handoff cannot carry: only an agg worker serves it.
 
-    `is_told_of_prompts`: what prefill's engine tells of the prompt comes to the worker that answers the client.
+    `gets_prompt_logprobs`: prefill's logprobs of the prompt reach the worker that answers the client.
     """
     if request.num_choices != 1:
         raise InvalidRequestError(
             f"n={request.num_choices}: a handoff carries one choice; expected n=1 of workers that share a request "
             "(send it several times, with different seeds, for several choices)"
         )
-    if request.output.prompt_logprobs is not None and not is_told_of_prompts:
-        # To a worker the two look the same.
+    if request.output.prompt_logprobs is not None and not gets_prompt_logprobs:
+        # A worker cannot tell echo from prompt_logprobs.
         raise InvalidRequestError(
             "echo (or prompt_logprobs) is not served under the strategy router, nor with --schedule-style "
             "generation_first: what prefill computes of the prompt does not reach the answer; expected neither"
@@ -216,7 +214,7 @@ def require_splittable(request: GenerateRequest, *, is_told_of_prompts: bool) ->
 
 
 def _require_servable(request: GenerateRequest) -> None:
-    """What no worker of any strategy serves is refused here, so that all refuse it alike."""
+    """Raises InvalidRequestError for a request that no strategy serves, so that all workers refuse it alike."""
     n, best_of = request.sampling.n, request.sampling.best_of
     if n is not None and n < 1:
         raise InvalidRequestError(f"n={n} is not allowed; expected at least 1")
@@ -227,31 +225,47 @@ def _require_servable(request: GenerateRequest) -> None:
     if request.sampling.use_beam_search:
         raise InvalidRequestError("use_beam_search=true: KV transfer carries one beam; expected false")
     require_guides(request.sampling.guided_decoding or {})
-    # 0 comes from no client, but from a frontend that lost its worker behind the last token (handlers/migration.py).
+    # 0 never comes from a client, but from a frontend whose worker died after the last token (handlers/migration.py).
     if request.stop.max_tokens is not None and request.stop.max_tokens < 0:
         raise InvalidRequestError(f"max_tokens={request.stop.max_tokens} is not allowed; expected at least 1")
 
 
-def encode_request(request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
-    """For another worker: as it came, what is wanted of it, and what there is already: the prefill result, where
-    Dynamo's router puts it, or the rendezvous.
+_PHASE_REQUEST = "errand"
+
+
+def encode_request(request: GenerateRequest, phase_request: PhaseRequest, **replaced: Any) -> dict[str, Any]:
+    """The body for another worker: the request as it came, but for keys that are `replaced`; what is asked of that
+    worker; and the prefill result, under the key that Dynamo's router uses, or the rendezvous.
     """
     added = {
         "prefill_result": request.prefill_result,
         "rendezvous": request.rendezvous,
-        "errand": phase_request,
+        _PHASE_REQUEST: phase_request,
         "traceparent": request.span.traceparent,
     }
-    return request.raw | {
-        name: msgspec.to_builtins(value) for name, value in added.items() if value is not None
-    }
+    built = {name: msgspec.to_builtins(value) for name, value in added.items() if value is not None}
+    return request.raw | built | replaced
+
+
+def encode_notice(notice: PhaseRequest) -> dict[str, Any]:
+    return {"token_ids": [], _PHASE_REQUEST: msgspec.to_builtins(notice)}
+
+
+def limited_to_one_token(body: dict[str, Any]) -> dict[str, Any]:
+    """The body of a decode that only drains a handoff."""
+    return body | {"stop_conditions": {"max_tokens": 1}}
+
+
+def kind_of(body: dict[str, Any]) -> str:
+    """The kind of the phase request in a body for another worker."""
+    return str(body[_PHASE_REQUEST]["stage"])
 
 
 def decode_chunk(raw: Any) -> TokenChunk:
     try:
         return msgspec.convert(raw, TokenChunk)
     except msgspec.ValidationError as error:
-        raise PeerUnavailableError(f"the other stage sent an unreadable answer: {error}") from None
+        raise PeerUnavailableError(f"the other worker sent an unreadable answer: {error}") from None
 
 
 def encode_chunk(chunk: TokenChunk) -> dict[str, Any]:
@@ -260,7 +274,7 @@ def encode_chunk(chunk: TokenChunk) -> dict[str, Any]:
 
 
 def encode_disaggregated_params(params: Any) -> dict[str, Any]:
-    """A DisaggregatedParams dataclass of either engine -> JSON-safe dict, as upstream's worker writes it."""
+    """A DisaggregatedParams dataclass of an engine -> JSON-safe dict, as Dynamo's own worker writes it."""
     encoded = {name: value for name, value in _fields(params).items() if value is not None}
     if "opaque_state" in encoded:
         encoded["opaque_state"] = base64.b64encode(encoded["opaque_state"]).decode()
@@ -268,25 +282,25 @@ def encode_disaggregated_params(params: Any) -> dict[str, Any]:
         encoded["first_gen_log_probs"] = [
             [{"token_id": int(t), "logprob": float(lp.logprob), "rank": lp.rank} for t, lp in entry.items()]
             if isinstance(entry, dict)
-            else entry  # a plain number, when the request asks for no alternatives
+            else entry  # a plain number: the request asks for no alternatives
             for entry in encoded["first_gen_log_probs"]
         ]
-    # Tensors, and of no use to a decode that has the token.
+    # Tensors, which a decode that has the token does not need.
     encoded.pop("first_gen_logits", None)
     return encoded
 
 
 def names_a_sender(encoded: dict[str, Any]) -> bool:
-    """Decode can find the KV."""
+    """Whether decode can find the KV."""
     return any(encoded.get(key) for key in _SENDER_KEYS)
 
 
 def decode_disaggregated_params(result: PrefillResult, params_class: Any, logprob_class: Any) -> Any:
-    """The engine's own dataclass, as a generation_only request. Raises HandoffRefusedError."""
+    """The handoff as a generation_only `params_class` of the engine. Raises HandoffRefusedError."""
     given = {key: value for key, value in result.disaggregated_params.items() if key not in _FOREIGN_KEYS}
     if not names_a_sender(given):
         raise HandoffRefusedError(f"handoff names no sender: it has neither {' nor '.join(_SENDER_KEYS)}")
-    # An engine makes bytes of the state: of a number, so many of them.
+    # An engine calls bytes(opaque_state): of a number that makes so many zeros.
     for name, kinds in (("opaque_state", (str, bytes)), ("first_gen_tokens", (list,))):
         if given.get(name) is not None and not isinstance(given[name], kinds):
             raise HandoffRefusedError(
@@ -308,5 +322,5 @@ def decode_disaggregated_params(result: PrefillResult, params_class: Any, logpro
 
 
 def _fields(params: Any) -> dict[str, Any]:
-    # Not dataclasses.asdict: it would copy, and turn Logprob objects into dicts.
+    # dataclasses.asdict would copy, and turn Logprob objects into dicts.
     return {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}

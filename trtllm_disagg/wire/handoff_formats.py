@@ -1,7 +1,7 @@
 """Reads a handoff, in whichever protocol it is written.
 
-All of them say the same two things, a prefill result or a meeting, and all are checked here alike. So a worker
-takes what it can recognise, whatever it writes itself; what says something twice is refused.
+Every protocol carries a prefill result or a rendezvous, and all are checked here alike. A worker reads all protocols,
+whichever one it writes itself, and refuses a request with more than one handoff.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from trtllm_disagg.types import (
     WireRequest,
 )
 
-# A handoff as vLLM's `kv_transfer_params`, there and back.
+# A handoff as vLLM's `kv_transfer_params`: writing and reading.
 #
-# Its plain fields say where the KV is, for proxies that look at a body on its way. Engines go by the handle, which is
-# bound to prompt, sender and lease; so the plain fields have to say what the handle says, or all of it is refused.
+# Its plain fields tell proxies that read the body where the KV is. Engines use the handle, which is bound to prompt,
+# sender and lease; a handoff with plain fields that differ from its handle is refused.
 
 
 Params = dict[str, Any]
@@ -38,13 +38,13 @@ _NOWHERE: Params = {
 }
 
 
-def asking(*, remote_decode: bool) -> Params:
-    """For prefill's body: whether a decode worker will come for the KV."""
+def params_for_prefill(*, remote_decode: bool) -> Params:
+    """For prefill's body. `remote_decode`: a decode worker will fetch the KV."""
     return {"do_remote_decode": remote_decode, "do_remote_prefill": False} | _NOWHERE
 
 
-def handing_over(result: PrefillResult) -> Params:
-    """For prefill's answer, and for decode's body. An engine with an opaque handle has null for a place."""
+def params_with_handoff(result: PrefillResult) -> Params:
+    """For prefill's answer, and for decode's body. The place is null for a handle of another engine than ours."""
     details = result.prompt_tokens_details
     return {
         "do_remote_decode": False,
@@ -56,7 +56,7 @@ def handing_over(result: PrefillResult) -> Params:
 
 
 def read_params(raw: object) -> PrefillResult | None:
-    """From prefill's answer. Raise HandoffRefusedError."""
+    """The prefill result in prefill's answer. Raise HandoffRefusedError."""
     try:
         return result_in(msgspec.convert(raw, KvTransferParams))
     except msgspec.ValidationError as error:
@@ -64,7 +64,7 @@ def read_params(raw: object) -> PrefillResult | None:
 
 
 def result_in(params: KvTransferParams) -> PrefillResult | None:
-    """None where prefill has yet to be done. Raise HandoffRefusedError; types and ranges are checked already."""
+    """The prefill result; None before the prefill. Raise HandoffRefusedError; types and ranges are checked already."""
     if params.do_remote_decode and params.do_remote_prefill:
         raise HandoffRefusedError(
             "kv_transfer_params: do_remote_decode and do_remote_prefill are both true; expected one of them"
@@ -101,32 +101,34 @@ def _place_of(disaggregated_params: Params) -> Params:
 
 
 def _handle_in(opaque_state: object) -> KvHandle | None:
-    """None for what the embedded engine has not made; whether an engine takes it is the engine's word."""
+    """None for a handle that the embedded engine has not made: only the engine itself can check that one."""
     try:
         return decode_handle(base64.b64decode(opaque_state, validate=True))  # type: ignore[arg-type]
     except (HandoffRefusedError, TypeError, ValueError):
         return None
 
 
-# A rendezvous as bootstrap_host, bootstrap_port and bootstrap_room, there and back.
+# A rendezvous as bootstrap_host, bootstrap_port and bootstrap_room: writing and reading.
 
 
 _KEYS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
-def keys_of(rendezvous: Rendezvous) -> dict[str, Any]:
-    """Raise ConfigError for an engine that is not met at a host and a port."""
+def bootstrap_keys(rendezvous: Rendezvous) -> dict[str, Any]:
+    """Raise ConfigError for a prefill engine whose endpoint is not a host and a port."""
     place = split_endpoint(str(rendezvous.ctx_info_endpoint))
     if place is None:
         raise ConfigError(
-            "--handoff-protocol bootstrap names one host and port, and the prefill engine is met at "
-            f"{rendezvous.ctx_info_endpoint}; --handoff-protocol dynamo can say that"
+            "--handoff-protocol bootstrap needs a host and a port, and the prefill engine's endpoint is "
+            f"{rendezvous.ctx_info_endpoint}; --handoff-protocol dynamo takes any endpoint"
         )
     return dict(zip(_KEYS, (*place, rendezvous.disagg_request_id), strict=True))
 
 
 def room_in(wire: WireRequest) -> Rendezvous | None:
-    """Raise HandoffRefusedError when a key is missing or names no place. Types and ranges are checked already."""
+    """The rendezvous in the bootstrap keys; None without any of them. Raise HandoffRefusedError when one is missing or
+    the host is no host; types and ranges are checked already.
+    """
     given = {name: getattr(wire, name) for name in _KEYS}
     if all(value is None for value in given.values()):
         return None
@@ -141,16 +143,16 @@ def room_in(wire: WireRequest) -> Rendezvous | None:
     return Rendezvous(given["bootstrap_room"], endpoint)
 
 
-#: An error at one of these paths is a bad handoff, whatever else the request asks for.
+#: A validation error at one of these paths is raised as HandoffRefusedError.
 HANDOFF_PATHS = ("$.prefill_result", "$.kv_transfer_params", "$.rendezvous", "$.bootstrap_")
 
 
 class Given(NamedTuple):
-    """What a request brings for its phase."""
+    """The handoff, or the announcement of one, that a request contains."""
 
     prefill_result: PrefillResult | None
     rendezvous: Rendezvous | None
-    #: A decode comes after this prefill, whatever `max_tokens` says.
+    #: True: a decode comes after this prefill, whatever `max_tokens` is.
     decode_follows: bool
 
 
@@ -172,7 +174,7 @@ def given_in(wire: WireRequest) -> Given:
 
 
 def result_of(chunk: TokenChunk) -> PrefillResult | None:
-    """What prefill's answer hands over; None when it is the whole answer. Raise HandoffRefusedError."""
+    """The prefill result in prefill's chunk; None when the chunk is the whole answer. Raise HandoffRefusedError."""
     if chunk.kv_transfer_params is not None:
         return read_params(chunk.kv_transfer_params)
     if chunk.disaggregated_params is None:

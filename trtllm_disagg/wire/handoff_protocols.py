@@ -1,4 +1,4 @@
-"""What a handoff protocol decides: how a handoff is written. Reading is the same for all (`handoff_formats.py`)."""
+"""The handoff protocols: each writes handoffs in its own form. Reading is the same for all (`handoff_formats.py`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgspec
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.types import GenerateRequest, Handoff, PhaseRequest, Rendezvous, TokenChunk
 from trtllm_disagg.wire.bodies import encode_request
-from trtllm_disagg.wire.handoff_formats import asking, handing_over, keys_of
+from trtllm_disagg.wire.handoff_formats import bootstrap_keys, params_for_prefill, params_with_handoff
 
 
 class HandoffProtocol(Protocol):
-    """One of them, chosen once at construction. It never changes what it is given."""
+    """A worker chooses one at construction. A protocol never changes its arguments."""
 
     def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
-        """The body for another worker: as the request came, and what this phase needs besides."""
+        """The body for another worker: the request as it came, and what its phase needs besides."""
         ...
 
     def answer(self, handoff: Handoff, num_prompt: int) -> TokenChunk:
@@ -25,7 +25,7 @@ class HandoffProtocol(Protocol):
         ...
 
     def adapt(self, rendezvous: Rendezvous) -> Rendezvous:
-        """The same in words that `encode` has. Raises ConfigError when it has none for it."""
+        """A rendezvous that `encode` can write. Raises ConfigError when the protocol cannot express this one."""
         ...
 
 
@@ -49,45 +49,44 @@ DYNAMO = DynamoProtocol()
 # SGLang's concurrent protocol: the same `bootstrap_host`, `bootstrap_port` and `bootstrap_room` in both bodies.
 
 
-#: Smaller ids are the engines' own.
+#: Engines make smaller ids themselves.
 _FIRST_ROOM = 1 << 40
 _NO_ROOM = 1 << 63
 
 
-class BootstrapProtocol:
+class BootstrapProtocol(DynamoProtocol):
     def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
         body = encode_request(msgspec.structs.replace(request, rendezvous=None), phase_request)
-        return body if request.rendezvous is None else body | keys_of(request.rendezvous)
-
-    def answer(self, handoff: Handoff, num_prompt: int) -> TokenChunk:
-        return handoff.as_chunk(num_prompt)
+        return body if request.rendezvous is None else body | bootstrap_keys(request.rendezvous)
 
     def adapt(self, rendezvous: Rendezvous) -> Rendezvous:
-        """At random: a sender that knows a room can write into what is offered there, so none can be guessed."""
+        """With a random room that cannot be guessed: a sender that knows it can write into the blocks offered there."""
         room = _FIRST_ROOM + secrets.randbelow(_NO_ROOM - _FIRST_ROOM)
-        met = msgspec.structs.replace(rendezvous, disagg_request_id=room)
-        keys_of(met)
-        return met
+        adapted = msgspec.structs.replace(rendezvous, disagg_request_id=room)
+        bootstrap_keys(adapted)  # raises ConfigError
+        return adapted
 
 
 # The sequential protocol of vLLM and llm-d: `kv_transfer_params` in prefill's body, its answer, decode's body.
 
 
 _KEY = "kv_transfer_params"
-#: Where a body has them, OpenAI's keys are changed too: a reader of those must see one token as well.
+#: OpenAI's keys; where a body has them they are changed too, so that a reader of these also sees one token.
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _LEFT_OUT = ("stream_options",)
 
 
 class TwoPhaseProtocol:
     def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
-        """The fields that prefill sees changed are in decode's body as they came: both are made from `raw`."""
+        """Fields that are changed for prefill are in decode's body as they came: both bodies are made from `raw`."""
         body = encode_request(msgspec.structs.replace(request, prefill_result=None), phase_request)
-        if phase_request.stage == "prefill":
-            # An answer of one token is prefill's alone, and no KV has to be kept for it.
-            return _of_one_token(body) | {_KEY: asking(remote_decode=request.stop.max_tokens != 1)}
+        if phase_request.kind == "prefill":
+            # Prefill alone makes an answer of one token; no KV has to be kept for it.
+            return _of_one_token(body) | {
+                _KEY: params_for_prefill(remote_decode=request.stop.max_tokens != 1)
+            }
         if request.prefill_result is not None:
-            return body | {_KEY: handing_over(request.prefill_result)}
+            return body | {_KEY: params_with_handoff(request.prefill_result)}
         return body
 
     def answer(self, handoff: Handoff, num_prompt: int) -> TokenChunk:
@@ -95,7 +94,7 @@ class TwoPhaseProtocol:
         if handoff.result is None:
             return chunk
         return msgspec.structs.replace(
-            chunk, disaggregated_params=None, kv_transfer_params=handing_over(handoff.result)
+            chunk, disaggregated_params=None, kv_transfer_params=params_with_handoff(handoff.result)
         )
 
     def adapt(self, rendezvous: Rendezvous) -> Rendezvous:
@@ -108,17 +107,16 @@ def _of_one_token(body: dict[str, Any]) -> dict[str, Any]:
     changed = {name: value for name, value in body.items() if name not in _LEFT_OUT}
     changed |= {name: 1 for name in _LIMITS if name in body}
     changed |= {"stream": False} if "stream" in body else {}
-    stop_conditions = _at_most_one_at_least(body.get("stop_conditions") or {})
-    return _at_most_one_at_least(changed) | {"stop_conditions": stop_conditions | {"max_tokens": 1}}
+    stop_conditions = _min_tokens_capped(body.get("stop_conditions") or {})
+    return _min_tokens_capped(changed) | {"stop_conditions": stop_conditions | {"max_tokens": 1}}
 
 
-def _at_most_one_at_least(options: dict[str, Any]) -> dict[str, Any]:
+def _min_tokens_capped(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with min_tokens 1 in place of a larger one."""
     return options | ({"min_tokens": 1} if options.get("min_tokens") else {})
 
 
-# Which protocol `--handoff-protocol` means.
-
-
+#: The values of `--handoff-protocol`.
 PROTOCOLS: dict[str, HandoffProtocol] = {
     "dynamo": DYNAMO,
     "two_phase": TwoPhaseProtocol(),

@@ -206,7 +206,7 @@ async def test_work_behind_an_answer_is_waited_for() -> None:
     async def drain() -> None:
         await gate.wait()
 
-    in_background(drain())
+    in_background(drain(), "a drain")
     leaving(place, WorkerDrain(), recording_engine()).leave("it was told to stop")
     await until(lambda: "queue drained" in place.done)
     await asyncio.sleep(0.1)

@@ -68,7 +68,7 @@ async def test_one_more_than_may_wait_is_refused_before_any_work() -> None:
     said = await worker.refusal()
     assert said.startswith("overloaded: 2 requests with 20 prompt tokens wait for their first token here")
     assert "--max-queued-requests 2" in said
-    assert worker.live.queued.shed == 1
+    assert worker.live.queued.num_refused == 1
     assert worker.queued == (2, 20)
 
 
@@ -156,4 +156,4 @@ async def test_a_flood_is_told_in_the_log_once(caplog: pytest.LogCaptureFixture)
     for _ in range(50):
         await worker.refusal()
     assert caplog.text.count("overloaded:") == 1
-    assert worker.live.queued.shed == 50
+    assert worker.live.queued.num_refused == 50

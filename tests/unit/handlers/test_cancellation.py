@@ -10,7 +10,7 @@ import pytest
 from tests.support.handling import PROMPT, until
 from tests.support.recording_pair import leftover_tasks
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.handlers.cancellation import LOOK_SECONDS, AbortGuard
+from trtllm_disagg.handlers.cancellation import POLL_SECONDS, AbortGuard, in_background, num_in_background
 from trtllm_disagg.testing.recording import (
     LLM,
     DisaggregatedParams,
@@ -47,6 +47,16 @@ class SeenContext(FakeContext):
         if super().is_stopped():
             self.seen.set()
         return super().is_stopped()
+
+
+async def test_background_work_that_fails_is_logged_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken() -> None:
+        raise ValueError("a bug")
+
+    in_background(broken(), "drain of an unused handoff")
+    await until(lambda: not num_in_background())
+    assert caplog.messages == ["background work 'drain of an unused handoff' failed"]
+    assert "a bug" in caplog.text
 
 
 async def test_the_guard_aborts_once() -> None:
@@ -105,7 +115,7 @@ async def test_a_request_that_cannot_be_aborted_leaves_the_others_watched(time: 
     if time != "first":
         with AbortGuard(finished := start(), FakeContext()):
             await finished.aresult()
-        await asyncio.sleep(2 * LOOK_SECONDS)
+        await asyncio.sleep(2 * POLL_SECONDS)
     broken, result = start(), start()
     of_broken, of_result = SeenContext(), SeenContext()
     with suppress(RequestError), AbortGuard(broken, of_broken), AbortGuard(result, of_result):

@@ -63,7 +63,8 @@ class Phases:
     async def prefill(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         if self._final:
             return Handoff(SECOND, None)
-        return Handoff(FIRST, PrefillResult({"opaque_state": "eA=="}), self.release)
+        result = PrefillResult({"opaque_state": "eA=="})
+        return Handoff(FIRST, result, on_release=lambda handoff: self.release())
 
     async def decode(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
@@ -73,7 +74,7 @@ class Phases:
         try:
             for step in range(3):
                 if step == self._takes_at:
-                    handoff.taken()
+                    handoff.decode_has_it()
                 if step == self._fails_at:
                     raise EngineError("boom")
                 yield SECOND
@@ -83,7 +84,7 @@ class Phases:
 
 def test_a_handoff_is_released_once() -> None:
     calls: list[int] = []
-    handoff = Handoff(FIRST, None, lambda: calls.append(1))
+    handoff = Handoff(FIRST, None, on_release=lambda handoff: calls.append(1))
     handoff.release()
     handoff.release()
     assert calls == [1]
@@ -91,9 +92,8 @@ def test_a_handoff_is_released_once() -> None:
 
 def test_a_handoff_that_was_taken_is_not_released() -> None:
     calls: list[int] = []
-    handoff = Handoff(FIRST, None)
-    handoff.on_release(lambda: calls.append(1))
-    handoff.taken()
+    handoff = Handoff(FIRST, None, on_release=lambda handoff: calls.append(1))
+    handoff.decode_has_it()
     handoff.release()
     assert calls == []
 

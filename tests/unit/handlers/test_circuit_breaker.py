@@ -43,14 +43,15 @@ class Instance:
         self._call = call
 
     async def describe(self) -> dict[str, Any]:
-        return await anext(self._call())
+        """Also where its calls fail."""
+        return await anext(silent()) if self._call is silent else {}
 
     def call(
         self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         return self._call()
 
-    async def tell(self, notice: dict[str, Any]) -> None:
+    async def notify(self, notice: dict[str, Any]) -> None:
         """Nothing is told."""
 
 
@@ -275,6 +276,16 @@ async def test_an_instance_that_does_not_describe_itself_is_given_up_and_skipped
         assert instance.instance_id == 1
         with pytest.raises(StageTimeoutError, match=r"no description within 0\.01 s"):
             await instance.describe()
+    assert (await stage.pick(request())).instance_id == 2
+
+
+async def test_a_description_does_not_make_up_for_calls_that_fail() -> None:
+    stage = with_breaker(Stage(i1=failing(PeerUnavailableError("gone")), i2=well))
+    for _ in range(2):
+        instance = await stage.pick(request())
+        assert instance.instance_id == 1
+        await fail(stage)
+        await instance.describe()
     assert (await stage.pick(request())).instance_id == 2
 
 

@@ -44,7 +44,7 @@ class Instance:
     ) -> AsyncGenerator[dict[str, Any], None]:
         yield {}
 
-    async def tell(self, notice: dict[str, Any]) -> None:
+    async def notify(self, notice: dict[str, Any]) -> None:
         """Nothing is told."""
 
 
@@ -122,7 +122,7 @@ async def test_an_instance_that_is_gone_is_forgotten() -> None:
 async def test_a_queue_without_workers_is_no_way() -> None:
     queue, workers = RecordingStageClient(), Stage()
     attended = RequireConsumers(queue, workers)
-    with pytest.raises(NoInstanceError, match="no prefill worker is there"):
+    with pytest.raises(NoInstanceError, match="no prefill worker is in discovery"):
         await attended.pick(request())
     workers.instances = {0: Instance(0, None)}
     assert await attended.pick(request()) is queue

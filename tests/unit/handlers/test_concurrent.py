@@ -182,7 +182,7 @@ async def test_a_push_that_fails_closes_decode() -> None:
 
 
 def test_an_unreachable_engine_is_refused_before_it_serves() -> None:
-    with pytest.raises(ConfigError, match="this engine says no ctx_info_endpoint"):
+    with pytest.raises(ConfigError, match="this engine has no ctx_info_endpoint"):
         LocalPush(recording_engine())
 
 

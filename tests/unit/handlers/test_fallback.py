@@ -27,7 +27,13 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.fallback import FallbackStep, Replays, always, replay_if_needed, with_fallback
+from trtllm_disagg.handlers.fallback import (
+    FallbackStep,
+    Replays,
+    always_replay,
+    replay_if_needed,
+    with_fallback,
+)
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
@@ -73,7 +79,7 @@ def of_peer(error: DisaggError, peer: int) -> DisaggError:
 @given(
     st.lists(st.integers(0, 6), max_size=4),
     st.sampled_from([{}, {"presence_penalty": 0.5}]),
-    st.sampled_from([always, replay_if_needed]),
+    st.sampled_from([always_replay, replay_if_needed]),
 )
 def test_every_token_once_wherever_ways_fail(
     failures: list[int], sampling: dict[str, Any], replays: Replays
@@ -152,6 +158,18 @@ async def test_only_a_dead_engine_takes_a_request_to_the_other_stage() -> None:
     steps[0] = FallbackStep("other_instance", way(seen, 2))
     assert tokens_of(await collect(with_fallback(steps), asked)) == expected_tokens(5)
     assert asked.trace.fallbacks == ["local: "]
+
+
+async def test_the_log_names_each_failed_step_and_the_end_of_the_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    full = way([], 0, failing(OverloadedError("too many run here alone")))
+    steps = [FallbackStep("other_instance", way([], 2, failing(PeerUnavailableError("gone"))))]
+    with pytest.raises(OverloadedError):
+        await collect(with_fallback([*steps, FallbackStep("local", full)]), request(5))
+    tried, ended = (message.partition(": ")[2] for message in caplog.messages)
+    assert tried == "other_instance failed after 2 tokens (gone); trying local"
+    assert ended == "no fallback step left: too many run here alone"
 
 
 async def test_a_dead_engine_and_no_other_stage_hand_the_request_back() -> None:
@@ -240,7 +258,7 @@ async def test_a_client_that_left_is_not_served_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "replays"), [({"presence_penalty": 0.2}, replay_if_needed), ({}, always)]
+    ("sampling", "replays"), [({"presence_penalty": 0.2}, replay_if_needed), ({}, always_replay)]
 )
 async def test_an_answer_that_is_drawn_keeps_its_seed_on_a_replay(
     sampling: dict[str, Any], replays: Replays

@@ -144,7 +144,7 @@ async def test_decode_repeats_the_first_token_only_where_the_client_lacks_it() -
 
 async def test_decode_takes_the_handoff_when_the_engine_has_accepted_it() -> None:
     calls: list[str] = []
-    handoff = Handoff(TokenChunk([]), None, lambda: calls.append("released"))
+    handoff = Handoff(TokenChunk([]), None, on_release=lambda handoff: calls.append("released"))
     await decode(await prefilled(), handoff=handoff)
     handoff.release()
     assert calls == []
@@ -156,7 +156,7 @@ async def test_decode_leaves_a_handoff_that_the_engine_has_not_accepted(broken: 
     if broken == "closed":
         engine.close()
     calls: list[str] = []
-    handoff = Handoff(TokenChunk([]), None, lambda: calls.append("released"))
+    handoff = Handoff(TokenChunk([]), None, on_release=lambda handoff: calls.append("released"))
     with pytest.raises(InvalidRequestError if broken == "refused" else WorkerLeavingError):
         await decode(await prefilled(), engine, handoff)
     handoff.release()

@@ -23,7 +23,7 @@ from trtllm_disagg.embedded.api.perf_metrics import (
 from trtllm_disagg.embedded.ipc.messages import Measured
 from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE
-from trtllm_disagg.handlers.trace import ENGINE_DATA, PREFIX, RequestSink, with_request_log
+from trtllm_disagg.handlers.trace import ENGINE_DATA, REQUEST_TRACE_PREFIX, RequestSink, with_request_log
 from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request, encode_request
@@ -62,7 +62,7 @@ async def test_a_transfer_is_told_with_the_answer_and_counted(caplog: pytest.Log
 
     told = {"kv_transfer_ms": 12.0, "kv_transfer_bytes": 4096}
     assert chunks[-1].engine_data == {ENGINE_DATA: told}
-    entry = json.loads(caplog.messages[-1].removeprefix(PREFIX))
+    entry = json.loads(caplog.messages[-1].removeprefix(REQUEST_TRACE_PREFIX))
     assert entry["disagg"] == told
     begin, end = (entry["engine"][f"kv_cache_transfer_{end}"] for end in ("start", "end"))
     assert end - begin == pytest.approx(0.012)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.handling import PROMPT, collect, raw_request, request, tokens_of
 from trtllm_disagg.errors import EngineError
-from trtllm_disagg.handlers.fallback import always, replay_if_needed
+from trtllm_disagg.handlers.fallback import always_replay, replay_if_needed
 from trtllm_disagg.handlers.migration import MigrationLink, resume_migrated
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
 from trtllm_disagg.wire.bodies import decode_request
@@ -52,8 +52,8 @@ def migrated(raw: dict[str, Any], chunks: list[TokenChunk]) -> GenerateRequest:
 async def test_the_rest_is_that_of_the_same_answer(sampling: dict[str, Any], count: int) -> None:
     raw = raw_request(6, sampling_options=sampling)
     first, second = Worker(), Worker()
-    whole = await collect(resume_migrated(first, always), decode_request(raw))
-    rest = await collect(resume_migrated(second, always), migrated(raw, whole[:count]))
+    whole = await collect(resume_migrated(first, always_replay), decode_request(raw))
+    rest = await collect(resume_migrated(second, always_replay), migrated(raw, whole[:count]))
     assert tokens_of(whole[:count]) + tokens_of(rest) == tokens_of(whole)
     assert rest[-1].completion_usage == whole[-1].completion_usage == Usage.of(len(PROMPT), 6, 0)
     (asked,) = second.asked
@@ -65,25 +65,25 @@ async def test_the_rest_is_that_of_the_same_answer(sampling: dict[str, Any], cou
 
 async def test_a_request_may_move_twice() -> None:
     raw = raw_request(6, sampling_options={})
-    whole = await collect(resume_migrated(Worker(), always), decode_request(raw))
-    once = await collect(resume_migrated(Worker(), always), migrated(raw, whole[:2]))
-    twice = await collect(resume_migrated(Worker(), always), migrated(raw, [*whole[:2], *once[:2]]))
+    whole = await collect(resume_migrated(Worker(), always_replay), decode_request(raw))
+    once = await collect(resume_migrated(Worker(), always_replay), migrated(raw, whole[:2]))
+    twice = await collect(resume_migrated(Worker(), always_replay), migrated(raw, [*whole[:2], *once[:2]]))
     # The frontend has the link of the worker that died last.
     assert once[0].worker_trace_link == whole[0].worker_trace_link
     assert tokens_of([*whole[:2], *once[:2], *twice]) == tokens_of(whole)
 
 
 async def test_only_the_first_chunk_says_how_the_request_began() -> None:
-    chunks = await collect(resume_migrated(Worker(), always), request(4))
+    chunks = await collect(resume_migrated(Worker(), always_replay), request(4))
     assert [chunk.worker_trace_link is not None for chunk in chunks] == [True, False, False, False]
 
 
 async def test_nothing_is_computed_when_only_the_end_is_missing() -> None:
     raw = raw_request(3)
-    whole = await collect(resume_migrated(Worker(), always), decode_request(raw))
+    whole = await collect(resume_migrated(Worker(), always_replay), decode_request(raw))
     lost = [*whole[:2], replace_end(whole[2])]
     worker = Worker()
-    rest = await collect(resume_migrated(worker, always), migrated(raw, lost))
+    rest = await collect(resume_migrated(worker, always_replay), migrated(raw, lost))
     assert rest == [TokenChunk([], finish_reason="length", completion_usage=Usage.of(len(PROMPT), 3, 0))]
     assert worker.asked == []
 
@@ -94,10 +94,10 @@ def replace_end(chunk: TokenChunk) -> TokenChunk:
 
 async def test_two_halves_of_different_answers_are_not_glued_together() -> None:
     raw = raw_request(6)
-    whole = await collect(resume_migrated(Worker(), always), decode_request(raw))
+    whole = await collect(resume_migrated(Worker(), always_replay), decode_request(raw))
     other = TokenChunk([4711], worker_trace_link=whole[0].worker_trace_link)
     with pytest.raises(EngineError, match="began it differently"):
-        await collect(resume_migrated(Worker(), always), migrated(raw, [other]))
+        await collect(resume_migrated(Worker(), always_replay), migrated(raw, [other]))
 
 
 async def test_an_engine_that_is_not_exact_goes_on_as_dynamo_has_it_where_that_is_right() -> None:
@@ -125,7 +125,7 @@ async def test_an_engine_that_is_not_exact_goes_on_as_dynamo_has_it_where_that_i
 async def test_a_link_that_says_nothing_changes_nothing(link: Any) -> None:
     worker = Worker()
     asked = decode_request(raw_request(4, sampling_options={"seed": 1}, migration_link=link))
-    await collect(resume_migrated(worker, always), asked)
+    await collect(resume_migrated(worker, always_replay), asked)
     assert worker.asked == [asked]
 
 
@@ -135,6 +135,6 @@ async def test_what_another_worker_sends_is_left_alone() -> None:
     asked = msgspec.structs.replace(
         request(4, sampling_options={}), phase_request=PhaseRequest("whole", "decode_first")
     )
-    chunks = await collect(resume_migrated(worker, always), asked)
+    chunks = await collect(resume_migrated(worker, always_replay), asked)
     assert worker.asked == [asked]
     assert {chunk.worker_trace_link is None for chunk in chunks} == {True}

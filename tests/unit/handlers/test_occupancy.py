@@ -216,7 +216,7 @@ class Instance:
     ) -> AsyncGenerator[dict[str, Any], None]:
         raise AssertionError("only its description is wanted")
 
-    async def tell(self, notice: dict[str, Any]) -> None:
+    async def notify(self, notice: dict[str, Any]) -> None:
         """Nothing is told."""
 
 

@@ -72,7 +72,7 @@ class Lossy:
         return answer
 
     async def tell(self, stage: str, *attempts: str) -> None:
-        await self._way.tell({"token_ids": [], "errand": {"stage": stage, "attempts": list(attempts)}})
+        await self._way.notify({"token_ids": [], "errand": {"stage": stage, "attempts": list(attempts)}})
 
     async def quiet(self) -> None:
         await until(lambda: not num_in_background())
@@ -172,7 +172,7 @@ async def test_a_prefill_is_recalled_however_long_it_runs_on(monkeypatch: pytest
 async def test_what_a_dead_decode_worker_has_not_taken_is_fetched_by_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recall, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(recall, "CHECK_SECONDS", 0.01)
     lossy = Lossy()
     way = lossy.both.clients[Role.DECODE]
     for number in range(5):
@@ -202,7 +202,7 @@ async def test_what_was_taken_is_said_again_when_the_prefill_that_said_it_is_los
     notices.taken(instance, before := notices.prefill(instance))
     asked = notices.prefill(instance)
     assert asked.taken == before.attempts
-    with pytest.raises(OverloadedError), notices.recalled_without([], instance, asked):
+    with pytest.raises(OverloadedError), notices.recalled_if_lost([], instance, asked):
         raise OverloadedError("no room")
     assert notices.prefill(instance).taken == before.attempts
 
@@ -210,7 +210,7 @@ async def test_what_was_taken_is_said_again_when_the_prefill_that_said_it_is_los
 async def test_a_decode_worker_says_what_it_has_taken_and_once_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recall, "TOGETHER_SECONDS", 0.05)
+    monkeypatch.setattr(recall, "COLLECT_SECONDS", 0.05)
     lossy = Lossy(num_lost=0)
     way = lossy.both.clients[Role.PREFILL]
     answers = await asyncio.gather(*(collect(lossy.generate, request()) for _ in range(4)))
@@ -241,7 +241,7 @@ class Prefiller:
 
     def looks(self, *there: set[int]) -> int:
         for self.there in there:
-            self.recalls.look()
+            self.recalls.check_senders()
         return self.num_taken_back
 
 
@@ -317,16 +317,16 @@ async def test_an_instance_that_hears_notices_still_counts_as_silent() -> None:
         instance = await client.pick(request())
         with pytest.raises(StageTimeoutError):
             await anext(instance.call(raw_request(errand={"stage": "prefill"}), None))
-        await instance.tell({"token_ids": [], "errand": {"stage": "recall"}})
+        await instance.notify({"token_ids": [], "errand": {"stage": "recall"}})
     assert len(silent.notices) == 2
     assert breaker.num_open() == 1
 
 
 async def test_an_older_worker_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "TOGETHER_SECONDS", 0.0)
+    monkeypatch.setattr(recall, "COLLECT_SECONDS", 0.0)
 
     class Older(RecordingStageClient):
-        async def tell(self, notice: Raw) -> None:
+        async def notify(self, notice: Raw) -> None:
             self.notices.append(notice)
             raise InvalidRequestError("errand: unknown stage")
 

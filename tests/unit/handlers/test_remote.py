@@ -94,8 +94,8 @@ async def test_an_answer_without_a_handoff_is_final() -> None:
         ([], "0 answers", 0),
         ([WHOLE, WHOLE], "2 answers", 0),
         ([PREFILLED, PREFILLED], "2 answers", 2),
-        ([PREFILLED, GOING_ON], "neither whole nor a handoff", 1),
-        ([GOING_ON], "neither whole nor a handoff", 0),
+        ([PREFILLED, GOING_ON], "no finish reason and no handoff", 1),
+        ([GOING_ON], "no finish reason and no handoff", 0),
         ([{"token_ids": "x"}], "unreadable answer", 0),
         ([{}], "unreadable answer", 0),
         (["x"], "unreadable answer", 0),
@@ -146,7 +146,8 @@ async def test_a_client_that_left_with_the_answer_on_its_way_cancels_the_prefill
 
 def decode_with(client: RecordingStageClient, releases: list[int]) -> Generate:
     async def prefill(request: GenerateRequest, context: RequestContext) -> Handoff:
-        return Handoff(TokenChunk([7]), PrefillResult(PARAMS), lambda: releases.append(1))
+        result = PrefillResult(PARAMS)
+        return Handoff(TokenChunk([7]), result, on_release=lambda handoff: releases.append(1))
 
     return chain(prefill, RemoteDecode(client))
 

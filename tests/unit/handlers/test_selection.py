@@ -42,7 +42,7 @@ class Instance:
         for number in range(3):
             yield {"token_ids": [number]}
 
-    async def tell(self, notice: dict[str, Any]) -> None:
+    async def notify(self, notice: dict[str, Any]) -> None:
         """Nothing is told."""
 
 
@@ -95,7 +95,8 @@ async def test_never_one_that_is_gone_or_has_failed(ids: set[int], avoid: frozen
     if ids - avoid:
         assert (await selected.pick(asked)).instance_id in ids - avoid
     else:
-        with pytest.raises(NoInstanceError, match="no decode instance"):
+        reason = f"none of {len(ids)} decode instances" if ids else "no decode instance is in discovery"
+        with pytest.raises(NoInstanceError, match=reason):
             await selected.pick(asked)
 
 

@@ -13,7 +13,7 @@ from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.local import LocalAgg
-from trtllm_disagg.handlers.trace import PREFIX, LinesTogether, RequestEnd, with_request_log
+from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX, LinesTogether, RequestEnd, with_request_log
 from trtllm_disagg.testing.recording import RequestError, Script
 from trtllm_disagg.types import Generate
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 def entries(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     messages = [record.getMessage() for record in caplog.records if record.name.endswith("handlers.trace")]
-    assert all(message.startswith(PREFIX) for message in messages)
-    return [json.loads(message.removeprefix(PREFIX)) for message in messages]
+    assert all(message.startswith(REQUEST_TRACE_PREFIX) for message in messages)
+    return [json.loads(message.removeprefix(REQUEST_TRACE_PREFIX)) for message in messages]
 
 
 @pytest.fixture

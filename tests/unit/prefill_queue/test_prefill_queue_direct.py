@@ -42,7 +42,7 @@ async def test_what_nats_does_not_take_goes_to_a_prefill_worker(queue: Queueing)
     assert "NATS takes 1048576 (max_payload)" in told
     assert asked.trace.strategy == "decode_first"
     assert asked.trace.facts["prefill_instance"] == f"{stage.instance_ids()[0]:x}"
-    assert pushing.client.num_waiting == 0
+    assert not pushing.client.waiting_ages()
     await stage.idle()
 
 
@@ -87,7 +87,7 @@ async def test_without_nats_prefills_go_on_without_the_queue(tmp_path: Any, no_l
             pushing, stage = await decoding(queue)
             waiting, late = request(5), request(5)
             answer = asyncio.create_task(collect(pushing.generate, waiting))
-            await until(lambda: pushing.client.num_waiting)
+            await until(lambda: pushing.client.waiting_ages())
 
             await asyncio.to_thread(server.kill)
 

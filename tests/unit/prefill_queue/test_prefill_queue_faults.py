@@ -222,8 +222,8 @@ async def num_in_stream(queue: Queueing) -> int:
     ("broken", "message"),
     [
         ({"token_ids": "abc"}, "token_ids"),
-        ({"errand": {"stage": "decode"}}, "is for the errand prefill"),
-        ({"errand": None}, "is for the errand prefill"),
+        ({"errand": {"stage": "decode"}}, "takes prefill requests only"),
+        ({"errand": None}, "takes prefill requests only"),
     ],
 )
 async def test_a_request_that_is_none_is_refused_by_name(
@@ -241,7 +241,7 @@ async def test_what_nats_does_not_take_is_refused_before_it_is_sent(queue: Queue
     pushing = await queue.pusher()
     with pytest.raises(PeerUnavailableError, match=r"does not fit the prefill queue: NATS takes \d+"):
         await collect(pushing.generate, request(5, padding="x" * (2 << 20)))
-    assert pushing.client.num_waiting == 0
+    assert not pushing.client.waiting_ages()
 
 
 @pytest.mark.parametrize("forged", [b"", b"\x00", b"\x91" * 100_000, b"x" * 1000])
@@ -251,7 +251,7 @@ async def test_forged_words_to_a_pusher_harm_no_request(queue: Queueing, forged:
     pulling.llm.scripts.append(script)
     answer = asyncio.create_task(collect(pushing.generate, request(5)))
     await until(lambda: pulling.llm.results)
-    await pulling.broker.tell(pushing.client.subject, forged)
+    await pulling.broker.send(pushing.client.subject, forged)
     gate.release()
     assert tokens_of(await answer) == expected_tokens(5)
 

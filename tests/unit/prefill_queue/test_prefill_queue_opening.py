@@ -111,7 +111,9 @@ async def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
     server.start()
     config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=server.url)
     try:
-        with pytest.raises(ConfigError, match=r"has JetStream .nats-server -js.: this one has none"):
+        with pytest.raises(
+            ConfigError, match=r"has JetStream .nats-server -js.: this server has no JetStream"
+        ):
             await open_prefill_queue(config, "kind")
     finally:
         server.kill()

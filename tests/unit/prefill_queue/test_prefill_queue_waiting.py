@@ -62,7 +62,7 @@ async def test_depth_and_age_are_those_of_what_waits(queue: Queueing) -> None:
     assert (pushing.watch.depth(), pushing.watch.age()) == (0, 0.0)
     asked = [asyncio.create_task(collect(pushing.generate, request(2))) for _ in range(3)]
 
-    await until(lambda: pushing.client.num_waiting == 3)
+    await until(lambda: len(pushing.client.waiting_ages()) == 3)
     assert pushing.watch.depth() == 3, "its own it knows at once"
     await until(lambda: watching.watch.depth() == 3)
     await until(lambda: watching.watch.age() > 0.1)

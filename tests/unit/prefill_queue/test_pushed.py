@@ -45,7 +45,7 @@ async def what_happens(said: list[FromPuller], takes: bool) -> None:
     pushed = Pushed(item(), 60.0, claims.append, MAX_CLAIMS)
     for place, word in enumerate(said):
         replies[place] = []
-        pushed.hear(word, replies[place].append)
+        pushed.receive(word, replies[place].append)
     has_answer = pushed.outcome.done() and pushed.outcome.exception() is None
     if has_answer and takes:
         assert pushed.take() == {"attempt": claims[-1].attempt}
@@ -73,8 +73,8 @@ def test_one_answer_is_taken_at_most_and_every_question_answered(said: list[From
 async def test_an_answer_that_its_caller_did_not_live_to_take_is_refused() -> None:
     replies: list[bool] = []
     pushed = Pushed(item(), 60.0, lambda claim: None, MAX_CLAIMS)
-    pushed.hear(claim(1), lambda yes: None)
-    pushed.hear(Answer(ID, 1, {}), replies.append)
+    pushed.receive(claim(1), lambda yes: None)
+    pushed.receive(Answer(ID, 1, {}), replies.append)
     assert replies == []
     pushed.close()
     assert replies == [False]
@@ -82,10 +82,10 @@ async def test_an_answer_that_its_caller_did_not_live_to_take_is_refused() -> No
 
 async def test_a_silent_worker_is_to_blame_and_a_beat_is_no_silence() -> None:
     pushed = Pushed(item(), 0.5, lambda claim: None, MAX_CLAIMS)
-    pushed.hear(claim(1), lambda yes: None)
+    pushed.receive(claim(1), lambda yes: None)
     for _ in range(6):
         await asyncio.sleep(0.1)
-        pushed.hear(Beat(ID, 1), lambda yes: None)
+        pushed.receive(Beat(ID, 1), lambda yes: None)
     assert not pushed.outcome.done()
     with pytest.raises(StageTimeoutError, match="the prefill worker 65 has fallen silent") as raised:
         await pushed.outcome
@@ -96,8 +96,8 @@ async def test_a_silent_worker_is_to_blame_and_a_beat_is_no_silence() -> None:
 async def test_an_error_names_the_instance_to_blame() -> None:
     waiting, failing = (Pushed(item(), 60.0, lambda claim: None, MAX_CLAIMS) for _ in range(2))
     waiting.fail(DisaggError("NATS is gone"))
-    failing.hear(claim(2), lambda yes: None)
-    failing.hear(Failed(ID, 2, "SomethingNew", "broken"), lambda yes: None)
+    failing.receive(claim(2), lambda yes: None)
+    failing.receive(Failed(ID, 2, "SomethingNew", "broken"), lambda yes: None)
     for pushed, peer in ((waiting, QUEUE_ID), (failing, 102)):
         error = pushed.outcome.exception()
         assert isinstance(error, DisaggError)

@@ -23,7 +23,7 @@ from trtllm_disagg.embedded.api.perf_metrics import TimingMetrics
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError
 from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.handlers.trace import PREFIX, with_request_log
+from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX, with_request_log
 from trtllm_disagg.prefill_queue.messages import Claim
 from trtllm_disagg.prefill_queue.queue_client import note_claim
 from trtllm_disagg.strategies import spec_of
@@ -310,8 +310,10 @@ async def test_the_log_line_and_the_span_have_the_same_times(caplog: pytest.LogC
     got = Batches()
     generate = build_generate(WorkerConfig(model="org/model"), recording_engine(), RecordingStageClient())
     await collect(with_request_log(generate, "agg", tracer=tracer_into(got)), request())
-    (line,) = (said for record in caplog.records if (said := record.getMessage()).startswith(PREFIX))
-    entry = json.loads(line.removeprefix(PREFIX))
+    (line,) = (
+        said for record in caplog.records if (said := record.getMessage()).startswith(REQUEST_TRACE_PREFIX)
+    )
+    entry = json.loads(line.removeprefix(REQUEST_TRACE_PREFIX))
     root = got.named("request")
     assert [entry["start"], entry["first_chunk"], entry["end"]] == [
         at / 1e9 for at in (root.start, root.events[0].at, root.end)

@@ -178,7 +178,7 @@ def test_two_phase_carries_the_opaque_handle_of_an_engine() -> None:
 def test_bootstrap_bodies_name_host_port_and_room() -> None:
     for errand in (PREFILL, DECODE):
         assert body("bootstrap", errand, asked(), rendezvous=ROOM) == asked() | {
-            "errand": {"stage": errand.stage},
+            "errand": {"stage": errand.kind},
             "bootstrap_host": "10.0.0.7",
             "bootstrap_port": 41000,
             "bootstrap_room": 1 << 41,
@@ -218,7 +218,7 @@ def test_an_ipv6_host_has_no_brackets_in_a_body() -> None:
 
 @pytest.mark.parametrize("endpoint", ["ipc:///x", "tcp://a:0"])
 def test_a_meeting_that_bootstrap_has_no_words_for(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="--handoff-protocol bootstrap names one host and port"):
+    with pytest.raises(ConfigError, match="--handoff-protocol bootstrap needs a host and a port"):
         BootstrapProtocol().adapt(Rendezvous(5, endpoint))
 
 

@@ -241,7 +241,7 @@ async def test_it_counts_whole_requests_from_frontends_only() -> None:
     errand = PhaseRequest("whole")
     async with aclosing(generate(request(), FakeContext())) as mine:
         await anext(mine)
-        async with aclosing(generate(request(errand={"stage": errand.stage}), FakeContext())) as others:
+        async with aclosing(generate(request(errand={"stage": errand.kind}), FakeContext())) as others:
             await anext(others)
             assert worker.describe()["whole_requests"] == 1
     assert worker.describe()["whole_requests"] == 0

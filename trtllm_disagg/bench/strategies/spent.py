@@ -16,8 +16,11 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 
 from trtllm_disagg.bench.strategies.records import Arm, Parts, RequestRecord
-from trtllm_disagg.handlers.trace import PREFIX
+from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX
 from trtllm_disagg.processes.short_log import halves
+
+#: The prefix in logs written before 0.2.0.
+_OLD_TRACE_PREFIX = "journal "
 
 #: The client's name of a request, and the one that workers know, in the frontend's log.
 _NAMES = re.compile(r"request completed request_id=(\S+) .*?x_request_id=\"([^\"]+)\"")
@@ -93,9 +96,10 @@ class RequestLogs:
 
     def _read(self, log: Path) -> None:
         for line in (line for text in _texts(log) for line in text.splitlines()):
-            _, found, told = line.partition(f": {PREFIX}")
-            if found and (times := (entry := json.loads(told)).get("engine")):
-                self._engines[entry["request"]].append(Times.of(times))
+            for prefix in (REQUEST_TRACE_PREFIX, _OLD_TRACE_PREFIX):
+                _, found, told = line.partition(f": {prefix}")
+                if found and (times := (entry := json.loads(told)).get("engine")):
+                    self._engines[entry["request"]].append(Times.of(times))
 
 
 def _texts(log: Path) -> Iterator[str]:

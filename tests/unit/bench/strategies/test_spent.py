@@ -46,7 +46,8 @@ def test_without_all_engines_nothing_is_said(engines: list[Times]) -> None:
     assert parts_of(engines) is None
 
 
-def test_logs_are_joined_by_the_frontends_name_of_the_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["request_trace ", "journal "])
+def test_logs_are_joined_by_the_frontends_name_of_the_request(tmp_path: Path, prefix: str) -> None:
     frontend = tmp_path / "frontend.log"
     frontend.write_text(
         "2026 INFO http-request: metrics: request completed request_id=theirs model=m status=success "
@@ -61,7 +62,7 @@ def test_logs_are_joined_by_the_frontends_name_of_the_request(tmp_path: Path) ->
     worker = tmp_path / "agg-0.log"
     line = {"request": "theirs", "part": "agg/agg", "engine": engine}
     worker.write_text(
-        f"14:00:00.000 INFO trtllm_disagg.handlers.trace: journal {json.dumps(line)}\nnothing\n"
+        f"14:00:00.000 INFO trtllm_disagg.handlers.trace: {prefix}{json.dumps(line)}\nnothing\n"
     )
     logs = RequestLogs(frontend, [worker])
     parts = logs.parts("ours")

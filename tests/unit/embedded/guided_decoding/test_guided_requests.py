@@ -212,4 +212,4 @@ def test_a_guide_that_is_not_empty_or_not_given_is_taken(guided: dict[str, Any] 
 
 def test_what_echo_becomes_is_refused_by_the_name_that_the_client_used() -> None:
     with pytest.raises(InvalidRequestError, match=r"echo \(or prompt_logprobs\) is not served"):
-        require_splittable(request(output_options={"prompt_logprobs": 1}), is_told_of_prompts=False)
+        require_splittable(request(output_options={"prompt_logprobs": 1}), gets_prompt_logprobs=False)
