@@ -9,10 +9,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.errors import OverloadedError
-from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.handlers.streams import CountedStream
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,10 @@ class Queued:
     #: Prompt tokens of the waiting requests.
     tokens: int = 0
     num_refused: int = 0
+
+    def add(self, requests: int, tokens: int) -> None:
+        self.requests += requests
+        self.tokens += tokens
 
 
 class Admission:
@@ -46,14 +51,16 @@ class Admission:
         """`generate`, which raises OverloadedError for a request that finds no room."""
 
         def admitted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-            return _Admitted(self, generate, request, context)
+            enter = partial(self._enter, len(request.token_ids))
+            return CountedStream(enter, partial(generate, request, context), until_first=True)
 
         return admitted
 
-    def enter(self, request: GenerateRequest) -> _WaitingRequest:
-        """From now on the request waits. Raises OverloadedError."""
-        self._require_room(len(request.token_ids))
-        return _WaitingRequest(self._queued, len(request.token_ids))
+    def _enter(self, tokens: int) -> Callable[[], None]:
+        """Count a waiting request with so many prompt tokens, until the result is called. Raises OverloadedError."""
+        self._require_room(tokens)
+        self._queued.add(1, tokens)
+        return partial(self._queued.add, -1, -tokens)
 
     def _require_room(self, tokens: int) -> None:
         """Raises OverloadedError. When no other request waits, the prompt may be of any length."""
@@ -74,42 +81,3 @@ class Admission:
         raise OverloadedError(
             f"overloaded: {waiting} wait for their first token here ({bound}); try again later"
         )
-
-
-class _WaitingRequest:
-    """The wait of one request. `end` is idempotent."""
-
-    __slots__ = ("_queued", "_tokens", "_waits")
-
-    def __init__(self, queued: Queued, tokens: int) -> None:
-        self._queued, self._tokens, self._waits = queued, tokens, True
-        queued.requests += 1
-        queued.tokens += tokens
-
-    def end(self) -> None:
-        if self._waits:
-            self._waits = False
-            self._queued.requests -= 1
-            self._queued.tokens -= self._tokens
-
-
-class _Admitted(PerRequestStream[TokenChunk]):
-    def __init__(
-        self, admission: Admission, generate: Generate, request: GenerateRequest, context: RequestContext
-    ) -> None:
-        self._admission = admission
-        self._generate = generate
-        self._request = request
-        self._context = context
-        self._wait: _WaitingRequest | None = None
-
-    async def _first(self) -> TokenChunk:
-        self._wait = self._admission.enter(self._request)
-        self._rest = self._generate(self._request, self._context)
-        chunk = await anext(self._rest)
-        self._wait.end()
-        return chunk
-
-    async def _finish(self) -> None:
-        if self._wait is not None:
-            self._wait.end()

@@ -76,7 +76,7 @@ _DESCRIBE_SECONDS = 5.0
 
 
 def stream_timeouts_of(config: WorkerConfig) -> Mapping[str, StreamTimeouts]:
-    """By `PhaseRequest.kind`, or "describe". A worker that answers a whole request may try several others, then itself."""
+    """By `PhaseRequest.kind`, or "describe". A worker asked for a whole answer may try several others, then itself."""
     prefill = StreamTimeouts(config.prefill_timeout, config.prefill_timeout)
     decode = StreamTimeouts(first_decode_token_seconds(config), config.next_decode_token_timeout)
     tries = config.max_tries + 1

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from trtllm_disagg.config.deciders import Occupancy
@@ -16,7 +17,7 @@ from trtllm_disagg.errors import DisaggError, OverloadedError
 from trtllm_disagg.handlers.cancellation import in_background
 from trtllm_disagg.handlers.remote import StageInstance
 from trtllm_disagg.handlers.select import Directory
-from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.handlers.streams import CountedStream
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -124,35 +125,24 @@ class RunningRequests:
 
     def counting(self, generate: Generate) -> Generate:
         def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-            return _Counted(self, generate, request, context)
+            return CountedStream(
+                partial(self._enter, most_tokens(request)), partial(generate, request, context)
+            )
 
         return counted
+
+    def _enter(self, tokens: int) -> Callable[[], None]:
+        self._add(1, tokens)
+        return partial(self._add, -1, -tokens)
+
+    def _add(self, requests: int, tokens: int) -> None:
+        self.requests += requests
+        self.tokens += tokens
 
 
 def most_tokens(request: GenerateRequest) -> int:
     """The tokens of the prompt and `max_tokens`, which frontends fill in; without it only the prompt counts."""
     return len(request.token_ids) + (request.stop.max_tokens or 0)
-
-
-class _Counted(PerRequestStream[TokenChunk]):
-    def __init__(
-        self, running: RunningRequests, generate: Generate, request: GenerateRequest, context: RequestContext
-    ) -> None:
-        self._running = running
-        self._generate = generate
-        self._request = request
-        self._context = context
-
-    async def _first(self) -> TokenChunk:
-        self._running.requests += 1
-        self._running.tokens += most_tokens(self._request)
-        self._rest = self._generate(self._request, self._context)
-        return await anext(self._rest)
-
-    async def _finish(self) -> None:
-        if self._has_begun:
-            self._running.requests -= 1
-            self._running.tokens -= most_tokens(self._request)
 
 
 def within_fallback_budget(local: Generate, thresholds: Live[Thresholds]) -> Generate:

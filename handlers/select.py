@@ -8,12 +8,13 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError, NoInstanceError
 from trtllm_disagg.handlers.remote import StageClient, StageInstance
 from trtllm_disagg.handlers.route import pins_of
-from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.handlers.streams import CountedStream
 from trtllm_disagg.types import Fallback, GenerateRequest, RequestContext
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,10 @@ class InFlight:
 
     def __getitem__(self, instance_id: int) -> int:
         return self._tokens.get(instance_id, 0)
+
+    def enter(self, instance_id: int, tokens: int) -> Callable[[], None]:
+        self.add(instance_id, tokens)
+        return partial(self.add, instance_id, -tokens)
 
     def add(self, instance_id: int, tokens: int) -> None:
         total = self[instance_id] + tokens
@@ -223,35 +228,11 @@ class CountedInstance:
     def call(
         self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        return _CountedCall(
-            self._instance.call(request, context), self._in_flight, self.instance_id, self._tokens
-        )
+        enter = partial(self._in_flight.enter, self.instance_id, self._tokens)
+        return CountedStream(enter, partial(self._instance.call, request, context))
 
     async def notify(self, notice: dict[str, Any]) -> None:
         await self._instance.notify(notice)
-
-
-class _CountedCall(PerRequestStream[dict[str, Any]]):
-    def __init__(
-        self,
-        answers: AsyncGenerator[dict[str, Any], None],
-        in_flight: InFlight,
-        instance_id: int,
-        tokens: int,
-    ) -> None:
-        self._rest = answers
-        self._in_flight = in_flight
-        self._instance_id = instance_id
-        self._tokens = tokens
-
-    async def _first(self) -> dict[str, Any]:
-        assert self._rest is not None
-        self._in_flight.add(self._instance_id, self._tokens)
-        return await anext(self._rest)
-
-    async def _finish(self) -> None:
-        if self._has_begun:
-            self._in_flight.add(self._instance_id, -self._tokens)
 
 
 #: A description takes one round trip. An instance that takes longer has a fault, which the call's own timeout detects.

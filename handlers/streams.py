@@ -69,3 +69,36 @@ class PerRequestStream(AsyncGenerator[T, None]):
     ) -> T:
         """Not supported: no reader of these streams needs it."""
         raise NotImplementedError
+
+
+class CountedStream(PerRequestStream[T]):
+    """A stream that counts from its first read until it is closed, or until its first element."""
+
+    def __init__(
+        self,
+        enter: Callable[[], Callable[[], None]],
+        stream: Callable[[], AsyncGenerator[T, None]],
+        *,
+        until_first: bool = False,
+    ) -> None:
+        """`enter` counts, and returns what ends that; it may raise instead, and then there is no stream."""
+        self._enter = enter
+        self._stream = stream
+        self._until_first = until_first
+        self._leave: Callable[[], None] | None = None
+
+    async def _first(self) -> T:
+        self._leave = self._enter()
+        self._rest = self._stream()
+        first = await anext(self._rest)
+        if self._until_first:
+            self._end()
+        return first
+
+    async def _finish(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
